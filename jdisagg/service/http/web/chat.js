@@ -8,9 +8,10 @@ import { drawTimeline } from "./timeline.js";
 const DRAWN_MS = 400;
 // Example prompts for models that chat, and for those that complete a text.
 const EXAMPLES = {
-  chat: ["Explain prefill and decode in two sentences.", "Write a story about a kind robot."],
+  chat: ["Tell a story about a dog and a bird.", "Explain prefill and decode in two sentences."],
   text: ["Once upon a time", "One day, a little girl named Rosa", "The dog and the bird were friends"],
 };
+const SMALL_MODEL_BYTES = 4096; // KV of a token
 const LONG_WORDS = "one day a little bird flew over the big blue sea to see a new land ";
 // Parts of the context that the long prompt fills; a smaller part is tried if that is too long.
 const LONG_PARTS = [0.85, 0.6, 0.4, 0.2];
@@ -20,6 +21,7 @@ export function setModel(model) {
   state.context = model.context_tokens;
   if (state.chats === model.chat) return;
   state.chats = model.chat;
+  byId("small-model").hidden = model.kv_bytes_per_token > SMALL_MODEL_BYTES;
   byId("examples").replaceChildren(
     ...EXAMPLES[model.chat ? "chat" : "text"].map((text) =>
       el("button", { type: "button", class: "quiet", onclick: () => sendExample(text) }, text),
@@ -69,6 +71,7 @@ async function sendBeside() {
     note.textContent = error.message;
   } finally {
     button.disabled = false;
+    byId("messages").scrollTop = byId("messages").scrollHeight;
   }
 }
 

@@ -23,7 +23,7 @@ const MEANS = {
   Prefill: "computes the prompt",
   Transfer: "sends KV from prefill to decode",
   Insert: "writes KV into pages and compares checksums",
-  "Hand-off": "from the end of the prefill to the first tokens of the decode worker",
+  "Hand-off": "the decode worker waits for the KV, then computes its first tokens",
   Decode: "computes the other tokens",
 };
 
