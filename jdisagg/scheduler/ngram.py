@@ -3,12 +3,14 @@ before, the tokens that followed then are the prediction (prompt lookup). Needs 
 that repeats its prompt, code that is edited, tables and loops are predicted well.
 
 An index maps each n-gram to its latest occurrence. It grows by the tokens that are new at each
-call, a bounded number at a time, so that a long prompt delays no step for long."""
+call, a bounded number at a time, so that a long prompt delays no step for long. Of a long prompt
+only the end is indexed, because an index takes about 300 bytes of host memory per token."""
 
 from collections.abc import Sequence
 
 SIZES = (4, 2)  # lengths of n-grams, longest first; a longer match predicts better
 MOST_INDEXED = 4096  # tokens indexed in one call
+MOST_OF_PROMPT = 8192  # tokens of a prompt that are indexed
 
 
 class NgramIndex:
@@ -22,7 +24,8 @@ class NgramIndex:
         self._tokens = list(prompt)
         self._prompt_tokens = len(prompt)
         self._ends: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)
-        self._indexed = 0  # number of leading tokens whose n-grams are in the index
+        # The n-grams that end before this token are in the index.
+        self._indexed = max(0, len(prompt) - MOST_OF_PROMPT)
 
     def predict(self, generated: Sequence[int], most: int) -> tuple[int, tuple[int, ...]] | None:
         """Predicts the tokens after `generated`, the tokens after the prompt.

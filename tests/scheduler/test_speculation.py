@@ -12,7 +12,7 @@ from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
-from jdisagg.scheduler.ngram import NgramIndex
+from jdisagg.scheduler.ngram import MOST_INDEXED, MOST_OF_PROMPT, NgramIndex
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import Sequence
 from jdisagg.scheduler.speculation import REMEASURE, Draft, NgramDrafter, Speculation
@@ -38,6 +38,17 @@ def test_the_latest_occurrence_counts_and_longer_ones_come_first() -> None:
 def test_a_prediction_beyond_the_end_goes_on_with_its_own_tokens() -> None:
     assert NgramIndex([1, 2, 1, 2, 1]).predict([], 5) == (1, (2, 1, 2, 1, 2))
     assert NgramIndex([5, 5]).predict([5], 4) == (1, (5, 5, 5, 5))
+
+
+def test_of_a_long_prompt_the_end_is_indexed_a_part_at_a_time() -> None:
+    middle = list(range(100, 100 + MOST_OF_PROMPT))
+    index = NgramIndex([1, 2, 3, *middle])
+    assert index.predict([1, 2], 1) is None
+    assert index.predict([1, 2, 100, 101], 1) == (1, (102,))
+    later = 100 + MOST_INDEXED + 9
+    index = NgramIndex([1, 2, 3, *middle])
+    assert index.predict([later, later + 1], 1) is None, "not indexed yet"
+    assert index.predict([later, later + 1], 1) == (1, (later + 2,))
 
 
 def test_predictions_are_those_of_a_search_through_all_tokens() -> None:
