@@ -20,6 +20,8 @@ from tests.end_to_end.two_decoders import TwoDecoders
 from tests.fakes.cluster import Collected
 
 small = partial(config, context=256, slots=4, chunk=32)
+# On a busy machine the first use of a program, which compiles it, takes minutes.
+PATIENTLY = replace(LEASES, step_seconds=600.0)
 
 
 class KnowingDrafter:
@@ -172,7 +174,9 @@ async def test_drafts_of_sequences_in_a_storm_change_no_stream(
 ) -> None:
     """Too few pages, moves between two decode workers, of which one dies."""
     expected = await alone()
-    storm = small(prefill="tp=2", decode="dp=2", decode_page=4, pages=64, growth=1, limits=LEASES)
+    storm = small(
+        prefill="tp=2", decode="dp=2", decode_page=4, pages=64, growth=1, limits=PATIENTLY
+    )
     async with running(speculating(storm), kind=TwoDecoders) as run:
         cluster = run.cluster
         assert isinstance(cluster, TwoDecoders)
