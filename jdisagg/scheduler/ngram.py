@@ -3,8 +3,8 @@ before, the tokens that followed then are the prediction (prompt lookup). Needs 
 that repeats its prompt, code that is edited, tables and loops are predicted well.
 
 An index maps each n-gram to its latest occurrence. It grows by the tokens that are new at each
-call, a bounded number at a time, so that a long prompt delays no step for long. Of a long prompt
-only the end is indexed, because an index takes about 300 bytes of host memory per token."""
+call, a bounded number at a time, so that a long prompt delays no step for long. Only the end of a
+long prompt is indexed, because an index takes about 300 bytes of host memory per token."""
 
 from collections.abc import Sequence
 
