@@ -20,7 +20,7 @@ import msgspec
 
 from jdisagg.dispatch.frontend import Frontend, Prompt, TokenPrompt, chat_of
 from jdisagg.dispatch.options import check_prompt_numbers, prompt_numbers
-from jdisagg.errors import first_error
+from jdisagg.errors import InvalidRequestError, first_error
 from jdisagg.observe.request_log import RequestLog, RequestRecord
 from jdisagg.request import CachedTokens, FinishReason, Request, StreamEvent, Usage
 from jdisagg.service.calls import read_in_time
@@ -35,6 +35,7 @@ from jdisagg.service.http.requests import Asked, chat_from, completion_from, ign
 from jdisagg.service.http.response_replies import ResponseReply
 from jdisagg.service.http.response_store import Begun, ResponseStore
 from jdisagg.service.http.responses import response_from
+from jdisagg.service.http.resumption import event_id
 from jdisagg.service.http.token_texts import Pieces
 
 COMMENT_SECONDS = 10.0
@@ -116,6 +117,11 @@ class HttpGeneration:
             request_id = asked.request_id or _request_id(exchange)
             exchange.reply_headers += [(name, _header(request_id)) for name in kind.id_headers]
             check_model(asked.model, self._frontend)
+            if "last-event-id" in exchange.headers and not asked.resumed:
+                raise InvalidRequestError(
+                    "last-event-id needs the field resumption, with the ids of all events that"
+                    " were received; send both, or neither"
+                )
             with _watched(exchange), ExitStack() as records:
                 with named_as_sent(fields):
                     runs = await self._runs(asked, request_id, record, records, kind.takes_apart)
@@ -135,7 +141,7 @@ class HttpGeneration:
                 reply = kind(heading, asked.streaming, pieces, asked.token_ids)
                 reply.begin()
                 if asked.streaming:
-                    await _stream(exchange, reply, runs)
+                    await _stream(exchange, reply, runs, asked.resumed is not None)
                 else:
                     await _whole(exchange, reply, runs)
 
@@ -162,6 +168,8 @@ class HttpGeneration:
             check_prompt_numbers(numbers)
             echo = await self._text(prompt) if asked.echo else ""
             stream = self._frontend.stream(built, chat_of(prompt) if take_apart else None)
+            if asked.resumed is not None and asked.resumed.complete:
+                stream = _no_events()
             runs.append(_Run(stream, built, record, asked, number, echo))
         return runs
 
@@ -174,6 +182,8 @@ class HttpGeneration:
             priority=asked.priority,
             cache_salt=asked.cache_salt,
             within_context=asked.within_context,
+            resumption=asked.resumed and asked.resumed.resumption,
+            life=asked.resumed.life if asked.resumed else 0,
             **asked.options,
         )
 
@@ -208,7 +218,9 @@ class _Run:
         self._record = record
         self._echo = echo
         self._answerless = asked.answerless
-        self._begun: set[int] = set()
+        self._begun: set[int] = asked.resumed.begun if asked.resumed else set()
+        for child in asked.resumed.children if asked.resumed else ():
+            self._made_tokens += len(child.token_ids)
 
     @property
     def skips_special_tokens(self) -> bool:
@@ -241,6 +253,12 @@ class _Run:
                 await take(self.choices[event.child], event, first)
 
 
+async def _no_events() -> AsyncGenerator[StreamEvent, None]:
+    """Yields nothing."""
+    return
+    yield
+
+
 def _without_answer(event: StreamEvent) -> StreamEvent:
     usage = event.usage and dataclasses.replace(event.usage, completion_tokens=0)
     reason = event.finish_reason and FinishReason.LENGTH
@@ -265,7 +283,8 @@ async def _whole(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None
     await exchange.reply(await _made(choices, lambda: reply.whole(choices, _sum(runs))))
 
 
-async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None:
+async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run], ids: bool) -> None:
+    """Streams the events of the runs. `ids`: Whether each event has an id for a resumption."""
     began, opening, opened = asyncio.Event(), asyncio.Lock(), False
     comments = asyncio.ensure_future(_comments(exchange, began, reply.waiting))
     until_now = functools.partial(_sum, runs)
@@ -284,12 +303,14 @@ async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> Non
             made = await _made([choice], lambda: reply.chunk(choice, event, first, lambda: usage))
         else:
             made = reply.chunk(choice, event, first, until_now)
-        await exchange.frame(made)
+        await exchange.frame(event_id(event) + made if ids else made)
 
     try:
         await _together([run.run(take) for run in runs])
     finally:
         comments.cancel()
+    if not exchange.begun:  # all events were received before
+        await exchange.begin_stream()
     await exchange.end_stream(reply.end(_sum(runs)))
 
 

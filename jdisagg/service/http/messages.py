@@ -29,6 +29,7 @@ from jdisagg.service.http.requests import Asked, asked_from, sampling_options
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "send several requests"),
     "prompt_logprobs": ((), "use /v1/chat/completions"),
+    "resumption": ((), "use /v1/chat/completions"),
     "mcp_servers": (([],), "call the servers' tools yourself and send them as tools"),
     "container": ((), "the server runs no code"),
 }

@@ -28,6 +28,14 @@ _TYPES: dict[str, Json] = {
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]
     },
     "string or object": {"anyOf": [{"type": "string"}, {"type": "object"}]},
+    "resumption": {
+        "type": "object",
+        "properties": {
+            "life": {"type": "integer"},
+            "number": {"type": "integer"},
+            "event_ids": {"type": "array", "items": {"type": "string"}},
+        },
+    },
     "prompt": {
         "description": "A text, a list of texts, token ids, or a list of such lists.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {}}],
@@ -68,7 +76,9 @@ _CHAT = {
     **_TEMPLATE,
     **_TOOLS,
     **_fields(
-        integer="max_tokens max_completion_tokens top_logprobs prompt_logprobs", boolean="logprobs"
+        integer="max_tokens max_completion_tokens top_logprobs prompt_logprobs",
+        boolean="logprobs",
+        resumption="resumption",
     ),
 }
 _RESPONSE = {
@@ -95,7 +105,12 @@ _MESSAGE = {
 }
 _COMPLETION = {
     **_GENERATION,
-    **_fields(prompt="prompt", integer="max_tokens logprobs prompt_logprobs", boolean="echo"),
+    **_fields(
+        prompt="prompt",
+        integer="max_tokens logprobs prompt_logprobs",
+        boolean="echo",
+        resumption="resumption",
+    ),
 }
 _TOKENIZE = {
     **_TEMPLATE,

@@ -30,6 +30,7 @@ from jdisagg.service.http.fields import (
 )
 from jdisagg.service.http.grammar import grammar_from
 from jdisagg.service.http.response_store import Keep
+from jdisagg.service.http.resumption import Resumed, resumed_from
 from jdisagg.service.http.unsupported import (
     REFUSED,
     REFUSED_OF_CHATS,
@@ -106,6 +107,7 @@ class Asked:
         told: Fields of the request that the reply repeats.
         within_context: Whether a max_tokens that exceeds the context is reduced, not refused.
         keep: Keeps the reply, or None.
+        resumed: What the client received of the stream before, or None if it cannot be resumed.
     """
 
     prompts: tuple[Prompt, ...]
@@ -125,6 +127,7 @@ class Asked:
     told: Mapping[str, msgspec.Raw] = field(default_factory=dict)
     within_context: bool = False
     keep: Keep | None = None
+    resumed: Resumed | None = None
 
 
 def completion_from(fields: Fields) -> Asked:
@@ -145,7 +148,11 @@ def completion_from(fields: Fields) -> Asked:
             # Clients that score a prompt expect one token after it, even an end-of-text token.
             options["ignore_eos"] = True
     asked = asked_from(fields, completion_prompts(fields), options, echo)
-    return replace(asked, of_prompt=OfPrompt(told, scored), answerless=answerless)
+    resumed = _resumed(fields, options)
+    if resumed is not None and len(asked.prompts) > 1:
+        raise InvalidRequestError("resumption is for one prompt; send several requests")
+    of_prompt = OfPrompt(told, scored)
+    return replace(asked, of_prompt=of_prompt, answerless=answerless, resumed=resumed)
 
 
 def chat_from(fields: Fields) -> Asked:
@@ -159,7 +166,16 @@ def chat_from(fields: Fields) -> Asked:
     elif top:
         raise InvalidRequestError(f"top_logprobs={top} needs logprobs; set logprobs to true")
     fields.refuse(REFUSED_OF_CHATS)
-    return asked_from(fields, (chat_prompt(fields),), options)
+    asked = asked_from(fields, (chat_prompt(fields),), options)
+    return replace(asked, resumed=_resumed(fields, options))
+
+
+def _resumed(fields: Fields, options: SamplingOptions) -> Resumed | None:
+    resumed = resumed_from(fields, options.get("n"))
+    for name in ("prompt_logprobs", "logprobs"):
+        if resumed is not None and options.get(name) is not None:
+            raise InvalidRequestError(f"resumption excludes {name}; leave one of them out")
+    return resumed
 
 
 def most_tokens(fields: Fields) -> int | None:

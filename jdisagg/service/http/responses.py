@@ -53,6 +53,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "conversation": ((), "send the conversation as input, or previous_response_id"),
     "prompt": ((), "send the prompt's text as input"),
     "prompt_logprobs": ((), "use /v1/chat/completions"),
+    "resumption": ((), "use /v1/chat/completions"),
     # Both values have the same effect: an input that is too long is rejected, never truncated.
     "truncation": (("disabled", "auto"), "shorten the input"),
     "context_management": (([],), "shorten the input"),
