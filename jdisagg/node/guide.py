@@ -19,7 +19,7 @@ from jdisagg.errors import JdisaggError, OverloadedError
 from jdisagg.simulator.planning.guide import GuideQuestion, parse_question
 from jdisagg.simulator.planning.guide_facts import FactsQuestion, facts
 
-SECONDS = 20.0
+SECONDS = 60.0  # the process has the lowest priority and needs about two of processor time
 KEPT_ANSWERS = 64
 PROGRAM = (sys.executable, "-m", "jdisagg.simulator.planning.guide")
 
