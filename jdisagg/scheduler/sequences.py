@@ -68,6 +68,8 @@ class Sequence:
         held_logprobs: Log-probabilities of the unreported tokens.
         ngrams, acceptance: Predictions of its tokens, and how many were accepted (speculation.py).
         drafting: Number of its drafts in steps in flight.
+        predicted: Latest prediction that is not counted yet: its kind, the number of generated
+            tokens before it, and its tokens.
     """
 
     key: int
@@ -87,6 +89,7 @@ class Sequence:
     ngrams: NgramIndex | None = None
     acceptance: list[Acceptance] = field(default_factory=list)
     drafting: int = 0
+    predicted: tuple[int, int, tuple[int, ...]] | None = None
     # as long as there are fewer generated tokens than this, none ends the sequence or is reported
     uneventful: int = 0
 

@@ -1,8 +1,8 @@
 """Decides which draft tokens a decode step verifies. Pure: times are given as measured.
 
 A draft costs extra rows in a step and saves a step if it is accepted. The number of drafts follows
-from measurements alone: the part of drafts that was accepted, of each sequence and in all, and the
-seconds of steps with and without drafts in a batch of this size. A step without enough expected
+from measurements alone: the part of predicted tokens that came, of each sequence and in all, and
+the seconds of steps with and without drafts in a batch of this size. A step without enough expected
 gain has no drafts. Then its program is the ordinary one.
 
 Draft tokens change no stream (`executor/draft_rows.py`), so nothing here needs to be right."""
@@ -147,7 +147,9 @@ class Speculation:
         gain, sequences = 0.0, sum(map(len, active))
         for rank, children in enumerate(active):
             found = [self._draft(child) for child in children]
-            counts, of_rank = self._share(found, self._limits.extra_rows(kind[0]))
+            # The tokens of steps in flight must come as predicted, too.
+            ahead = [child.issued_position - child.position + child.drafting for child in children]
+            counts, of_rank = self._share(found, ahead, self._limits.extra_rows(kind[0]))
             gain += of_rank
             for row, (child, one, count) in enumerate(zip(children, found, counts, strict=True)):
                 if one is not None and count:
@@ -160,27 +162,47 @@ class Speculation:
         return {}
 
     def _draft(self, child: Sequence) -> tuple[float, Draft] | None:
-        """Returns a prediction for a sequence, and the probability that its drafts are accepted."""
+        """Returns a prediction for a sequence, and the probability that one of its tokens comes if
+        all before it do."""
         left = child.issued_limit - 1 - child.issued_position
         if left < 1:
             return None
+        if not child.acceptance:
+            child.acceptance = [Acceptance() for _ in range(self._drafter.kinds)]
+        self._count(child)
         draft = self._drafter.draft(child, 2 * self._limits.longest_run - 1)
         if draft is None:
             return None
-        if not child.acceptance:
-            child.acceptance = [Acceptance() for _ in range(self._drafter.kinds)]
+        if child.predicted is None:
+            child.predicted = (draft.kind, len(child.generated), draft.tokens)
         own = child.acceptance[draft.kind]
-        own.rest()
         return own.estimate(self._overall[draft.kind].estimate()), draft
 
-    def _share(self, found: Rows[tuple[float, Draft] | None], room: int) -> tuple[list[int], float]:
+    def _count(self, child: Sequence) -> None:
+        """Compares the latest prediction with the tokens that came since."""
+        if child.predicted is None:
+            return
+        kind, first, tokens = child.predicted
+        came = child.generated[first : first + len(tokens)]
+        if came:
+            hits = 0
+            while hits < len(came) and came[hits] == tokens[hits]:
+                hits += 1
+            tries = min(hits + 1, len(came))
+            child.acceptance[kind].add(hits, tries)
+            self._overall[kind].add(hits, tries, OVERALL_FADE)
+            child.predicted = None
+
+    def _share(
+        self, found: Rows[tuple[float, Draft] | None], ahead: Rows[int], room: int
+    ) -> tuple[list[int], float]:
         """Divides a rank's extra rows among its sequences by the probability that each row's token
         is chosen. Returns the number of rows of each sequence, and the expected number of accepted
         drafts."""
         longest = self._limits.longest_run - 1
         chances = sorted(
             (
-                (one[0] ** number, index)
+                (one[0] ** (ahead[index] + number), index)
                 for index, one in enumerate(found)
                 if one is not None
                 for number in range(1, min(longest, len(one[1].tokens)) + 1)
@@ -192,14 +214,11 @@ class Speculation:
             counts[index] += 1
         return counts, sum(chance for chance, _ in chances)
 
-    def verified(self, child: Sequence, planned: Planned, accepted: int) -> None:
-        """Records how many of a sequence's drafts were accepted."""
+    def verified(self, planned: Planned, accepted: int) -> None:
+        """Counts the drafts of a sequence in a step."""
         count = planned.drafts.count
-        accepted = max(0, min(accepted, count))
         self.drafted += count
-        self.accepted += accepted
-        self._overall[planned.kind].add(accepted, count, OVERALL_FADE)
-        child.acceptance[planned.kind].add(accepted, count, 1.0)
+        self.accepted += max(0, min(accepted, count))
 
     def take(self) -> tuple[int, int]:
         """Returns the numbers of drafts verified and accepted since the last call."""

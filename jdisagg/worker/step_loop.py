@@ -182,15 +182,21 @@ class StepLoop:
             try:
                 self._turn_due = True  # a `wake` within `apply` needs no additional turn
                 while self.has_finished():
-                    command, future, issued_at = self._flight.popleft()
-                    now = self._now()
-                    self.took = now - max(issued_at, self._applied_at)
-                    self._applied_at = now
+                    self._share_time()
+                    command, future, _ = self._flight.popleft()
                     self._apply(command, future.result())
                 self._turn_due = False
                 self._issue_more()
             except Exception as error:
                 self.break_down(error)
+
+    def _share_time(self) -> None:
+        """Sets `took` for the oldest result. Results that are found together share their time."""
+        now, (_, _, issued_at) = self._now(), self._flight[0]
+        if now > self._applied_at:
+            done = sum(1 for _, future, _ in self._flight if future.done())
+            self.took = (now - max(issued_at, self._applied_at)) / done
+        self._applied_at = now
 
     def _issue_more(self) -> None:
         while len(self._flight) < self._depth and self.failure is None:
