@@ -18,9 +18,6 @@ from absl import app, flags
 
 from benchmarks.measure import save
 
-_TRACES = flags.DEFINE_string("traces", None, "Folder with the Mooncake traces.", required=True)
-_NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
-
 CAPACITIES = (1_000, 10_000, 30_000, 50_000, 100_000, None)
 PUBLISHED = {
     "conversation": (4.5, 21.1, 32.6, 35.5, 36.4, 36.6),
@@ -71,7 +68,7 @@ def main(argv: list[str]) -> None:
     del argv
     figures: dict[str, object] = {}
     for name, published in PUBLISHED.items():
-        with gzip.open(Path(_TRACES.value) / f"mooncake_{name}.jsonl.gz", "rt") as lines:
+        with gzip.open(Path(flags.FLAGS.traces) / f"mooncake_{name}.jsonl.gz", "rt") as lines:
             requests = [json.loads(line)["hash_ids"] for line in lines]
         rows = []
         for capacity, expected in zip(CAPACITIES, published, strict=True):
@@ -91,9 +88,11 @@ def main(argv: list[str]) -> None:
                 f" {ours:.2f}; {per_block:.1f} us a block"
             )
         figures[name] = rows
-    if _NAME.value:
-        print(save(_NAME.value, figures))
+    if flags.FLAGS.name:
+        print(save(flags.FLAGS.name, figures))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # other benchmarks that import `BlockStore` have flags of these names
+    flags.DEFINE_string("traces", None, "Folder with the Mooncake traces.", required=True)
+    flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
     app.run(main)

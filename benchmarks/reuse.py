@@ -13,7 +13,8 @@ in their ticks of 3 s), so much faster that a prefill side that never forgets wo
 `load` of the time; those made up come more often, each with its own think time. Contenders: nothing
 stays; KV stays in pages; and in --host_gib of host memory behind them, too; and of both, that
 prefill workers fetch from one another what they do not keep themselves, and from decode workers;
-and, beside all fetches, that decode workers append up to two blocks themselves.
+and, beside all fetches, that decode workers append up to two blocks themselves; and the defaults of
+`jdisagg serve`.
 
 Told beside the hit rates: those of one store of 30,000 blocks, and of one without end, that see the
 prompts in their order of arrival, none of them under way (`prefix_hits.BlockStore`); the wait
@@ -30,15 +31,17 @@ from absl import app, flags
 
 from benchmarks.measure import save
 from benchmarks.prefix_hits import BlockStore
-from jdisagg.config import PrefixConfig, RoutingConfig
+from jdisagg.config import Mode, PrefixConfig, RoutingConfig
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
+from jdisagg.engine.prefix_defaults import HOST_SHARE, with_defaults
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.conversations import ConversationTurns, conversations
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, LogNormal, faster, spread_ticks, within_context
+from launch.fleet_inputs import HOST_BYTES_OF_DEVICE
 
 _TRACES = flags.DEFINE_string("traces", None, "Folder with the Mooncake traces.")
 _ONLY = flags.DEFINE_list("only", None, "These workloads alone.")
@@ -163,6 +166,10 @@ def contenders() -> dict[str, Fleet]:
         hosted = replace(kept, host_gib=_HOST_GIB.value)
         found["pages and host memory"] = fleet_of(hosted)
         found["pages and host memory of all"] = fleet_of(hosted, fetches=True)
+    usual = with_defaults(
+        PrefixConfig(), Mode.DISAGGREGATED, host_bytes=int(HOST_SHARE * HOST_BYTES_OF_DEVICE * 8)
+    )
+    found["defaults"] = fleet_of(usual, fetches=True, returns=True)
     wanted = _CONTENDERS.value or found
     return {name: fleet for name, fleet in found.items() if name in wanted}
 

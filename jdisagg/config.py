@@ -239,7 +239,8 @@ class RoutingConfig:
         tenant_quotas: Tokens per second, as "name=number,name=number". Other tenants have no quota.
         quota_burst_seconds: Size of the burst that a tenant may use at once, as seconds of its
             quota.
-        peer_fetch: Whether prefill workers fetch cached KV from other workers.
+        peer_fetch: Whether prefill workers fetch cached KV from other workers. None means yes for a
+            router of worker processes.
         fetch_from_decode: Whether `peer_fetch` also fetches from decode workers.
         far_prefill_tokens: Number of uncached prompt tokens below which the prefill worker must be
             in the decode worker's rack. 0 decides by predicted times only.
@@ -257,7 +258,7 @@ class RoutingConfig:
     tenant_weights: str = ""
     tenant_quotas: str = ""
     quota_burst_seconds: float = 10.0
-    peer_fetch: bool = False
+    peer_fetch: bool | None = None
     fetch_from_decode: bool = True
     far_prefill_tokens: int = 0
 
@@ -445,9 +446,9 @@ class EngineConfig:
                 f" mode={self.mode.value} has none; omit --disk_cache_dir, or use"
                 " --mode=disaggregated"
             )
-        if self.prefix.append_tokens and self.mode is not Mode.DISAGGREGATED:
+        if self.prefix.appends and self.mode is not Mode.DISAGGREGATED:
             raise ConfigError(
-                f"prefix.append_tokens={self.prefix.append_tokens} needs separate decode and"
+                f"prefix.append_tokens={self.prefix.appends} needs separate decode and"
                 f" prefill workers, and mode={self.mode.value} has one mesh;"
                 " omit --append_tokens, or use --mode=disaggregated"
             )

@@ -12,15 +12,20 @@ class PrefixConfig:
 
     docs/prefix_cache.md describes the tiers (device, host, disk) and the cost of each.
 
+    None leaves a field to `engine/prefix_defaults.py`, which `jdisagg serve` and the other commands
+    call. Without that call, None means off.
+
     Attributes:
-        reuse: Whether KV is cached for later requests.
+        reuse: Whether KV is cached for later requests. None means yes.
         grain_tokens: Block size of the cache, in tokens, the same on all workers.
         grid_tokens: Token multiple at which prefill chunks are cut and computing resumes after a
             cache hit. None uses `grain_tokens`. With the value of `chunk_tokens` a hit runs the
             programs of a miss on the same rows and gives the same bits in bfloat16. Any set
             value keeps the KV of answers out of the cache, because decode steps round differently.
         host_gib: Host memory of each worker, in GiB, for swapped-out sequences and, with `reuse`,
-            for blocks evicted from the pages of a prefill worker. 0 disables it.
+            for blocks evicted from the pages of a prefill worker. 0 disables it. None means a share
+            of the memory that is free when the process starts (0.2, divided among the workers of
+            the host).
         restores: When KV is restored from host memory or disk: "priced", if that was measured to be
             faster than computing it, or "always".
         disk_dir: Folder in which prefill workers of this host store blocks that were used twice.
@@ -29,11 +34,10 @@ class PrefixConfig:
         disk_ttl_hours: Age at which blocks on disk expire, in hours. 0 keeps them until the space
             is needed.
         peer_fetch: Whether workers fetch KV from each other, as `routing.peer_fetch` states for the
-            router. None means no for a single worker. A cluster enables it if a worker can serve
-            KV.
+            router. None means yes with `reuse`, if the cluster has workers to fetch from.
         append_tokens: Longest uncached rest of a prompt that a decode worker computes itself behind
             its cached prefix, in tokens, if the router estimates this to be cheaper. 0 leaves all
-            prompts to prefill workers.
+            prompts to prefill workers. None means 256 with `reuse`, if times are predicted.
         events: ZeroMQ address to which each worker publishes its cached blocks for routers of other
             projects, such as tcp://*:5557 (docs/router.md). The workers of a cluster on one host
             use consecutive ports. Events contain the tokens of prompts. Empty disables them.
@@ -45,16 +49,16 @@ class PrefixConfig:
         ConfigError: A field breaks its rule; the message contains the field and its value.
     """
 
-    reuse: bool = False
+    reuse: bool | None = None
     grain_tokens: int = 128
     grid_tokens: int | None = None
-    host_gib: float = 0.0
+    host_gib: float | None = None
     restores: str = "priced"
     disk_dir: str = ""
     disk_gib: float = 0.0
     disk_ttl_hours: float = 0.0
     peer_fetch: bool | None = None
-    append_tokens: int = 0
+    append_tokens: int | None = None
     events: str = ""
     events_replay: str = ""
     events_topic: str = ""
@@ -69,7 +73,12 @@ class PrefixConfig:
 
     @property
     def host_bytes(self) -> int:
-        return int(self.host_gib * (1 << 30))
+        return int((self.host_gib or 0.0) * (1 << 30))
+
+    @property
+    def appends(self) -> int:
+        """`append_tokens`, or 0 if it is not set."""
+        return self.append_tokens or 0
 
     @property
     def disk_bytes(self) -> int:
@@ -100,7 +109,7 @@ class PrefixConfig:
             raise ConfigError(
                 f"prefix.grid_tokens must be a multiple of prefix.grain_tokens={grain}, got {grid}"
             )
-        if not 0 <= self.host_gib < math.inf:
+        if self.host_gib is not None and not 0 <= self.host_gib < math.inf:
             raise ConfigError(f"prefix.host_gib must be 0 or more GiB, got {self.host_gib}")
         if self.restores not in ("priced", "always"):
             raise ConfigError(f"prefix.restores must be priced or always, got {self.restores!r}")
@@ -122,21 +131,21 @@ class PrefixConfig:
                 " prefix.disk_gib=0 disables it; give --disk_cache_dir and"
                 " --disk_cache_gib, or omit the limit"
             )
-        if self.disk_gib and not self.reuse:
+        if self.disk_gib and self.reuse is False:
             raise ConfigError(
                 f"prefix.disk_gib={self.disk_gib:g} needs the prefix cache, and prefix.reuse=False"
-                " disables it; add --prefix_cache"
+                " disables it; remove --noprefix_cache"
             )
-        if self.disk_gib and not self.host_gib:
+        if self.disk_gib and self.host_gib == 0:
             raise ConfigError(
                 f"prefix.disk_gib={self.disk_gib:g} needs host memory to stage its blocks, and"
-                " prefix.host_gib=0 reserves none; add --host_cache_gib"
+                " prefix.host_gib=0 reserves none; remove --host_cache_gib=0"
             )
         if self.events_replay and not self.events:
             raise ConfigError(
                 f"prefix.events_replay={self.events_replay!r} needs prefix.events; set both"
             )
-        if self.events and not self.reuse:
+        if self.events and self.reuse is False:
             raise ConfigError(
                 f"prefix.events={self.events!r} needs the prefix cache, and prefix.reuse=False"
                 " disables it; add --prefix_cache"
@@ -144,16 +153,16 @@ class PrefixConfig:
         self._check_append()
 
     def _check_append(self) -> None:
-        append = self.append_tokens
+        append = self.appends
         if append < 0 or append % 16:
             raise ConfigError(
                 "prefix.append_tokens must be 0 or a multiple of 16, the alignment of rows in a"
                 f" chunk, got {append}"
             )
-        if append and not self.reuse:
+        if append and self.reuse is False:
             raise ConfigError(
                 f"prefix.append_tokens={append} needs the prefix cache, and prefix.reuse=False"
-                " disables it; add --prefix_cache"
+                " disables it; remove --noprefix_cache"
             )
         if append and self.grid_tokens is not None:
             raise ConfigError(

@@ -25,6 +25,7 @@ from jdisagg.engine.memory_plan import (
     fit_engine,
     host_sharers,
 )
+from jdisagg.engine.prefix_defaults import engine_defaults, fit_with_defaults
 from jdisagg.errors import JdisaggError
 from jdisagg.node.deployment import memory_fraction, prepare_engine
 from jdisagg.node.gpus import DEVICE_FRACTION
@@ -93,6 +94,7 @@ def _plans(config: EngineConfig, found: Inspection) -> list[str]:
     if found.geometry is None:
         return []
     geometry = as_kept(found.geometry, config.model)
+    given, config = config.prefix, engine_defaults(config)
     if flags.device_gib:
         memory = DeviceMemory(
             int(flags.device_gib * (1 << 30) * (memory_fraction(config) or DEVICE_FRACTION)),
@@ -103,7 +105,8 @@ def _plans(config: EngineConfig, found: Inspection) -> list[str]:
         devices = jax.devices()[: devices_of(config)]
         check_host_cache(config.prefix, devices[0], memory_fraction(config), host_sharers(config))
         memory = device_memory(devices, memory_fraction(config))
-    return [str(plan) for plan in fit_engine(config, geometry, memory)[1]]
+    plans = fit_with_defaults(config, given, lambda whole: fit_engine(whole, geometry, memory))[1]
+    return [str(plan) for plan in plans]
 
 
 if __name__ == "__main__":

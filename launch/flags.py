@@ -189,17 +189,17 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "compilation_cache": _text(None, "Folder for compiled programs. '' disables it."),
     },
     "Prefix cache": {
-        "prefix_cache": _yes(None, "Reuse the KV of earlier requests with a shared prefix."),
+        "prefix_cache": _yes(
+            None, "Reuse the KV of earlier requests with a shared prefix. Default: yes."
+        ),
         "host_cache_gib": _real(
             None,
-            "Host memory per worker, in GiB, for swapped-out sequences and, with --prefix_cache,"
-            " for evicted prefixes.",
+            "Host memory per worker, in GiB, for swapped-out sequences and evicted prefixes. 0:"
+            " none. Default: 0.2 of the free memory, divided among the workers of this host.",
             least=0.0,
         ),
         "disk_cache_dir": _text(
-            None,
-            "Folder on this host for prefixes that were used twice. It survives restarts and needs"
-            " --host_cache_gib.",
+            None, "Folder on this host for prefixes that were used twice. It survives restarts."
         ),
         "disk_cache_gib": _real(
             None, "Size limit of --disk_cache_dir per prefill worker, in GiB.", least=0.0
@@ -209,13 +209,13 @@ GROUPS: dict[str, dict[str, Spec]] = {
         ),
         "peer_fetch": _yes(
             None,
-            "Let prefill workers fetch cached prefixes from other workers. `jdisagg cluster`"
-            " enables it with --prefix_cache.",
+            "Let prefill workers fetch cached prefixes from other workers. Default: yes, except in"
+            " `jdisagg serve`, which has no others.",
         ),
         "append_tokens": _count(
             None,
             "Let decode workers prefill the uncached end of a prompt themselves, up to this many"
-            " tokens, when that is faster than a transfer. 0: never. Needs --prefix_cache.",
+            " tokens, when that is faster than a transfer. 0: never. Default: 256.",
             least=0,
         ),
     },

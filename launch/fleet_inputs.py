@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from jdisagg.config import LimitsConfig, Mode, PrefixConfig, RoutingConfig, override
 from jdisagg.costs.hardware import link
+from jdisagg.engine.prefix_defaults import HOST_SHARE, with_defaults
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.node.hardware_files import find_accelerator
@@ -16,6 +17,9 @@ from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.run import Hook
 from launch.cost_inputs import find_geometry, software_of
 from launch.flags import Given
+
+# Host memory per accelerator of a simulated host: 2 TB for eight, as in an HGX.
+HOST_BYTES_OF_DEVICE = 250e9
 
 
 @dataclass(frozen=True)
@@ -50,33 +54,48 @@ def simulated_fleet(flags: Given) -> Fleet:
     decode = replace(instance, layout=Layout.parse(flags.decode or flags.prefill))
     settings = override(SimulationSettings(), flags.set)
     software = software_of(flags)
+    geometry = find_geometry(flags.model, flags.kv_dtype, software)
+    decoding = Pool(flags.decode_workers, second, decode, flags.decode_stages)
+    prefilling = (
+        Pool(flags.prefill_workers, first, prefill, flags.prefill_stages)
+        if mode is Mode.DISAGGREGATED
+        else None
+    )
+    kept = _prefix(settings.prefix, flags, prefilling or decoding, mode)
+    fetches = settings.routing.peer_fetch
     return Fleet(
-        find_geometry(flags.model, flags.kv_dtype, software),
-        Pool(flags.decode_workers, second, decode, flags.decode_stages),
-        (
-            Pool(flags.prefill_workers, first, prefill, flags.prefill_stages)
-            if mode is Mode.DISAGGREGATED
-            else None
-        ),
+        geometry,
+        decoding,
+        prefilling,
         mode,
         limits=settings.limits,
-        routing=settings.routing,
+        routing=replace(
+            settings.routing, peer_fetch=kept.peer_fetch if fetches is None else fetches
+        ),
         dtype=flags.dtype,
         host_devices=flags.host_devices,
         link=link(flags.link) if flags.link else None,
         fused=flags.fused,
-        prefix=_prefix(settings.prefix, flags),
+        prefix=kept,
         block_tokens=flags.block_tokens,
         software=software,
     )
 
 
-def _prefix(settings: PrefixConfig, flags: Given) -> PrefixConfig:
-    """Returns the prefix cache settings of --set, changed by the prefix cache flags."""
-    reuse = flags.prefix_cache if flags.present("prefix_cache") else settings.reuse
-    host = flags.host_cache_gib if flags.present("host_cache_gib") else settings.host_gib
-    append = flags.append_tokens if flags.present("append_tokens") else settings.append_tokens
-    return replace(settings, reuse=reuse, host_gib=host, append_tokens=append)
+def _prefix(settings: PrefixConfig, flags: Given, pool: Pool, mode: Mode) -> PrefixConfig:
+    """Returns the prefix cache settings of --set, changed by the prefix cache flags and completed
+    by the defaults. `pool`: Pool whose instances determine the host memory."""
+    names = {
+        "prefix_cache": "reuse",
+        "host_cache_gib": "host_gib",
+        "append_tokens": "append_tokens",
+    }
+    given = {field: getattr(flags, name) for name, field in names.items() if flags.present(name)}
+    return with_defaults(
+        replace(settings, **given),
+        mode,
+        host_bytes=int(HOST_SHARE * HOST_BYTES_OF_DEVICE * pool.devices),
+    )
 
 
 def controllers(flags: Given, slo: SloLimits | None) -> list[Hook]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from jdisagg.config import EngineConfig, Mode
+from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.errors import ConfigError
 from jdisagg.node.commands.prompts import PromptRun
@@ -65,6 +65,8 @@ def _prompts() -> list[str]:
 
 
 async def _generate(config: EngineConfig, prompts: list[str]) -> None:
+    if config.prefix == PrefixConfig():  # otherwise the prompt would reuse KV of its rehearsal
+        config = replace(config, prefix=PrefixConfig(reuse=False, host_gib=0.0))
     two = config.mode is Mode.DISAGGREGATED
     prefill = f"prefill {config.prefill.layout} -> " if two else ""
     meshes = f"{prefill}decode {config.decode.layout}"

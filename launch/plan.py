@@ -56,7 +56,7 @@ flags = define(
     modes=[mode.value for mode in Mode],
     dtype="bfloat16",
     codec="none",
-    prefix_cache=False,
+    prefix_cache=True,
     seed=0,
 )
 

@@ -71,7 +71,8 @@ async def _serve(
             def ready(service: ServiceConfig) -> None:
                 name = deployment.frontend.model.name
                 line = f"jdisagg serves {name} ({config.mode.value}) on {where(service)}"
-                print(f"{line}\n{curl(service)}", end="", flush=True)
+                about = "\n".join(deployment.about())
+                print(f"{line}\n{about}\n{curl(service)}", end="", flush=True)
 
             broken = await serve_until_signalled(
                 deployment.frontend, config.service, ready, deployment.cluster.broken, log, observer

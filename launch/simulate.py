@@ -3,8 +3,8 @@ from the cost model.
 
     jdisagg simulate --trace=conversation.csv.gz --prefill_workers=2 --decode_workers=2
     jdisagg simulate --rate=6 --requests=2000 --mode=chunked --ttft=0.5 --tpot=0.05
-    jdisagg simulate --trace=mooncake.jsonl.gz --prefix_cache --host_cache_gib=200
-    jdisagg simulate --turns=6 --system_tokens=2048 --prefix_cache
+    jdisagg simulate --trace=mooncake.jsonl.gz --host_cache_gib=200
+    jdisagg simulate --turns=6 --system_tokens=2048
     jdisagg simulate --concurrency=64 --prompt_tokens=4096
 
 Without --trace, arrivals are a Poisson process, or a closed loop of --concurrency users. All
@@ -52,9 +52,6 @@ flags = define(
     slots_per_rank=INSTANCE.slots_per_rank,
     dtype="bfloat16",
     codec="none",
-    prefix_cache=False,
-    host_cache_gib=0.0,
-    append_tokens=0,
     requests=None,
     prompt_tokens=1024,
     seed=0,

@@ -96,7 +96,7 @@ def test_a_service_that_cannot_be_is_refused(fields: dict[str, float]):
         ({"disk_dir": "/kv"}, "prefix.disk_dir='/kv' and prefix.disk_gib=0 go together"),
         ({"disk_gib": 1.0}, "prefix.disk_dir='' and prefix.disk_gib=1 go together"),
         ({"disk_gib": -1.0}, "prefix.disk_gib must be 0 or more"),
-        ({"disk_dir": "/kv", "disk_gib": 1.0, "host_gib": 0.0}, "add --host_cache_gib"),
+        ({"disk_dir": "/kv", "disk_gib": 1.0, "host_gib": 0.0}, "remove --host_cache_gib=0"),
         ({"disk_ttl_hours": 1.0}, "prefix.disk_ttl_hours=1 needs the disk tier"),
         ({"disk_ttl_hours": -1.0}, "prefix.disk_ttl_hours must be 0 or more, got -1"),
         ({"disk_ttl_hours": float("nan")}, "prefix.disk_ttl_hours must be 0 or more, got nan"),
@@ -112,7 +112,7 @@ def test_a_disk_for_kv_that_cannot_be_is_refused(fields: dict[str, object], mess
     [
         ({"append_tokens": 24}, "prefix.append_tokens must be 0 or a multiple of 16"),
         ({"append_tokens": -16}, "in a chunk, got -16"),
-        ({"append_tokens": 64, "reuse": False}, "add --prefix_cache"),
+        ({"append_tokens": 64, "reuse": False}, "remove --noprefix_cache"),
         ({"append_tokens": 64, "grid_tokens": 128}, "omit one of the two"),
     ],
 )

@@ -68,7 +68,7 @@ def rules_of(config: RoutingConfig, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> Pl
         far=link(config.far_link),
         suspect_seconds=timeouts.membership.suspect_seconds,
         gone_seconds=timeouts.membership.gone_seconds,
-        peer_fetch=config.peer_fetch,
+        peer_fetch=bool(config.peer_fetch),
         fetch_from_decode=config.fetch_from_decode,
         far_prefill_tokens=config.far_prefill_tokens,
     )

@@ -128,7 +128,7 @@ class EmbeddedCluster:
         self._names = self._block_names()
         self.local = LocalCluster(self.clock, config.limits, random_id, self._between)
         ports = self._make_ports()
-        appends = self._names is not None and config.prefix.append_tokens > 0
+        appends = self._names is not None and config.prefix.appends > 0
         self.path = RequestPath(
             ports,
             lambda request: TokenStream.of(detokenizer, request),
@@ -387,7 +387,7 @@ class EmbeddedCluster:
             replace(
                 mesh_role(role, config, self.config.prefix),
                 # An embedded cluster does not migrate sequences, and no peer caches other KV.
-                extracts=role is WorkerRole.PREFILL and self.config.prefix.reuse,
+                extracts=role is WorkerRole.PREFILL and bool(self.config.prefix.reuse),
                 codec=config.codec if role is WorkerRole.DECODE else "none",
                 peer_tokens=peer_tokens,
             ),

@@ -165,7 +165,7 @@ def fit_instance(
     chunk = largest_chunk(instance, mode, context)
     parts = geometry.windowed_part > 0 and role is WorkerRole.DECODE
     rings = hands_windows_apart(parts, mode)
-    append = prefix.append_tokens if prefix is not None and not rings else 0
+    append = prefix.appends if prefix is not None and not rings else 0
     states = state_slots(instance) * state_bytes
     if prefix is not None and prefix.reuse and (role is not WorkerRole.DECODE or append):
         states += snapshot_slots(instance) * state_bytes
@@ -272,10 +272,8 @@ def check_host_cache(
     Raises:
         ConfigError: There is too little memory. The message lists the parts.
     """
-    on_cpu = device.platform == "cpu"
-    part = (HOST_FRACTION if fraction is None else fraction) if on_cpu else 0.0
-    whole = host_memory()
-    room = int(whole * max(0.0, MOST_OF_HOST - part)) // sharers
+    part, whole = _device_part(device, fraction), host_memory()
+    room = host_room(device, fraction) // sharers
     if prefix.host_bytes > room:
         raise ConfigError(
             f"prefix.host_gib={prefix.host_gib:g} does not fit: this host has {_gigabytes(whole)},"
@@ -285,21 +283,38 @@ def check_host_cache(
         )
 
 
+def host_room(device: Device, fraction: float | None) -> int:
+    """Returns the bytes of host memory that all workers together may fill with KV, in addition to
+    the `fraction` that virtual devices use."""
+    return int(host_memory() * max(0.0, MOST_OF_HOST - _device_part(device, fraction)))
+
+
+def _device_part(device: Device, fraction: float | None) -> float:
+    """Returns the share of the host's memory that virtual devices use."""
+    if device.platform != "cpu":
+        return 0.0
+    return HOST_FRACTION if fraction is None else fraction
+
+
 def host_sharers(config: EngineConfig) -> int:
     """Returns the number of workers in an embedded cluster that hold KV in host memory."""
-    return 1 + (config.mode is Mode.DISAGGREGATED and config.prefix.reuse)
+    return 1 + (config.mode is Mode.DISAGGREGATED and bool(config.prefix.reuse))
 
 
-def describe_tiers(prefix: PrefixConfig, role: WorkerRole) -> str:
-    """Returns a line that describes a worker's prefix cache in host memory and on disk."""
-    if role is not WorkerRole.PREFILL:
-        return f"up to {prefix.host_gib:g} GiB of host memory for sequences that are set aside"
-    disk = (
-        f", and up to {prefix.disk_gib:g} GiB in {prefix.disk_dir} for what was used twice"
-        if prefix.disk_dir
-        else ""
-    )
-    return f"up to {prefix.host_gib:g} GiB of host memory for KV that pages have no room for{disk}"
+def describe_cache(prefix: PrefixConfig) -> str:
+    """Returns a line that describes the prefix cache and the host memory of each worker."""
+    if not prefix.reuse:
+        host = f"; {prefix.host_gib:g} GiB of host memory" if prefix.host_bytes else ""
+        return f"prefix cache off{host}"
+    tiers = ["device pages"]
+    if prefix.host_bytes:
+        tiers.append(f"{prefix.host_gib:g} GiB of host memory")
+    if prefix.disk_dir:
+        tiers.append(f"{prefix.disk_gib:g} GiB in {prefix.disk_dir}")
+    if prefix.peer_fetch:
+        tiers.append("other workers")
+    appends = f"; decode appends up to {prefix.appends} tokens" if prefix.appends else ""
+    return f"prefix cache on: {', '.join(tiers)}{appends}"
 
 
 def tier_room(prefix: PrefixConfig) -> TierRoom:

@@ -99,8 +99,8 @@ def build_replica(
         platform,
         windows_apart=windows_apart,
         rings=windows_apart and role.decode,
-        append_tokens=prefix.append_tokens if role.decode and not role.prefill else 0,
-        prefix=prefix if role.prefill or prefix.append_tokens else None,
+        append_tokens=prefix.appends if role.decode and not role.prefill else 0,
+        prefix=prefix if role.prefill or prefix.appends else None,
     )
     executor = MeshExecutor(
         name, loaded.model, Programs(loaded.mesh), config.layout, limits, role, channel
@@ -162,7 +162,7 @@ def mesh_role(role: WorkerRole, config: InstanceConfig, prefix: PrefixConfig) ->
             prefill=True,
             decode=False,
             emit=True,
-            extracts=prefix.reuse,
+            extracts=bool(prefix.reuse),
             host_tokens=prefix.host_tokens(config.page_size),
             disk=prefix.disk_dir,
             peer_tokens=prefix.peer_tokens(config.page_size),

@@ -206,7 +206,9 @@ class ClusterPlan:
         prefills = sum([one.role is WorkerRole.PREFILL for one in self.instances])
         may = prefills > 1 or (prefills > 0 and self._returns)
         asked = prefix.peer_fetch
-        return prefix.reuse and (may if asked is None else asked)
+        if asked is None:  # workers of several processes fetch only if the user asks for it
+            return prefix.reuse is not False and may and self.config.processes == 1
+        return prefix.reuse is not False and asked
 
     @property
     def _returns(self) -> bool:

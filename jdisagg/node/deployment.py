@@ -11,7 +11,7 @@ import jax
 from absl import logging as absl_logging
 
 from jdisagg.chat.formats import AnswerFormat
-from jdisagg.config import EngineConfig, Mode
+from jdisagg.config import EngineConfig, InstanceConfig, Mode
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.costs.speeds import Kind
 from jdisagg.dispatch.frontend import ChatTokenizer, Frontend, ModelInfo
@@ -23,16 +23,17 @@ from jdisagg.engine.host_settings import keep_freed_memory
 from jdisagg.engine.kernel_check import AUTO, choose_kernels
 from jdisagg.engine.memory_plan import (
     check_host_cache,
-    describe_tiers,
+    describe_cache,
     device_memory,
     fit_engine,
+    host_room,
     host_sharers,
 )
+from jdisagg.engine.prefix_defaults import engine_defaults, fit_with_defaults
 from jdisagg.engine.replica import Loaded, LoadModel
 from jdisagg.errors import ConfigError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
-from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.node.gpus import DEVICE_FRACTION, gpus_of_host, set_memory_fraction
 from jdisagg.node.hardware_files import find_accelerator
@@ -156,15 +157,17 @@ class Deployment:
         tell: Callable[[str], None] = _log.info,
     ) -> None:
         devices = jax.devices()
+        given, config = (
+            config.prefix,
+            engine_defaults(config, host_room(devices[0], memory_fraction(config))),
+        )
         memory = device_memory(devices[: devices_of(config)], memory_fraction(config))
         check_host_cache(config.prefix, devices[0], memory_fraction(config), host_sharers(config))
-        config, plans = fit_engine(config, model.geometry, memory)
+        config, plans = fit_with_defaults(
+            config, given, lambda whole: fit_engine(whole, model.geometry, memory)
+        )
         for plan in plans:
             tell(plan.summary)
-        if config.prefix.host_bytes:
-            if host_sharers(config) > 1:
-                tell(f"prefill: {describe_tiers(config.prefix, WorkerRole.PREFILL)}")
-            tell(f"decode: {describe_tiers(config.prefix, WorkerRole.DECODE)}")
         self.config = config
         self.tokenizer = tokenizer
         record = embedded_recorder(record_to, replace(config.model, directory=model.directory))
@@ -230,6 +233,25 @@ class Deployment:
         if warmed:
             replicas = self.cluster.replicas
             warmed.note({replica.executor.name: replica.times for replica in replicas})
+
+    def about(self) -> tuple[str, ...]:
+        """Returns lines that describe what runs where, the prefix cache and the prices."""
+        config, two = self.config, self.config.mode is Mode.DISAGGREGATED
+        meshes = f"decode ({config.decode.layout})"
+        if two:
+            meshes = f"prefill ({config.prefill.layout}) and {meshes}"
+        given = sorted({side.hardware for side in self._sides if side.hardware})
+        known = all(replica.times for replica in self.cluster.replicas)
+        prices = f"given ({', '.join(given)})" if given else "measured" if known else "none"
+        return (
+            f"{meshes}; context {self.cluster.context_tokens:,} tokens",
+            f"{describe_cache(config.prefix)}; prices: {prices}",
+        )
+
+    @property
+    def _sides(self) -> tuple[InstanceConfig, ...]:
+        two = self.config.mode is Mode.DISAGGREGATED
+        return (self.config.prefill, self.config.decode) if two else (self.config.decode,)
 
     async def stop(self) -> None:
         """Ends running requests and frees the meshes."""

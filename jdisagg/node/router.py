@@ -3,7 +3,7 @@
 read in `launch.router`."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from jdisagg.chat.formats import AnswerFormat
@@ -97,7 +97,7 @@ class Router:
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then waits for running requests and returns."""
         observer, limits, service = self._observer, self._config.limits, self._config.service
-        known = KnownBlocks(block_secret(service))
+        known, routing = KnownBlocks(block_secret(service)), self._config.routing
         membership = Membership(
             self._clock,
             wrap.ports(self._open_ports, observer),
@@ -113,7 +113,7 @@ class Router:
             limits,
             self._clock,
             PlacerSettings(
-                self._config.routing,
+                replace(routing, peer_fetch=routing.peer_fetch is not False),
                 affinity=known,
                 events=RouterEventsList(*self._listeners(canary)),
             ),

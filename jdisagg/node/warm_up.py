@@ -63,7 +63,12 @@ class WarmedBefore:
         self._mark: Path | None = None
         if config.compilation_cache:
             programs = replace(
-                config, service=ServiceConfig(), limits=LimitsConfig(), compilation_cache=""
+                config,
+                service=ServiceConfig(),
+                limits=LimitsConfig(),
+                # Programs depend on whether there is room in host memory, and not on how much.
+                prefix=replace(config.prefix, host_gib=config.prefix.host_gib and 1.0),
+                compilation_cache="",
             )
             devices = [(device.platform, device.device_kind) for device in jax.local_devices()]
             words = repr(

@@ -23,11 +23,13 @@ from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.kernel_check import failed_kernels
 from jdisagg.engine.memory_plan import (
     check_host_cache,
-    describe_tiers,
+    describe_cache,
     device_memory,
     fit_worker,
+    host_room,
     tier_room,
 )
+from jdisagg.engine.prefix_defaults import fit_with_defaults, worker_defaults
 from jdisagg.engine.replica import (
     KvPlane,
     Loaded,
@@ -37,14 +39,14 @@ from jdisagg.engine.replica import (
     warm_up,
     worker_mode,
 )
-from jdisagg.errors import ConfigError, HandoffError, JdisaggError, UnavailableError
+from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.executor.programs import Programs
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
 from jdisagg.instance.followers import Followers
 from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort
+from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
 from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
@@ -52,6 +54,7 @@ from jdisagg.node.deployment import ModelSource
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.instance_group import follow, lead
 from jdisagg.node.kv_events import KvEventPublisher
+from jdisagg.node.peer_ports import PeerPorts
 from jdisagg.node.recording import record
 from jdisagg.node.role_state import Role, RoleState
 from jdisagg.node.run_files import WorkerProcessConfig
@@ -63,10 +66,8 @@ from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.service.guard import Service
-from jdisagg.service.internal.connection import Credentials
 from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.internal.registry import RegistryClient
-from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.role_services import worker_roles_service
 from jdisagg.service.internal.worker_service import (
     ANY_ID,
@@ -76,7 +77,6 @@ from jdisagg.service.internal.worker_service import (
 )
 from jdisagg.service.server import GrpcServer, block_secret, cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
-from jdisagg.timeouts import CallTimeouts
 from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.worker.mesh_worker import WorkerContext
@@ -161,7 +161,11 @@ class WorkerRuntime:
     called once."""
 
     def __init__(self, state: WorkerProcessState) -> None:
-        self._state = state
+        self._state, spec = state, state.spec
+        room = host_room(state.devices[0], state.config.instance.memory_fraction)
+        self._config = worker_defaults(
+            state.config, spec.role, spec.sharers, state.group.processes, room
+        )
         self._service = state.config.service
         self._address = host_port(self._service.host, self._service.port)
         credentials = cluster_credentials(self._service)
@@ -215,37 +219,39 @@ class WorkerRuntime:
     def _host_bytes(self) -> int:
         """Returns the number of bytes of host memory for KV. Returns 0 for prefill workers without
         a prefix cache, and for decode workers of several processes."""
-        state, prefix = self._state, self._state.config.prefix
+        state, prefix = self._state, self._config.prefix
         prefills, alone = state.spec.role is WorkerRole.PREFILL, state.group.processes == 1
         return prefix.host_bytes if (prefix.reuse if prefills else alone) else 0
 
     def _tiers(self) -> TierRoom:
-        room = tier_room(self._state.config.prefix)
+        room = tier_room(self._config.prefix)
         return room if self._host_bytes else TierRoom(always=room.always)
 
     def _fitted(self) -> WorkerConfig:
         """Returns the configuration with the number of pages and the context length that fit into
         memory. Raises ConfigError if nothing fits."""
-        spec, config = self._state.spec, self._state.config
+        spec, config = self._state.spec, self._config
+        fraction = config.instance.memory_fraction
         if self._host_bytes:
             if self._state.group.processes > 1:
                 raise ConfigError(
                     f"prefix.host_gib={config.prefix.host_gib:g}: worker {spec.name} has"
                     f" {self._state.group.processes} processes, and only workers of one process"
-                    " keep KV in host memory or on disk; remove --host_cache_gib (and"
-                    " --disk_cache_dir)"
+                    " keep KV in host memory or on disk; remove --host_cache_gib, --disk_cache_dir"
                 )
-            fraction = config.instance.memory_fraction
             check_host_cache(config.prefix, self._state.devices[0], fraction, spec.sharers)
-            print(f"worker {spec.name}: {describe_tiers(config.prefix, spec.role)}", flush=True)
         if spec.geometry is None:
             return config
         devices = self._state.devices[: config.instance.layout.devices]
-        memory = device_memory(devices, config.instance.memory_fraction, spec.sharers)
-        config, plan = fit_worker(config, spec.role, spec.geometry, memory)
+        memory = device_memory(devices, fraction, spec.sharers)
+        shape, given = spec.geometry, self._state.config.prefix
+        self._config, plan = fit_with_defaults(
+            config, given, lambda whole: fit_worker(whole, spec.role, shape, memory)
+        )
         if self._state.group.leads:
-            print(f"worker {spec.name}: {plan.summary}", flush=True)
-        return config
+            for text in (plan.summary, describe_cache(self._config.prefix)):
+                print(f"worker {spec.name}: {text}", flush=True)
+        return self._config
 
     async def _following(self, instance: Replica, end: KvEnd) -> int:
         group, service = self._state.group, self._service
@@ -328,7 +334,7 @@ class WorkerRuntime:
             self._address,
             loading.seconds if warm_up_later else float,
             BlockNames.of(
-                state.config.prefix,
+                self._config.prefix,
                 block_secret(self._service),
                 f"{spec.fingerprint} {instance.loaded.model.kv_spec}",
             ),
@@ -337,7 +343,7 @@ class WorkerRuntime:
             lambda: instance.times,
             failed_kernels(),
         )
-        config, prefix = state.config, state.config.prefix
+        config, prefix = self._config, self._config.prefix
         worker = build_worker(
             spec.role,
             context,
@@ -346,7 +352,7 @@ class WorkerRuntime:
             config.limits,
             wrap.peers(spec.name, self._peers.find, state.observer),
             worker_mode(spec.role, config.mode),
-            fetches=prefix.reuse and bool(prefix.peer_fetch),
+            fetches=bool(prefix.reuse and prefix.peer_fetch),
         )
         worker.constrain(spec.grammars)
         tokens = read_tokens(self._service.cluster_token_file)
@@ -561,39 +567,3 @@ def worker_services(
         return prefill_service(prefill, tokens, vocabulary), peer
     decode = wrap.served(DecodePort, worker.name, worker, observer)
     return decode_service(decode, tokens, vocabulary), peer
-
-
-class PeerPorts:
-    """Clients of other workers, by address. A worker has the same address after a restart. Clients
-    that are unused for long are closed, because their workers may no longer exist."""
-
-    def __init__(self, credentials: Credentials, clock: Clock, timeouts: CallTimeouts) -> None:
-        self._credentials = credentials
-        self._timeouts = timeouts
-        self._clock = clock
-        self._workers: dict[str, RemoteWorker] = {}
-        self._used: dict[str, float] = {}
-
-    def find(self, source: HandoffSource) -> PeerPort:
-        if not source.address:
-            raise HandoffError(
-                f"worker {source.worker!r}: its address is not known; is the router of this"
-                " version?"
-            )
-        now = self._clock.now()
-        self._used[source.address] = now
-        for address in [
-            address
-            for address, used in self._used.items()
-            if now - used > self._timeouts.peer_idle_seconds
-        ]:
-            del self._used[address]
-            self._workers.pop(address).close()
-        if source.address not in self._workers:
-            self._workers[source.address] = RemoteWorker(
-                source.address, self._credentials, timeouts=self._timeouts
-            )
-        return self._workers[source.address].peer
-
-    async def close(self) -> None:
-        await asyncio.gather(*(worker.aclose() for worker in self._workers.values()))

@@ -235,7 +235,7 @@ class SimulatedCluster:
             mesh,
             pool.instance,
             self.fleet.mode_of(pool),
-            fetches=self._names is not None and self.fleet.routing.peer_fetch,
+            fetches=self._names is not None and bool(self.fleet.routing.peer_fetch),
             decoder=self._decode_worker(pool),
         )
 

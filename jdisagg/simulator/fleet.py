@@ -128,9 +128,9 @@ class Fleet:
             raise ConfigError(
                 f"prefix.disk_gib={self.prefix.disk_gib:g}: the simulator has no disk; leave it out"
             )
-        if self.prefix.append_tokens and self.prefill is None:
+        if self.prefix.appends and self.prefill is None:
             raise ConfigError(
-                f"prefix.append_tokens={self.prefix.append_tokens} needs prefill workers beside the"
+                f"prefix.append_tokens={self.prefix.appends} needs prefill workers beside the"
                 f" decode workers, and mode {self.mode.value} has none; leave it out"
             )
         for pool in self.pools:
@@ -227,7 +227,7 @@ class Fleet:
             kv_spec(self.geometry, self.kept_dtype),
             self.context,
             layer_groups=1,
-            append_tokens=self.prefix.append_tokens if pool is self.decode else 0,
+            append_tokens=self.prefix.appends if pool is self.decode else 0,
         )
         return replace(limits, whole_blocks=True, stages=pool.stages)
 

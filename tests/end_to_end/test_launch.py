@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import openai
 import pytest
 
 from jdisagg.client import Client
@@ -321,3 +322,32 @@ def test_what_cannot_work_ends_with_one_clear_message(
         )
         assert re.search(message, out + err), (module, flags, out, err)
         assert "Traceback" not in err, (module, flags, err)
+
+
+@pytest.mark.ci
+def test_a_bare_server_reuses_the_kv_of_an_identical_prompt(cache: str) -> None:
+    process = start("serve", "--port=0", "--http_port=0", "--set=warm_up=false", cache)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://[\w.:]+", line)
+        assert found, f"it said {line!r}"
+        client = openai.OpenAI(base_url=f"{found[0]}/v1", api_key="none", max_retries=0)
+        (model,) = client.models.list()
+        prompt = f"{PROMPT} " * 60
+
+        def ask() -> tuple[str, int]:
+            done = client.completions.create(
+                model=model.id, prompt=prompt, max_tokens=8, temperature=0
+            )
+            assert done.usage is not None and done.usage.prompt_tokens > 128
+            details = done.usage.prompt_tokens_details
+            return done.choices[0].text, (details.cached_tokens or 0) if details else 0
+
+        first, second = ask(), ask()
+        assert first[1] == 0 and second[1] >= 128
+        assert second[0] == first[0]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        status, _, err = end(process)
+    assert status == 0, err

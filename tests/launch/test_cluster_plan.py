@@ -109,7 +109,7 @@ def test_of_several_routers_one_changes_roles(tmp_path: Path):
 def test_prefill_workers_fetch_where_anybody_gives(
     tmp_path: Path, shape: tuple[int, int], changes: tuple[str, ...], fetches: bool, returns: bool
 ) -> None:
-    engine = override(config().engine, ["prefix.reuse=true", *changes])
+    engine = override(config().engine, changes)
     plan = plan_cluster(config(engine=engine, shape=ClusterShape(*shape)), tmp_path)
     routing = plan.router_config(0).router.routing
     assert (routing.peer_fetch, routing.fetch_from_decode) == (fetches, returns)

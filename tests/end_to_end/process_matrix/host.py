@@ -22,7 +22,8 @@ from jdisagg.engine.replica import KvPlane, build_worker_replica
 from jdisagg.ids import random_id
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.cluster_plan import free_ports
-from jdisagg.node.worker import PeerPorts, worker_services
+from jdisagg.node.peer_ports import PeerPorts
+from jdisagg.node.worker import worker_services
 from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer, cluster_credentials
 from jdisagg.transfer.backend_choice import Memories

@@ -1,0 +1,150 @@
+"""Chooses the settings of the prefix cache that the user left open: everything but the disk is on.
+
+`jdisagg serve`, workers and simulations call `with_defaults` at their start. All processes of a
+cluster get the same result, except for the amount of host memory. Pure, except
+`free_host_memory`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, PrefixConfig, WorkerConfig
+from jdisagg.errors import ConfigError
+from jdisagg.messages.worker_status import WorkerRole
+
+Config = TypeVar("Config", EngineConfig, WorkerConfig)
+Fitted = TypeVar("Fitted")
+
+# Share of the free host memory that all workers of a host may fill with KV.
+HOST_SHARE = 0.2
+LEAST_HOST_GIB = 1 / 16  # a smaller share holds too few blocks to be useful
+# Two blocks: the rest of a block of the last turn, and the tokens of the new turn.
+APPEND_TOKENS = 256
+_MEMORY = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def with_defaults(
+    prefix: PrefixConfig, mode: Mode, *, priced: bool = True, host_bytes: int = 0
+) -> PrefixConfig:
+    """Returns the settings with all open fields set.
+
+    Args:
+        mode: Mode of the cluster, or DISAGGREGATED for a worker of one role.
+        priced: Whether the router predicts times, so that it can compare appending with a hand-off.
+        host_bytes: Host memory that this worker may fill with KV, in bytes.
+    """
+    reuse = prefix.reuse is not False
+    appends = reuse and priced and mode is Mode.DISAGGREGATED and prefix.grid_tokens is None
+    gib = round(host_bytes / (1 << 30), 2)
+    return replace(
+        prefix,
+        reuse=reuse,
+        host_gib=(gib if gib >= LEAST_HOST_GIB else 0.0)
+        if prefix.host_gib is None
+        else prefix.host_gib,
+        peer_fetch=reuse if prefix.peer_fetch is None else prefix.peer_fetch,
+        append_tokens=(APPEND_TOKENS if appends else 0)
+        if prefix.append_tokens is None
+        else prefix.append_tokens,
+    )
+
+
+def engine_defaults(config: EngineConfig, room_bytes: int | None = None) -> EngineConfig:
+    """Returns the configuration of an embedded cluster with all settings of the prefix cache. An
+    embedded cluster has no peers to fetch from.
+
+    Args:
+        room_bytes: Most host memory that may be used (`memory_plan.host_room`), or None for no
+            bound.
+    """
+    sides = (config.prefill, config.decode)
+    two = config.mode is Mode.DISAGGREGATED
+    prefix = with_defaults(
+        replace(config.prefix, peer_fetch=bool(config.prefix.peer_fetch)),
+        config.mode,
+        priced=_priced(config.warm_up, *sides),
+        host_bytes=_share(room_bytes) // (2 if two else 1),
+    )
+    return replace(config, prefix=prefix)
+
+
+def worker_defaults(
+    config: WorkerConfig,
+    role: WorkerRole,
+    sharers: int,
+    processes: int,
+    room_bytes: int | None = None,
+) -> WorkerConfig:
+    """Returns the configuration of a worker with all settings of the prefix cache.
+
+    Args:
+        sharers: Number of workers on this host, including this one.
+        processes: Number of processes of the worker. Workers of several processes keep no KV in
+            host memory, fetch none and append none by default.
+        room_bytes: Most host memory that all workers may use, or None for no bound.
+    """
+    alone = processes == 1
+    prefix = with_defaults(
+        config.prefix,
+        config.mode if role is WorkerRole.MIXED else Mode.DISAGGREGATED,
+        priced=alone and _priced(config.warm_up, config.instance),
+        host_bytes=_share(room_bytes) // sharers if alone else 0,
+    )
+    if not alone and config.prefix.peer_fetch is None:
+        prefix = replace(prefix, peer_fetch=False)
+    return replace(config, prefix=prefix)
+
+
+def fit_with_defaults(
+    config: Config, given: PrefixConfig, fit: Callable[[Config], Fitted]
+) -> Fitted:
+    """Calls `fit`, which raises ConfigError if `config` does not fit into device memory. Then calls
+    it again without those defaults that take device memory: first copies to host memory, fetches
+    and appending, then reuse, which takes memory for snapshots of recurrent state.
+
+    Args:
+        config: Configuration with all defaults.
+        given: Settings of the prefix cache as the user gave them.
+    """
+    prefix, fetches = config.prefix, given.peer_fetch
+    smaller = replace(
+        prefix,
+        host_gib=0.0 if given.host_gib is None and not prefix.disk_gib else prefix.host_gib,
+        peer_fetch=False if fetches is None else prefix.peer_fetch,
+        append_tokens=0 if given.append_tokens is None else prefix.append_tokens,
+    )
+    needs = smaller.disk_gib or smaller.events or smaller.appends or smaller.peer_fetch
+    off = smaller if given.reuse or needs else replace(smaller, reuse=False)
+    for tried in (prefix, smaller):
+        if tried != off:
+            try:
+                return fit(replace(config, prefix=tried))
+            except ConfigError:
+                continue
+    return fit(replace(config, prefix=off))
+
+
+def _priced(warm_up: bool, *instances: InstanceConfig) -> bool:
+    return warm_up or all(instance.hardware for instance in instances)
+
+
+def _share(room_bytes: int | None) -> int:
+    share = int(free_host_memory() * HOST_SHARE)
+    return share if room_bytes is None else min(share, room_bytes)
+
+
+def free_host_memory() -> int:
+    """Returns the number of bytes of memory that programs can still allocate on this machine, or
+    within the limit of the container if that is less. Returns 0 if it is unknown."""
+    try:
+        lines = _MEMORY.read_text().splitlines()
+        (free,) = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError):
+        return 0
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        return max(0, min(free, limit - int((_CGROUP / "memory.current").read_text())))
+    except (OSError, ValueError):  # no limit
+        return free
