@@ -20,7 +20,7 @@ from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillP
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
-from jdisagg.router.decision import Known
+from jdisagg.router.decision import Known, PromptBlocks
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.executor import Executor
 from jdisagg.worker.decode_worker import DecodeWorker
@@ -56,12 +56,12 @@ def build_worker(
         peers: Function that returns the interface of another worker, from which the new worker
             receives KV.
         mode: Whether and how the decode mesh also computes prompts. Prefill workers ignore it.
-        fetches: Whether a prefill worker may fetch cached KV from peers.
+        fetches: Whether the worker may fetch cached KV from peers.
         decoder: Class to instantiate for a decode worker.
     """
     if role is WorkerRole.PREFILL:
         return PrefillWorker(context, executor, config, limits, peers if fetches else None)
-    return decoder(context, executor, config, limits, peers, mode)
+    return decoder(context, executor, config, limits, peers, mode, fetches)
 
 
 class LocalCluster:
@@ -220,6 +220,9 @@ class LocalAffinity:
             if news is not None:
                 self._marks[worker.name] = self._known.told(news)
         return self._known.known(request)
+
+    def prompt_blocks(self, request: Request) -> PromptBlocks:
+        return self._known.prompt_blocks(request)
 
 
 class Crash:

@@ -23,14 +23,13 @@ class PrefixConfig:
             programs of a miss on the same rows and gives the same bits in bfloat16. Any set
             value keeps the KV of answers out of the cache, because decode steps round differently.
         host_gib: Host memory of each worker, in GiB, for swapped-out sequences and, with `reuse`,
-            for blocks evicted from the pages of a prefill worker. 0 disables it. None means a share
-            of the memory that is free when the process starts (0.2, divided among the workers of
-            the host).
+            for blocks evicted from pages. 0 disables it. None means a share of the memory that is
+            free when the process starts (0.2, divided among the workers of the host).
         restores: When KV is restored from host memory or disk: "priced", if that was measured to be
-            faster than computing it, or "always".
-        disk_dir: Folder in which prefill workers of this host store blocks that were used twice.
-            Blocks pass through host memory in both directions. Empty disables the disk tier.
-        disk_gib: Disk space of each prefill worker in `disk_dir`, in GiB.
+            faster than computing or receiving it, or "always".
+        disk_dir: Folder in which workers of this host store blocks that were used twice. Blocks
+            pass through host memory in both directions. Empty disables the disk tier.
+        disk_gib: Disk space of each worker in `disk_dir`, in GiB.
         disk_ttl_hours: Age at which blocks on disk expire, in hours. 0 keeps them until the space
             is needed.
         peer_fetch: Whether workers fetch KV from each other, as `routing.peer_fetch` states for the

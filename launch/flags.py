@@ -202,15 +202,15 @@ GROUPS: dict[str, dict[str, Spec]] = {
             None, "Folder on this host for prefixes that were used twice. It survives restarts."
         ),
         "disk_cache_gib": _real(
-            None, "Size limit of --disk_cache_dir per prefill worker, in GiB.", least=0.0
+            None, "Size limit of --disk_cache_dir per worker, in GiB.", least=0.0
         ),
         "disk_cache_ttl_hours": _real(
             None, "Age in hours at which blocks on disk are removed. 0: no limit.", least=0.0
         ),
         "peer_fetch": _yes(
             None,
-            "Let prefill workers fetch cached prefixes from other workers. Default: yes, except in"
-            " `jdisagg serve`, which has no others.",
+            "Let workers that compute prompts fetch cached prefixes from other workers. Default:"
+            " yes, except in `jdisagg serve`, which has no others.",
         ),
         "append_tokens": _count(
             None,

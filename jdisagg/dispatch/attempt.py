@@ -42,7 +42,7 @@ from jdisagg.messages.ports import (
     SpanEnd,
     close_stream,
 )
-from jdisagg.request import CachedTokens, TokenLogprobs
+from jdisagg.request import TokenLogprobs
 
 Part = asyncio.Task[None]  # prefill and decode run as two tasks at the same time
 
@@ -113,6 +113,7 @@ class Attempt:
                 self.children,
                 self.number,
                 computes=computes,
+                peer=self._peer_of(decision.decode),
             )
         except JdisaggError as error:
             self._blame(decision.decode, error)
@@ -124,8 +125,7 @@ class Attempt:
             prefill = decision.prefill or await self._instead_of_appending(held)
             if prefill is None:
                 placement.prefill_sent()
-                known = min(self._run.prompt_tokens, held.reservation.cached_tokens)
-                self._run.note_cached(CachedTokens(pages=known))
+                self._run.note_cached(held.reservation.cached)
                 await self._decode(held, None)
             else:
                 await self._hand_off(held, prefill)
@@ -399,7 +399,8 @@ class Attempt:
         """Returns the peer from which `worker` may fetch cached KV, or None, and the number of
         prompt tokens that the peer has cached."""
         decision = self._placement.decision
-        if decision.prefill != worker or not decision.peer or decision.peer in self.failed:
+        computes = decision.prefill or decision.decode
+        if computes != worker or not decision.peer or decision.peer in self.failed:
             return None, 0
         return self._new_source(decision.peer), decision.peer_tokens
 

@@ -37,6 +37,7 @@ from jdisagg.router.accounts import Accounts, Charges, Work
 from jdisagg.router.admission import Lateness, Quotas, limit_seconds
 from jdisagg.router.breaker import Breaker, PairBreakers
 from jdisagg.router.candidates import candidates
+from jdisagg.router.coming_prefixes import ComingPrefixes
 from jdisagg.router.corrections import NO_CORRECTIONS, LearnedCorrections
 from jdisagg.router.cost_terms import most_computed, paced_until
 from jdisagg.router.decision import (
@@ -47,6 +48,7 @@ from jdisagg.router.decision import (
     PlacementOutcome,
     PlacementPolicy,
     PlacementQuery,
+    PromptBlocks,
     Refusal,
 )
 from jdisagg.router.placement import NO_WORK, another_decode, another_prefill, decide
@@ -110,6 +112,7 @@ class _Sized:
     asked: PlacementRequest
     work: Work
     known: Known
+    blocks: PromptBlocks = PromptBlocks()
 
 
 def _nobody_knows() -> Mapping[str, int]:
@@ -163,9 +166,15 @@ class PlacementHandle:
     reports its progress to this object. All methods are idempotent."""
 
     def __init__(
-        self, decision: Decision, placed: Charges, placer: "Placer", entry: _RecentDecision
+        self,
+        decision: Decision,
+        placed: Charges,
+        placer: "Placer",
+        entry: _RecentDecision,
+        coming: int = 0,
     ) -> None:
         self.decision = decision
+        self._coming = coming
         self._prefilled = self._credited = False
         self._placed = placed
         self._placer = placer
@@ -180,6 +189,7 @@ class PlacementHandle:
         because failover may have replaced the prefill worker and the KV transfer may still fail."""
         self._prefilled = True
         self._placed.prefilled()
+        self._placer.coming.computed(self._coming, self._placer.now())
         self._placer.changed()
 
     def handed_over(self, prefill: str | None, decode: str) -> None:
@@ -218,6 +228,7 @@ class PlacementHandle:
         prefilled, calls `worked` for the other workers, unless it was called before: the end of a
         long answer is no evidence of a worker's present state."""
         self._placed.end()
+        self._placer.coming.ended(self._coming)
         failed = frozenset(failed)
         decision = self.decision
         if self._prefilled and not self._credited:
@@ -253,6 +264,7 @@ class Placer:
         self.events = settings.events
         self._rules = settings.policy or rules_of(config, timeouts)
         self._affinity = settings.affinity
+        self.coming = ComingPrefixes()
         self._predictor: LengthPredictor = (
             MaxTokens()
             if config.output_quantile is None
@@ -319,7 +331,8 @@ class Placer:
         # An empty index is falsy, but it may have the prompt when the request is placed.
         affinity = None if whole else self._affinity
         known = _nobody_knows if affinity is None else affinity.known(request)
-        sized = _Sized(asked, self._work(asked), known)
+        blocks = PromptBlocks() if affinity is None else affinity.prompt_blocks(request)
+        sized = _Sized(asked, self._work(asked), known, blocks)
         if asked.under_way:
             return await self._place_again(sized)
         work = sized.work
@@ -508,6 +521,7 @@ class Placer:
             asked.request.sampling.prompt_logprobs is not None,
             self._corrections.current,
             self._pairs.broken(self.accounts.state.life, now),
+            self.coming.known(sized.blocks, now),
         )
 
     def _charge(
@@ -524,15 +538,20 @@ class Placer:
         until = paced_until(self.accounts.state, query, decision, self._rules, now)
         if until is not None:
             self.accounts.pace(decision.decode, until)
+        computes = decision.prefill or decision.decode
         work = Work(
             query.work.tokens,
-            max(decision.cached_tokens, decision.peer_tokens),
+            max(decision.cached_tokens, decision.peer_tokens, query.coming.get(computes, 0)),
             query.work.children,
             query.work.expected_tokens,
         )
         placed = self.accounts.place(decision.prefill, decision.decode, work, now)
+        # Only these workers let prompts wait for each other's blocks.
+        table, row = self.accounts.state.table, self.accounts.state.row_of(decision.decode)
+        waits = decision.prefill is not None or bool(table.flag("mixed")[row])
+        coming = self.coming.placed(sized.blocks, computes) if waits and sized.blocks.names else 0
         entry = self._remember(sized, query, decision, now)
-        return PlacementHandle(decision, placed, self, entry)
+        return PlacementHandle(decision, placed, self, entry, coming)
 
     def _remember(
         self, sized: _Sized, query: PlacementQuery, answer: Decision | Refusal, now: float

@@ -13,7 +13,14 @@ from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.placer import Placer
 from jdisagg.dispatch.request_run import RequestRun
 from jdisagg.errors import JdisaggError, UnavailableError
-from jdisagg.messages.ports import Child, DecodePort, PrefillPort, Reservation, ReserveCall
+from jdisagg.messages.ports import (
+    Child,
+    DecodePort,
+    HandoffSource,
+    PrefillPort,
+    Reservation,
+    ReserveCall,
+)
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Accounts
@@ -88,19 +95,21 @@ async def reserve(
     attempt: int,
     whole: bool = False,
     computes: bool = False,
+    peer: tuple[HandoffSource | None, int] = (None, 0),
 ) -> ReservationHandle:
     """Reserves pages for `children` at a decode worker.
 
     Args:
         whole: Whether the worker receives all KV of the children, even KV that it has cached.
         computes: Whether the worker itself computes the part of the prompt that it has not cached.
+        peer: Another worker that has the prompt cached, and the number of cached tokens.
 
     Raises:
         JdisaggError: The worker refused, or did not answer.
     """
     port = context.cluster.decode_port(worker)
     remaining, age = run.remaining_seconds(), run.age_seconds()
-    call = ReserveCall(run.request, attempt, children, remaining, age, whole, computes)
+    call = ReserveCall(run.request, attempt, children, remaining, age, whole, computes, *peer)
     return ReservationHandle(worker, port, await port.reserve(call), attempt)
 
 

@@ -4,6 +4,7 @@ configuration and a model's KV spec. All functions are pure."""
 from jdisagg.config import InstanceConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVSpec, ring_pages
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.executor import MeshLimits, buckets, sequences_ahead
 
 GRANULE_TOKENS = 16
@@ -135,6 +136,14 @@ def hands_windows_apart(can_part: bool, mode: Mode) -> bool:
         can_part: Whether the model's `KVSpec` allows a separate transfer.
     """
     return can_part and mode is Mode.DISAGGREGATED
+
+
+def fetched_tokens(role: WorkerRole, prefix: PrefixConfig, page_size: int) -> int:
+    """Returns the number of tokens of a cached block that a worker fetches from another one, or 0
+    if it fetches none. Decode workers that compute no prompts fetch none: a prefill worker sends
+    them the whole prompt anyway."""
+    computes = role is not WorkerRole.DECODE or prefix.appends > 0
+    return prefix.peer_tokens(page_size) if computes else 0
 
 
 def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> int:

@@ -27,17 +27,19 @@ from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_by
 from jdisagg.engine.limits import (
     ACCELERATOR_DRAFT_ROWS,
     SAMPLES_PER_CHUNK,
+    fetched_tokens,
     hands_windows_apart,
     largest_chunk,
     snapshot_slots,
     state_slots,
 )
 from jdisagg.errors import ConfigError
+from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import ring_pages
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.scheduler.executor import LONGEST_RUN
-from jdisagg.scheduler.host_blocks import MOST_WRITING, TierRoom
+from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE
 from jdisagg.worker.given_kv import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE, MOST_GIVEN_WITH_STATE
 from jdisagg.worker.host_tier import MOST_SNAPSHOTS_WRITING
@@ -171,19 +173,23 @@ def fit_instance(
         states += snapshot_slots(instance) * state_bytes
     staged = STAGED_CHUNKS * (chunk * token_bytes + state_bytes)
     fetched = prefix.peer_tokens(instance.page_size) if prefix is not None else 0
-    if prefix is not None and role is WorkerRole.PREFILL:  # copies on their way to host memory
-        staged += MOST_WRITING * prefix.host_tokens(instance.page_size) * token_bytes
-        staged += MOST_SNAPSHOTS_WRITING * bool(prefix.host_bytes) * state_bytes
-        if fetched:  # sent to peers and received from them
-            given = MOST_CHUNKS * chunk
-            staged += (given + MOST_FETCHES * BLOCKS_IN_FLIGHT * fetched) * token_bytes
-            staged += (MOST_GIVEN_WITH_STATE + MOST_FETCHES) * state_bytes
-    elif fetched and instance.codec == "none":
-        staged += MOST_CHUNKS_OF_DECODE * chunk * token_bytes
-    spilled = 0  # copies on their way to host memory and back
-    if prefix is not None and prefix.host_bytes and role is not WorkerRole.PREFILL:
+    prefills = role is WorkerRole.PREFILL
+    tiered = 0  # cached blocks on their way to host memory, and to and from peers
+    if prefix is not None:
+        writing = MOST_WRITING if prefills else MOST_WRITING_OF_DECODE
+        tiered += writing * prefix.host_tokens(instance.page_size) * token_bytes
+        computes = role is not WorkerRole.DECODE or append > 0
+        asked = fetched_tokens(role, prefix, instance.page_size) if computes else 0
+        tiered += MOST_FETCHES * BLOCKS_IN_FLIGHT * asked * token_bytes
+        snapshots = MOST_SNAPSHOTS_WRITING if prefix.reuse and prefix.host_bytes else 0
+        snapshots += MOST_GIVEN_WITH_STATE + MOST_FETCHES if asked else 0
+        if prefills:  # workers that decode keep snapshots in device memory only
+            tiered += snapshots * state_bytes
+        if fetched and (prefills or instance.codec == "none"):
+            tiered += (MOST_CHUNKS if prefills else MOST_CHUNKS_OF_DECODE) * chunk * token_bytes
+    if prefix is not None and prefix.host_bytes and not prefills:  # swapped-out sequences
         windows = windowed * min(geometry.widest_window, context) if rings else 0
-        spilled = 2 * SPILLS_AT_ONCE * (chunk * token_bytes + state_bytes + windows)
+        tiered += 2 * SPILLS_AT_ONCE * (chunk * token_bytes + state_bytes + windows)
     plan = MemoryPlan(
         f"{role.value} ({instance.layout})",
         weights,
@@ -191,7 +197,7 @@ def fit_instance(
             geometry, instance, role, append if role is WorkerRole.DECODE else chunk, model.dtype
         ),
         # Recurrent states are staged too: one that is packed, and those in transfer.
-        spilled + (0 if role is WorkerRole.MIXED else staged),
+        tiered + (0 if role is WorkerRole.MIXED else staged),
         0,
         0,
         context,
@@ -296,6 +302,17 @@ def _device_part(device: Device, fraction: float | None) -> float:
     return HOST_FRACTION if fraction is None else fraction
 
 
+def check_disk_cache(prefix: PrefixConfig, layout: Layout, processes: int) -> None:
+    """Raises ConfigError if the processes of an instance cannot keep KV on disk: with data
+    parallelism a block's shards are in some of the processes only."""
+    if prefix.disk_dir and processes > 1 and layout.dp > 1:
+        raise ConfigError(
+            f"prefix.disk_dir={prefix.disk_dir!r}: instances of {processes} processes keep KV on"
+            f" disk only with layouts without dp, not with {layout}; remove --disk_cache_dir, or"
+            " use tp only"
+        )
+
+
 def host_sharers(config: EngineConfig) -> int:
     """Returns the number of workers in an embedded cluster that hold KV in host memory."""
     return 1 + (config.mode is Mode.DISAGGREGATED and bool(config.prefix.reuse))
@@ -317,12 +334,14 @@ def describe_cache(prefix: PrefixConfig) -> str:
     return f"prefix cache on: {', '.join(tiers)}{appends}"
 
 
-def tier_room(prefix: PrefixConfig) -> TierRoom:
+def tier_room(prefix: PrefixConfig, rank_bound: bool = False) -> TierRoom:
+    """Returns the capacity of a worker's tiers. `rank_bound`: see `TierRoom`."""
     return TierRoom(
         prefix.host_bytes,
         prefix.disk_bytes,
         prefix.restores == "always",
         3600.0 * prefix.disk_ttl_hours,
+        rank_bound,
     )
 
 

@@ -12,7 +12,7 @@ import jax
 
 from jdisagg.config import InstanceConfig, Mode, ModelConfig, PrefixConfig, WorkerConfig
 from jdisagg.costs.measured import StepTimes
-from jdisagg.engine.limits import hands_windows_apart, mesh_limits
+from jdisagg.engine.limits import fetched_tokens, hands_windows_apart, mesh_limits
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
@@ -165,14 +165,17 @@ def mesh_role(role: WorkerRole, config: InstanceConfig, prefix: PrefixConfig) ->
             extracts=bool(prefix.reuse),
             host_tokens=prefix.host_tokens(config.page_size),
             disk=prefix.disk_dir,
-            peer_tokens=prefix.peer_tokens(config.page_size),
+            peer_tokens=fetched_tokens(role, prefix, config.page_size),
         )
     return MeshRole(
         prefill=role is WorkerRole.MIXED,
         decode=True,
         codec=config.codec,
         extracts=True,
+        host_tokens=prefix.host_tokens(config.page_size),
         spills=prefix.host_bytes > 0,
+        disk=prefix.disk_dir,
+        peer_tokens=fetched_tokens(role, prefix, config.page_size),
     )
 
 

@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
+
 from jdisagg.executor.block_programs import MeshBlocks
 from jdisagg.executor.block_sums import ChunkSums, PrefillSums
 from jdisagg.executor.choose import Variant
@@ -72,8 +74,8 @@ class MeshRole:
             cache in host memory.
         spills: Whether sequences are swapped out to host memory.
         disk: Directory of the prefix cache on disk. "" without a prefix cache on disk.
-        peer_tokens: Number of tokens in the longest block that a prefill mesh fetches from other
-            workers' prefix caches. 0 if it fetches none.
+        peer_tokens: Number of tokens in the longest block that the mesh fetches from other workers'
+            prefix caches. 0 if it fetches none.
     """
 
     prefill: bool
@@ -145,7 +147,9 @@ class MeshExecutor:
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self.host = HostStore(name)
         self.blocks = MeshBlocks(programs, pools, limits, self._groups, channel, self.host)
-        self._saved = SavedBlocks(role.disk, name, self.host, mesh.shape["kv"])
+        self._saved = SavedBlocks(
+            role.disk, name, self.host, mesh.shape["kv"], _part_of_instance(mesh)
+        )
         self._threads = WorkThreads(name)
 
     @property
@@ -312,3 +316,9 @@ class MeshExecutor:
                 for rank, row in enumerate(command.slots)
             )
         return DecodeReading(command, steps, wanted)
+
+
+def _part_of_instance(mesh: jax.sharding.Mesh) -> str:
+    """Returns this process's place among the processes of the mesh, or "" if it is the only one."""
+    processes = {device.process_index for device in mesh.devices.flat}
+    return f" {jax.process_index()}/{len(processes)}" if len(processes) > 1 else ""

@@ -55,13 +55,20 @@ class DiskReading:
 
 class SavedBlocks:
     """The KV blocks of one mesh on disk. The blocks are stored under a namespace that includes the
-    number of head shards and the versions of the software that computes KV, because other versions
-    may round differently."""
+    number of head shards, the process's place in the instance, and the versions of the software
+    that computes KV, because other versions may round differently.
 
-    def __init__(self, directory: str, name: str, host: HostStore, shards: int) -> None:
+    Args:
+        part: Place of this process among the processes of the instance; empty if it is the only
+            one.
+    """
+
+    def __init__(
+        self, directory: str, name: str, host: HostStore, shards: int, part: str = ""
+    ) -> None:
         self._disk = DiskStore(directory, name) if directory else None
         self._host = host
-        self._laid_out = f"{shards} {jax.__version__} {jax.default_backend()} {VERSION}"
+        self._laid_out = f"{shards} {jax.__version__} {jax.default_backend()} {VERSION}{part}"
         self._clock = MonotonicClock()
         self._closed = threading.Event()
 

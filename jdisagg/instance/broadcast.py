@@ -2,10 +2,10 @@
 followers and to its own part of the mesh.
 
 Results are read in the leader process only, because tokens and checksums are replicated over the
-mesh. Pulls of KV are an exception: each process pulls its part, so bytes are summed and one error
-fails the pull. When a process fails, falls silent or ends, all current and future commands raise
-`UnavailableError`. The leader's programs may then hang in a collective, so the leader must exit at
-once without waiting for them."""
+mesh. Pulls of KV and disk commands are an exception: each process pulls, writes or reads its part,
+so bytes are summed and one error fails the command. When a process fails, falls silent or ends, all
+current and future commands raise `UnavailableError`. The leader's programs may then hang in a
+collective, so the leader must exit at once without waiting for them."""
 
 import asyncio
 import dataclasses
@@ -17,7 +17,7 @@ from jdisagg.errors import UnavailableError
 from jdisagg.instance.followers import Followers
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.instance import Failed, Reported
-from jdisagg.messages.step_commands import PullBlock, PullResult, StepCommand, StepResult
+from jdisagg.messages.step_commands import IN_PARTS, DiskResult, PullResult, StepCommand, StepResult
 from jdisagg.scheduler.executor import Executor, MeshLimits
 
 
@@ -28,7 +28,7 @@ class _UnderWay:
     future: asyncio.Future[StepResult]
     missing: set[int]
     own: StepResult | None = None
-    pulls: list[PullResult] = dataclasses.field(default_factory=list)
+    parts: list[PullResult | DiskResult] = dataclasses.field(default_factory=list)
     failed: str = ""
 
 
@@ -54,7 +54,7 @@ class BroadcastExecutor:
             return future
         number = self._followers.order(command)
         reporters = (
-            set(range(1, self._followers.processes)) if isinstance(command, PullBlock) else set()
+            set(range(1, self._followers.processes)) if isinstance(command, IN_PARTS) else set()
         )
         self._under_way[number] = _UnderWay(future, reporters)
         own = asyncio.ensure_future(self._local.run(command))
@@ -85,8 +85,8 @@ class BroadcastExecutor:
     def _told(self, process: int, message: Reported | Failed) -> None:
         entry = self._under_way.get(message.number)
         if isinstance(message, Reported):
-            if entry is not None and isinstance(message.result, PullResult):
-                self._pulled(process, entry, message.number, message.result)
+            if entry is not None and isinstance(message.result, PullResult | DiskResult):
+                self._came(process, entry, message.number, message.result)
             return
         what = f"process {process}, command {message.number}: {message.message}"
         if message.fatal:
@@ -95,13 +95,15 @@ class BroadcastExecutor:
             if message.number not in self._raised:
                 self._followers.fail(f"what this process could run failed on another: {what}")
         elif process in entry.missing:
-            self._pulled(process, entry, message.number, PullResult(-1, 0, 0, message.message))
+            self._came(process, entry, message.number, PullResult(-1, 0, 0, message.message))
         else:
             entry.failed = what
 
-    def _pulled(self, process: int, entry: _UnderWay, number: int, part: PullResult) -> None:
+    def _came(
+        self, process: int, entry: _UnderWay, number: int, part: PullResult | DiskResult
+    ) -> None:
         entry.missing.discard(process)
-        entry.pulls.append(part)
+        entry.parts.append(part)
         self._settle(number, entry)
 
     def _settle(self, number: int, entry: _UnderWay) -> None:
@@ -109,7 +111,7 @@ class BroadcastExecutor:
             return
         del self._under_way[number]
         try:
-            result = _whole(entry.own, entry.pulls)
+            result = _whole(entry.own, entry.parts)
         except Exception as error:
             # No caller awaits this task, so an error fails the instance and thereby the command.
             self._under_way[number] = entry
@@ -125,13 +127,27 @@ class BroadcastExecutor:
         self._under_way.clear()
 
 
-def _whole(own: StepResult, pulls: list[PullResult]) -> StepResult:
-    """Combines the results of all processes: for a pull the sum of bytes and the first error, for
-    other commands the leader's own result."""
-    if not isinstance(own, PullResult):
+def _whole(own: StepResult, others: list[PullResult | DiskResult]) -> StepResult:
+    """Combines the results of all processes: for a pull or a disk command the sum of bytes, the
+    first error and the blocks that all processes found; for other commands the leader's own
+    result."""
+    if not isinstance(own, PullResult | DiskResult):
         return own
-    parts = [own, *pulls]
+    parts = [own, *others]
+    moved = sum([part.bytes_moved for part in parts])
     error = next((part.error for part in parts if part.error), "")
+    if isinstance(own, PullResult):
+        return msgspec.structs.replace(own, bytes_moved=moved, error=error)
+    found = [set(part.names) for part in others if isinstance(part, DiskResult)]
+    kept = [
+        (name, age)
+        for name, age in zip(own.names, own.ages, strict=True)
+        if all(name in names for names in found)
+    ]
     return msgspec.structs.replace(
-        own, bytes_moved=sum(part.bytes_moved for part in parts), error=error
+        own,
+        bytes_moved=moved,
+        error=error,
+        names=tuple([name for name, _ in kept]),
+        ages=tuple([age for _, age in kept]),
     )

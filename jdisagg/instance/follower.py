@@ -26,7 +26,7 @@ from jdisagg.messages.instance import (
     Reported,
     Stop,
 )
-from jdisagg.messages.step_commands import PullBlock, StepResult
+from jdisagg.messages.step_commands import IN_PARTS, StepResult
 from jdisagg.scheduler.executor import Executor
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
@@ -140,7 +140,7 @@ class _Follower:
         if error is not None:
             expected = isinstance(error, (HandoffError, IncompatiblePeerError))
             self._link.send(Failed(order.number, str(error), fatal=not expected))
-        elif isinstance(order.command, PullBlock):
+        elif isinstance(order.command, IN_PARTS):
             self._link.send(Reported(order.number, done.result()))
 
     async def _beat_and_watch(self) -> None:

@@ -3,7 +3,7 @@ follower processes, on one ordered stream per follower.
 
 A follower joins, loads the model on its devices, compiles the programs, reports that it is ready,
 and then runs the leader's commands in order. It reports its failures, and the result of its part of
-each KV pull. Both sides send heartbeats and treat a silent process as dead."""
+each KV pull and disk command. Both sides send heartbeats and treat a silent process as dead."""
 
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.step_commands import StepCommand, StepResult
@@ -40,7 +40,8 @@ class Ready(Message, frozen=True):
 
 
 class Reported(Message, frozen=True):
-    """Result of command number `number` on this follower. Only KV pulls are reported."""
+    """Result of command number `number` on this follower. Only results of `IN_PARTS` commands are
+    reported."""
 
     number: int
     result: StepResult

@@ -13,7 +13,7 @@ import msgspec
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError
 
 # Incremented whenever a message changes its bytes or its meaning.
-PROTOCOL = 27
+PROTOCOL = 28
 
 T = TypeVar("T")
 

@@ -25,48 +25,6 @@ class Child(Message, frozen=True):
     accepted: tuple[int, ...] = ()
 
 
-class ReserveCall(Message, frozen=True):
-    """Reserves KV pages on a decode worker for the prompt, the accepted tokens, and the next tokens
-    of `children`.
-
-    Attributes:
-        children: Answers to reserve pages for. Several children share the prompt's pages and must
-            not have accepted tokens.
-        age_seconds: Time since the request arrived. Queues are served in order of arrival, so a
-            preempted request is served before younger requests.
-        whole: Whether the sender sends all KV, including positions that the decode worker has
-            cached.
-        computes: Whether the decode worker prefills the uncached tokens itself. At least one token
-            is then computed.
-    """
-
-    request: Request
-    attempt: int
-    children: tuple[Child, ...]
-    deadline_seconds: float
-    age_seconds: float = 0.0
-    whole: bool = False
-    computes: bool = False
-
-
-class Reservation(Message, frozen=True):
-    """KV pages reserved on a decode worker for `lease_seconds`, or until `generate` uses them. The
-    KV of the first `cached_tokens` positions is in the decode worker's cache and is neither
-    computed nor sent."""
-
-    reservation_id: int
-    worker: str
-    rank: int
-    lease_seconds: float
-    cached_tokens: int = 0
-
-
-class FirstToken(Message, frozen=True):
-    child: int
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
 class HandoffSource(Message, frozen=True):
     """The sender of a sequence's KV.
 
@@ -83,6 +41,54 @@ class HandoffSource(Message, frozen=True):
     handoff_id: int
     address: str = ""
     boot_id: int = 0
+
+
+class ReserveCall(Message, frozen=True):
+    """Reserves KV pages on a decode worker for the prompt, the accepted tokens, and the next tokens
+    of `children`.
+
+    Attributes:
+        children: Answers to reserve pages for. Several children share the prompt's pages and must
+            not have accepted tokens.
+        age_seconds: Time since the request arrived. Queues are served in order of arrival, so a
+            preempted request is served before younger requests.
+        whole: Whether the sender sends all KV, including positions that the decode worker has
+            cached.
+        computes: Whether the decode worker prefills the uncached tokens itself. At least one token
+            is then computed.
+        peer: Another worker that probably has the KV of the first `peer_tokens` positions cached,
+            and the hand-off id under which it sends this KV.
+    """
+
+    request: Request
+    attempt: int
+    children: tuple[Child, ...]
+    deadline_seconds: float
+    age_seconds: float = 0.0
+    whole: bool = False
+    computes: bool = False
+    peer: HandoffSource | None = None
+    peer_tokens: int = 0
+
+
+class Reservation(Message, frozen=True):
+    """KV pages reserved on a decode worker for `lease_seconds`, or until `generate` uses them. The
+    KV of the first `cached_tokens` positions is in the decode worker's cache and is neither
+    computed nor sent. `cached` holds the number of these tokens in each cache tier, without tokens
+    behind the prompt."""
+
+    reservation_id: int
+    worker: str
+    rank: int
+    lease_seconds: float
+    cached_tokens: int = 0
+    cached: CachedTokens = CachedTokens()
+
+
+class FirstToken(Message, frozen=True):
+    child: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 class GenerateCall(Message, frozen=True):

@@ -306,6 +306,8 @@ class RemoveSaved(Message, frozen=True):
 
 
 DiskCommand = FindSaved | SaveBlock | LoadBlock | RemoveSaved
+# Commands of which each process of an instance runs a part, with its own result.
+IN_PARTS = (PullBlock, FindSaved, SaveBlock, LoadBlock, RemoveSaved)
 
 StepCommand = (
     PrefillChunk

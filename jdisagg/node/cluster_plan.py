@@ -201,10 +201,11 @@ class ClusterPlan:
 
     @property
     def _fetches(self) -> bool:
-        """Whether prefill workers fetch cached KV from each other."""
+        """Whether workers that compute prompts fetch cached KV from each other."""
         prefix = self.config.engine.prefix
         prefills = sum([one.role is WorkerRole.PREFILL for one in self.instances])
-        may = prefills > 1 or (prefills > 0 and self._returns)
+        mixed = sum([one.role is WorkerRole.MIXED for one in self.instances])
+        may = prefills > 1 or (prefills + mixed > 1 or prefills > 0) and self._returns
         asked = prefix.peer_fetch
         if asked is None:  # workers of several processes fetch only if the user asks for it
             return prefix.reuse is not False and may and self.config.processes == 1

@@ -21,7 +21,9 @@ from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.kernel_check import failed_kernels
+from jdisagg.engine.limits import fetched_tokens
 from jdisagg.engine.memory_plan import (
+    check_disk_cache,
     check_host_cache,
     describe_cache,
     device_memory,
@@ -39,7 +41,7 @@ from jdisagg.engine.replica import (
     warm_up,
     worker_mode,
 )
-from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
+from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.executor.programs import Programs
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
@@ -218,13 +220,15 @@ class WorkerRuntime:
     @property
     def _host_bytes(self) -> int:
         """Returns the number of bytes of host memory for KV. Returns 0 for prefill workers without
-        a prefix cache, and for decode workers of several processes."""
-        state, prefix = self._state, self._config.prefix
-        prefills, alone = state.spec.role is WorkerRole.PREFILL, state.group.processes == 1
-        return prefix.host_bytes if (prefix.reuse if prefills else alone) else 0
+        a prefix cache."""
+        prefix = self._config.prefix
+        unused = self._state.spec.role is WorkerRole.PREFILL and not prefix.reuse
+        return 0 if unused else prefix.host_bytes
 
     def _tiers(self) -> TierRoom:
-        room = tier_room(self._config.prefix)
+        config = self._config
+        apart = self._state.group.processes > 1 and config.instance.layout.dp > 1
+        room = tier_room(config.prefix, rank_bound=apart)
         return room if self._host_bytes else TierRoom(always=room.always)
 
     def _fitted(self) -> WorkerConfig:
@@ -233,12 +237,7 @@ class WorkerRuntime:
         spec, config = self._state.spec, self._config
         fraction = config.instance.memory_fraction
         if self._host_bytes:
-            if self._state.group.processes > 1:
-                raise ConfigError(
-                    f"prefix.host_gib={config.prefix.host_gib:g}: worker {spec.name} has"
-                    f" {self._state.group.processes} processes, and only workers of one process"
-                    " keep KV in host memory or on disk; remove --host_cache_gib, --disk_cache_dir"
-                )
+            check_disk_cache(config.prefix, config.instance.layout, self._state.group.processes)
             check_host_cache(config.prefix, self._state.devices[0], fraction, spec.sharers)
         if spec.geometry is None:
             return config
@@ -352,7 +351,7 @@ class WorkerRuntime:
             config.limits,
             wrap.peers(spec.name, self._peers.find, state.observer),
             worker_mode(spec.role, config.mode),
-            fetches=bool(prefix.reuse and prefix.peer_fetch),
+            fetches=fetched_tokens(spec.role, prefix, config.instance.page_size) > 0,
         )
         worker.constrain(spec.grammars)
         tokens = read_tokens(self._service.cluster_token_file)

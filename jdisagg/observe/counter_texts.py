@@ -81,6 +81,8 @@ _OF_WORKERS = {
     "prefix_asked_tokens": "Prompt tokens looked up in the prefix cache.",
     "prefix_blocks_evicted": "Prefix-cache blocks removed from device pages, by cause.",
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache, by tier.",
+    "prefix_waits": "Prompts that waited for the blocks of another prompt in progress.",
+    "prefix_waits_taken_over": "Prompts that computed blocks whose first prompt had ended.",
     "prompts_appended": "Prompts whose new tokens were computed on the decode worker itself.",
     "pulls_failed": "KV transfers that failed or timed out. They are repeated.",
     "pulls_timed_out": "KV transfers that failed or timed out. They are repeated.",

@@ -10,6 +10,7 @@ the TPOT bound. Otherwise running sequences must end first. By Little's law they
 running / (mean length x step)."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -164,7 +165,34 @@ def prefills_of(
                 query.work.tokens - cached[which], cached[which], chunk
             )
         spared[at] = cold - prefill[at]
+    if query.coming:
+        _spare_coming(state, side, table, rows, query, (prefill, spared), (at, cached))
     return PrefillCosts(rows, queue, prefill, spared, chunks, (at, cached))
+
+
+def _spare_coming(
+    state: ClusterState,
+    side: Side,
+    table: Table,
+    rows: Indices,
+    query: PlacementQuery,
+    costs: tuple[Array, Array],
+    known: tuple[Indices, Array],
+) -> None:
+    """Lowers `costs` (seconds of the prefill, seconds spared) of workers that compute a longer
+    prefix of the prompt for earlier prompts than they have cached. Their queue includes the earlier
+    prompts."""
+    prefill, spared = costs
+    cached = np.zeros(len(rows))
+    cached[known[0]] = known[1]
+    at, coming = _tokens_at(state, rows, query.coming, query.work.tokens - 1)
+    more = np.flatnonzero(coming > cached[at])
+    at, coming = at[more], coming[more]
+    for speed, chunk, which in alike(state, side, table.take(at)) if len(at) else ():
+        some, tokens = at[which], coming[which]
+        seconds = speed.prefills_seconds(query.work.tokens - tokens, tokens, chunk)
+        spared[some] += prefill[some] - seconds
+        prefill[some] = seconds
 
 
 def decodes_of(
@@ -354,7 +382,29 @@ def known_to(worker: str, query: PlacementQuery) -> int:
 def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> tuple[Indices, Array]:
     """Returns the indices, in ascending `rows`, of the workers that have prompt tokens cached, and
     how many tokens each has cached. The last token of the prompt never counts."""
-    cached = query.cached
+    return _tokens_at(state, rows, query.cached, query.work.tokens - 1)
+
+
+def known_or_coming(
+    state: ClusterState, rows: Indices, query: PlacementQuery
+) -> tuple[Indices, Array]:
+    """Returns the same as `known_at`, with the tokens that workers compute for earlier prompts."""
+    at, tokens = known_at(state, rows, query)
+    if not query.coming:
+        return at, tokens
+    most = np.zeros(len(rows))
+    most[at] = tokens
+    at, tokens = _tokens_at(state, rows, query.coming, query.work.tokens - 1)
+    most[at] = np.maximum(most[at], tokens)
+    at = np.flatnonzero(most)
+    return at, most[at]
+
+
+def _tokens_at(
+    state: ClusterState, rows: Indices, cached: Mapping[str, int], most: int
+) -> tuple[Indices, Array]:
+    """Returns the indices, in ascending `rows`, of the workers in `cached`, and their numbers of
+    tokens, at most `most`."""
     if not cached or not len(rows):
         return _NOWHERE, _NOTHING
     if isinstance(cached, ByWorker):
@@ -364,7 +414,7 @@ def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> tuple
         tokens = np.fromiter(cached.values(), np.int64, len(cached))
     places = np.minimum(rows.searchsorted(wanted), len(rows) - 1)
     here = np.flatnonzero((rows.take(places) == wanted) & (tokens > 0))
-    known = np.minimum(tokens.take(here), query.work.tokens - 1)
+    known = np.minimum(tokens.take(here), most)
     return places.take(here), known.astype(np.float64)
 
 

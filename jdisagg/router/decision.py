@@ -1,7 +1,7 @@
 """Input and output of placement, as plain data for the router, decision logs and simulator."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,12 +16,25 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS
 Known = Callable[[], Mapping[str, int]]
 
 
+@plain
+class PromptBlocks:
+    """Hashes of a prompt's full blocks, each with everything before it, and the tokens of a
+    block."""
+
+    names: Sequence[int] = ()
+    block_tokens: int = 0
+
+
 class Affinity(Protocol):
     """Index that reports how much of a prompt each worker has cached."""
 
     def known(self, request: Request) -> Known:
         """Hashes the prompt of a request once. Returns a function that looks up the current number
         of cached tokens of each worker."""
+        ...
+
+    def prompt_blocks(self, request: Request) -> PromptBlocks:
+        """Returns the blocks of a prompt. There are none while no worker has a prefix cache."""
         ...
 
 
@@ -46,6 +59,8 @@ class PlacementQuery:
         corrections: Corrections of predicted times to first token.
         broken: Pairs (prefill, decode) between which KV transfers failed lately. Such a pair is
             chosen only if there is no other way to serve the request.
+        coming: Number of prompt tokens that each worker computes for earlier prompts. They will be
+            cached when the prompt's turn comes.
     """
 
     work: Work
@@ -60,6 +75,7 @@ class PlacementQuery:
     whole: bool = False
     corrections: Corrections = NO_CORRECTIONS
     broken: frozenset[tuple[str, str]] = frozenset()
+    coming: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

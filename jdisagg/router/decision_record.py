@@ -69,8 +69,11 @@ def record_of(
         workers.append(
             {"name": name, "place": description.place, "kind": kind, "numbers": state.numbers(name)}
         )
-    cached = {name: query.cached[name] for name in names if name in query.cached}
-    asked = dataclasses.asdict(dataclasses.replace(query, cached=cached)) | {
+    cached, coming = (
+        {name: tokens[name] for name in names if name in tokens}
+        for tokens in (query.cached, query.coming)
+    )
+    asked = dataclasses.asdict(dataclasses.replace(query, cached=cached, coming=coming)) | {
         "avoid": sorted(query.avoid & mattered),
         "broken": sorted(pair for pair in query.broken if mattered.issuperset(pair)),
     }

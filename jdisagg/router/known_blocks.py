@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptMark, KeptNews, KeptScheme, PrefixEvent
 from jdisagg.request import Request
-from jdisagg.router.decision import Known
+from jdisagg.router.decision import Known, PromptBlocks
 from jdisagg.router.prefix_index import ByWorker, Numbering, PrefixIndex
 from jdisagg.scheduler.residency import BlockNames
 
@@ -46,6 +46,7 @@ class KnownBlocks:
         self._epochs: dict[str, int] = {}
         self._indices: dict[KeptScheme, PrefixIndex] = {}
         self._numbering = Numbering()
+        self._latest: tuple[Request, str, int, Sequence[int]] | None = None
 
     def __len__(self) -> int:
         """Number of distinct blocks that any worker has cached."""
@@ -119,7 +120,21 @@ class KnownBlocks:
 
         return now
 
+    def prompt_blocks(self, request: Request) -> PromptBlocks:
+        for scheme in self._indices:
+            names = self._chain(request, scheme.model, scheme.grain_tokens)
+            return PromptBlocks(names, scheme.grain_tokens)
+        return PromptBlocks()
+
     def _chain(self, request: Request, model: str, grain_tokens: int) -> Sequence[int]:
+        """Returns the hashes of a prompt's blocks. Those of the latest prompt are kept."""
+        latest = self._latest
+        if latest is None or latest[0] is not request or latest[1:3] != (model, grain_tokens):
+            hashes = self._hashed(request, model, grain_tokens)
+            self._latest = latest = request, model, grain_tokens, hashes
+        return latest[3]
+
+    def _hashed(self, request: Request, model: str, grain_tokens: int) -> Sequence[int]:
         names = self._names(self._secret, model, grain_tokens)
         chain = names.chain(request, request.prompt_token_ids, grain_tokens)
         return [int.from_bytes(name[:TOLD_BYTES], "little") for name in chain]

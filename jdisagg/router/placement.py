@@ -28,6 +28,7 @@ from jdisagg.router.cost_terms import (
     decodes_of,
     exposed,
     known_at,
+    known_or_coming,
     known_to,
     local_prefills,
     most_computed,
@@ -101,6 +102,8 @@ def decide(
         return _by_load(state, prefills, decodes, query, policy)
     weighed = weigh(state, prefills, decodes, query, now, policy)
     decision = _choose(state, weighed, decodes, query, policy)
+    if decision.prefill is None:
+        decision = _with_source(state, decision, prefills, decodes, query, policy)
     return decision if query.under_way else _admitted(decision, weighed, query, policy)
 
 
@@ -153,8 +156,6 @@ def witnesses(
             for some in (prefills, decodes)
             for row in some.rows[np.argsort(_reluctance(state, some, query), kind="stable")[:most]]
         ]
-        source, tokens = _source(state, prefills, decodes, query, policy)
-        rows += [source] if tokens else []
         # Include a worker of unknown speed, so that the subset makes no predictions either.
         rows += [
             some.rows[np.argmin(some.table["speed"])] for some in (prefills, decodes) if len(some)
@@ -165,6 +166,8 @@ def witnesses(
         rows = [*weighed.prefills.rows, *decodes.rows[np.argsort(best, kind="stable")[:most]]]
         rows += [holder.row for holder in weighed.prefills.holders]
         rows += [*decodes.rows[np.argsort(weighed.alone, kind="stable")[:most]]]
+    source, tokens = _source(state, prefills, decodes, query, policy)
+    rows += [source] if tokens else []
     return frozenset(state.name(int(row)) for row in rows)
 
 
@@ -508,9 +511,10 @@ def _by_load(
     if decodes.table.flag("mixed")[at] or not len(prefills):
         held = known_to(decode, query)
         reason = f"mixed worker {_loaded(decode, loads[at], held)}; {UNPRICED}"
-        return Decision(
+        alone = Decision(
             None, decode, context, reason, "prefix" if held else "load", cached_tokens=held
         )
+        return _with_source(state, alone, prefills, decodes, query, policy)
     others, against = prefills.load, _reluctance(state, prefills, query)
     best = int(np.argmin(against if broken is None else against + broken[:, at]))
     prefill = state.name(int(prefills.rows[best]))
@@ -524,15 +528,33 @@ def _by_load(
             f"{decode} {why} and computes {lacking[at]:.0f} tokens after the {held} that it has"
             f" cached; {UNPRICED}"
         )
-        return Decision(None, decode, context, reason, "local", cached_tokens=held)
+        alone = Decision(None, decode, context, reason, "local", cached_tokens=held)
+        return _with_source(state, alone, prefills, decodes, query, policy)
     reason = (
         f"{_loaded(prefill, others[best], cached)} and {_loaded(decode, loads[at], held)} are the"
         f" least loaded; {UNPRICED}"
     )
     kind = "prefix" if cached or held else "load"
     chosen = Decision(prefill, decode, context, reason, kind, cached_tokens=cached)
+    return _with_source(state, chosen, prefills, decodes, query, policy)
+
+
+def _with_source(
+    state: ClusterState,
+    decision: Decision,
+    prefills: Candidates,
+    decodes: Candidates,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
+) -> Decision:
+    """Adds to a decision the worker that has more of the prompt cached than the computing worker,
+    if KV may be fetched from it."""
     source, tokens = _source(state, prefills, decodes, query, policy)
-    return _fetching(chosen, state.name(source), tokens) if tokens > cached else chosen
+    return (
+        _fetching(decision, state.name(source), tokens)
+        if tokens > decision.cached_tokens
+        else decision
+    )
 
 
 def _source(
@@ -561,7 +583,7 @@ def _reluctance(state: ClusterState, some: Candidates, query: PlacementQuery) ->
     """Returns a score of each worker, used if costs cannot be predicted: its load minus a bonus for
     the cached share of the prompt. The worker with the lowest score is chosen."""
     score = some.against + some.load
-    at, tokens = known_at(state, some.rows, query)
+    at, tokens = known_or_coming(state, some.rows, query)
     score[at] -= WORTH_OF_KNOWN * tokens / query.work.tokens
     return score
 

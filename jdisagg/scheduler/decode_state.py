@@ -63,6 +63,7 @@ class DecodeState:
         self.give_way: Callable[[int], bool] = lambda rank: False
         # swaps out a sequence whose pages are needed; returns False if recomputing is better
         self.spill: Callable[[Sequence], bool] = lambda child: False
+        self.rank_bound = False  # whether swapped-out KV can be restored only to its rank
         self._last_key = 0
 
     def new_key(self) -> int:

@@ -20,7 +20,9 @@ from jdisagg.plain import plain
 from jdisagg.scheduler.residency import Chain
 
 LOW_WATERMARK = 0.9
-MOST_WRITING = 32  # blocks being copied to host memory at a time
+# Limits of the blocks that are being copied to host memory. Fewer on a mesh that decodes, because
+# the copies run between its steps.
+MOST_WRITING, MOST_WRITING_OF_DECODE = 32, 8
 
 
 @plain
@@ -32,12 +34,15 @@ class TierRoom:
         disk_bytes: Bytes of disk. Blocks are written to disk from host memory only.
         always: Whether blocks are restored even if recomputing them is estimated to be faster.
         disk_ttl_seconds: Lifetime of a block on disk; 0 is no limit.
+        rank_bound: Whether KV in host memory can be restored only to its dp rank, because the ranks
+            are in different processes.
     """
 
     host_bytes: int = 0
     disk_bytes: int = 0
     always: bool = False
     disk_ttl_seconds: float = 0.0
+    rank_bound: bool = False
 
 
 @plain
@@ -68,10 +73,16 @@ class HostBlock:
 
 
 class HostBlocks:
-    """The KV blocks of one mesh in host memory, at most `capacity` blocks."""
+    """The KV blocks of one mesh in host memory, at most `capacity` blocks. `shrink` applies a lower
+    capacity.
 
-    def __init__(self, capacity: int) -> None:
+    Args:
+        bound: Whether a block can be restored only to the rank whose pages it was in.
+    """
+
+    def __init__(self, capacity: int, bound: bool = False) -> None:
         self.capacity = capacity
+        self._bound = bound
         self._blocks: OrderedDict[bytes, HostBlock] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -120,11 +131,14 @@ class HostBlocks:
         block = self._blocks.get(name)
         return block if block is not None and block.written else None
 
-    def match(self, chain: Chain, first: int) -> int:
-        """Returns the number of consecutive restorable blocks from index `first` on."""
+    def match(self, chain: Chain, first: int, rank: int = 0) -> int:
+        """Returns the number of consecutive blocks from index `first` on that can be restored to
+        `rank`."""
         for count, name in enumerate(chain[first:]):
             block = self._blocks.get(name)
             if block is None or not block.written or block.held:
+                return count
+            if self._bound and block.pieces[0].offer.rank != rank:
                 return count
         return max(0, len(chain) - first)
 
@@ -154,8 +168,15 @@ class HostBlocks:
         self._blocks.clear()
         return gone
 
+    def shrink(self) -> tuple[HostBlock, ...]:
+        """Evicts blocks until no more than `capacity` are left, except blocks that are being
+        copied. Returns the evicted blocks."""
+        return self._evict(self.capacity)
+
     def _make_room(self) -> tuple[HostBlock, ...]:
-        low = min(self.capacity - 1, int(self.capacity * LOW_WATERMARK))
+        return self._evict(min(self.capacity - 1, int(self.capacity * LOW_WATERMARK)))
+
+    def _evict(self, low: int) -> tuple[HostBlock, ...]:
         gone: list[HostBlock] = []
         for block in list(self._blocks.values()):
             if len(self._blocks) <= low:

@@ -1,18 +1,24 @@
 """Estimates whether restoring cached KV from one source (host memory, disk or another worker) is
-faster than computing the same tokens.
+faster than computing the same tokens, or than receiving their KV from a prefill worker.
 
-The time of computing is a measured number of seconds per token. The time of a restore is a
-`MovePrice`. If all measured restores have similar lengths, the same time is assumed for every
+The time of computing or receiving is a measured number of seconds per token. The time of a restore
+is a `MovePrice`. If all measured restores have similar lengths, the same time is assumed for every
 length, so that longer restores are tried. Each source of KV has its own `Prices`. Pure."""
+
+from typing import Literal
 
 PROBE = 32  # one in this many restores that look too expensive is tried anyway
 WEIGHT = 0.2  # of the latest measurement in the mean seconds per computed token
 DECAY = 0.9  # factor on the weight of all earlier restores, at each new one
 
+Instead = Literal["compute", "receive"]
+"""What a restore spares: computing tokens, or receiving their KV from a prefill worker."""
+
 
 class MovePrice:
     """The time of moves as a latency plus a time per unit of size (tokens or bytes), fitted to the
-    measured moves by least squares with more weight on recent ones."""
+    measured moves by least squares with more weight on recent ones. Also used for prefill
+    chunks."""
 
     def __init__(self) -> None:
         # decayed sums over moves: count, size, seconds, size squared, size x seconds
@@ -32,6 +38,11 @@ class MovePrice:
         spread = self._count * self._xx - self._x * self._x
         return spread <= 1e-6 * self._x * self._x
 
+    @property
+    def per_unit(self) -> float:
+        """Mean seconds per unit, latency included."""
+        return self._y / self._x
+
     def line(self) -> tuple[float, float] | None:
         """Returns the latency and the seconds per unit, or None before the first move. If all moves
         had similar sizes, the time per unit is 0."""
@@ -46,7 +57,7 @@ class MovePrice:
 
 
 class Prices:
-    """The measured times of restores from one source, and of computing.
+    """The measured times of restores from one source, and of what restores spare.
 
     Args:
         always: Whether every restore counts as worthwhile, whatever its time, and prompts wait
@@ -56,14 +67,15 @@ class Prices:
     def __init__(self, always: bool = False) -> None:
         self._always = always
         self._declined = 0
-        self._computed: float | None = None
+        self._spared: dict[Instead, float] = {}  # seconds per token
         self._moves = MovePrice()
 
-    def computed_in(self, tokens: int, seconds: float) -> None:
-        """Records that computing `tokens` tokens of a prompt took `seconds`."""
+    def computed_in(self, tokens: int, seconds: float, instead: Instead = "compute") -> None:
+        """Records that computing (or receiving) `tokens` tokens of a prompt took `seconds`."""
         if tokens > 0:
-            now, before = seconds / tokens, self._computed
-            self._computed = now if before is None else before + WEIGHT * (now - before)
+            now = seconds / tokens
+            before = self._spared.get(instead, now)
+            self._spared[instead] = before + WEIGHT * (now - before)
 
     def moved_in(self, tokens: int, seconds: float) -> None:
         """Records that a complete or failed restore of `tokens` tokens took `seconds`."""
@@ -75,36 +87,38 @@ class Prices:
         line = self._moves.line()
         return None if line is None else line[0] + line[1] * tokens
 
-    def worth(self, moved_tokens: int, computed_tokens: int) -> bool:
+    def worth(self, moved_tokens: int, computed_tokens: int, instead: Instead = "compute") -> bool:
         """Returns whether a restore is expected to be faster than computing. Also returns True
         while there are no measurements, and for one in `PROBE` restores that look slower, to
         measure again.
 
         Args:
             moved_tokens: Number of tokens that the source has to copy or send.
-            computed_tokens: Number of tokens that the mesh would otherwise compute.
+            computed_tokens: Number of tokens that the mesh would otherwise compute or receive.
         """
-        if moved_tokens < 1:
+        patience = self.patience_seconds(computed_tokens, instead)
+        if moved_tokens < 1 or patience == 0:
             return False
-        patience, seconds = self.patience_seconds(computed_tokens), self.seconds(moved_tokens)
+        seconds = self.seconds(moved_tokens)
         if patience is None or seconds is None or seconds < patience:
             return True
         self._declined += 1
         return self._declined % PROBE == 0
 
-    def saving(self, moved_tokens: int, computed_tokens: int) -> float:
+    def saving(
+        self, moved_tokens: int, computed_tokens: int, instead: Instead = "compute"
+    ) -> float:
         """Returns the seconds that a restore saves, so that the sources of a worker can be
         compared. An unmeasured restore is assumed to take no time. If `patience_seconds` returns
         None, returns the number of tokens not computed instead."""
-        patience = self.patience_seconds(computed_tokens)
+        patience = self.patience_seconds(computed_tokens, instead)
         if patience is None:
             return computed_tokens
         return patience - (self.seconds(moved_tokens) or 0.0)
 
-    def patience_seconds(self, computed_tokens: int) -> float | None:
-        """Returns the longest time that a prompt waits for a restore: the time of computing the
-        same tokens. Returns None (no limit) if the speed of computing is not measured yet or if
+    def patience_seconds(self, computed_tokens: int, instead: Instead = "compute") -> float | None:
+        """Returns the longest time that a prompt waits for a restore: the time of computing (or
+        receiving) the same tokens. Returns None (no limit) if this speed is not measured yet or if
         `always` is set."""
-        if self._always or self._computed is None:
-            return None
-        return computed_tokens * self._computed
+        spared = self._spared.get(instead)
+        return None if self._always or spared is None else computed_tokens * spared

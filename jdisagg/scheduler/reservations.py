@@ -175,17 +175,25 @@ class Reservations:
             granted.append(self._reserve(waiting, *choice, lease_until))
         return granted
 
+    def spares(self, rank: int, pages: int) -> bool:
+        """Returns whether `pages` pages of a rank are spare: no request waits for pages, and each
+        running sequence has room to grow."""
+        state, size = self._state, self._state.limits.page_size
+        growth = len(state.growing[rank]) * pages_for(self._growth_tokens, size)
+        return not self._queue and state.ledgers[rank].free_pages >= pages + growth
+
     def waits(self, before: tuple[float, int] | None = None) -> bool:
         """Returns whether any request waits, or any that arrived before `before` if given."""
         return bool(self._queue) and (before is None or self._queue[0].order < before)
 
     def take_back(self, spill: Spill) -> tuple[tuple[int, ...], int] | None:
         """Reserves pages for a swapped-out sequence and its further tokens. Chooses a new rank only
-        if the sequence's group has no other living child. Returns the pages and the number of
-        leading positions that they already cache, or None if there is no room."""
+        if the sequence's group has no other living child and its KV may be restored to another
+        rank. Returns the pages and the number of leading positions that they already cache, or None
+        if there is no room."""
         child, state = spill.child, self._state
         size, best, most = state.limits.page_size, None, (-1, -1)
-        alone = len(child.group.alive) == 1
+        alone = len(child.group.alive) == 1 and not state.rank_bound
         for rank in range(state.limits.ranks) if alone else (child.rank,):
             need = pages_for(min(child.limit, spill.tokens + self._growth_tokens), size)
             if need > state.limits.pages_per_rank:

@@ -156,10 +156,9 @@ class ResidencyTree:
         are not evicted. Returns the pages."""
         return self._ledger.adopt(owner, self.pages(chain))
 
-    def let_go(self, owner: int, chain: Chain) -> None:
-        """Releases the pages of `owner`. The first pages hold the blocks of `chain`, which remain
-        cached. If a block of the chain is already cached in other pages, those stay and the owner's
-        pages become free."""
+    def keep(self, owner: int, chain: Chain) -> None:
+        """Caches the blocks of `chain`, which are in the first pages of `owner`. Blocks that are
+        cached in other pages already stay there."""
         pages, size = self._ledger.pages(owner), self._block_pages
         if len(pages) < len(chain) * size:
             raise LedgerError(
@@ -181,6 +180,12 @@ class ResidencyTree:
             self._log.gained(name)
             if self.on_changed is not None:
                 self.on_changed(name, True)
+
+    def let_go(self, owner: int, chain: Chain) -> None:
+        """Releases the pages of `owner`. The first pages hold the blocks of `chain`, which remain
+        cached. If a block of the chain is already cached in other pages, those stay and the owner's
+        pages become free."""
+        self.keep(owner, chain)
         self._ledger.free(owner)
         # Touches also blocks that were cached before, so that a block is evicted after its
         # successors.
@@ -380,6 +385,12 @@ class Residency:
             return None
         adopted = tree.adopt(owner, known)
         return ledger.extend(owner, pages - len(adopted))
+
+    def keep(self, rank: int, owner: int, chain: Chain) -> None:
+        """Caches the blocks of `chain`, whose KV earlier commands write to the first pages of
+        `owner`. The owner still holds the pages."""
+        if chain:
+            self._trees[rank].keep(owner, chain)
 
     def let_go(self, rank: int, owner: int, chain: Chain = ()) -> None:
         """Releases the pages of `owner`. The blocks of `chain`, in the first pages, stay cached."""

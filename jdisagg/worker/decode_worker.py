@@ -2,10 +2,11 @@
 
 In modes CHUNKED and UNIFIED the mesh computes prompts itself. In mode DISAGGREGATED it receives
 their KV from prefill workers, except for prompts with few uncached tokens, which the mesh may
-compute itself (`MeshLimits.append_buckets`). `scheduler/step_policy.py` chooses the next command;
-`scheduler/reservations.py` and `decode_batches.py` assign pages and slots. Other decode workers
-take over running sequences through `PeerPort`, and prefill workers fetch cached blocks. If a source
-of KV fails, the reservation stays and waits for another source.
+compute itself (`MeshLimits.append_buckets`). Cached blocks in slower tiers are restored to reserved
+pages (`worker/reserved_prefixes.py`). `scheduler/step_policy.py` chooses the next
+command; `scheduler/reservations.py` and `decode_batches.py` assign pages and slots. Other decode
+workers take over running sequences through `PeerPort`, and other workers fetch cached blocks. If a
+source of KV fails, the reservation stays and waits for another source.
 
 `_settle` runs after each change of state."""
 
@@ -13,16 +14,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 
-from jdisagg.clock import within
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
-from jdisagg.errors import (
-    BrokenModelError,
-    DeadlineExceededError,
-    HandoffError,
-    JdisaggError,
-    OverloadedError,
-    UnavailableError,
-)
+from jdisagg.errors import BrokenModelError, HandoffError, JdisaggError, UnavailableError
 from jdisagg.messages.ports import (
     FetchCall,
     FetchReply,
@@ -48,14 +41,12 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.request import CachedTokens, FinishReason
-from jdisagg.scheduler.backlog import Backlog
+from jdisagg.request import FinishReason
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
-from jdisagg.scheduler.host_blocks import TierRoom
-from jdisagg.scheduler.prefill_batches import PrefillBatches
+from jdisagg.scheduler.host_blocks import MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup
@@ -64,18 +55,18 @@ from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.incoming_kv import IncomingKv
+from jdisagg.worker.kv_sources import RestoredBlocks
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
+from jdisagg.worker.own_prefills import OwnPrefills
+from jdisagg.worker.page_requests import PageRequests, overdue_error
 from jdisagg.worker.peers import PeerResolver
+from jdisagg.worker.reserved_prefixes import ReservedPrefixes
 from jdisagg.worker.span_stream import SpanStream
 from jdisagg.worker.spilled_kv import SpilledKv
 
 MOST_MOVES = 3
-_OVERDUE = {
-    HandoffState.RESERVED: "its lease passed before generate took it over",
-    HandoffState.ORPHANED: "its source failed, and its lease passed before another came",
-}
 
 
 class DecodeWorker(MeshWorker):
@@ -84,6 +75,7 @@ class DecodeWorker(MeshWorker):
     Args:
         peers: Workers that send KV: a mapping from name to port, or a function that connects to an
             address.
+        fetches: Whether cached blocks may be fetched from peers.
     """
 
     def __init__(
@@ -94,12 +86,14 @@ class DecodeWorker(MeshWorker):
         limits: LimitsConfig,
         peers: Mapping[str, PeerPort] | PeerResolver,
         mode: Mode = Mode.DISAGGREGATED,
+        fetches: bool = False,
     ) -> None:
         lease_seconds = min(limits.handoff_lease_seconds, limits.reservation_lease_seconds)
         super().__init__(context, executor, config, limits, lease_seconds)
         self._mode = mode
         self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
         self._state = DecodeState(executor.limits, context.names)
+        self._state.rank_bound = context.tiers.rank_bound
         self._reservations = Reservations(
             self._state,
             config.growth_tokens,
@@ -107,14 +101,13 @@ class DecodeWorker(MeshWorker):
             computes=mode is not Mode.DISAGGREGATED,
         )
         self._batches = DecodeBatches.of(self._state, config, self._interruptible is not None)
-        computed = executor.limits.computed
-        kept = self._state.residency
-        self._prefills = PrefillBatches(computed, context.ids, kept.cut_tokens, kept.begin_snapshot)
+        self._prefills = OwnPrefills(self._state, context.ids, context.clock.now, self.counters)
         can_prefill = mode is not Mode.DISAGGREGATED or executor.limits.append_buckets
-        self._chunk_tokens = computed.chunk_buckets[-1] if can_prefill else 0
-        self._backlog = Backlog()
+        self._chunk_tokens = executor.limits.computed.chunk_buckets[-1] if can_prefill else 0
         self._prefilled_last = False
-        self._tickets: dict[int, asyncio.Future[SequenceGroup]] = {}
+        self._requests = PageRequests(
+            context.name, self._reservations, config.queue_limit, self._drop
+        )
         self._streams: dict[int, SpanStream] = {}
         timeouts, mesh = limits.timeouts.handoff, executor.limits
         self._peers = self._connect(peers, config.codec)
@@ -130,8 +123,19 @@ class DecodeWorker(MeshWorker):
             timeouts,
             self.counters,
         )
-        # its host memory holds swapped-out sequences, so it restores no blocks
-        self._sources = self._find_sources(self._state.residency, TierRoom(), None)
+        kept = self._state.residency
+        # blocks of models with state are restored only together with a snapshot
+        whole = not kept.snapshots
+        self._sources = self._find_sources(
+            kept,
+            peers if fetches and whole else None,
+            context.tiers if whole else TierRoom(),
+            MOST_WRITING_OF_DECODE,
+        )
+        self._sources.may_take = self._reservations.spares
+        self._prefixes = ReservedPrefixes(
+            self._sources, self._state, computes=mode is not Mode.DISAGGREGATED
+        )
         self._given = GivenKv(
             self._sources, self._outgoing, self._loop, mesh, context, self.counters, decodes=True
         )
@@ -140,6 +144,7 @@ class DecodeWorker(MeshWorker):
         self._spilled = SpilledKv(
             self._state, self._loop, mesh, context, self.counters, self._settle, waits
         )
+        self._spilled.lend = self._host.lend
         self._state.spill = self._spill
 
     # ---- the loop
@@ -175,11 +180,12 @@ class DecodeWorker(MeshWorker):
     def _apply(self, command: StepCommand, result: StepResult) -> None:
         if isinstance(command, PrefillChunk):
             assert isinstance(result, PrefillResult)
+            seconds = self._prefills.computed(command)
+            self._sources.computed_in(sum([len(row.tokens) for row in command.rows]), seconds)
             for key, of_part in result.prompts:
                 if (stream := self._streams.get(key)) is not None:
                     stream.prompt_logprobs.append(of_part)
             for row in command.rows:
-                self._backlog.computed(row.sequence, len(row.tokens))
                 if row.samples and (group := self._state.groups.get(row.sequence)) is not None:
                     key = row.sequence
                     self._join(group, tuple([one for one in result.samples if one.sequence == key]))
@@ -192,6 +198,7 @@ class DecodeWorker(MeshWorker):
             for source, drafted, accepted in self._batches.take_drafts():
                 self.counters.add("drafted_tokens", drafted, source=source)
                 self.counters.add("accepted_tokens", accepted, source=source)
+        self._prefills.step_ended()
         self._migration.poke()
         self._settle()
 
@@ -204,8 +211,8 @@ class DecodeWorker(MeshWorker):
             if progress.group_key not in self._state.groups:
                 self._incoming.forget(progress.group_key, "the receiver gave the sequence up")
                 self._migration.abort(progress.group_key, "the sequence has ended")
-                self._prefills.remove(progress.group_key)
-                self._backlog.forget(progress.group_key)
+                self._prefills.forget(progress.group_key)
+                self._prefixes.forget(progress.group_key)
         self._spilled.settle()
         if self._loop.failure is None and (len(self._reservations) or len(self._spilled)):
             self._give_pages()
@@ -231,14 +238,12 @@ class DecodeWorker(MeshWorker):
     def _grant(self, before: tuple[float, int] | None = None) -> None:
         lease_until = self._clock.now() + self._limits.reservation_lease_seconds
         for group in self._reservations.grant(lease_until, before):
-            known = len(group.known_tokens)
-            self._count_reuse(known, CachedTokens(pages=group.cached_tokens))
             self._streams[group.key] = SpanStream(group)
             if group.computes and group.cached_tokens:
                 slot = self._state.states.slot(group.rank, group.key)
                 kept, chain = self._state.residency, group.chain
                 self._continue_from(kept, group.rank, chain, group.cached_tokens, slot)
-            self._tickets.pop(group.key).set_result(group)
+            self._requests.grant(group)
 
     def _spill(self, child: Sequence) -> bool:
         """Swaps out a sequence. Returns False if it should be recomputed later instead."""
@@ -287,58 +292,66 @@ class DecodeWorker(MeshWorker):
 
     async def reserve(self, call: ReserveCall) -> Reservation:
         await self._compiled(call.request, call.deadline_seconds)
+        arrival = self._clock.now() - call.age_seconds
+        self._take(call)
+        ticket, granted = await self._enqueue(call, arrival)
+        self._settle()
+        group = await self._requests.wait(ticket, granted, call.deadline_seconds)
+        tokens = group.prompt_tokens + len(call.children[0].accepted)
+        self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
+        try:
+            restored = await self._prefixes.restore(group, call)
+        except asyncio.CancelledError:
+            self._drop(ticket)
+            raise
+        self._count_reuse(tokens, self._prefixes.used(group, restored))
+        return self._reserved(group, restored)
+
+    def _hold(self, group: SequenceGroup, seconds: float) -> None:
+        """Sets a new end of the lease of a group that `generate` has not taken over."""
+        group.handoff = group.handoff.expect(self._clock.now() + seconds)
+        if (stream := self._streams.get(group.key)) is not None:
+            stream.lease_until = group.handoff.deadline
+
+    async def _enqueue(
+        self, call: ReserveCall, arrival: float
+    ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
+        """Queues a request for pages. If this mesh computes all prompts, the request first waits
+        for blocks of other prompts, if that is faster than computing them."""
+        if self._mode is Mode.DISAGGREGATED or not self._kept.on:
+            return self._requests.enqueue(call, arrival)
+        waits = self._prefills.waits
+        key = await waits.join(call, arrival)
+        try:
+            self._take(call)  # again: a later attempt may have come meanwhile
+            ticket, granted = self._requests.enqueue(call, arrival)
+        except JdisaggError:
+            waits.end(key)
+            raise
+        self._prefills.expect(ticket, key)
+        return ticket, granted
+
+    def _reserved(self, group: SequenceGroup, restored: RestoredBlocks) -> Reservation:
+        key, cached = group.key, group.cached_tokens
+        self._hold(group, self._limits.reservation_lease_seconds)
+        of_prompt = restored.split(group.rank, min(cached, group.prompt_tokens))
+        lease_seconds = max(0.0, group.handoff.deadline - self._clock.now())
+        return Reservation(key, self.name, group.rank, lease_seconds, cached, of_prompt)
+
+    def _take(self, call: ReserveCall) -> None:
+        """Checks that this worker can serve the attempt, and ends earlier attempts of the same
+        request and children."""
         self._check_serving(call.children)
         self._attempts.take(call.request, call.children, call.attempt, self._clock.now())
-        self._supersede(call)
-        children = tuple((child.index, child.accepted) for child in call.children)
-        self._reservations.check(call.request, children)
-        if len(self._reservations) >= self._config.queue_limit:
-            raise OverloadedError(
-                f"worker {self.name!r}: {len(self._reservations)} requests wait for pages, the"
-                " queue's limit; try again later",
-                retry_after_seconds=1.0,
-            )
-        arrival = self._clock.now() - call.age_seconds
-        ticket = self._reservations.enqueue(
-            call.request, call.attempt, children, arrival, call.whole, call.computes
-        )
-        granted = self._tickets[ticket] = asyncio.get_running_loop().create_future()
-        self._settle()
-        group = await self._granted(ticket, granted, call.deadline_seconds)
-        lease_seconds = max(0.0, group.handoff.deadline - self._clock.now())
-        return Reservation(group.key, self.name, group.rank, lease_seconds, group.cached_tokens)
-
-    async def _granted(
-        self, ticket: int, granted: "asyncio.Future[SequenceGroup]", seconds: float
-    ) -> SequenceGroup:
-        try:
-            return await within(granted, seconds)
-        except TimeoutError:
-            self._give_up(ticket)
-            raise DeadlineExceededError(
-                f"worker {self.name!r} had no free pages for the request within its {seconds:g} s"
-            ) from None
-        except asyncio.CancelledError:
-            self._give_up(ticket)
-            raise
-
-    def _give_up(self, ticket: int) -> None:
-        self._reservations.withdraw(ticket)
-        self._tickets.pop(ticket, None)
-        self._drop(ticket)
-
-    def _supersede(self, call: ReserveCall) -> None:
-        """Ends earlier attempts of the same request and children."""
         indices = {child.index for child in call.children}
         later = f"was superseded by attempt {call.attempt}"
         for group in self._state.groups_of(call.request.identity):
             if group.attempt < call.attempt and indices & {child.child for child in group.alive}:
                 self.counters.add("attempts_superseded")
                 self.fail(group, HandoffError(f"attempt {group.attempt} {later}"))
-        for ticket in self._reservations.earlier(call.request, indices, call.attempt):
-            self.counters.add("attempts_superseded")
-            self._reservations.withdraw(ticket)
-            self._tickets.pop(ticket).set_exception(HandoffError(f"the attempt {later}"))
+        if ended := self._requests.supersede(call.request, indices, call.attempt):
+            self.counters.add("attempts_superseded", ended)
+        self._requests.check(call)
 
     # ---- sequences
 
@@ -416,12 +429,10 @@ class DecodeWorker(MeshWorker):
         if source is not None:
             self._incoming.begin(group, source)
         else:
-            known, cached = group.known_tokens, group.cached_tokens
-            self._prefills.add(self._state.prefill_job(group))
-            self._backlog.add(group.key, len(known), cached)
+            tokens = self._prefills.add(group)
             if self._mode is Mode.DISAGGREGATED:
                 self.counters.add("prompts_appended")
-                self.counters.add("tokens_appended", len(known) - cached)
+                self.counters.add("tokens_appended", tokens)
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
@@ -429,6 +440,11 @@ class DecodeWorker(MeshWorker):
         stream = self._streams[group.key]
         stream.kv_bytes_moved = received.bytes_moved
         stream.exposed_seconds = received.exposed_seconds
+        if not received.moved:
+            if group.epoch == self._kept.epoch and not self._kept.snapshots:
+                self._kept.keep(group.rank, group.key, group.chain)
+            tokens = len(group.known_tokens) - group.cached_tokens
+            self._sources.computed_in(tokens, received.exposed_seconds, "receive")
         if received.prompt_logprobs is not None:
             stream.prompt_logprobs = [received.prompt_logprobs]
         if not received.moved:
@@ -463,6 +479,7 @@ class DecodeWorker(MeshWorker):
         if group is not None:
             self._state.end_group(group)
         self._settle()
+        self._prefills.forget(reservation_id)
         self._streams.pop(reservation_id, None)
         self._quiet.set()
 
@@ -471,6 +488,7 @@ class DecodeWorker(MeshWorker):
         if isinstance(error, BrokenModelError):
             # the cached blocks that it started from may be the cause
             self._forget_kept(group.rank, "broken")
+            self._sources.erase_later()
         stream = self._streams.get(group.key)
         if stream is not None:
             stream.fail(error)
@@ -515,8 +533,8 @@ class DecodeWorker(MeshWorker):
             self._settle()
 
     def _busy(self) -> bool:
-        given = len(self._given)
-        return bool(self._state.groups or len(self._reservations) or self._streams or given)
+        others = len(self._given) + len(self._prefills.waits)
+        return bool(self._state.groups or len(self._reservations) or self._streams or others)
 
     def _hand_on(self) -> None:
         """Offers running sequences to other decode workers, a limited number of times, during a
@@ -528,11 +546,8 @@ class DecodeWorker(MeshWorker):
                 stream.moves += self.migrate_out(key)
 
     def _end_everything(self, error: UnavailableError) -> None:
-        for ticket, granted in list(self._tickets.items()):
-            self._reservations.withdraw(ticket)
-            if not granted.done():
-                granted.set_exception(UnavailableError(error.message))
-        self._tickets.clear()
+        self._prefills.waits.end_all()
+        self._requests.end_all(error)
         for group in list(self._state.groups.values()):
             self.fail(group, UnavailableError(error.message))
         self._outgoing.end_all(error)
@@ -540,7 +555,7 @@ class DecodeWorker(MeshWorker):
     def _sweep(self, now: float) -> None:
         for group in self._state.overdue(now):
             self.counters.add("leases_expired")
-            self.fail(group, _overdue_error(group))
+            self.fail(group, overdue_error(group))
         for key, stream in list(self._streams.items()):
             if not stream.taken and stream.lease_until < now:
                 del self._streams[key]
@@ -566,23 +581,15 @@ class DecodeWorker(MeshWorker):
             handoffs=len(self._incoming) + len(self._outgoing),
             preemptions=state.preemptions,
             reserved_pages=state.reserved_pages(),
-            queued_tokens=self._backlog.tokens,
-            queued_pairs=self._backlog.pairs,
+            queued_tokens=self._prefills.backlog.tokens,
+            queued_pairs=self._prefills.backlog.pairs,
             rank_sequences=tuple(state.living),
             rank_contexts=state.contexts(),
             can_prefill=self._chunk_tokens > 0,
             chunk_tokens=self._chunk_tokens,
             free_states=state.states.free_by_rank(),
             total_states=state.states.total_by_rank(),
-            kept=(*self._kept_tiers(), *self._spilled.stats()),
+            kept=self._kept_tiers(*self._spilled.stats()),
             drafted_tokens=self.counters["drafted_tokens"],
             accepted_tokens=self.counters["accepted_tokens"],
         )
-
-
-def _overdue_error(group: SequenceGroup) -> JdisaggError:
-    if reason := _OVERDUE.get(group.handoff.state):
-        return HandoffError(f"reservation {group.key}: {reason}")
-    return DeadlineExceededError(
-        "the request's deadline passed while its tokens were being generated"
-    )

@@ -221,15 +221,18 @@ class DiskTier(KvSource):
         self.expire(self._now())
         chain, size = query.chain, self._kept.block_tokens
         host = self._host.blocks
-        found = [restorable(chain[known:], host, self.blocks) for known in query.known]
-        reach = [known + len(run) for known, run in zip(query.known, found, strict=True)]
+        found = {
+            rank: restorable(chain[query.known[rank] :], host, self.blocks) for rank in query.ranks
+        }
+        reach = {rank: query.known[rank] + len(run) for rank, run in found.items()}
         if self._kept.snapshots:
-            return self._worth_of_snapshots(query, found, reach)
-        rank = reach.index(max(reach))
+            return self._worth_of_snapshots(query, [*found.values()], [*reach.values()])
+        rank = max(reach, key=reach.__getitem__)
         tokens, on_disk = len(found[rank]) * size, sum(found[rank]) * size
-        if not self.prices.worth(on_disk, tokens):
+        if not self.prices.worth(on_disk, tokens, query.instead):
             return None
-        return RestorePlan(self, rank, chain[: reach[rank]], tokens, on_disk)
+        chain = chain[: query.known[rank] + len(found[rank])]
+        return RestorePlan(self, rank, chain, tokens, on_disk, instead=query.instead)
 
     def _worth_of_snapshots(
         self, query: RestoreQuery, found: list[tuple[bool, ...]], reach: list[int]

@@ -1,9 +1,10 @@
 """The host-memory tier of a mesh: copies cached blocks to host memory before their pages are
-reused, and restores them.
+reused, and restores them. A worker that decodes shares this memory with its swapped-out sequences
+(`worker/spilled_kv.py`), which take precedence.
 
 The copy is queued on the mesh when the pages get another owner, so it runs before any command that
-overwrites the pages. At most `MOST_WRITING` blocks are copied to host memory at a time; further
-blocks are dropped. `worker/host_pieces.py` copies the bytes and compares checksums; a block whose
+overwrites the pages. A limited number of blocks is copied to host memory at a time; further blocks
+are dropped. `worker/host_pieces.py` copies the bytes and compares checksums; a block whose
 checksum differs is dropped and counts as a miss. The disk tier (`worker/disk_tier.py`) reads and
 writes its blocks through host memory."""
 
@@ -43,6 +44,7 @@ class HostTier(KvSource):
         kept: Prefix cache of the mesh's pages.
         room: Capacity of the tier. The tier is off if its number of bytes is 0.
         ids: Generator of fresh random 64-bit numbers.
+        most_writing: Limit of the blocks that are being copied to host memory.
     """
 
     name: Origin = "host"
@@ -57,14 +59,19 @@ class HostTier(KvSource):
         room: TierRoom,
         ids: Callable[[], int],
         counters: Counters,
+        most_writing: int = MOST_WRITING,
     ) -> None:
         self.block_bytes = kept.block_tokens * limits.kv_spec.bytes_per_token
         self.snapshot_bytes = limits.kv_spec.state.bytes_per_token if kept.snapshots else 0
         of_snapshots = room.host_bytes // 2 if self.snapshot_bytes else 0
         of_blocks = room.host_bytes - of_snapshots
-        self.blocks = HostBlocks(of_blocks // self.block_bytes if self.block_bytes else 0)
+        capacity = of_blocks // self.block_bytes if self.block_bytes else 0
+        self.blocks = HostBlocks(capacity, bound=room.rank_bound)
         # under the names of their blocks
         self.snapshots = HostBlocks(of_snapshots // self.snapshot_bytes if of_snapshots else 0)
+        self.on = self.blocks.capacity > 0
+        self._room_bytes, self._lent_bytes = of_blocks, 0
+        self._most_writing = most_writing
         self.prices = Prices(room.always)
         self._kept = kept
         self._loop = loop
@@ -84,10 +91,6 @@ class HostTier(KvSource):
         self._pieces = HostPieces(loop, limits.page_size, key)
 
     @property
-    def on(self) -> bool:
-        return self.blocks.capacity > 0
-
-    @property
     def quiet(self) -> bool:
         return self._tasks.quiet
 
@@ -96,6 +99,15 @@ class HostTier(KvSource):
         used = sum([len(blocks) * size for blocks, size in found])
         room = sum([blocks.capacity * size for blocks, size in found])
         return (KeptTier(self.name, len(self.blocks), used, room),)
+
+    def lend(self, nbytes: int) -> bool:
+        """Leaves `nbytes` bytes of the memory to other uses, for which it evicts blocks. Returns
+        False if blocks that are being copied take some of these bytes."""
+        if self.on and nbytes != self._lent_bytes:
+            self._lent_bytes = nbytes
+            self.blocks.capacity = max(0, self._room_bytes - nbytes) // self.block_bytes
+            self._drop(self.blocks.shrink(), "room")
+        return not self.on or len(self.blocks) <= self.blocks.capacity
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
         return self.blocks.listed(self._kept.block_tokens)
@@ -124,7 +136,7 @@ class HostTier(KvSource):
     def _copy_out(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
         if self._loop.failure is not None or name in self.blocks:
             return
-        if self.blocks.writing >= MOST_WRITING:
+        if self.blocks.writing >= self._most_writing:
             self._counters.add("host_blocks_skipped")
             return
         offers = self.offers(rank, index)
@@ -247,15 +259,18 @@ class HostTier(KvSource):
     # ---- restoring
 
     def worth(self, query: RestoreQuery) -> RestorePlan | None:
-        found = [self.blocks.match(query.chain, known) for known in query.known]
-        reach = [sum(both) for both in zip(query.known, found, strict=True)]
+        found = {
+            rank: self.blocks.match(query.chain, query.known[rank], rank) for rank in query.ranks
+        }
+        reach = {rank: query.known[rank] + count for rank, count in found.items()}
         if self._kept.snapshots:
-            return self._worth_of_snapshots(query, reach)
-        rank = reach.index(max(reach))
+            return self._worth_of_snapshots(query, [*reach.values()])
+        rank = max(reach, key=reach.__getitem__)
         tokens = found[rank] * self._kept.block_tokens
-        if not self.prices.worth(tokens, tokens):
+        if not self.prices.worth(tokens, tokens, query.instead):
             return None
-        return RestorePlan(self, rank, query.chain[: reach[rank]], tokens, tokens)
+        chain = query.chain[: query.known[rank] + found[rank]]
+        return RestorePlan(self, rank, chain, tokens, tokens, instead=query.instead)
 
     def _worth_of_snapshots(self, query: RestoreQuery, reach: list[int]) -> RestorePlan | None:
         """Returns the plan for a model whose hits need snapshots. `reach` is, for each rank, the
@@ -306,11 +321,11 @@ class HostTier(KvSource):
 
     @contextmanager
     def holding(self, restore: Restore) -> Iterator[None]:
-        chain = restore.plan.chain
+        chain, rank = restore.plan.chain, restore.plan.rank
         here = {
             index: chain[index]
             for index in range(restore.first, len(chain))
-            if self.blocks.match((chain[index],), 0)
+            if self.blocks.match((chain[index],), 0, rank)
         }
         held = self.blocks.hold(tuple(here.values()))
         restore.held.update(zip(here, held, strict=True))

@@ -15,7 +15,7 @@ blocks that are being restored."""
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -25,7 +25,7 @@ from jdisagg.messages.ports import HandoffSource
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.plain import plain
 from jdisagg.request import CachedTokens
-from jdisagg.scheduler.prices import Prices
+from jdisagg.scheduler.prices import Instead, Prices
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
@@ -52,6 +52,8 @@ class RestoreQuery:
         peer: Worker that may hold the blocks according to the router; None if the router names no
             worker.
         peer_tokens: Number of the prompt's tokens that `peer` probably caches.
+        only: Rank to restore to; None allows every rank.
+        instead: What a restore spares.
     """
 
     chain: Chain
@@ -59,6 +61,13 @@ class RestoreQuery:
     ahead_tokens: int = 0
     peer: HandoffSource | None = None
     peer_tokens: int = 0
+    only: int | None = None
+    instead: Instead = "compute"
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Ranks to which blocks may be restored."""
+        return range(len(self.known)) if self.only is None else (self.only,)
 
 
 @plain
@@ -74,6 +83,7 @@ class RestorePlan:
         ahead_tokens: Number of tokens of other prompts that are computed while the restore runs.
         peer: Worker to fetch from; None if the source is local.
         snapshot: Whether the source also restores the snapshot at the end of `chain`.
+        instead: What the restore spares.
     """
 
     source: "KvSource"
@@ -84,6 +94,13 @@ class RestorePlan:
     ahead_tokens: int = 0
     peer: HandoffSource | None = None
     snapshot: bool = False
+    instead: Instead = "compute"
+
+    @property
+    def patience_seconds(self) -> float | None:
+        """Longest time that the prompt waits; None is no limit."""
+        tokens = self.tokens + self.ahead_tokens
+        return self.source.prices.patience_seconds(tokens, self.instead)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +110,8 @@ class Restore:
     Attributes:
         plan: Plan that the restore executes.
         first: Number of leading blocks of the plan's chain that were in pages before the restore.
-        pages: Pages of the whole chain on the plan's rank, reserved for the restore.
+        pages: Pages of the whole chain on the plan's rank, reserved for the restore or for `owner`.
+        owner: Sequence that holds the pages and uses the blocks; None if the restore reserves them.
         held: Blocks that the source must not evict during the restore, by their index in the plan's
             chain.
         origins: Origin (name of the source) of each verified block, by its index in the plan's
@@ -103,11 +121,16 @@ class Restore:
         snapshot: Snapshot that the source must not evict during the restore.
         restored: Whether the snapshot is verified and in its slot.
         snapshot_tokens: Number of leading tokens that the snapshot is of; None for the plan's.
+        task: Task that runs the restore.
+        closing: Functions that keep background work of the source from writing to the pages.
     """
 
     plan: RestorePlan
     first: int
     pages: tuple[int, ...] = ()
+    owner: int | None = None
+    task: "asyncio.Task[None] | None" = None
+    closing: list[Callable[[], None]] = field(default_factory=list)
     held: dict[int, object] = field(default_factory=dict)
     origins: dict[int, Origin] = field(default_factory=dict)
     moved_tokens: int = 0
@@ -123,6 +146,15 @@ class Restore:
         while count in self.origins:
             count += 1
         return count
+
+    def stop(self) -> None:
+        """Ends the restore before its owner's pages are reused. Writes nothing more to the
+        pages."""
+        self.owner = -1
+        for close in self.closing:
+            close()
+        if self.task is not None:
+            self.task.cancel()
 
 
 class KvSource(Protocol):
@@ -225,6 +257,9 @@ class KvSources:
         kept: Prefix cache of the mesh's pages.
         page_size: Number of tokens of a page.
         sources: The worker's sources. If plans save equal time, an earlier source is preferred.
+
+    Attributes:
+        may_take: Returns whether a restore may reserve a number of pages of a rank.
     """
 
     def __init__(
@@ -240,6 +275,7 @@ class KvSources:
         self._counters = counters
         self._now = now
         self._sources = tuple(sources)
+        self.may_take: Callable[[int, int], bool] = lambda rank, pages: True
         self._running: Counter[Origin] = Counter()
         self._tasks = BackgroundTasks()
 
@@ -267,14 +303,25 @@ class KvSources:
         cancelled."""
         return self._tasks.spawn(self._restore_in_time(plan, restored, done))
 
+    def begin_in(self, restore: Restore, restored: RestoredBlocks) -> "asyncio.Task[None]":
+        """Starts a restore to pages that `restore.owner` holds. The returned task ends with the
+        restore, or when it has taken as long as what it spares."""
+        work = self._restore_in_time(restore.plan, restored, lambda: None, restore)
+        restore.task = self._tasks.spawn(work)
+        return restore.task
+
     async def _restore_in_time(
-        self, plan: RestorePlan, restored: RestoredBlocks, done: Callable[[], None]
+        self,
+        plan: RestorePlan,
+        restored: RestoredBlocks,
+        done: Callable[[], None],
+        restore: Restore | None = None,
     ) -> None:
         source, began = plan.source, self._now()
-        patience = source.prices.patience_seconds(plan.tokens + plan.ahead_tokens)
+        patience = plan.patience_seconds
         try:
-            async with asyncio.timeout(patience or source.most_seconds):
-                await self.restore(plan, restored)
+            async with asyncio.timeout(source.most_seconds if patience is None else patience):
+                await self.restore(plan, restored, restore)
         except TimeoutError:
             source.failed("late")
             # records twice the time so far, because the complete restore would have taken longer
@@ -284,9 +331,15 @@ class KvSources:
             raise
         done()
 
-    async def restore(self, plan: RestorePlan, restored: RestoredBlocks | None = None) -> None:
+    async def restore(
+        self,
+        plan: RestorePlan,
+        restored: RestoredBlocks | None = None,
+        restore: Restore | None = None,
+    ) -> None:
         """Runs a plan to its end. Records in `restored` the blocks that arrived."""
-        restore = Restore(plan, self.kept.match(plan.rank, plan.chain))
+        if restore is None:
+            restore = Restore(plan, self.kept.match(plan.rank, plan.chain))
         with plan.source.holding(restore):
             cause = await self._fill(restore, restored)
         if cause:
@@ -295,14 +348,13 @@ class KvSources:
     async def _fill(self, restore: Restore, restored: RestoredBlocks | None) -> str:
         """Fills a restore's pages and caches its blocks. Returns why blocks are missing, or ""."""
         kept, plan, source, cause = self.kept, restore.plan, restore.plan.source, ""
-        chain, size, owner = plan.chain, kept.block_tokens, kept.guest()
-        count = len(chain) * size // self._page_size
-        pages = kept.reserve(plan.rank, owner, chain, restore.first * size, count)
-        if pages is None:
+        guest = None
+        if restore.owner is None and (guest := self._reserve(restore)) is None:
             return "room"
-        restore.pages, epoch, began = pages, kept.epoch, self._now()
-        if plan.snapshot:
-            restore.slot = kept.begin_snapshot(plan.rank, owner, len(chain) * size, rolling=True)
+        epoch, began = kept.epoch, self._now()
+        if plan.snapshot and guest is not None:
+            tokens = len(plan.chain) * kept.block_tokens
+            restore.slot = kept.begin_snapshot(plan.rank, guest, tokens, rolling=True)
         self._running[source.name] += 1
         try:
             cause = await source.bring(restore)
@@ -311,17 +363,34 @@ class KvSources:
         finally:
             self._running[source.name] -= 1
             fresh = epoch == kept.epoch
-            if not restore.restored:
-                kept.forget_snapshots(plan.rank, owner)
-            elif restore.snapshot_tokens is not None:
-                kept.begin_snapshot(plan.rank, owner, restore.snapshot_tokens, rolling=True)
-            kept.let_go(plan.rank, owner, chain[: restore.blocks] if fresh else ())
+            came = plan.chain[: restore.blocks] if fresh else ()
+            if guest is not None:
+                if not restore.restored:
+                    kept.forget_snapshots(plan.rank, guest)
+                elif restore.snapshot_tokens is not None:
+                    kept.begin_snapshot(plan.rank, guest, restore.snapshot_tokens, rolling=True)
+                kept.let_go(plan.rank, guest, came)
+            elif restore.owner is not None and restore.owner >= 0:
+                kept.keep(plan.rank, restore.owner, came)
             if fresh:
                 self._count(restore, restored)
         if not fresh:
             return cause or "reset"
         source.prices.moved_in(restore.moved_tokens, self._now() - began)
         return cause
+
+    def _reserve(self, restore: Restore) -> int | None:
+        """Reserves pages for a restore. Returns their owner, or None if there is no room."""
+        kept, rank, chain = self.kept, restore.plan.rank, restore.plan.chain
+        size, owner = kept.block_tokens, kept.guest()
+        count = len(chain) * size // self._page_size
+        if not self.may_take(rank, count - restore.first * size // self._page_size):
+            return None
+        pages = kept.reserve(rank, owner, chain, restore.first * size, count)
+        if pages is None:
+            return None
+        restore.pages = pages
+        return owner
 
     def _count(self, restore: Restore, restored: RestoredBlocks | None) -> None:
         came: dict[int, Origin] = {
@@ -334,10 +403,10 @@ class KvSources:
             self._counters.add(blocks, count)
             self._counters.add(tokens, count * self.kept.block_tokens)
 
-    def computed_in(self, tokens: int, seconds: float) -> None:
-        """Records in the prices of all sources how long computing `tokens` tokens took."""
+    def computed_in(self, tokens: int, seconds: float, instead: Instead = "compute") -> None:
+        """Records in the prices of all sources how long computing (or receiving) took."""
         for source in self._sources:
-            source.prices.computed_in(tokens, seconds)
+            source.prices.computed_in(tokens, seconds, instead)
 
     # ---- all of them at once
 
@@ -379,4 +448,4 @@ class KvSources:
 
 
 def _saving(plan: RestorePlan) -> float:
-    return plan.source.prices.saving(plan.moved_tokens, plan.tokens)
+    return plan.source.prices.saving(plan.moved_tokens, plan.tokens, plan.instead)

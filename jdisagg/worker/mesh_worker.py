@@ -268,22 +268,28 @@ class MeshWorker(ABC):
         return tuple([link for meter in self._meters for link in meter.links()])
 
     def _find_sources(
-        self, kept: Residency, room: TierRoom, peers: Mapping[str, PeerPort] | PeerResolver | None
+        self,
+        kept: Residency,
+        peers: Mapping[str, PeerPort] | PeerResolver | None,
+        room: TierRoom,
+        most_writing: int,
     ) -> KvSources:
         """Builds the sources from which KV blocks are restored.
 
         Args:
             kept: Prefix cache of the mesh's pages.
-            room: Capacity of the host-memory and disk tiers.
             peers: Workers from which blocks are fetched; None disables fetching.
+            room: Capacity of the host-memory and disk tiers.
+            most_writing: Limit of the blocks that are being copied to host memory.
         """
         loop, mesh, now = self._loop, self._mesh, self._clock.now
-        self._host = HostTier(kept, loop, mesh, room, self._context.ids, self.counters)
+        ids = self._context.ids
+        self._host = HostTier(kept, loop, mesh, room, ids, self.counters, most_writing)
         self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
         sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
         # without these, there is no place for the windows or the state that come with blocks
         has_place = not mesh.ring_pages and (kept.snapshots or not mesh.kv_spec.has_state)
-        if peers is not None and has_place:
+        if peers is not None and kept.on and has_place:
             fetch = PeerFetch(
                 kept,
                 loop,
@@ -296,20 +302,26 @@ class MeshWorker(ABC):
             sources.append(fetch)
         return KvSources(kept, mesh.page_size, self.counters, now, sources)
 
-    def _kept_tiers(self) -> tuple[KeptTier, ...]:
-        """Returns the fill level of each tier for the status."""
+    def _kept_tiers(self, *spilled: KeptTier) -> tuple[KeptTier, ...]:
+        """Returns the fill level of each tier for the status. Swapped-out sequences (`spilled`) are
+        part of host memory."""
         kept, mesh = self._kept, self._mesh
         if not kept.on:
-            return ()
+            return spilled
         of_token = mesh.kv_spec.bytes_per_token
         room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
         blocks = kept.blocks
-        tiers = [KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)]
+        tiers = {"pages": KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)}
         if kept.snapshots:
             count, total = (sum(map(of, kept.snapshots)) for of in (len, lambda one: one.total))
             size = mesh.snapshot_bytes
-            tiers.append(KeptTier("snapshots", count, count * size, total * size))
-        return (*tiers, *self._sources.stats())
+            tiers["snapshots"] = KeptTier("snapshots", count, count * size, total * size)
+        tiers |= {tier.tier: tier for tier in self._sources.stats()}
+        for tier in spilled:
+            name, cached = tier.tier, tiers.get(tier.tier, KeptTier(tier.tier, 0, 0, 0))
+            count, nbytes = tier.blocks + cached.blocks, tier.bytes + cached.bytes
+            tiers[name] = KeptTier(name, count, nbytes, tier.room_bytes)
+        return tuple(tiers.values())
 
     def _count_reuse(self, tokens: int, cached: CachedTokens) -> None:
         """Adds a sequence's tokens, and its cached tokens by origin, to the counters."""

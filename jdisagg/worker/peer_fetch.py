@@ -76,19 +76,21 @@ class PeerFetch(KvSource):
         if query.peer is None or self._now() < self._closed_until:
             return None
         size = self._kept.block_tokens
-        usable = self._kept.usable_tokens(query.peer_tokens, to_compute=True)
+        to_compute = query.instead == "compute"
+        usable = self._kept.usable_tokens(query.peer_tokens, to_compute)
         chain = query.chain[: usable // size]
-        known = [min(count, len(chain)) for count in query.known]
-        most = max(known)
-        rank, ahead = known.index(most), query.ahead_tokens
-        tokens = moved = (len(chain) - most) * size
+        known = {rank: min(query.known[rank], len(chain)) for rank in query.ranks}
+        rank, ahead = max(known, key=known.__getitem__), query.ahead_tokens
+        tokens = moved = (len(chain) - known[rank]) * size
         if with_state := bool(self._kept.snapshots and chain):
             whole = len(chain) * size
             tokens = whole - self._kept.cached_tokens(rank, chain, whole, to_compute=True)
             moved += state_weight(self._mesh) // self._mesh.layer_groups if tokens else 0
-        if not self.prices.worth(moved, tokens + ahead):
+        if not self.prices.worth(moved, tokens + ahead, query.instead):
             return None
-        return RestorePlan(self, rank, chain, tokens, moved, ahead, query.peer, with_state)
+        return RestorePlan(
+            self, rank, chain, tokens, moved, ahead, query.peer, with_state, query.instead
+        )
 
     async def bring(self, restore: Restore) -> str:
         size, handoff = self._kept.block_tokens, None
@@ -98,6 +100,7 @@ class PeerFetch(KvSource):
             handoff = await self._begin_hand_off(restore)
             if handoff is None:
                 return "gone"
+            restore.closing.append(handoff.close)
             await self._receive(handoff)
             restore.restored = restore.plan.snapshot
         except JdisaggError as error:
@@ -121,7 +124,7 @@ class PeerFetch(KvSource):
         peer = self._peers.find(source)
         line = SenderLine(peer, source, 0, self._peers.calls, self._peers.meter)
         line.link = replace(await self._peers.greet(source, peer), codec="none")
-        seconds = self.prices.patience_seconds(plan.tokens + plan.ahead_tokens)
+        seconds = plan.patience_seconds
         call = FetchCall(
             source.handoff_id,
             self._peers.own_name,

@@ -6,7 +6,11 @@ pages are read by its later chunks and, with the prefix cache (`scheduler/reside
 prompts. A chunk's KV is offered to the decode worker as soon as the chunk is issued, and stays
 until acknowledged or until the lease ends. Cached positions that the decode worker lacks are
 extracted from pages after the last chunk, so that this work does not delay the first token. A
-decode worker that fetches slowly delays only its own prompts."""
+decode worker that fetches slowly delays only its own prompts.
+
+Blocks are cached when the chunk that computes them is issued, because commands run in order. A
+prompt that shares a prefix with an earlier one waits for the earlier one's blocks if that is faster
+(`scheduler/shared_prompts.py`)."""
 
 import asyncio
 import bisect
@@ -51,6 +55,7 @@ from jdisagg.messages.step_commands import (
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.scheduler.backlog import Backlog
 from jdisagg.scheduler.executor import Executor
+from jdisagg.scheduler.host_blocks import MOST_WRITING
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.prefill_admission import (
     Admission,
@@ -61,6 +66,7 @@ from jdisagg.scheduler.prefill_admission import (
 )
 from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.residency import Chain, Residency
+from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
 from jdisagg.scheduler.state_slots import StateSlots, snapshots_of
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
@@ -103,7 +109,7 @@ class PrefillWorker(MeshWorker):
         self._residency = Residency(
             self._ledgers, mesh.page_size, context.names, snapshots_of(mesh)
         )
-        self._sources = self._find_sources(self._residency, context.tiers, peers)
+        self._sources = self._find_sources(self._residency, peers, context.tiers, MOST_WRITING)
         self._given = GivenKv(
             self._sources, self._outgoing, self._loop, mesh, context, self.counters, decodes=False
         )
@@ -112,6 +118,10 @@ class PrefillWorker(MeshWorker):
         self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
         self._extracting: dict[int, PrefillTask] = {}  # by offer
         self._backlog = Backlog()
+        self._shared = SharedPrompts()
+        self._chunk_times = ChunkTimes(mesh.chunk_buckets[-1])
+        self._chunks: deque[float] = deque()  # times of issue of the chunks in flight
+        self._chunk_ended = 0.0
         self._tasks: dict[int, PrefillTask] = {}
         self._waiting: list[QueuedPrompt] = []  # by arrival
         self._computing: dict[int, PrefillTask] = {}  # prompts with pages
@@ -146,6 +156,9 @@ class PrefillWorker(MeshWorker):
                 self._end_if_done(task)
             return
         assert isinstance(command, PrefillChunk) and isinstance(result, PrefillResult)
+        now, began = self._clock.now(), self._chunks.popleft()
+        self._chunk_times.took(command.chunk_tokens, now - max(began, self._chunk_ended))
+        self._chunk_ended = now
         sums = {entry.offer_id: entry for entry in result.checksums}
         for key, of_part in result.prompts:
             if (task := self._computing.get(key)) is not None:
@@ -187,6 +200,9 @@ class PrefillWorker(MeshWorker):
         for key in admission.withdrawn:
             self._stop_computing(self._tasks[key])
             self._queue(self._tasks[key].prompt)
+        for task in list(self._tasks.values()) if admission.stalled else ():
+            if task.call.destination in admission.stalled:
+                self._seek_again(self._shared.stall(task.prompt.key))
         for key, rank in admission.placed:
             task, most = self._tasks[key], self._tasks[key].most_known
             cached = self._residency.cached_tokens(rank, task.chain, most, to_compute=True)
@@ -200,6 +216,7 @@ class PrefillWorker(MeshWorker):
                 self._sources.used(rank, task.chain[: cached // self._residency.block_tokens])
             self._backlog.add(key, task.prompt.tokens, cached)
             self._computing[key] = task
+            self._shared.started(key)
             self._states.take(rank, key)
             slot, kept = self._states.slot(rank, key), self._residency
             if cached:
@@ -213,7 +230,8 @@ class PrefillWorker(MeshWorker):
         }
 
     def _announce(self, chunk: PrefillChunk) -> PrefillChunk:
-        """Offers the KV that a chunk will compute."""
+        """Offers the KV that a chunk will compute, and caches its full blocks."""
+        self._chunks.append(self._clock.now())
         for row in chunk.rows:
             task = self._computing[row.sequence]
             if task.started_at is None:
@@ -221,8 +239,18 @@ class PrefillWorker(MeshWorker):
             task.handoff.announce(_offers(row))
             if row.samples:
                 self._extracts.extend([(task, offer) for offer in self._to_extract(task)])
+            self._cache_issued(task, row.start + len(row.tokens))
         key = self._hello.checksum_key
         return msgspec.structs.replace(chunk, checksum_key=key) if key else chunk
+
+    def _cache_issued(self, task: PrefillTask, tokens: int) -> None:
+        """Caches the blocks of a prompt's first `tokens` tokens, whose chunks are issued."""
+        kept = self._residency
+        if task.chain:
+            chain = task.chain[: tokens // kept.block_tokens]
+            if task.epoch == kept.epoch and not kept.snapshots:
+                kept.keep(task.rank, task.prompt.key, chain)
+            self._seek_again(self._shared.reached(task.prompt.key, len(chain)))
 
     def _to_extract(self, task: PrefillTask) -> list[Offer]:
         """Returns the offers to extract from pages: cached positions that the decode worker lacks,
@@ -258,12 +286,8 @@ class PrefillWorker(MeshWorker):
         task = self._new_task(call, self._clock.now())
         self._tasks[task.prompt.key] = task
         self._outgoing.open(task.handoff)
-        self._backlog.add(task.prompt.key, task.prompt.tokens, task.prompt.known_tokens)
-        plan = self._sources.best(self._query(task))
-        if plan is not None:
-            task.restoring = self._sources.begin(plan, task.restored, lambda: self._restored(task))
-        else:
-            self._queue(task.prompt)
+        self._shared.begin(task.prompt.key, task.prompt.order, task.chain)
+        self._seek(task)
         self._look()
         try:
             return await within(task.reply, call.deadline_seconds)
@@ -344,12 +368,60 @@ class PrefillWorker(MeshWorker):
         hinted = min(task.call.peer_tokens, task.most_known)
         return RestoreQuery(task.useful, task.known, max(0, ahead), task.call.peer, hinted)
 
+    def _seek(self, task: PrefillTask) -> None:
+        """Lets a prompt wait for blocks that another prompt computes or a slower tier restores, if
+        that is faster than computing them. Otherwise queues the prompt."""
+        prompt = task.prompt
+        if self._follow(task):
+            return
+        self._backlog.add(prompt.key, prompt.tokens, prompt.known_tokens)
+        plan = self._sources.best(self._query(task))
+        if plan is not None:
+            task.restoring = self._sources.begin(plan, task.restored, lambda: self._restored(task))
+        else:
+            self._queue(prompt)
+
+    def _follow(self, task: PrefillTask) -> bool:
+        """Lets a prompt wait for a prompt that computes its next blocks, if that is faster."""
+        prompt, size = task.prompt, self._residency.block_tokens
+        leader = self._shared.leader(prompt.key, task.useful, max(task.known, default=0))
+        if leader is None or self._residency.snapshots:
+            return False  # a hit needs a snapshot, which is cached when the prompt ends
+        reuse = self._residency.usable_tokens(leader.blocks * size, to_compute=True)
+        common, first = reuse - prompt.known_tokens, self._tasks[leader.key]
+        rank = first.rank if leader.key in self._computing else None
+        others = [one for one in self._waiting if one.key != leader.key]
+        before = sum([one.tokens - one.known_tokens for one in others]) // self._mesh.ranks
+        queued = [self._batches.queued_tokens(one) + before for one in range(self._mesh.ranks)]
+        ahead = first.prompt.tokens - first.prompt.known_tokens
+        left = prompt.tokens - prompt.known_tokens
+        if common < 1 or not waiting_pays(self._chunk_times, queued, rank, ahead, left, common):
+            return False
+        self._shared.follow(prompt.key, leader)
+        self._backlog.add(prompt.key, prompt.tokens, reuse)
+        self.counters.add("prefix_waits")
+        return True
+
+    def _seek_again(self, keys: tuple[int, ...], ended: bool = False) -> None:
+        """Continues with prompts that waited for another prompt, which computed their blocks or
+        has `ended`."""
+        for key in keys:
+            task = self._tasks[key]
+            self._look_up(task)
+            self._seek(task)
+            if ended and not self._shared.waits(key):
+                self.counters.add("prefix_waits_taken_over")
+        if keys:
+            self._look()
+
     def _restored(self, task: PrefillTask) -> None:
         """Queues a prompt whose restore has ended."""
         if self._tasks.get(task.prompt.key) is task:
             self._look_up(task)
             self._backlog.add(task.prompt.key, task.prompt.tokens, task.prompt.known_tokens)
             self._queue(task.prompt)
+            known = max(task.known, default=0)
+            self._seek_again(self._shared.reached(task.prompt.key, known))
             self._look()
 
     def _queue(self, prompt: QueuedPrompt) -> None:
@@ -407,6 +479,7 @@ class PrefillWorker(MeshWorker):
             self._quiet.set()
             return
         task = self._tasks.pop(handoff.sequence)
+        waited = self._shared.end(handoff.sequence)
         if task.restoring is not None:
             task.restoring.cancel()
         if task.prompt in self._waiting:
@@ -416,6 +489,7 @@ class PrefillWorker(MeshWorker):
         self._stop_computing(task)
         if error is not None:
             task.fail(error)
+        self._seek_again(waited, ended=True)
         self._look()  # the freed pages may admit other prompts
         self._quiet.set()
 

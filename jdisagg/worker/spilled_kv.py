@@ -61,6 +61,8 @@ class SpilledKv:
         self._changed = changed
         self._most_seconds = most_seconds
         self._pieces = HostPieces(loop, mesh.page_size, context.ids() >> 1)
+        # takes this number of bytes of host memory from cached blocks; False if they are not free
+        self.lend: Callable[[int], bool] = lambda nbytes: True
         self._suspended: dict[int, SequenceGroup] = {}
         self._moving: dict[int, asyncio.Task[None]] = {}
         self._tasks = BackgroundTasks()
@@ -125,7 +127,8 @@ class SpilledKv:
         cause = self.spills.refusal(child) if self._loop.failure is None else "off"
         if not cause:
             spill = self._new_spill(child)
-            if self.spills.has_room(spill.bytes):
+            taken = self.spills.bytes
+            if self.spills.has_room(spill.bytes) and self.lend(taken + spill.bytes):
                 ledger = self._state.ledgers[child.rank]
                 pages = ledger.pages(child.key)
                 copies = self._copy_out(spill, 0, pages)
@@ -142,6 +145,7 @@ class SpilledKv:
                 self.spills.add(spill)
                 self._moving[child.key] = self._tasks.spawn(self._write(spill, copies, pages))
                 return True
+            self.lend(taken)
             cause = "room"
         if cause != "off":
             self._counters.add("spills_declined", cause=cause)
@@ -264,6 +268,7 @@ class SpilledKv:
                 task.cancel()
             self._let_go(spill, 0)
             self._pieces.release(spill.offer_ids)
+        self.lend(self.spills.bytes)
 
     def sweep(self, now: float) -> None:
         """Ends sequences that waited for pages, or were paused, beyond their deadline."""

@@ -15,6 +15,7 @@ from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.engine.memory_plan import (
     DeviceMemory,
     bytes_per_device,
+    check_disk_cache,
     check_host_cache,
     device_memory,
     fit_engine,
@@ -123,7 +124,7 @@ def test_what_is_on_its_way_to_host_memory_is_room_of_its_worker() -> None:
     )
     assert with_host.staged - prefill.staged == 32 * 128 * (32 << 10)
     chunks = 2 * SPILLS_AT_ONCE * SMALL.chunk_tokens  # out, and back
-    assert sets_aside.staged - decode.staged == chunks * (32 << 10)
+    assert sets_aside.staged - decode.staged == (chunks + 8 * 128) * (32 << 10)
 
 
 def test_a_decode_worker_that_appends_has_room_for_the_chunks_that_it_computes() -> None:
@@ -267,3 +268,11 @@ def test_a_prefix_cache_costs_a_decode_worker_of_layers_with_windows_no_more_tha
     )
     assert off.rings == on.rings > 0 and off.pages == on.pages
     assert on.total - on.weights <= 1.1 * (off.total - off.weights)
+
+
+def test_processes_that_hold_different_ranks_keep_no_kv_on_disk() -> None:
+    on_disk = PrefixConfig(True, host_gib=1.0, disk_dir="kv", disk_gib=1.0)
+    check_disk_cache(on_disk, Layout(tp=4), 2)
+    check_disk_cache(on_disk, Layout(dp=2, tp=2), 1)
+    with pytest.raises(ConfigError, match="layouts without dp, not with .*--disk_cache_dir"):
+        check_disk_cache(on_disk, Layout(dp=2, tp=2), 2)

@@ -30,6 +30,8 @@ from jdisagg.messages.ports import (
     PrefillCall,
     PrefillPort,
     PrefillReply,
+    Reservation,
+    ReserveCall,
 )
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.worker_status import WorkerRole
@@ -58,6 +60,7 @@ from tests.fakes.toy_model import expected_scores, expected_tokens
 from tests.fakes.virtual_time import VirtualClock
 
 P = TypeVar("P")
+Call = TypeVar("Call", PrefillCall, ReserveCall)
 Wrap = Callable[[P], P]
 
 
@@ -161,11 +164,11 @@ class Fleet:
         names: Names of cached blocks, or None without a prefix cache.
         affinity: What the router knows of prefix caches.
         tiers: Host and disk room of prefill workers.
-        spills: Host room of workers that decode.
+        spills: Host and disk room of workers that decode.
         hints: Whether each prompt comes with the name of the other worker that caches most of it.
         hinted: Letters with which the names of such other workers begin.
         grammars: Grammar compiler of all workers.
-        fetches: Whether prefill workers may fetch cached KV.
+        fetches: Whether workers may fetch cached KV.
         mortal: Whether workers can be killed.
         addressed: Whether peers find a worker by address, or by name.
         wrap_mesh: Wraps a worker's mesh.
@@ -311,12 +314,16 @@ class Fleet:
         worker.constrain(self._grammars)
         self.processes[name] = Process(worker, mesh)
         ports = self.local.ports(name)
-        if ports.decode:
-            self._decode_ports[name] = ports.decode
+        if port := ports.decode:
+            hinted = self._hints and self.mode is not Mode.DISAGGREGATED
+            self._decode_ports[name] = (
+                through(DecodePort, port, _Hints(self, name)) if hinted else port
+            )
         elif ports.prefill and self.mode is Mode.DISAGGREGATED:
             port = ports.prefill
-            hinted = through(PrefillPort, port, _Hints(self, name)) if self._hints else port
-            self._prefill_ports[name] = hinted
+            self._prefill_ports[name] = (
+                through(PrefillPort, port, _Hints(self, name)) if self._hints else port
+            )
 
     async def kill(self, name: str) -> None:
         """Kills a worker as `kill -9` would."""
@@ -413,8 +420,8 @@ class Cluster(Fleet):
 
 
 class _Hints:
-    """Middleware of prefill worker `name`: adds the name of the other worker that caches most of a
-    prompt, as if the router knew all caches at that moment."""
+    """Middleware of worker `name`, which computes prompts: adds the name of the other worker that
+    caches most of a prompt, as if the router knew all caches at that moment."""
 
     def __init__(self, fleet: Fleet, name: str) -> None:
         self._fleet = fleet
@@ -423,6 +430,14 @@ class _Hints:
     async def prefill(
         self, proceed: Callable[[PrefillCall], Awaitable[PrefillReply]], call: PrefillCall
     ) -> PrefillReply:
+        return await proceed(self._hinted(call))
+
+    async def reserve(
+        self, proceed: Callable[[ReserveCall], Awaitable[Reservation]], call: ReserveCall
+    ) -> Reservation:
+        return await proceed(self._hinted(call))
+
+    def _hinted(self, call: Call) -> Call:
         known = call.request.prompt_token_ids + call.children[0].accepted
         found: dict[str, int] = {}
         for name, process in self._fleet.processes.items():
@@ -430,14 +445,13 @@ class _Hints:
                 worker, kept = process.worker, process.worker._kept
                 chain = kept.chain(call.request, known)
                 count = max(kept.match(rank, chain) for rank in range(len(kept.kept_pages)))
-                if isinstance(worker, PrefillWorker):
-                    count += worker._host.blocks.match(chain, count)
+                count += worker._host.blocks.match(chain, count)
                 found[name] = count * kept.block_tokens
         best = max(found, key=lambda name: found[name], default="")
         if found.get(best):
             source = HandoffSource(best, self._fleet.new_id(), self._fleet._address(best))
             call = msgspec.structs.replace(call, peer=source, peer_tokens=found[best])
-        return await proceed(call)
+        return call
 
 
 def toy_request(

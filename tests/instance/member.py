@@ -24,11 +24,19 @@ from jdisagg.executor.programs import Programs
 from jdisagg.instance.processes import ProcessGroup, join_instance
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import (
+    HOST,
     DecodeResult,
     DecodeSteps,
+    ExtractBlock,
+    ExtractResult,
+    InsertBlock,
+    InsertResult,
     PrefillChunk,
     PrefillResult,
     PrefillRow,
+    PullBlock,
+    PullResult,
+    ReleaseOffers,
     SampleSpec,
     SlotAdmit,
 )
@@ -148,7 +156,36 @@ async def script(executor: Executor, steps: int) -> dict[str, object]:
         for p in row
         if p is not None
     ]
-    return {"first": first, "tokens": [result.tokens for result in results], "logprobs": logprobs}
+    return {
+        "first": first,
+        "tokens": [result.tokens for result in results],
+        "logprobs": logprobs,
+        "through_host": await through_host(executor),
+    }
+
+
+async def through_host(executor: Executor) -> list[bool]:
+    """Copies the first block of each rank to host memory and back to other pages. Returns whether
+    the KV is the same, and whether a block that is not there is missed by all processes."""
+    same: list[bool] = []
+    elsewhere = tuple(range(CONTEXT // PAGE * 2, CONTEXT // PAGE * 2 + CHUNK // PAGE))
+    for rank in range(executor.limits.ranks):
+        offer, pages = 100 + rank, pages_of(rank, executor.limits.ranks)[: CHUNK // PAGE]
+        groups = executor.limits.layer_groups
+        out = ExtractBlock(1, offer, rank, 0, 0, CHUNK, CHUNK, pages, 7, groups, to_host=True)
+        pull = PullBlock(2, offer, rank, 0, CHUNK, 60.0, HOST, groups=groups)
+        into = InsertBlock(3, offer, rank, 0, CHUNK, CHUNK, 0, elsewhere, 7, groups=groups)
+        # the copy may still run when the pull is issued
+        copied, pulled = await asyncio.gather(executor.run(out), executor.run(pull))
+        assert isinstance(copied, ExtractResult) and isinstance(pulled, PullResult)
+        inserted = await executor.run(into)
+        assert isinstance(inserted, InsertResult)
+        same.append(not pulled.error and inserted.checksum == copied.checksum.checksum)
+        await executor.run(ReleaseOffers(4, (offer,), from_host=True))
+        again = await executor.run(pull)
+        assert isinstance(again, PullResult)
+        same.append(bool(again.error))
+    return same
 
 
 async def until_failure(executor: Executor) -> dict[str, object]:

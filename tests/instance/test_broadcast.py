@@ -19,8 +19,11 @@ from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.instance import Join
 from jdisagg.messages.step_commands import (
     CopyPages,
+    DiskResult,
     Done,
     DropBlocks,
+    FindSaved,
+    LoadBlock,
     PullBlock,
     PullResult,
     StepCommand,
@@ -209,6 +212,21 @@ async def test_a_command_that_fails_on_one_process_alone_fails_the_instance(
             await it.executor.run(DropBlocks(2, ()))
         it.executor.close()
         assert not it.leader.closed, "the mesh of a failed instance may hang: nobody waits for it"
+
+
+async def test_a_block_is_on_disk_only_if_every_process_has_its_part() -> None:
+    async with instance() as it:
+        names = (b"a", b"b", b"c")
+        it.leader.answers = lambda one: DiskResult(1, names=names, ages=(3.0, 2.0, 1.0))
+        it.others[0].answers = lambda one: DiskResult(1, names=(b"c", b"a"), ages=(9.0, 9.0))
+        it.others[1].answers = lambda one: DiskResult(1, names=names, ages=(9.0, 9.0, 9.0))
+        found = await it.executor.run(FindSaved(1, b"space", 1.0))
+        assert found == DiskResult(1, names=(b"a", b"c"), ages=(3.0, 1.0))
+        it.leader.answers = lambda one: DiskResult(2, bytes_moved=5, checksums=(8,))
+        it.others[0].answers = lambda one: DiskResult(2, bytes_moved=6, checksums=(8,))
+        it.others[1].answers = lambda one: DiskResult(2, "gone")
+        loaded = await it.executor.run(LoadBlock(2, b"a", 0, (4,), 1.0))
+        assert loaded == DiskResult(2, "gone", bytes_moved=11, checksums=(8,))
 
 
 async def test_a_follower_that_goes_fails_what_is_under_way() -> None:

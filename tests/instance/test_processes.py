@@ -89,6 +89,7 @@ async def test_two_processes_give_the_tokens_of_one(
     await asyncio.to_thread(here.close)
     two = complete(tmp_path, "two", task)
     assert two["first"] == one["first"] and two["tokens"] == json.loads(json.dumps(one["tokens"]))
+    assert two["through_host"] == one["through_host"] and all(one["through_host"])  # type: ignore[call-overload]
     assert one["logprobs"], "the sampled row asks for them"
     assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-4)
 

@@ -15,6 +15,7 @@ from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.messages.ports import FetchCall, FetchReply
 from jdisagg.messages.step_commands import DecodeSteps, ExtractBlock, StepCommand
 from jdisagg.request import Request
+from jdisagg.router.decision import PromptBlocks
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.worker import given_kv
 from tests.fakes.cluster import Collected, Fleet
@@ -245,6 +246,9 @@ class EveryoneKnown:
     """A router's index that is always right about all workers."""
 
     fleet: Fleet
+
+    def prompt_blocks(self, request: Request) -> PromptBlocks:
+        return PromptBlocks()
 
     def known(self, request: Request) -> Callable[[], dict[str, int]]:
         def now() -> dict[str, int]:

@@ -1,0 +1,102 @@
+"""The prompts that a worker with decode programs computes itself: all prompts in modes CHUNKED and
+UNIFIED, and ends of prompts behind a cached prefix in mode DISAGGREGATED."""
+
+from collections import deque
+from collections.abc import Callable
+
+from jdisagg.messages.step_commands import PrefillChunk
+from jdisagg.scheduler.backlog import Backlog
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.prefill_batches import PrefillBatches
+from jdisagg.scheduler.sequences import SequenceGroup
+from jdisagg.scheduler.shared_prompts import ChunkTimes
+from jdisagg.telemetry import Counters
+from jdisagg.worker.shared_waits import SharedWaits
+
+
+class OwnPrefills:
+    """Queues the prompts that one decode mesh computes, and measures its chunks.
+
+    Args:
+        ids: Generator of fresh random 64-bit numbers.
+        now: Clock in seconds.
+    """
+
+    def __init__(
+        self,
+        state: DecodeState,
+        ids: Callable[[], int],
+        now: Callable[[], float],
+        counters: Counters,
+    ) -> None:
+        self.backlog = Backlog()
+        self._state = state
+        self._now = now
+        kept = state.residency
+        self._batches = PrefillBatches(
+            state.limits.computed, ids, kept.cut_tokens, kept.begin_snapshot
+        )
+        self._issued: deque[float] = deque()  # times of issue of the chunks in flight
+        self._idle_from = 0.0  # when the latest command before them ended
+        times = ChunkTimes(state.limits.computed.chunk_buckets[-1])
+        self._times = times
+        self.waits = SharedWaits(state.residency, self._queued, times, counters)
+        self._keys: dict[int, int] = {}  # keys in `waits`, by the group's key
+
+    def __bool__(self) -> bool:
+        return bool(self._batches)
+
+    def add(self, group: SequenceGroup) -> int:
+        """Queues the uncached tokens of a group, which has pages. Returns their number."""
+        known, cached = group.known_tokens, group.cached_tokens
+        self._batches.add(self._state.prefill_job(group))
+        self.backlog.add(group.key, len(known), cached)
+        if (key := self._keys.get(group.key)) is not None:
+            self.waits.began(key, group.rank)
+        return len(known) - cached
+
+    def expect(self, ticket: int, key: int) -> None:
+        """Records the key in `waits` of the request with this ticket, its group's later key."""
+        self._keys[ticket] = key
+
+    def forget(self, key: int) -> None:
+        """Removes a group that has ended. Idempotent."""
+        self._batches.remove(key)
+        self.backlog.forget(key)
+        if (waits := self._keys.pop(key, None)) is not None:
+            self.waits.end(waits)
+
+    def next_chunk(self, step: int) -> PrefillChunk | None:
+        """Returns the next chunk. Caches the blocks that it computes, because later commands run
+        after it."""
+        chunk = self._batches.next_chunk(step)
+        if chunk is None:
+            return None
+        self._issued.append(self._now())
+        kept = self._state.residency
+        for row in chunk.rows if kept.on else ():
+            group = self._state.groups[row.sequence]
+            blocks = (row.start + len(row.tokens)) // kept.block_tokens
+            if group.epoch == kept.epoch and not kept.snapshots:
+                kept.keep(row.rank, group.key, group.chain[:blocks])
+            if (key := self._keys.get(group.key)) is not None:
+                self.waits.issued(key, blocks)
+        return chunk
+
+    def _queued(self) -> list[int]:
+        return [self._batches.queued_tokens(rank) for rank in range(self._state.limits.ranks)]
+
+    def computed(self, chunk: PrefillChunk) -> float:
+        """Records the end of a chunk. Returns the seconds that it took, apart from the commands
+        before it."""
+        for row in chunk.rows:
+            self.backlog.computed(row.sequence, len(row.tokens))
+            if row.samples and (key := self._keys.pop(row.sequence, None)) is not None:
+                self.waits.end(key)
+        seconds = self._now() - max(self._issued.popleft(), self._idle_from)
+        self._times.took(chunk.chunk_tokens, seconds)
+        return seconds
+
+    def step_ended(self) -> None:
+        """Records that the mesh has finished a command and may begin the next one."""
+        self._idle_from = self._now()

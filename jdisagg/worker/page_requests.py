@@ -1,0 +1,122 @@
+"""The requests of a decode worker that wait for pages: each `reserve` call waits for its grant.
+
+`scheduler/reservations.py` decides who gets pages. This module connects its tickets to the waiting
+calls."""
+
+import asyncio
+from collections.abc import Callable
+
+from jdisagg.clock import within
+from jdisagg.errors import (
+    DeadlineExceededError,
+    HandoffError,
+    JdisaggError,
+    OverloadedError,
+    UnavailableError,
+)
+from jdisagg.messages.ports import ReserveCall
+from jdisagg.request import Request
+from jdisagg.scheduler.handoff import HandoffState
+from jdisagg.scheduler.reservations import Reservations
+from jdisagg.scheduler.sequences import SequenceGroup
+
+_OVERDUE = {
+    HandoffState.RESERVED: "its lease passed before generate took it over",
+    HandoffState.ORPHANED: "its source failed, and its lease passed before another came",
+}
+
+
+class PageRequests:
+    """The waiting `reserve` calls of one decode mesh.
+
+    Args:
+        worker: Name of the worker, for error messages.
+        limit: Largest number of waiting requests.
+        drop: Called with the ticket of a request that is given up, which may have pages already.
+    """
+
+    def __init__(
+        self, worker: str, reservations: Reservations, limit: int, drop: Callable[[int], None]
+    ) -> None:
+        self._worker = worker
+        self._reservations = reservations
+        self._limit = limit
+        self._drop = drop
+        self._tickets: dict[int, asyncio.Future[SequenceGroup]] = {}
+
+    def check(self, call: ReserveCall) -> None:
+        """Raises InvalidRequestError if the request never fits, OverloadedError if too many
+        wait."""
+        children = tuple((child.index, child.accepted) for child in call.children)
+        self._reservations.check(call.request, children)
+        if len(self._reservations) >= self._limit:
+            raise OverloadedError(
+                f"worker {self._worker!r}: {len(self._reservations)} requests wait for pages, the"
+                " queue's limit; try again later",
+                retry_after_seconds=1.0,
+            )
+
+    def enqueue(
+        self, call: ReserveCall, arrival: float
+    ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
+        """Queues a request that arrived at time `arrival`. Returns its ticket, and the future of
+        its pages."""
+        children = tuple((child.index, child.accepted) for child in call.children)
+        ticket = self._reservations.enqueue(
+            call.request, call.attempt, children, arrival, call.whole, call.computes
+        )
+        granted = self._tickets[ticket] = asyncio.get_running_loop().create_future()
+        return ticket, granted
+
+    async def wait(
+        self, ticket: int, granted: "asyncio.Future[SequenceGroup]", seconds: float
+    ) -> SequenceGroup:
+        """Waits until the request has pages. Gives it up after `seconds`, or if cancelled."""
+        try:
+            return await within(granted, seconds)
+        except TimeoutError:
+            self._give_up(ticket)
+            raise DeadlineExceededError(
+                f"worker {self._worker!r} had no free pages for the request within its"
+                f" {seconds:g} s"
+            ) from None
+        except asyncio.CancelledError:
+            self._give_up(ticket)
+            raise
+        except JdisaggError:
+            self._drop(ticket)
+            raise
+
+    def grant(self, group: SequenceGroup) -> None:
+        """Ends the wait of the request whose pages `group` holds."""
+        self._tickets.pop(group.key).set_result(group)
+
+    def supersede(self, request: Request, indices: set[int], attempt: int) -> int:
+        """Ends waiting earlier attempts of the same request and children. Returns their number."""
+        tickets = self._reservations.earlier(request, indices, attempt)
+        for ticket in tickets:
+            self._reservations.withdraw(ticket)
+            error = HandoffError(f"the attempt was superseded by attempt {attempt}")
+            self._tickets.pop(ticket).set_exception(error)
+        return len(tickets)
+
+    def end_all(self, error: UnavailableError) -> None:
+        for ticket, granted in list(self._tickets.items()):
+            self._reservations.withdraw(ticket)
+            if not granted.done():
+                granted.set_exception(UnavailableError(error.message))
+        self._tickets.clear()
+
+    def _give_up(self, ticket: int) -> None:
+        self._reservations.withdraw(ticket)
+        self._tickets.pop(ticket, None)
+        self._drop(ticket)
+
+
+def overdue_error(group: SequenceGroup) -> JdisaggError:
+    """Returns the error of a group that was not continued before its deadline."""
+    if reason := _OVERDUE.get(group.handoff.state):
+        return HandoffError(f"reservation {group.key}: {reason}")
+    return DeadlineExceededError(
+        "the request's deadline passed while its tokens were being generated"
+    )
