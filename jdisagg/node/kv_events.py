@@ -29,6 +29,12 @@ LAST_NUMBER = (-1).to_bytes(8, "big", signed=True)
 log = logging.getLogger(__name__)
 
 
+def _endpoint(value: int | bytes) -> str:
+    """Returns a socket's address, as `LAST_ENDPOINT` gives it."""
+    assert isinstance(value, bytes)
+    return value.rstrip(b"\0").decode()
+
+
 class KvEventPublisher:
     """Publishes the events of one worker. Create it on the worker's event loop.
 
@@ -54,17 +60,23 @@ class KvEventPublisher:
         self._no_block: int = zmq.NOBLOCK
         self._pub = self._bound(zmq.PUB, "prefix.events", address)
         self._router = self._bound(zmq.ROUTER, "prefix.events_replay", replay) if replay else None
-        self.address: str = self._pub.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        self.address = _endpoint(self._pub.getsockopt(zmq.LAST_ENDPOINT))
         self.replay = ""
         if self._router is not None:
-            self.replay = self._router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
-            self._readable: int = self._router.getsockopt(zmq.FD)
+            self.replay = _endpoint(self._router.getsockopt(zmq.LAST_ENDPOINT))
+            readable = self._router.getsockopt(zmq.FD)
+            assert isinstance(readable, int)
+            self._readable = readable
             self._loop.add_reader(self._readable, self._answer)
 
     def watch(self, worker: MeshWorker) -> None:
         """Publishes the changes of a worker's cache from now on. Has no effect without a prefix
         cache. A subscriber first gets the event that the cache is empty."""
-        self._events = worker.report_kept(lambda: self._loop.call_soon(self._publish))
+
+        def publish_soon() -> None:
+            self._loop.call_soon(self._publish)
+
+        self._events = worker.report_kept(publish_soon)
         if self._events is not None:
             self._events.cleared()
 
