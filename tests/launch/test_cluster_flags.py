@@ -44,7 +44,7 @@ def test_who_is_let_in_where_and_for_how_long_is_alike_for_all_processes(
     files = {name: str(tmp_path / name) for name in names}
     given = ("--host=localhost", "--port=8801", "--drain_seconds=7")
     made = plan(asked(*given, *(f"--{name}={path}" for name, path in files.items())), tmp_path)
-    wanted = ServiceConfig("localhost", 8801, http_port=8000, drain_seconds=7.0, **files)
+    wanted = ServiceConfig("localhost", 8801, http_port=8000, drain_seconds=7.0, **files).alone
     assert made.address == "localhost:8801" and made.router_config(0).router.service == wanted
     for instance in made.instances:
         for one in made.worker_configs(instance):

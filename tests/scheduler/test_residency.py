@@ -260,7 +260,7 @@ def test_a_grain_that_a_hand_off_cannot_begin_at_is_refused() -> None:
     ("fields", "message"),
     [
         (
-            {"host_gib": 1.0, "disk_dir": "/kv", "disk_gib": 1.0},
+            {"reuse": False, "host_gib": 1.0, "disk_dir": "/kv", "disk_gib": 1.0},
             "prefix.disk_gib=1 needs the prefix cache",
         ),
         ({"reuse": True, "host_gib": -1.0}, "prefix.host_gib must be 0 or more GiB, got -1"),

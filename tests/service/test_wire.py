@@ -4,6 +4,8 @@ every error, wherever it crosses.
 Strategies are derived from the classes' own annotations, so a field that is added and forgotten in
 `wire` fails here."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -59,9 +61,16 @@ def test_what_crosses_the_wire_arrives_equal(kind, message, to_proto, from_proto
     @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(of_annotation(kind))
     def check(value) -> None:
-        assert from_proto(message.FromString(to_proto(value).SerializeToString())) == value
+        sent = _as_sent(value) if kind is RoutingStatus else value
+        assert from_proto(message.FromString(to_proto(value).SerializeToString())) == sent
 
     check()
+
+
+def _as_sent(status: RoutingStatus) -> RoutingStatus:
+    """Decisions are sent without the ids of their requests, which only the web page shows."""
+    decisions = [replace(item, request_id="") for item in status.decisions]
+    return replace(status, decisions=tuple(decisions))
 
 
 OPTIONS = {

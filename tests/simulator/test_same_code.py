@@ -19,6 +19,7 @@ SHARED_ROOMS = (
 # decides on a request.
 LIVE_ALONE = {
     "jdisagg.costs.catalog",
+    "jdisagg.costs.kv_facts",
     "jdisagg.dispatch.frontend",
     "jdisagg.dispatch.client_limits",
     "jdisagg.dispatch.token_stream",
