@@ -19,6 +19,7 @@ PURE = (
     "request",
     "config",
     "errors",
+    "json_pointer",
     "clock",
     "timeouts",
     "token_bucket",

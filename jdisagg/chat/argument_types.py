@@ -12,9 +12,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
-from urllib.parse import unquote
 
 import msgspec
+
+from jdisagg.json_pointer import referred
 
 Types = frozenset[str]
 TEXT: Types = frozenset({"string"})
@@ -243,7 +244,7 @@ class _Schemas:
             return [properties[key]]
         parts = [one for name in ("allOf", "anyOf", "oneOf") for one in _list(schema.get(name))]
         if "$ref" in schema:
-            parts.append(self._referred(schema["$ref"]))
+            parts.append(referred(self._root, schema["$ref"]))
         return [one for part in parts for one in self._properties(part, key, depth + 1)]
 
     def _of(self, schema: object, depth: int) -> Allowed:
@@ -255,7 +256,7 @@ class _Schemas:
                 texts = frozenset(one for one in values if isinstance(one, str))
                 found = found.and_also(Allowed(frozenset(map(_type_of, values)), texts))
         if "$ref" in schema:
-            found = found.and_also(self._of(self._referred(schema["$ref"]), depth + 1))
+            found = found.and_also(self._of(referred(self._root, schema["$ref"]), depth + 1))
         for part in _list(schema.get("allOf")):
             found = found.and_also(self._of(part, depth + 1))
         for name in ("anyOf", "oneOf"):
@@ -267,21 +268,6 @@ class _Schemas:
         if schema.get("nullable") is True and found.types is not None:
             found = Allowed(found.types | {"null"}, found.texts)
         return found
-
-    def _referred(self, reference: object) -> object:
-        """Returns the schema at a reference within the root, or None if there is none."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        here: object = self._root
-        for part in reference[1:].split("/")[1:]:
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(here, Mapping):
-                here = here.get(name)
-            elif isinstance(here, list) and name.isdecimal() and int(name) < len(here):
-                here = here[int(name)]
-            else:
-                return None
-        return here
 
     def _any_of(self, schemas: Sequence[object], depth: int) -> Allowed:
         first, *others = (self._of(schema, depth) for schema in schemas)

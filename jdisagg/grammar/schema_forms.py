@@ -7,6 +7,8 @@ Pydantic, OpenAPI and Zod write such words: formats that are only annotations, `
 import json
 from collections.abc import Callable, Mapping
 
+from jdisagg.json_pointer import referred
+
 Json = dict[str, object]
 # Formats that llguidance enforces. Any other is an annotation.
 _FORMATS = frozenset(
@@ -112,7 +114,7 @@ def _named(schema: Json, root: Mapping[str, object]) -> None:
     """Names that are listed, or match an expression, are properties of their own."""
     names = schema.get("propertyNames")
     while isinstance(names, dict) and set(names) - _NAMES_ONLY == {"$ref"}:
-        names, before = _referred(names["$ref"], root), names
+        names, before = referred(root, names["$ref"]), names
         if names == before:
             return
     if not isinstance(names, dict):
@@ -145,13 +147,3 @@ def _or_null(schema: Json) -> Json:
         return schema
     kept = {name: value for name, value in schema.items() if name != "nullable"}
     return {"anyOf": [kept, {"type": "null"}]} if kept else {}
-
-
-def _referred(reference: object, root: Mapping[str, object]) -> object:
-    here: object = root
-    parts = str(reference).split("/")
-    for part in parts[1:] if parts[0] == "#" else ["\0"]:
-        here = (
-            here.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(here, dict) else None
-        )
-    return here
