@@ -7,7 +7,6 @@ or as many as fit. If the context length is not configured, it is reduced until 
 sequence fit. If even this is impossible, an error lists all parts of the plan. All functions are
 pure, except `device_memory` and `check_host_cache`."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from jdisagg.config import (
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
+from jdisagg.engine.host_memory import host_memory
 from jdisagg.engine.limits import (
     ACCELERATOR_DRAFT_ROWS,
     SAMPLES_PER_CHUNK,
@@ -54,7 +54,6 @@ MOST_OF_HOST = 0.9
 # Chunks of staged KV: computed but not yet transferred, or received but not yet inserted.
 STAGED_CHUNKS = 4
 LEAST_CONTEXT = 256
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,16 +342,6 @@ def tier_room(prefix: PrefixConfig, rank_bound: bool = False) -> TierRoom:
         3600.0 * prefix.disk_ttl_hours,
         rank_bound,
     )
-
-
-def host_memory() -> int:
-    """Returns the number of bytes of this machine's memory, or of the container's limit if that is
-    smaller."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(whole, int(_CGROUP.read_text()))
-    except (OSError, ValueError):
-        return whole
 
 
 def _activations(

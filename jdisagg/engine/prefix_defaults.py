@@ -1,15 +1,14 @@
 """Chooses the settings of the prefix cache that the user left open: everything but the disk is on.
 
 `jdisagg serve`, workers and simulations call `with_defaults` at their start. All processes of a
-cluster get the same result, except for the amount of host memory. Pure, except
-`free_host_memory`."""
+cluster get the same result, except for the amount of host memory, which depends on what is free."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, PrefixConfig, WorkerConfig
+from jdisagg.engine.host_memory import free_host_memory
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerRole
 
@@ -21,8 +20,6 @@ HOST_SHARE = 0.2
 LEAST_HOST_GIB = 1 / 16  # a smaller share holds too few blocks to be useful
 # Two blocks: the rest of a block of the last turn, and the tokens of the new turn.
 APPEND_TOKENS = 256
-_MEMORY = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def with_defaults(
@@ -133,18 +130,3 @@ def _priced(warm_up: bool, *instances: InstanceConfig) -> bool:
 def _share(room_bytes: int | None) -> int:
     share = int(free_host_memory() * HOST_SHARE)
     return share if room_bytes is None else min(share, room_bytes)
-
-
-def free_host_memory() -> int:
-    """Returns the number of bytes of memory that programs can still allocate on this machine, or
-    within the limit of the container if that is less. Returns 0 if it is unknown."""
-    try:
-        lines = _MEMORY.read_text().splitlines()
-        (free,) = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    except (OSError, ValueError):
-        return 0
-    try:
-        limit = int((_CGROUP / "memory.max").read_text())
-        return max(0, min(free, limit - int((_CGROUP / "memory.current").read_text())))
-    except (OSError, ValueError):  # no limit
-        return free

@@ -12,6 +12,7 @@ from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.layout_fit import check_layout
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
+from jdisagg.engine.host_memory import host_memory
 from jdisagg.engine.memory_plan import (
     DeviceMemory,
     bytes_per_device,
@@ -20,7 +21,6 @@ from jdisagg.engine.memory_plan import (
     device_memory,
     fit_engine,
     fit_instance,
-    host_memory,
 )
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout

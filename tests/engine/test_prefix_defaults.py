@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, PrefixConfig, WorkerConfig
-from jdisagg.engine import prefix_defaults
+from jdisagg.engine import host_memory, prefix_defaults
+from jdisagg.engine.host_memory import free_host_memory
 from jdisagg.engine.prefix_defaults import (
     APPEND_TOKENS,
     HOST_SHARE,
     engine_defaults,
     fit_with_defaults,
-    free_host_memory,
     with_defaults,
     worker_defaults,
 )
@@ -112,8 +112,8 @@ def test_defaults_that_take_device_memory_are_left_out_where_they_do_not_fit() -
 def test_a_containers_limit_bounds_the_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_defaults, "_MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(prefix_defaults, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
     assert free_host_memory() == 0, "nothing is known"
     (tmp_path / "meminfo").write_text("MemTotal:  16777216 kB\nMemAvailable:  8388608 kB\n")
     assert free_host_memory() == 8 * GIB
