@@ -13,6 +13,7 @@ Invariants (each is a test of the same name in tests/scheduler/test_shared_promp
 - who_waits_is_released_once_when_the_blocks_are_there_or_their_prompt_has_ended
 - nothing_is_left_when_all_prompts_have_ended"""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -139,7 +140,8 @@ def _common(one: Chain, other: Chain) -> int:
 
 
 class ChunkTimes:
-    """Measured durations of prefill chunks.
+    """Measured durations of prefill chunks, which run in the order of their issue. Times `now` are
+    of one clock.
 
     Args:
         largest: Number of tokens of the longest chunk.
@@ -148,6 +150,23 @@ class ChunkTimes:
     def __init__(self, largest: int) -> None:
         self._largest = largest
         self._price = MovePrice()
+        self._issued: deque[float] = deque()  # times of issue of the chunks in flight
+        self._idle_from = 0.0  # when the latest command before them ended
+
+    def issued(self, now: float) -> None:
+        """Records the issue of a chunk."""
+        self._issued.append(now)
+
+    def computed(self, chunk_tokens: int, now: float) -> float:
+        """Records the end of the chunk that was issued first. Returns the seconds that it took,
+        apart from the commands before it."""
+        seconds = now - max(self._issued.popleft(), self._idle_from)
+        self.took(chunk_tokens, seconds)
+        return seconds
+
+    def command_ended(self, now: float) -> None:
+        """Records that the mesh has finished a command and may begin the next one."""
+        self._idle_from = now
 
     def took(self, chunk_tokens: int, seconds: float) -> None:
         """Records that a chunk of `chunk_tokens` tokens took `seconds`."""

@@ -1,7 +1,6 @@
 """The prompts that a worker with decode programs computes itself: all prompts in modes CHUNKED and
 UNIFIED, and ends of prompts behind a cached prefix in mode DISAGGREGATED."""
 
-from collections import deque
 from collections.abc import Callable
 
 from jdisagg.messages.step_commands import PrefillChunk
@@ -36,11 +35,8 @@ class OwnPrefills:
         self._batches = PrefillBatches(
             state.limits.computed, ids, kept.cut_tokens, kept.begin_snapshot
         )
-        self._issued: deque[float] = deque()  # times of issue of the chunks in flight
-        self._idle_from = 0.0  # when the latest command before them ended
-        times = ChunkTimes(state.limits.computed.chunk_buckets[-1])
-        self._times = times
-        self.waits = SharedWaits(state.residency, self._queued, times, counters)
+        self._times = ChunkTimes(state.limits.computed.chunk_buckets[-1])
+        self.waits = SharedWaits(state.residency, self._queued, self._times, counters)
         self._keys: dict[int, int] = {}  # keys in `waits`, by the group's key
 
     def __bool__(self) -> bool:
@@ -72,7 +68,7 @@ class OwnPrefills:
         chunk = self._batches.next_chunk(step)
         if chunk is None:
             return None
-        self._issued.append(self._now())
+        self._times.issued(self._now())
         kept = self._state.residency
         for row in chunk.rows if kept.on else ():
             group = self._state.groups[row.sequence]
@@ -93,10 +89,8 @@ class OwnPrefills:
             self.backlog.computed(row.sequence, len(row.tokens))
             if row.samples and (key := self._keys.pop(row.sequence, None)) is not None:
                 self.waits.end(key)
-        seconds = self._now() - max(self._issued.popleft(), self._idle_from)
-        self._times.took(chunk.chunk_tokens, seconds)
-        return seconds
+        return self._times.computed(chunk.chunk_tokens, self._now())
 
     def step_ended(self) -> None:
         """Records that the mesh has finished a command and may begin the next one."""
-        self._idle_from = self._now()
+        self._times.command_ended(self._now())

@@ -47,8 +47,7 @@ class PageRequests:
     def check(self, call: ReserveCall) -> None:
         """Raises InvalidRequestError if the request never fits, OverloadedError if too many
         wait."""
-        children = tuple((child.index, child.accepted) for child in call.children)
-        self._reservations.check(call.request, children)
+        self._reservations.check(call.request, _children(call))
         if len(self._reservations) >= self._limit:
             raise OverloadedError(
                 f"worker {self._worker!r}: {len(self._reservations)} requests wait for pages, the"
@@ -61,9 +60,8 @@ class PageRequests:
     ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
         """Queues a request that arrived at time `arrival`. Returns its ticket, and the future of
         its pages."""
-        children = tuple((child.index, child.accepted) for child in call.children)
         ticket = self._reservations.enqueue(
-            call.request, call.attempt, children, arrival, call.whole, call.computes
+            call.request, call.attempt, _children(call), arrival, call.whole, call.computes
         )
         granted = self._tickets[ticket] = asyncio.get_running_loop().create_future()
         return ticket, granted
@@ -111,6 +109,10 @@ class PageRequests:
         self._reservations.withdraw(ticket)
         self._tickets.pop(ticket, None)
         self._drop(ticket)
+
+
+def _children(call: ReserveCall) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple((child.index, child.accepted) for child in call.children)
 
 
 def overdue_error(group: SequenceGroup) -> JdisaggError:

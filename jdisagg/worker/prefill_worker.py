@@ -120,8 +120,6 @@ class PrefillWorker(MeshWorker):
         self._backlog = Backlog()
         self._shared = SharedPrompts()
         self._chunk_times = ChunkTimes(mesh.chunk_buckets[-1])
-        self._chunks: deque[float] = deque()  # times of issue of the chunks in flight
-        self._chunk_ended = 0.0
         self._tasks: dict[int, PrefillTask] = {}
         self._waiting: list[QueuedPrompt] = []  # by arrival
         self._computing: dict[int, PrefillTask] = {}  # prompts with pages
@@ -156,9 +154,9 @@ class PrefillWorker(MeshWorker):
                 self._end_if_done(task)
             return
         assert isinstance(command, PrefillChunk) and isinstance(result, PrefillResult)
-        now, began = self._clock.now(), self._chunks.popleft()
-        self._chunk_times.took(command.chunk_tokens, now - max(began, self._chunk_ended))
-        self._chunk_ended = now
+        now = self._clock.now()
+        self._chunk_times.computed(command.chunk_tokens, now)
+        self._chunk_times.command_ended(now)
         sums = {entry.offer_id: entry for entry in result.checksums}
         for key, of_part in result.prompts:
             if (task := self._computing.get(key)) is not None:
@@ -231,7 +229,7 @@ class PrefillWorker(MeshWorker):
 
     def _announce(self, chunk: PrefillChunk) -> PrefillChunk:
         """Offers the KV that a chunk will compute, and caches its full blocks."""
-        self._chunks.append(self._clock.now())
+        self._chunk_times.issued(self._clock.now())
         for row in chunk.rows:
             task = self._computing[row.sequence]
             if task.started_at is None:
