@@ -76,7 +76,7 @@ def main() -> None:
     check_choice(flags, flags.finalists * len(modes))
     workload, left_out = planned_workload(flags, geometry.context_tokens)
     sizes = flags.dtype, flags.codec, flags.fused, flags.prefix_cache, flags.seed, flags.hardware
-    maker = FleetMaker(geometry, site, *sizes, weights=flags.weights or "")
+    maker = FleetMaker(geometry, site, *sizes)
     search = Search(
         dtype=flags.dtype,
         codec=flags.codec,

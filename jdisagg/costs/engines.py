@@ -86,8 +86,8 @@ class EnginePreset:
       steps_ahead: Number of steps that are issued before a new request is seen.
       reserved: Fraction of an answer whose KV must fit before the request starts.
       step_error: Median relative error of predicted TPOT on public measurements
-        (benchmarks/results/public_runs.md). Nobody has published measurements of jdisagg; its error
-        is that of its own kernels' prices against other engines' points.
+        (benchmarks/results/public_runs.md). There are no published measurements of jdisagg; its
+        error is that of its own kernels' prices against other engines' points.
     """
 
     name: str = "jdisagg"
@@ -136,9 +136,11 @@ class GpuEngine(EnginePreset):
     captured_tokens: int = 0
 
     def shape(self, geometry: CostGeometry, weights: str) -> CostGeometry:
-        if weights not in ("", *PRECISION_BITS):
+        known = _EXPERTS[self.name] if geometry.experts else PRECISION_BITS
+        if weights and weights not in known:
             raise ConfigError(
-                f"weights={weights!r} is unknown; there are {', '.join(PRECISION_BITS)}"
+                f"weights={weights!r} is unknown for {geometry.name} with {self.name}; there are"
+                f" {', '.join(name for name in PRECISION_BITS if name in known)}"
             )
         bits = PRECISION_BITS.get(weights, 0)
         # In mixtures of experts with 4 bits, only the experts have 4 bits, as in published

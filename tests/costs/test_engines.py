@@ -115,6 +115,10 @@ def test_software_is_read_from_flags() -> None:
         (lambda: Software.of("vllm", None, "2:1.5"), "acceptance 1.5"),
         (lambda: JDISAGG.shape(LLAMA, "fp4"), "'fp4' is not served by jdisagg"),
         (lambda: ENGINES["vllm"].shape(LLAMA, "fp3"), "weights='fp3' is unknown"),
+        (
+            lambda: ENGINES["vllm"].shape(DEEPSEEK, "int8"),
+            "deepseek-v3 with vllm; .* int4, fp8, fp4",
+        ),
     ],
 )
 def test_software_that_does_not_exist_is_refused_by_name(call, words: str) -> None:

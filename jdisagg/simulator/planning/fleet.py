@@ -35,7 +35,6 @@ class FleetMaker:
       reuse: Whether workers use a prefix cache.
       hardware: Name of the accelerator in a written configuration.
       slots: Maximum number of sequences that a dp rank decodes at once.
-      weights: Quantization of the weights of `geometry`; empty for none.
     """
 
     geometry: CostGeometry
@@ -47,7 +46,6 @@ class FleetMaker:
     seed: int = 0
     hardware: str = ""
     slots: int = MOST_SLOTS
-    weights: str = ""
 
     def sized(self, finding: Finding, holds: Callable[[Runner], bool]) -> "FleetMaker":
         """Returns a maker with the fewest slots at which `holds` reports that a simulation still
@@ -122,7 +120,9 @@ class FleetMaker:
             else InstanceConfig()
         )
         kept = KEPT_NAMES.get(self.geometry.kv_dtype, "")
-        model = ModelConfig(model_directory, self.dtype, context_tokens, self.weights, kept)
+        model = ModelConfig(
+            model_directory, self.dtype, context_tokens, self.site.software.weights, kept
+        )
         return EngineConfig(
             model=model,
             mode=candidate.mode,

@@ -156,7 +156,7 @@ def facts(question: FactsQuestion) -> GuideFacts:
         model=question.model,
         hardware=question.hardware,
         devices=layout.devices,
-        layout=f"dp={layout.dp},tp={layout.tp},ep={layout.ep}",
+        layout=str(layout),
         matrix_bits=shape.matrix_bits or 16,
         parallel_links=layout.tp,
         formula=kv_formula(shape, DTYPE),
@@ -168,36 +168,21 @@ def facts(question: FactsQuestion) -> GuideFacts:
     )
 
 
-def transfer_seconds(model: CostModel, prompt_tokens: int, name: str) -> float:
-    """Returns the seconds that the KV of a prompt takes over the link `name`, as many in parallel
-    as tp ranks."""
-    wire = _wire_bytes(model, prompt_tokens)
-    (use,) = link_uses([link(name)], model.layout.tp, wire, prompt_tokens, 0.0)
-    return use.seconds
-
-
-def exposed(model: CostModel, prompt_tokens: int, name: str) -> float:
-    """Returns the part of `transfer_seconds` that the prefill does not hide."""
-    moved = np.array([transfer_seconds(model, prompt_tokens, name)])
-    prefill = np.array([alone_seconds(model, prompt_tokens, WHOLE_CHUNK)])
-    return float(exposed_seconds(moved, prefill, np.array([prompt_tokens]), WHOLE_CHUNK)[0])
-
-
-def _wire_bytes(model: CostModel, prompt_tokens: int) -> float:
-    part = sent_part(model.geometry, prompt_tokens)
-    return wire_bytes_per_token(model.geometry, model.kv_value_bytes) * part
-
-
 def _at_length(model: CostModel, tokens: int) -> KvAtLength:
+    wire = wire_bytes_per_token(model.geometry, model.kv_value_bytes)
+    wire *= sent_part(model.geometry, tokens)
+    uses = link_uses([link(name) for name in GUIDE_LINKS], model.layout.tp, wire, tokens, 0.0)
+    moved = np.array([use.seconds for use in uses])
+    prefill = alone_seconds(model, tokens, WHOLE_CHUNK)
+    exposed = exposed_seconds(
+        moved, np.full_like(moved, prefill), np.full_like(moved, tokens), WHOLE_CHUNK
+    )
     return KvAtLength(
         tokens,
         model.geometry.kv_bytes_per_token(DTYPE) * tokens,
-        _wire_bytes(model, tokens) * tokens,
-        alone_seconds(model, tokens, WHOLE_CHUNK),
-        tuple(
-            KvTransfer(name, transfer_seconds(model, tokens, name), exposed(model, tokens, name))
-            for name in GUIDE_LINKS
-        ),
+        wire * tokens,
+        prefill,
+        tuple(map(KvTransfer, GUIDE_LINKS, moved.tolist(), exposed.tolist())),
     )
 
 

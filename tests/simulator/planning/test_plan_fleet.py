@@ -8,6 +8,7 @@ import pytest
 from jdisagg.config import Mode
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.engines import Software
 from jdisagg.costs.hardware import accelerator, link
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.bounds import Bounds, Demand, Estimator, Goal
@@ -108,7 +109,8 @@ def test_weights_in_fp8_leave_room_for_pages_and_are_configured_so() -> None:
     candidate = Candidate(Mode.UNIFIED, Layout(tp=2), 1)
     fewer = replace(MODEL, matrix_bits=8)
     plain = FleetMaker(MODEL, site).engine(candidate, "DIR", 8192)
-    less = FleetMaker(fewer, site, weights="fp8").engine(candidate, "DIR", 8192)
+    in_fp8 = replace(site, software=Software(weights="fp8"))
+    less = FleetMaker(fewer, in_fp8).engine(candidate, "DIR", 8192)
     assert (plain.model.weights, less.model.weights) == ("", "fp8")
     assert plain.decode.pages_per_rank and less.decode.pages_per_rank
     page = PAGE_TOKENS * MODEL.kv_bytes_per_token("bfloat16")
