@@ -47,7 +47,8 @@ def _chunks(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float
     second = sizes[max(0, len(sizes) - 2)]
     past = max(0, min(PAST_TOKENS, room - second)) // page * page
     for size, cached in dict.fromkeys(((sizes[0], 0), (second, 0), (second, past))):
-        yield size, cached, _seconds(executor, _chunk(executor, size, cached))
+        count = min(size, room - cached)
+        yield size, cached, _seconds(executor, _chunk(executor, size, count, cached))
 
 
 def _steps(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]]:
@@ -58,16 +59,15 @@ def _steps(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]
         yield size, context, _seconds(executor, _step(executor, size, context)) / STEPS
 
 
-def _chunk(executor: MeshExecutor, tokens: int, past: int) -> PrefillChunk:
+def _chunk(executor: MeshExecutor, size: int, count: int, past: int) -> PrefillChunk:
+    """Returns a chunk of `size` tokens, of which the prompt of each rank fills `count`."""
     limits = executor.limits
-    room = min(limits.context_tokens, limits.pages_per_rank * limits.page_size)
-    count = min(tokens, room - past)
     pages = tuple(range(pages_for(past + count, limits.page_size)))
     rows = [
         PrefillRow(rank, rank, 0, (1,) * count, past, pages, (SAMPLE,))
         for rank in range(limits.ranks)
     ]
-    return PrefillChunk(-1, tokens, tuple(rows))
+    return PrefillChunk(-1, size, tuple(rows))
 
 
 def _step(executor: MeshExecutor, sequences: int, context: int) -> DecodeSteps:
