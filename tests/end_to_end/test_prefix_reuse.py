@@ -30,10 +30,12 @@ def with_reuse(engine: EngineConfig, grain: int = 16, grid: int | None = None) -
 class Conversations:
     """A few beginnings; every turn goes on from the answer of an earlier one, or branches off."""
 
+    BEGINNINGS = (20, 90, 170)  # tokens
+
     def __init__(self, run: Running, seed: int) -> None:
         self._run = run
         self._random = random.Random(seed)
-        self._histories = [self.words(length) for length in (20, 90, 170)]
+        self._histories = [self.words(length) for length in self.BEGINNINGS]
         self._count = 0
 
     def words(self, tokens: int) -> tuple[int, ...]:
@@ -101,6 +103,22 @@ async def converse(
                 assert one.usage is not None
                 cached += one.usage.cached_tokens
     return streams, run, cached
+
+
+async def one_after_the_other(
+    run: Running, talk: Conversations, lengths: tuple[int, int]
+) -> tuple[list[object], int]:
+    """A conversation of four turns that begins and goes on with so many words: tokens and
+    log-probabilities, and the number of cached tokens."""
+    said, cached, history = [], 0, talk.words(lengths[0])
+    for turn in range(4):
+        request = run.request(history, f"r{turn}", max_tokens=6, ignore_eos=True, logprobs=3)
+        done = await run.complete(request)
+        assert done.usage is not None
+        said.append((done.tokens, done.logprobs))
+        cached += done.usage.cached_tokens
+        history += (*done.tokens[0], *talk.words(lengths[1]))
+    return said, cached
 
 
 _REFERENCE: list[object] = []
@@ -184,17 +202,7 @@ async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(mode: Mo
     for reuse in (False, True):
         how = with_reuse(engine, grid=64) if reuse else engine
         async with running(how) as run:
-            talk, said, cached = Conversations(run, seed=5), [], 0
-            history = talk.words(150)
-            for turn in range(4):
-                request = run.request(
-                    history, f"r{turn}", max_tokens=6, ignore_eos=True, logprobs=3
-                )
-                done = await run.complete(request)
-                assert done.usage is not None
-                said.append((done.tokens, done.logprobs))
-                cached += done.usage.cached_tokens
-                history += (*done.tokens[0], *talk.words(30))
+            said, cached = await one_after_the_other(run, Conversations(run, seed=5), (150, 30))
         assert (cached > 0) == reuse
         heard.append(said)
     assert heard[0] == heard[1]

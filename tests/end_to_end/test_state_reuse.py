@@ -2,8 +2,6 @@
 alike go on from snapshots of the state and from KV that stays, and give the streams of a server
 that keeps nothing. Decode workers keep windows alone."""
 
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,22 +10,16 @@ import pytest
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.request import Request
 from tests.end_to_end.clusters import PATIENT, Running, config, golden_copy, running
-from tests.fakes.cluster import Collected
+from tests.end_to_end.test_prefix_reuse import Conversations, one_after_the_other
 
 
-class Talk:
-    """Turns that go on from earlier answers or branch off from within, with n > 1, seeds and
-    stops."""
+class Talk(Conversations):
+    """Short turns of random tokens, some of which branch off from within an earlier answer."""
 
-    def __init__(self, run: Running, seed: int) -> None:
-        self._run, self._random, self._count = run, random.Random(seed), 0
-        self._histories = [self.words(length) for length in (20, 45, 75)]
+    BEGINNINGS = (20, 45, 75)
 
     def words(self, tokens: int) -> tuple[int, ...]:
         return tuple(self._random.randrange(3, 130) for _ in range(tokens))
-
-    def wave(self, requests: int) -> list[Request]:
-        return [self._next() for _ in range(requests)]
 
     def _next(self) -> Request:
         rng, self._count = self._random, self._count + 1
@@ -43,13 +35,6 @@ class Talk:
         if self._count % 5 == 2:
             options |= {"logprobs": 2}
         return self._run.request(ids, f"r{self._count}", **options)
-
-    def heard(self, requests: Sequence[Request], done: Sequence[Collected]) -> None:
-        for request, one in zip(requests, done, strict=True):
-            self._histories += [
-                request.prompt_token_ids + tuple(tokens) for tokens in one.tokens.values()
-            ]
-        self._histories = self._histories[:3] + self._histories[3:][-6:]
 
 
 async def converse(engine: EngineConfig, waves: int = 3) -> tuple[list[object], int, Running]:
@@ -137,17 +122,7 @@ async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(
     for reuse in (False, True):
         prefix = PrefixConfig(True, 16, 64) if reuse else PrefixConfig()
         async with running(replace(engine, prefix=prefix)) as run:
-            talk, said, cached = Talk(run, seed=5), [], 0
-            history = talk.words(100)
-            for turn in range(4):
-                request = run.request(
-                    history, f"r{turn}", max_tokens=6, ignore_eos=True, logprobs=3
-                )
-                done = await run.complete(request)
-                assert done.usage is not None
-                said.append((done.tokens, done.logprobs))
-                cached += done.usage.cached_tokens
-                history += (*done.tokens[0], *talk.words(20))
+            said, cached = await one_after_the_other(run, Talk(run, seed=5), (100, 20))
         assert (cached > 0) == reuse
         heard.append(said)
     assert heard[0] == heard[1]
