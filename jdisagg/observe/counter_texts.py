@@ -67,7 +67,7 @@ _OF_WORKERS = {
     "host_snapshots_written": "Snapshots of recurrent state copied to host memory.",
     "host_tokens_restored": "Prompt tokens whose KV came from host memory.",
     "kv_tokens_kept": "Tokens whose transferred KV was kept when the prefill worker was replaced.",
-    "leases_expired": "Reservations of KV that ended because nobody renewed them.",
+    "leases_expired": "Reservations of KV that ended because their lease was not renewed.",
     "mesh_failures": "Failures of the device mesh. The worker then restarts.",
     "messages_to_senders_lost": "Messages to prefill workers that did not arrive.",
     "moves_begun": "Moves of running sequences to another decode worker begun.",
