@@ -175,8 +175,7 @@ def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
     """Opens a checkpoint's tensors. The text part of a multimodal model appears under the tensor
     names of a text model. Quantized matrices appear as float matrices under their unquantized
     names."""
-    files = SafetensorsFiles.from_directory(directory)
-    files = files.text_part() if hf.nested else files
+    files = SafetensorsFiles.from_directory(directory).text_part()
     files = files.renamed(RENAMED.get(str(hf.fields.get("model_type")), ()))
     stated = stored_quantization(hf)
     return files if stated is None else QuantizedFiles(files, stated, str(directory))

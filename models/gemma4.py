@@ -118,14 +118,14 @@ def _full(
         heads = given
     by_layer = hf.raw("per_layer_config")
     if by_layer is not None:
-        wanted = {str(at) for at, window in enumerate(windows) if window is None}
+        wanted = {at for at, window in enumerate(windows) if window is None}
         sizes = next(iter(by_layer.values()), {}) if isinstance(by_layer, dict) else None
         if not (
             isinstance(by_layer, dict)
             and isinstance(sizes, dict)
             and sizes.keys() <= {"head_dim", "num_key_value_heads"}
             and all(each == sizes for each in by_layer.values())
-            and set(by_layer) in (wanted, set())  # empty: all layers are of one size
+            and _layer_numbers(by_layer) in (wanted, set())  # empty: all layers are of one size
         ):
             raise hf.error(
                 "per_layer_config",
@@ -144,6 +144,13 @@ def _full(
             "correct it",
         )
     return replace(windowed, kv_heads=heads, head_dim=size, keys_are_values=same)
+
+
+def _layer_numbers(by_layer: Mapping[object, object]) -> set[int] | None:
+    """Returns the layer numbers that are the keys of an object in JSON, or None if a key is not a
+    number. transformers pads the numbers with zeros ("05")."""
+    keys = [str(key) for key in by_layer]
+    return {int(key) for key in keys} if all(map(str.isdecimal, keys)) else None
 
 
 def _rope(

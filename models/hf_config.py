@@ -75,25 +75,21 @@ class HfConfig:
     @classmethod
     def from_directory(cls, directory: Path, *, sizes_only: bool = False) -> "HfConfig":
         check_model_folder(directory)
-        path = directory / "config.json"
+        path, beside = directory / "config.json", directory / "hf_quant_config.json"
         if not path.is_file():
             raise CheckpointError(
                 f"model directory {str(directory)!r} has no config.json; give a Hugging Face or"
                 " converted directory"
             )
-        return cls.from_file(path, sizes_only=sizes_only)
+        fields = _read_fields(path)
+        if fields.get("quantization_config") is None and beside.is_file():
+            # ModelOpt's own file, which older exports have in place of the field
+            fields["quantization_config"] = {"quant_method": "modelopt"} | _read_fields(beside)
+        return cls(fields, str(path), sizes_only=sizes_only)
 
     @classmethod
     def from_file(cls, path: Path, *, sizes_only: bool = False) -> "HfConfig":
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not valid JSON ({error}); fetch it again") from error
-        if not isinstance(fields, dict):
-            raise CheckpointError(
-                f"{path} must hold a JSON object, got {type(fields).__name__}; fetch it again"
-            )
-        return cls(fields, str(path), sizes_only=sizes_only)
+        return cls(_read_fields(path), str(path), sizes_only=sizes_only)
 
     def error(self, field: str, rule: str, remedy: str) -> CheckpointError:
         return CheckpointError(
@@ -188,6 +184,18 @@ class HfConfig:
                 f" {', '.join(found)}; use a checkpoint without them, or remove fields that do not"
                 " change the output"
             )
+
+
+def _read_fields(path: Path) -> dict[str, object]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(
+            f"{path} must hold a JSON object, got {type(fields).__name__}; fetch it again"
+        )
+    return fields
 
 
 def _text_part(

@@ -163,7 +163,9 @@ def _kind(layer: LayerConfig, config: DecoderConfig) -> str:
 def _quantization(stated: object) -> str:
     if not isinstance(stated, dict):
         return "none"
-    keys = ("quant_method", "format", "bits", "weight_block_size")
+    if isinstance(own := stated.get("quantization"), dict):
+        stated = own | stated  # ModelOpt's hf_quant_config.json
+    keys = ("quant_method", "quant_algo", "format", "bits", "weight_block_size")
     return " ".join(str(stated[key]) for key in keys if key in stated) or "of unknown kind"
 
 

@@ -8,7 +8,16 @@ from models.generation_config import read_object
 
 
 def check_model_folder(directory: Path) -> None:
-    """Raises CheckpointError if `directory` is not a folder."""
+    """Raises CheckpointError if `directory` is not a folder, or has its weights only as GGUF."""
+    files = [directory] if directory.is_file() else sorted(directory.glob("*"))
+    gguf = [file.name for file in files if file.suffix.lower() == ".gguf"]
+    if gguf and not any(file.suffix == ".safetensors" for file in files):
+        raise CheckpointError(
+            f"model {str(directory)!r} is in GGUF format ({gguf[0]}), which is not supported; give"
+            " the Hugging Face checkpoint (config.json and safetensors files) that it was converted"
+            " from, or convert it back with transformers: AutoModelForCausalLM.from_pretrained("
+            "DIR, gguf_file=...).save_pretrained(...)"
+        )
     if directory.is_file():
         raise CheckpointError(
             f"model directory {str(directory)!r} is a file; give the directory that contains it"

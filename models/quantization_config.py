@@ -14,8 +14,29 @@ from models.hf_fields import short
 
 FIELD = "quantization_config"
 _BY_GROUPS = "compressed-tensors"
-METHODS = ("fp8", "fbgemm_fp8", _BY_GROUPS, "awq", "gptq", "mxfp4")
-_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "pack-quantized", "dense")
+_MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mixed")
+_AUTO_ROUND = ("auto-round", "intel/auto-round")
+METHODS = ("fp8", "fbgemm_fp8", _BY_GROUPS, "awq", "gptq", "mxfp4", *_MODELOPT, *_AUTO_ROUND)
+_FORMATS = (
+    "naive-quantized",
+    "int-quantized",
+    "float-quantized",
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "dense",
+)
+# ModelOpt's algorithms. In MIXED_PRECISION each layer has one of the others.
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION")
+# How auto-round packs: as GPTQ with zero points less one or not, or as AWQ.
+_PACKINGS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+}
 _WIDEST = ((1, 0), (0, 0))
 _PAIR = re.compile(r"\d{1,6}x\d{1,6}")
 T = TypeVar("T", str, int)
@@ -53,6 +74,10 @@ def stored_quantization(hf: HfConfig) -> StoredQuantization | None:
         return _compressed_tensors(found)
     if method == "mxfp4":
         return StoredQuantization(method, (4,), ((1, 32),))
+    if method in _MODELOPT:
+        return _modelopt(found)
+    if method in _AUTO_ROUND:
+        return _auto_round(found)
     if method == "awq":
         found.one_of("version", ("gemm", "GEMM"), "gemm")
         bits = found.one_of("bits", (4,))
@@ -84,7 +109,11 @@ def _compressed_tensors(found: "_Stated") -> StoredQuantization:
             continue  # activations only
         weights = group.inner("weights")
         kind = weights.one_of("type", ("int", "float"), "int")
-        bits.add(weights.one_of("num_bits", (2, 4, 8) if kind == "int" else (8,)))
+        width = weights.one_of("num_bits", (2, 4, 8) if kind == "int" else (4, 8))
+        if (kind, width) == ("float", 4):
+            weights.one_of("strategy", ("tensor_group", "group"))
+            continue  # nvfp4 or mxfp4, whose sizes are fixed
+        bits.add(width)
         ordered.append(weights.fields.get("actorder") in ("group", True))
         strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"), "tensor")
         if strategy == "group":
@@ -95,16 +124,42 @@ def _compressed_tensors(found: "_Stated") -> StoredQuantization:
     return StoredQuantization(_BY_GROUPS, tuple(sorted(bits)), (*blocks, *_WIDEST), ordered=every)
 
 
+def _modelopt(found: "_Stated") -> StoredQuantization:
+    if "quantization" in found.fields:
+        found = found.inner("quantization")
+    found.one_of("quant_algo", _ALGORITHMS)
+    if found.fields.get("quantized_layers"):
+        layers = found.inner("quantized_layers")
+        for name in layers.fields:
+            layers.inner(name).one_of("quant_algo", _ALGORITHMS[:-1])
+    return StoredQuantization("modelopt", (), ((128, 128), *_WIDEST))
+
+
+def _auto_round(found: "_Stated") -> StoredQuantization:
+    packing = found.fields.get("packing_format") or found.fields.get("backend")
+    packing = _Stated({"packing_format": packing}, found.where)
+    form = _PACKINGS[packing.one_of("packing_format", tuple(_PACKINGS), "auto_round:auto_gptq")]
+    bits = found.one_of("bits", (4,) if form == "awq" else (2, 4, 8))
+    if found.fields.get("extra_config"):
+        layers = found.inner("extra_config")
+        for name in layers.fields:  # 16 bits and more: the layer is not quantized
+            layers.inner(name).one_of("bits", (bits, 16, 32), bits)
+    blocks = ((1, found.group("group_size")),)
+    if form == "awq":
+        return StoredQuantization("awq", (bits,), blocks)
+    return StoredQuantization("gptq", (bits,), blocks, form == "gptq")
+
+
 class _Stated:
     """A nested object of config.json. Keeps the object's path for error messages."""
 
     def __init__(self, fields: object, where: str) -> None:
         if not isinstance(fields, dict):
             raise CheckpointError(f"{where} must be an object, got {short(fields)}; correct it")
-        self.fields, self._where = fields, where
+        self.fields, self.where = fields, where
 
     def inner(self, field: str) -> "_Stated":
-        return _Stated(self.fields.get(field), f"{self._where}.{field}")
+        return _Stated(self.fields.get(field), f"{self.where}.{field}")
 
     def one_of(self, field: str, known: tuple[T, ...], default: T | None = None) -> T:
         value = self.fields.get(field)
@@ -148,7 +203,7 @@ class _Stated:
 
     def _error(self, field: str, rule: str, remedy: str) -> CheckpointError:
         got = short(self.fields.get(field))
-        return CheckpointError(f"{self._where}.{field} {rule}, got {got}; {remedy}")
+        return CheckpointError(f"{self.where}.{field} {rule}, got {got}; {remedy}")
 
 
 def _positive(value: object) -> bool:

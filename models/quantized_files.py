@@ -15,6 +15,7 @@ from models.safetensors_files import SafetensorsFiles
 from models.stored_forms import (
     WORD_BITS,
     AwqMatrix,
+    Fp4Matrix,
     GptqMatrix,
     Mxfp4Matrix,
     PackedMatrix,
@@ -29,7 +30,8 @@ _SCALES = ("F32", "F16", "BF16", "F8_E8M0")
 _INTEGERS = ("I8", "U8", "I32", "I64")
 # Scales of activations, and shapes, which are not parameters.
 _BESIDE = re.compile(
-    r"(\.|_)(input_scale|input_zero_point|activation_scale|output_scale|weight_shape)$"
+    r"(\.|_)(input_scale|input_global_scale|input_zero_point|activation_scale|output_scale"
+    r"|weight_shape)$"
 )
 _LISTED = 5
 _AT_ONCE = 1 << 22  # values
@@ -145,7 +147,9 @@ def _kinds(matrix: StoredMatrix, name: str) -> tuple[str, ...]:
     """Returns the data types that the tensor `name` of a quantized matrix may have."""
     if isinstance(matrix, Mxfp4Matrix):
         return ("U8",)
-    if name.endswith(("_scale", "_scale_inv", ".scales")):
+    if isinstance(matrix, Fp4Matrix) and name != matrix.whole:
+        return ("F8_E4M3",) if matrix.whole and name == matrix.scale else ("U8",)
+    if name.endswith(("_scale", "_scale_2", "_scale_inv", ".scales")):
         return _SCALES
     if name.endswith("g_idx"):
         return _INTEGERS
@@ -159,7 +163,9 @@ def _scaled(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, St
     inverse = any(name.endswith("_scale_inv") for name in shapes)
     ends = ("_scale_inv", "_scale") if inverse else ("_scale",)
     for name, shape in shapes.items():
-        if len(shape) < 2 or files.kind(name) not in _EIGHT_BITS or "zero_point" in name:
+        if len(shape) < 2 or files.kind(name) not in _EIGHT_BITS:
+            continue
+        if "zero_point" in name or name.endswith("_scale"):  # NVFP4's scales are fp8 too
             continue
         scale = next((name + end for end in ends if name + end in shapes), name + ends[0])
         zero_point = f"{name}_zero_point"
@@ -184,6 +190,9 @@ def _compressed(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str
     end = "weight_packed"
     for name in [name for name in shapes if name.endswith(f".{end}") and len(shapes[name]) == 2]:
         base, (out, words) = name.removesuffix(end), shapes[name]
+        if files.kind(name) == "U8":
+            found[f"{base}weight"] = _four_bit_floats(files, base)
+            continue
         into = words * WORD_BITS // stated.bits[0] if stated.bits else words
         if f"{base}weight_shape" in shapes:
             into = _stated_inputs(files, f"{base}weight_shape")
@@ -198,6 +207,24 @@ def _compressed(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str
         scale = f"{base}weight_scale"
         fitting = (each for each in several if shapes.get(scale) in each.needs()[scale])
         found[f"{base}weight"] = next(fitting, several[0])
+    return found
+
+
+def _four_bit_floats(files: SafetensorsFiles, base: str) -> Fp4Matrix:
+    """Returns a matrix of compressed-tensors' nvfp4- or mxfp4-pack-quantized."""
+    out, pairs = files.shapes()[f"{base}weight_packed"]
+    scale = f"{base}weight_scale"
+    powers = scale in files.shapes() and files.kind(scale) == "U8"
+    whole = "" if powers else f"{base}weight_global_scale"
+    return Fp4Matrix(f"{base}weight_packed", scale, (out, 2 * pairs), whole, divided=True)
+
+
+def _modelopt(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, StoredMatrix]:
+    found = _scaled(files, stated)
+    for name, shape in files.shapes().items():
+        if name.endswith(".weight") and len(shape) == 2 and files.kind(name) == "U8":
+            whole = (shape[0], 2 * shape[1])
+            found[name] = Fp4Matrix(name, f"{name}_scale", whole, f"{name}_scale_2")
     return found
 
 
@@ -259,4 +286,5 @@ _FINDERS: dict[str, Find] = {
     "awq": _awq,
     "gptq": _gptq,
     "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
 }

@@ -111,7 +111,8 @@ class SafetensorsFiles:
 
     def text_part(self) -> "SafetensorsFiles":
         """Returns the tensors of the text part of a multimodal model, renamed as in a text-only
-        model."""
+        model. A text part that was saved as a text-only model may have kept its names, so the
+        names decide, not the config. A text-only model's tensors are returned unchanged."""
         return SafetensorsFiles(
             {
                 _text_name(name): tensor

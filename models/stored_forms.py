@@ -17,7 +17,10 @@ packed into int32 words, n per word, with number 0 in the lowest bits:
   scale group of each input.
 - `Mxfp4Matrix`: gpt-oss's stacks of experts (OCP Microscaling Formats, 1.0). Bytes [E, out, in /
   32, 16], each with two neighbouring inputs, the first in its low half, as e2m1: a sign, and one of
-  0, 0.5, 1, 1.5, 2, 3, 4, 6. s is two to the power of a byte less 127 for each 32 inputs."""
+  0, 0.5, 1, 1.5, 2, 3, 4, 6. s is two to the power of a byte less 127 for each 32 inputs.
+- `Fp4Matrix`: bytes [out, in / 2] of e2m1 as before. NVFP4: s is e4m3 for each 16 inputs, times the
+  matrix's own scale (ModelOpt), or divided by it (compressed-tensors). MXFP4 of compressed-tensors:
+  s is two to the power of a byte less 127 for each 32 inputs."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,7 +36,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # The value of each half byte, and of both halves of each byte.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _E2M1_PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], axis=1)
-_MXFP4_GROUP = 32
+_MXFP4_GROUP, NVFP4_GROUP = 32, 16
 WORD_BITS = 32
 
 
@@ -72,6 +75,8 @@ class ScaledMatrix:
         shapes = [grid]
         if grid[-1] == 1:
             shapes += [grid[:-1], ()] if grid[-2] == 1 else [grid[:-1]]
+        if len(grid) == 2 and min(self.block) > 1:
+            shapes.append((grid[0], 1, grid[1], 1))  # ModelOpt's
         found: dict[str, tuple[tuple[int, ...], ...]] = {self.values: (self.shape,)}
         found[self.scale] = tuple(shapes)
         return found | ({self.zero_point: tuple(shapes)} if self.zero_point else {})
@@ -260,6 +265,49 @@ class Mxfp4Matrix:
         wide *= np.ldexp(np.float32(1), scales.astype(np.int32) - 127)[..., None]
         inside = slice(into.start - first * _MXFP4_GROUP, into.stop - first * _MXFP4_GROUP)
         return np.swapaxes(wide.reshape(*scales.shape[:2], -1)[..., inside], 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Matrix:
+    """A matrix of e2m1 numbers, in NVFP4 or MXFP4.
+
+    Attributes:
+        values, scale: Names of the tensors of numbers and of scales.
+        whole: Name of the tensor with the scale of the whole matrix. Empty means MXFP4.
+        divided: Whether scales are divided by the scale of the whole matrix.
+    """
+
+    values: str
+    scale: str
+    shape: tuple[int, int]
+    whole: str
+    divided: bool = False
+
+    @property
+    def group(self) -> int:
+        return NVFP4_GROUP if self.whole else _MXFP4_GROUP
+
+    def needs(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        out, into = self.shape
+        found: dict[str, tuple[tuple[int, ...], ...]] = {
+            self.values: ((out, into // 2),),
+            self.scale: ((out, -(-into // self.group)),),
+        }
+        return found | ({self.whole: ((), (1,))} if self.whole else {})
+
+    def restored(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
+        out, into = index
+        first = into.start // 2
+        pairs = files.raw(self.values)[out, first : -(-into.stop // 2)]
+        numbers = _E2M1_PAIRS[pairs].reshape(pairs.shape[0], -1)
+        numbers = numbers[:, into.start - 2 * first : into.stop - 2 * first]
+        scale = files.raw(self.scale)[out]
+        if self.whole:
+            scale, whole = scale.astype(np.float32), files.raw(self.whole).astype(np.float32)
+            scale = scale / whole.reshape(()) if self.divided else scale * whole.reshape(())
+        else:
+            scale = np.ldexp(np.float32(1), scale.astype(np.int32) - 127)
+        return numbers * np.take(scale, _positions(into) // self.group, 1)
 
 
 def unpacked(

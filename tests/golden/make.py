@@ -46,7 +46,8 @@ COMMON = {
 class Variant:
     """`family` is the model_type. `legacy`: config.json is written in the form of transformers 4
     (rope_theta, rope_scaling). `called`: the model_type that config.json states, of a family that
-    transformers has no class for. `mxfp4`: experts are kept so, as gpt-oss publishes them."""
+    transformers has no class for. `mxfp4`: experts are kept so, as gpt-oss publishes them.
+    `resaved`: loaded and saved once more as a model of text alone, as fine-tuning does."""
 
     family: str
     fields: Mapping[str, object] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class Variant:
     called: str = ""
     shard_size: str = "5GB"
     mxfp4: bool = False
+    resaved: bool = False
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,  # noqa: E501
@@ -243,6 +245,7 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_next": Variant("qwen3_next", MOE | DELTA | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1],  # noqa: E501
                                                        "full_attention_interval": 2}),
     "qwen3_5": Variant("qwen3_5", DELTA | {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "linear_conv_kernel_dim": 3}),  # noqa: E501
+    "qwen3_5_resaved": Variant("qwen3_5", DELTA | {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}, resaved=True),  # noqa: E501
     "qwen3_5_moe": Variant("qwen3_5_moe", MOE | DELTA | {"shared_expert_intermediate_size": 20, "layer_types": [LINEAR, FULL]}),  # noqa: E501
     "gpt_oss": Variant("gpt_oss", GPT_OSS, legacy=True),
     "gpt_oss_mxfp4": Variant("gpt_oss", GPT_OSS | {"num_hidden_layers": 3, "intermediate_size": 64}, mxfp4=True),  # noqa: E501
@@ -301,6 +304,8 @@ def make(name: str, variant: Variant) -> None:
     kept = kept_experts(model) if variant.mxfp4 else {}
     model.to(variant.dtype).save_pretrained(directory, max_shard_size=variant.shard_size)
     (directory / "generation_config.json").unlink(missing_ok=True)
+    if variant.resaved:
+        save_as_text(directory)
     if variant.mxfp4:
         to_mxfp4(directory, kept)
     if variant.family == "kimi_k25":
@@ -371,6 +376,15 @@ def random_model(variant: Variant, seed: int, gain: float = 1.6) -> torch.nn.Mod
     if variant.mxfp4:
         draw_mxfp4(model)
     return model.float()
+
+
+def save_as_text(directory: Path) -> None:
+    """Loaded and saved by the class of causal language models: a text part keeps its names."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    for path in directory.iterdir():
+        path.unlink()
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)
 
 
 def restored(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -152,12 +152,55 @@ def _gptq(bits: int, less: int = 1, *, ordered: bool = False) -> Keep:
     return keep
 
 
+def e2m1(half: int) -> float:
+    """A sign, two bits of an exponent, one of a mantissa; no infinities."""
+    exponent, mantissa = (half >> 1) & 3, half & 1
+    size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+    return -size if half & 8 else size
+
+
+def _fp4(ends: tuple[str, str, str], *, group: int = 16, divided: bool = False) -> Keep:
+    """Four bits a number, two in a byte, and a scale of one byte a group. `ends`: of the names of
+    numbers, scales and the matrix's own scale, which MXFP4 has none of."""
+
+    def keep(
+        name: str, shape: tuple[int, int], random: np.random.Generator
+    ) -> tuple[np.ndarray, Tensors]:
+        base, grid = name.removesuffix("weight"), (shape[0], -(-shape[1] // group))
+        halves = random.integers(0, 16, shape)
+        pairs = (halves[:, ::2] | halves[:, 1::2] << 4).astype(np.uint8)
+        if ends[2]:
+            scale = random.uniform(1, 300, grid).astype(ml_dtypes.float8_e4m3fn)
+            whole = np.array(40000.0 if divided else 2.5e-5, np.float32)
+            times = scale.astype(np.float32)
+            times = times / whole if divided else times * whole
+            beside = {ends[2]: whole.reshape(1) if divided else whole}
+        else:
+            scale = random.integers(120, 123, grid).astype(np.uint8)
+            times, beside = 2.0 ** (scale.astype(np.float64) - 127), {}
+        tensors = {ends[0]: pairs, ends[1]: scale} | beside
+        found = _each(shape, lambda row, at: e2m1(halves[row, at]) * times[row, at // group])
+        return found, {base + end: np.asarray(values) for end, values in tensors.items()}
+
+    return keep
+
+
+def _four_axes(
+    name: str, shape: tuple[int, int], random: np.random.Generator
+) -> tuple[np.ndarray, Tensors]:
+    q = random.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+    scale = random.uniform(0.1, 0.5, (-(-shape[0] // 128), 1, 1, 1)).astype(np.float32)
+    whole = _each(shape, lambda row, column: float(q[row, column]) * scale[row // 128, 0, 0, 0])
+    return whole, {name: q, f"{name}_scale": scale}
+
+
 def stated(fmt: str, **weights: object) -> dict[str, object]:
     group = {"weights": {"type": "int", **weights}, "targets": ["Linear"]}
     return {"quant_method": "compressed-tensors", "format": fmt, "config_groups": {"g": group}}
 
 
 GPTQ: dict[str, object] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+AUTO_ROUND: dict[str, object] = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP}
 BY_GROUP: dict[str, object] = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
 FORMS: dict[str, tuple[Keep, dict[str, object]]] = {
     "fp8-blocks": (_fp8_blocks, {"quant_method": "fp8", "weight_block_size": [12, 20]}),
@@ -191,6 +234,30 @@ FORMS: dict[str, tuple[Keep, dict[str, object]]] = {
     "gptq-v2": (_gptq(4, less=0), GPTQ | {"checkpoint_format": "gptq_v2"}),
     "gptq-8": (_gptq(8), GPTQ | {"bits": 8}),
     "gptq-2": (_gptq(2), GPTQ | {"bits": 2}),
+    "modelopt-nvfp4": (
+        _fp4(("weight", "weight_scale", "weight_scale_2")),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    ),
+    "nvfp4-packed": (
+        _fp4(("weight_packed", "weight_scale", "weight_global_scale"), divided=True),
+        stated("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group"),
+    ),
+    "mxfp4-packed": (
+        _fp4(("weight_packed", "weight_scale", ""), group=32),
+        stated("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+    ),
+    "modelopt-fp8": (
+        _scaled(ml_dtypes.float8_e4m3fn, channels=False),
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+    ),
+    "modelopt-blocks": (_four_axes, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}),
+    "auto-round": (
+        _gptq(4),
+        AUTO_ROUND
+        | {"packing_format": "auto_round:auto_gptq", "extra_config": {"x": {"bits": 16}}},
+    ),
+    "auto-round-2": (_gptq(4, less=0), AUTO_ROUND | {"packing_format": "auto_round"}),
+    "auto-round-awq": (_awq, AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}),
 }
 
 

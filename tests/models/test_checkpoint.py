@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from jdisagg.errors import CheckpointError, ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 from launch.convert import convert
-from models.checkpoint import LoadedModel, load_model
+from models.checkpoint import LoadedModel, load_config, load_model
 from models.feed_forward import SparseMLP
 from models.safetensors_files import SafetensorsFiles
 from tests import time_scale
@@ -435,3 +435,10 @@ def test_a_header_that_is_none_is_refused_in_one_line(checkpoint: Path, header: 
     (checkpoint / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(CheckpointError, match="has no valid safetensors header"):
         load_model(checkpoint, Layout(), jax.devices()[:1])
+
+
+def test_gguf_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    for given in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):
+        with pytest.raises(CheckpointError, match=r"GGUF format \(model-Q4_K_M.gguf\).*converted"):
+            load_config(given)

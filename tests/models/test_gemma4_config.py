@@ -93,10 +93,18 @@ def test_sizes_by_layer_are_read_as_transformers_writes_them() -> None:
     by_layer = {str(at): {"head_dim": 512, "num_key_value_heads": 4} for at in range(5, 60, 6)}
     sizes = ("global_head_dim", "num_global_key_value_heads")
     written = {name: value for name, value in GEMMA_4_DENSE.items() if name not in sizes}
-    assert _gemma_4(written | {"per_layer_config": by_layer}) == _gemma_4(GEMMA_4_DENSE)
+    padded = {key.zfill(2): sizes for key, sizes in by_layer.items()}
+    for form in (by_layer, padded):
+        assert _gemma_4(written | {"per_layer_config": form}) == _gemma_4(GEMMA_4_DENSE)
     alike = _gemma_4(written | {"per_layer_config": {}}).layers[5].attention
     assert alike is not None and (alike.kv_heads, alike.head_dim) == (16, 256)
-    for wrong in ({"5": {"head_dim": 64}}, by_layer | {"4": {"head_dim": 512}}, {"5": 3}, [1]):
+    for wrong in (
+        {"5": {"head_dim": 64}},
+        by_layer | {"4": {"head_dim": 512}},
+        {"5": 3},
+        {"x": {}},
+        [1],
+    ):
         with pytest.raises(CheckpointError, match="per_layer_config must give the same head_dim"):
             _gemma_4(written | {"per_layer_config": wrong})
 

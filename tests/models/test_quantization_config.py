@@ -11,7 +11,7 @@ from models.checkpoint import load_config
 from models.hf_config import HfConfig
 from models.inspection import inspect
 from models.quantization_config import stored_quantization
-from tests.models.quantized_fixtures import GOLDEN, GPTQ, state, stated
+from tests.models.quantized_fixtures import AUTO_ROUND, GOLDEN, GPTQ, state, stated
 
 _OF_KIMI = {
     "actorder": None,
@@ -122,7 +122,10 @@ def test_blocks_of_compressed_tensors_are_a_list_or_a_text(structure: object) ->
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format must be one of gptq"),
         (GPTQ | {"dynamic": {"-:.*": {}}}, r"dynamic \(layers of other bits\) is not supported"),
         (GPTQ | {"group_size": 0}, "group_size must be a positive integer or -1, got 0"),
-        (stated("nvfp4-pack-quantized"), "format must be one of naive-quantized"),
+        (stated("marlin-24"), "format must be one of naive-quantized"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo must be one of FP8"),
+        (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, "packing_format must be one of"),
+        (AUTO_ROUND | {"extra_config": {"x": {"bits": 8}}}, "x.bits must be one of 4, 16, 32"),
         (stated("pack-quantized", num_bits=3), r"g\.weights\.num_bits must be one of 2, 4, 8"),
         (
             stated("float-quantized", type="float", num_bits=8, strategy="tensor_group"),

@@ -20,7 +20,7 @@ from models import quantized_files
 from models.checkpoint import load_model
 from models.inspection import inspect
 from tests.lanes import first_quick
-from tests.models.quantized_fixtures import FORMS, GOLDEN, assert_same, loaded, written
+from tests.models.quantized_fixtures import FORMS, GOLDEN, assert_same, e2m1, loaded, written
 
 Change = Callable[[np.ndarray], np.ndarray | None]
 
@@ -40,6 +40,8 @@ def test_each_value_is_the_one_that_the_format_defines(form: str, tmp_path: Path
             ("qwen3_moe", "dp=2,tp=2", "gptq-ordered"),
             ("qwen3_moe", "tp=2,ep=2", "fp8-blocks"),
             ("deepseek_v3", "tp=2", "fp8-blocks"),
+            ("qwen3_moe", "tp=2", "modelopt-nvfp4"),
+            ("llama_tied", "tp=4", "nvfp4-packed"),
         ]
     ),
 )
@@ -57,6 +59,7 @@ def test_devices_read_their_own_slices_of_experts_and_heads_too(
             ("int-quantized", "int8", "llama_tied", "tp=2"),
             ("float-quantized", "fp8", "llama_tied", ""),
             ("fp8-tensor", "fp8", "llama_tied", ""),
+            ("modelopt-fp8", "fp8", "llama_tied", ""),
             ("pack-channels", "int4", "llama_tied", "tp=2"),
             ("float-quantized", "fp8", "qwen3_moe", "dp=2,tp=2,ep=4"),
             ("pack-channels", "int4", "qwen3_moe", "tp=2"),
@@ -97,6 +100,25 @@ def test_other_numbers_are_rounded_once_more(tmp_path: Path) -> None:
     assert_same(loaded(quantized, weights="int8"), loaded(plain, weights="int8"))
 
 
+@pytest.mark.parametrize(
+    "algorithm", ["NVFP4", {"quantized_layers": {"a": {"quant_algo": "NVFP4"}}}]
+)
+def test_modelopts_own_file_is_read_where_config_json_states_nothing(
+    algorithm: object, tmp_path: Path
+) -> None:
+    quantized, plain, _ = written(tmp_path, "llama_tied", "modelopt-nvfp4")
+    path = quantized / "config.json"
+    fields = json.loads(path.read_text())
+    del fields["quantization_config"]
+    path.write_text(json.dumps(fields))
+    mixed = {"quant_algo": "MIXED_PRECISION"} | algorithm if isinstance(algorithm, dict) else {}
+    inner = mixed or {"quant_algo": algorithm, "group_size": 16, "exclude_modules": ["lm_head"]}
+    own = {"producer": {"name": "modelopt"}, "quantization": inner}
+    (quantized / "hf_quant_config.json").write_text(json.dumps(own))
+    assert_same(loaded(quantized), loaded(plain))
+    assert inspect(quantized).quantization == f"modelopt {inner['quant_algo']}"
+
+
 def test_what_is_left_in_float_needs_no_list_and_scales_of_activations_are_left_aside(
     tmp_path: Path,
 ) -> None:
@@ -108,13 +130,6 @@ def test_what_is_left_in_float_needs_no_list_and_scales_of_activations_are_left_
         tensors[f"model.layers.0.{name}"] = np.ones(1, np.float32)
     save_file(tensors, quantized / "model.safetensors")
     assert_same(loaded(quantized), loaded(plain))
-
-
-def _e2m1(half: int) -> float:
-    """A sign, two bits of an exponent, one of a mantissa; no infinities."""
-    exponent, mantissa = (half >> 1) & 3, half & 1
-    size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
-    return -size if half & 8 else size
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +144,8 @@ def experts_in_float(tmp_path_factory: pytest.TempPathFactory) -> Path:
         whole = np.empty((*blocks.shape[:-1], 32), np.float32)
         for at, byte in np.ndenumerate(blocks):
             scale = 2.0 ** (int(scales[at[:-1]]) - 127)
-            whole[*at[:-1], 2 * at[-1]] = scale * _e2m1(byte & 15)
-            whole[*at[:-1], 2 * at[-1] + 1] = scale * _e2m1(byte >> 4)
+            whole[*at[:-1], 2 * at[-1]] = scale * e2m1(byte & 15)
+            whole[*at[:-1], 2 * at[-1] + 1] = scale * e2m1(byte >> 4)
         tensors[base] = np.swapaxes(whole.reshape(*blocks.shape[:2], -1), 1, 2).copy()
     save_file(tensors, path / "model.safetensors")
     fields = json.loads((path / "config.json").read_text())
