@@ -22,6 +22,7 @@ from jdisagg import __version__
 from jdisagg.errors import ConfigError, JdisaggError
 from launch.flags import Given
 
+VARIABLE = "JDISAGG_"  # and a flag's name: an environment variable with the flag's value
 INTERRUPTED = 130
 USAGE = 2
 READER_GONE = 1
@@ -37,7 +38,8 @@ ELSEWHERE = {
     "enable-prefix-caching": "--prefix_cache",
     "api-key": "--token_file",
 }
-HELP = ("--help", "-help", "-h", "--helpfull", "--helpshort")
+HELP_ALL = ("--help=all", "--helpfull")
+HELP = ("--help", "-help", "-h", "--helpshort", *HELP_ALL)
 
 
 def run(
@@ -61,7 +63,8 @@ def run(
         if any(word in HELP for word in sys.argv[1:]):
             from launch.settings import recipe_defaults  # gRPC and more, which only help needs
 
-            print(given.help_text(page, doc, recipe_defaults(given.names)))
+            every = any(word in HELP_ALL for word in sys.argv[1:])
+            print(given.help_text(page, doc, recipe_defaults(given.names), every))
             sys.exit(0)
         if "--version" in sys.argv[1:]:
             print(f"jdisagg {__version__}")
@@ -69,7 +72,10 @@ def run(
         try:
             refuse_words(parsed(given, sys.argv), given)
         except (absl.Error, ConfigError) as error:
-            print(f"error: {_usage_error(error, given)}; see {page} --help", file=sys.stderr)
+            text = _usage_error(error, given)
+            for name, _ in from_environment(given, sys.argv[1:]):
+                text += f" ({VARIABLE}{name.upper()} is set)" if f"--{name}" in text else ""
+            print(f"error: {text}; see {page} --help", file=sys.stderr)
             sys.exit(usage)
         try:
             status = main()
@@ -94,8 +100,11 @@ def refuse_words(arguments: Sequence[str], given: Given) -> None:
 
 def parsed(given: Given, arguments: Sequence[str]) -> list[str]:
     """Parses flags. The first argument may be the model instead of a flag. Dashes in the name of a
-    flag are read as underscores, because other servers use dashes (`--http-port`)."""
+    flag are read as underscores, because other servers use dashes (`--http-port`). An environment
+    variable JDISAGG_NAME sets flag `name`, unless the flag is given."""
     texts, rest = [arguments[0]], list(arguments[1:])
+    if not any(text.startswith("--config_file=") for text in rest):  # a child of `jdisagg cluster`
+        texts += [f"--{name}={value}" for name, value in from_environment(given, rest)]
     if rest and not rest[0].startswith("-") and "model" in given.names:
         rest[0] = f"--model={rest[0]}"
     for text in rest:
@@ -105,6 +114,19 @@ def parsed(given: Given, arguments: Sequence[str]) -> list[str]:
         dashed = name.startswith("--") and "-" in name[2:] and known
         texts.append(f"--{plain}{equals}{value}" if dashed else text)
     return given.values(texts)
+
+
+def from_environment(given: Given, arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields the name and value of each flag that an environment variable sets and no argument
+    does."""
+    for name in given.names:
+        value = os.environ.get(VARIABLE + name.upper())
+        words = (f"--{name}", f"--no{name}")
+        if value is not None and not any(
+            text.partition("=")[0].replace("-", "_").replace("__", "--", 1) in words
+            for text in arguments
+        ):
+            yield name, value
 
 
 def _usage_error(error: Exception, given: Given) -> str:

@@ -47,6 +47,13 @@ ENGINE = (
     "disk_cache_dir", "disk_cache_gib", "disk_cache_ttl_hours", "peer_fetch", "append_tokens",
     "compilation_cache", "kernels", "set",
 )  # fmt: skip
+# The flags that --help shows; --help=all shows all.
+MOST_USED = (
+    "model", "config", "mode", "prefill", "decode", "prefill_workers", "decode_workers",
+    "context_tokens", "weights", "host", "port", "http_port", "target", "hardware", "output",
+)  # fmt: skip
+ENVIRONMENT = "An environment variable JDISAGG_NAME sets flag --name, if it is not given."
+FEW = 16  # a command with so many flags or fewer shows all
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 
 Define = Callable[..., object]
@@ -83,7 +90,9 @@ def _one_of(values: Sequence[str], default: str | None, text: str) -> Spec:
 
 GROUPS: dict[str, dict[str, Spec]] = {
     "Model": {
-        "config": _text(DEFAULT_RECIPE, "Recipe: a Python file with get_config()."),
+        "config": _text(
+            DEFAULT_RECIPE, "Recipe: a Python file with get_config(), or a YAML or JSON file."
+        ),
         "model": _text(
             None,
             "Checkpoint directory in Hugging Face or Orbax form, or a Hugging Face name (org/name),"
@@ -488,22 +497,33 @@ class Given:
         """Returns whether the flag is on the command line."""
         return bool(self.values[name].present)
 
-    def help_text(self, command: str, doc: str, recipe: Mapping[str, object]) -> str:
-        """Formats a command's docstring and its flags, in groups, for the terminal's width.
+    def help_text(
+        self, command: str, doc: str, recipe: Mapping[str, object], every: bool = True
+    ) -> str:
+        """Formats a command's docstring and its flags for the terminal's width.
 
         Args:
             command: Command as the user types it, e.g. "jdisagg serve".
             doc: Docstring of the command's module.
             recipe: For each flag without a default, the value in the default recipe.
+            every: Whether all flags are shown, in groups, or the required and most used ones.
         """
         width = min(100, shutil.get_terminal_size((80, 24)).columns)
         lines = [f"usage: {command} [--flag=value ...]", "", doc.strip()]
+        shown = [name for name in MOST_USED if name in self.names and name not in self.required]
+        if not every and len(self.names) > FEW and len(shown) > 3:
+            lines += ["", "Most used flags:"]
+            for name in (*self.required, *shown):
+                lines += self._flag_lines(name, recipe, width)
+            hidden = len(self.names) - len(self.required) - len(shown)
+            more = f"  --help=all ({hidden} more flags, in groups), --version"
+            return "\n".join([*lines, "", more, f"  {ENVIRONMENT}"])
         for title, group in GROUPS.items():
             taken = [name for name in group if name in self.names]
             lines += ["", f"{title}:"] if taken else []
             for name in taken:
                 lines += self._flag_lines(name, recipe, width)
-        return "\n".join([*lines, "", "  --version, --help"])
+        return "\n".join([*lines, "", "  --version, --help", f"  {ENVIRONMENT}"])
 
     def _flag_lines(self, name: str, recipe: Mapping[str, object], width: int) -> list[str]:
         flag = self.values[name]

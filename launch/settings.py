@@ -1,5 +1,8 @@
 """Builds configurations from flags. Flags override --set, and --set overrides the recipe."""
 
+import importlib
+import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +16,9 @@ from launch.flags import HTTP, SERVICE, Given
 from launch.shipped import DEFAULT_RECIPE, SHIPPED_MODEL
 from models.hub import local_model
 from models.model_folder import stored_dtype
+
+OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_log = logging.getLogger(__name__)
 
 _BOTH = (
     "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "codec", "hardware",
@@ -116,8 +122,22 @@ def observe_config(given: Given) -> ObserveConfig:
         timelines=given.timelines,
         log_format=given.log_format,
         log_requests=given.log_requests,
-        otlp_endpoint=given.otlp_endpoint,
+        otlp_endpoint=_otlp_endpoint(given),
     )
+
+
+def _otlp_endpoint(given: Given) -> str:
+    """Returns the flag's value, or else that of OpenTelemetry's own environment variable. Operators
+    set the variable for all containers, so it is no error here if the exporter is missing."""
+    endpoint = os.environ.get(OTLP_VARIABLE, "")
+    if given.present("otlp_endpoint") or not endpoint:
+        return given.otlp_endpoint
+    try:
+        importlib.import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+    except ImportError:
+        _log.warning("%s is ignored: no exporter; install jdisagg[otel]", OTLP_VARIABLE)
+        return ""
+    return endpoint
 
 
 def credentials(given: Given, token_file: str) -> Credentials:

@@ -1,24 +1,31 @@
 """Reads and writes recipes. A recipe is a Python file with a function `get_config()` that returns
-an `EngineConfig`, and optionally a function `get_cluster()` that returns a `ClusterShape`.
+an `EngineConfig`, and optionally a function `get_cluster()` that returns a `ClusterShape`. Or it is
+a YAML or JSON file with the fields of `EngineConfig` that differ from the defaults, and optionally
+the fields of `ClusterShape` under `cluster`. Fields under `instance` apply to both sides.
 
 An embedded cluster has one instance of each role. A multi-process cluster has as many as the
 `ClusterShape` states. This module starts no process."""
 
 import dataclasses
 import importlib.util
+import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, WorkerConfig
+import yaml
+
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, WorkerConfig, override
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 
 Returned = TypeVar("Returned")
+DATA = (".yaml", ".yml", ".json")
+BOTH_SIDES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,11 @@ class ClusterShape:
 
 
 def load_recipe(path: str) -> EngineConfig:
-    """Runs a recipe file and returns its configuration. Raises ConfigError if the file is not a
-    recipe or raises an error. The message has the line."""
+    """Runs or reads a recipe file and returns its configuration. Raises ConfigError if the file is
+    not a recipe or raises an error. The message has the line or the field."""
+    if Path(path).suffix in DATA:
+        fields = {name: value for name, value in _data(path).items() if name != "cluster"}
+        return _told(path, lambda: override(EngineConfig(), [*_assignments(fields)]))
     config = _told(path, getattr(_run(path), "get_config", lambda: None))
     if not isinstance(config, EngineConfig):
         raise ConfigError(
@@ -52,16 +62,20 @@ def load_recipe(path: str) -> EngineConfig:
 
 
 def load_shape(path: str, mode: Mode | None = None) -> ClusterShape:
-    """Returns the result of the recipe's `get_cluster()`. Without this function, returns one
-    instance of each role of `mode`. If `mode` is None, the recipe's mode is used."""
-    module = _run(path)
-    if not hasattr(module, "get_cluster"):
+    """Returns the result of the recipe's `get_cluster()`, or its `cluster` fields. Without them,
+    returns one instance of each role of `mode`. If `mode` is None, the recipe's mode is used."""
+    if Path(path).suffix in DATA:
+        counts = _data(path).get("cluster")
+        make = None if counts is None else lambda: _shape(counts)
+    else:
+        make = getattr(_run(path), "get_cluster", None)
+    if make is None:
         return (
             ClusterShape(prefill=1, decode=1)
             if (mode or load_recipe(path).mode) is Mode.DISAGGREGATED
             else ClusterShape(mixed=1)
         )
-    shape = _told(path, module.get_cluster)
+    shape = _told(path, make)
     if not isinstance(shape, ClusterShape):
         raise ConfigError(
             f"config {path!r}: get_cluster() must return a ClusterShape, got {type(shape).__name__}"
@@ -69,11 +83,59 @@ def load_shape(path: str, mode: Mode | None = None) -> ClusterShape:
     return shape
 
 
+def _data(path: str) -> dict[str, object]:
+    """Reads a YAML or JSON recipe."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"config {path!r} cannot be read ({error.strerror}); give a file") from (
+            error
+        )
+    try:
+        found = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        kind = Path(path).suffix[1:].upper()
+        raise ConfigError(f"config {path!r} is not valid {kind}: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ConfigError(
+            f"config {path!r} must hold the fields of a configuration, such as"
+            " `decode: {layout: dp=2}`; see docs/reference/configuration.md"
+        )
+    return found
+
+
+def _assignments(fields: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    """Yields the fields of a YAML or JSON recipe in the form that `override` takes."""
+    for name, value in fields.items():
+        path = f"{prefix}{name}"
+        if path == "instance" and isinstance(value, dict):
+            for side in BOTH_SIDES:
+                yield from _assignments(value, f"{side}.")
+        elif name == "layout" and isinstance(value, dict):
+            yield f"{path}={','.join(f'{axis}={size}' for axis, size in value.items())}"
+        elif isinstance(value, dict):
+            yield from _assignments(value, f"{path}.")
+        elif isinstance(value, list):
+            yield f"{path}={','.join(map(str, value))}"
+        else:
+            yield f"{path}={'none' if value is None else value}"
+
+
+def _shape(counts: object) -> ClusterShape:
+    names = [spec.name for spec in dataclasses.fields(ClusterShape)]
+    if not isinstance(counts, dict) or not all(
+        name in names and type(count) is int for name, count in counts.items()
+    ):
+        raise ConfigError(f"cluster: {counts!r} must hold numbers for some of {', '.join(names)}")
+    return ClusterShape(**counts)
+
+
 def _run(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location("recipe", path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise ConfigError(
-            f"config {path!r} is not a Python file; give a recipe such as configs/tiny_cpu.py"
+            f"config {path!r} is not a Python, YAML or JSON file; give a recipe such as"
+            " configs/tiny_cpu.py"
         )
     module = importlib.util.module_from_spec(spec)
     loader = spec.loader

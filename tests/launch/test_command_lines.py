@@ -1,6 +1,7 @@
 """What makes no sense on a command line is refused and not passed over: words beside the flags, by
 every script, and what one flag says that another does not bear out."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from jdisagg.errors import ConfigError
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from launch.__main__ import COMMANDS
 from launch.console import refuse_words
-from launch.flags import define
+from launch.flags import OBSERVE, define
+from launch.settings import observe_config
 from tests.launch.script_ends import ends
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
@@ -69,6 +71,40 @@ def test_a_page_shows_all_its_flags_its_version_and_what_is_missing() -> None:
     assert (version.status, version.out) == (0, f"jdisagg {__version__}\n")
     assert missing.status == 2 and missing.err.startswith("error: --prompt is required; ")
     assert missing.err.count("\n") == 1
+
+
+def test_a_page_of_many_flags_shows_the_most_used_and_all_on_request() -> None:
+    few, every = ends("serve", ("--help",), ("--help=all",))
+    flags = [set(re.findall(r"^  --(?:\[no\])?(\w+)", page.out, re.M)) for page in (few, every)]
+    assert flags[0] > {"model", "prefill", "decode", "port", "http_port"} and len(flags[0]) < 16
+    assert flags[1] | {"help"} > flags[0] | {"codec", "tls_key", "set"}
+    flags[0].remove("help")
+    flags[1].remove("version")
+    more = int(re.findall(r"--help=all \((\d+) more flags", few.out)[0])
+    assert more == len(flags[1] - flags[0])
+
+
+def test_environment_variables_set_flags_that_are_not_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JDISAGG_TARGET", "localhost")
+    monkeypatch.setenv("JDISAGG_TOP_K", "x")
+    asked = ("--prompt=x", "--top-k=1")
+    wrong, given, other = ends("ask", ("--prompt=x",), asked, (*asked, "--target=http://a:8700"))
+    assert wrong.status == 2 and "--top_k=x: " in wrong.err
+    assert "(JDISAGG_TOP_K is set); see" in wrong.err
+    assert given.status == 1 and "--target=localhost must be host:port" in given.err
+    assert other.status == 1 and "--target=http://a:8700 must be" in other.err
+
+
+def test_opentelemetrys_variable_is_the_default_of_otlp_endpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4317")
+    for text, endpoint in (("", "http://collector:4317"), ("--otlp_endpoint=", "")):
+        given = define(*OBSERVE)
+        given.values(["serve", *filter(None, [text])])
+        assert observe_config(given).otlp_endpoint == endpoint
 
 
 def test_a_target_without_a_port_or_with_a_scheme_is_refused_at_once() -> None:

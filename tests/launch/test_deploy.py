@@ -57,7 +57,7 @@ def test_every_flag_of_every_command_there_is_one_of_its_page() -> None:
     }
     pages = {}
     for name in ("router", "worker", "serve"):
-        (shown,) = ends(name, ("--help",))
+        (shown,) = ends(name, ("--help=all",))
         pages[name] = set(re.findall(r"^  --(?:\[no\])?(\w+)", shown.out, flags=re.M))
     for file, lines in found.items():
         for command, flags in lines:

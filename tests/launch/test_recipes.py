@@ -1,12 +1,21 @@
 """Recipes are read, written and read back; and what a recipe says reaches every process of a
 cluster."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
-from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, Mode, ModelConfig
+from jdisagg.config import (
+    EngineConfig,
+    InstanceConfig,
+    LimitsConfig,
+    Mode,
+    ModelConfig,
+    PrefixConfig,
+)
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
@@ -66,6 +75,54 @@ def test_what_is_written_is_what_is_read(config: EngineConfig, shape: ClusterSha
     assert load_shape(str(path)) == shape
 
 
+FIELDS = {
+    "mode": "disaggregated",
+    "model": {"directory": "models/some", "dtype": "bfloat16", "context_tokens": 8192},
+    "instance": {"hardware": "h100", "page_size": 32},
+    "prefill": {"layout": {"tp": 4, "ep": 4}},
+    "decode": {"layout": "dp=4,ep=4", "codec": "int8"},
+    "prefix": {"reuse": False, "host_gib": None},
+    "cluster": {"prefill": 3, "decode": 2},
+}
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "recipe.json"])
+def test_yaml_and_json_hold_the_fields_that_differ(name: str, tmp_path: Path):
+    path = tmp_path / name
+    path.write_text(json.dumps(FIELDS) if name.endswith("json") else yaml.safe_dump(FIELDS))
+    both = InstanceConfig(hardware="h100", page_size=32)
+    assert load_recipe(str(path)) == EngineConfig(
+        model=ModelConfig("models/some", "bfloat16", 8192),
+        prefill=replace(both, layout=Layout(tp=4, ep=4)),
+        decode=replace(both, layout=Layout(dp=4, ep=4), codec="int8"),
+        prefix=PrefixConfig(reuse=False, host_gib=None),
+    )
+    assert load_shape(str(path)) == ClusterShape(3, 2)
+    path.write_text("{}")
+    assert load_recipe(str(path)) == EngineConfig()
+    assert load_shape(str(path)) == ClusterShape(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- 1", "must hold the fields of a configuration"),
+        ("a: [", "is not valid YAML: "),
+        ("decode: {slots: 3}", r"recipe.yaml'.*'decode.slots': InstanceConfig has no field"),
+        ("decode: {page_size: x}", "'decode.page_size': 'x' is not a int"),
+        ("decode: 3", "InstanceConfig is not a single value"),
+        ("decode: {page_size: 0}", "page_size must be positive, got 0"),
+        ("cluster: {router: 1}", "cluster: {'router': 1} must hold numbers for some of prefill, "),
+    ],
+)
+def test_fields_that_do_not_exist_are_named_with_the_file(text: str, said: str, tmp_path: Path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_recipe(str(path))
+        load_shape(str(path))
+
+
 @pytest.mark.parametrize("role", [WorkerRole.PREFILL, WorkerRole.DECODE])
 def test_a_worker_is_what_the_recipe_says_and_cuts_layers_as_the_prefill_side_does(
     role: WorkerRole,
@@ -87,7 +144,7 @@ def test_a_mixed_worker_of_a_recipe_of_two_meshes_takes_chunks_between_steps():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "is not a Python file"),
+        (None, "is not a Python, YAML or JSON file"),
         ("x = 1", "has no get_config"),
         ("def get_config(): return 3", "has no get_config"),
         (
