@@ -3,14 +3,19 @@
 Times that workers measure at their start omit what a request costs besides programs: calls between
 processes, sampling, checksums. For each way to serve a prompt, a constant and a factor are fitted
 to the latest predictions and outcomes. Errors are relative, and the factor is drawn to 1, so that
-one outcome changes only the constant. Pure; no clock is used."""
+one outcome changes only the constant. The first request of a way is often slow for reasons that
+pass. It must not keep later requests away from the worker that now has their prefix cached, so few
+outcomes of a way do not count against the other ways. Pure; no clock is used."""
 
 import enum
+import itertools
 from collections import deque
+from collections.abc import Iterable
 
 from jdisagg.plain import plain
 
 OUTCOMES = 32  # latest outcomes of a way that count
+FEW = 3  # outcomes of a way below which it has no correction of its own
 FORGOTTEN = 256  # outcomes of other ways after which those of a way no longer count
 PRIOR = 1.0  # weight of the factor 1, in outcomes
 SMALLEST, LARGEST = 0.2, 5.0  # bounds of a factor
@@ -38,8 +43,9 @@ NO_CORRECTIONS = Corrections()
 
 
 class LearnedCorrections:
-    """Fits the corrections to outcomes. A way without outcomes has the correction of PREFILL, or of
-    APPEND if PREFILL has none either."""
+    """Fits the corrections to outcomes. A way with fewer than `FEW` outcomes has the correction of
+    the first other way that has as many, in the order of `PromptWay`. If none has, all ways have
+    the correction that fits all outcomes."""
 
     def __init__(self) -> None:
         self._outcomes: dict[PromptWay, deque[tuple[float, float]]] = {
@@ -55,11 +61,9 @@ class LearnedCorrections:
             self._since[other] = 0 if other is way else self._since[other] + 1
             if self._since[other] >= FORGOTTEN:
                 self._outcomes[other].clear()
-        fitted = {one: _fitted(of) for one, of in self._outcomes.items() if of}
-        usual = (
-            fitted.get(PromptWay.PREFILL)
-            or fitted[PromptWay.APPEND if PromptWay.APPEND in fitted else way]
-        )
+        fitted = {one: _fitted(of) for one, of in self._outcomes.items() if len(of) >= FEW}
+        every = itertools.chain.from_iterable(self._outcomes.values())
+        usual = next(iter(fitted.values())) if fitted else _fitted(every)
         self._current = Corrections(*(fitted.get(one, usual) for one in PromptWay))
 
     @property
@@ -67,7 +71,7 @@ class LearnedCorrections:
         return self._current
 
 
-def _fitted(outcomes: deque[tuple[float, float]]) -> tuple[float, float]:
+def _fitted(outcomes: Iterable[tuple[float, float]]) -> tuple[float, float]:
     """Returns the constant and the factor that minimise the squares of relative errors."""
     each = [(1.0 / seconds, predicted / seconds) for predicted, seconds in outcomes]
     uu = sum(u * u for u, _ in each)

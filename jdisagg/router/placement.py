@@ -67,20 +67,18 @@ class Weighed:
     """Predicted costs of all possible choices, in seconds.
 
     Attributes:
-        pairs: Time to the request's end for each pair [prefill workers, decode workers], minus
-            `spared`.
-        spared: For each prefill worker, prefill seconds that other requests save because the
-            worker's cached prefix is used.
+        pairs: Time to the request's end for each pair [prefill workers, decode workers], minus the
+            prefill seconds that other requests save because the worker's cached prefix is used.
         local: Costs of computing the prompt on the decode workers, or None if no decode worker can
             prefill.
-        alone: Time to the request's end if the decode worker also prefills (inf: not possible).
+        alone: Time to the request's end if the decode worker also prefills (inf: not possible),
+            minus the prefill seconds that other requests save because its cached prefix is used.
     """
 
     prefills: PrefillCosts
     decodes: DecodeCosts
     transfer: Array
     pairs: Array
-    spared: Array
     local: LocalCosts | None
     alone: Array
 
@@ -221,7 +219,8 @@ def weigh(
     local, alone = None, np.full(len(decodes), np.inf)
     if decodes.side.can_prefill and decodes.table.flag("can_prefill").any():
         local, alone = _weigh_alone(state, side, decodes, query, now, policy, rest)
-    return Weighed(every, side, transfer, pairs, spared, local, alone)
+        alone = alone - WORTH_TO_OTHERS * local.costs.spared
+    return Weighed(every, side, transfer, pairs, local, alone)
 
 
 def _broken(
@@ -380,7 +379,7 @@ def _pair(
     if not weighed.pairs.size:
         return None
     which, other = divmod(int(weighed.pairs.argmin()), weighed.pairs.shape[1])
-    cost = float(weighed.pairs[which, other] + weighed.spared[which])
+    cost = float(weighed.pairs[which, other])
     if cost == np.inf:
         return None
     prefills, side = weighed.prefills, weighed.decodes

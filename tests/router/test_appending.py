@@ -7,11 +7,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from jdisagg.costs.measured import StepTimes
 from jdisagg.costs.speeds import Kind, Speed
 from jdisagg.errors import UnavailableError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.router.accounts import Work
-from jdisagg.router.cluster_state import Description
+from jdisagg.router.cluster_state import ClusterState, Description
+from jdisagg.router.corrections import Corrections, LearnedCorrections, PromptWay
 from jdisagg.router.cost_terms import STEPS_TO_JOIN, paced_until
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.decision_record import answer_of, record_of, replay
@@ -154,3 +156,57 @@ def test_the_decision_is_recorded_and_falls_the_same_again() -> None:
     answer = decide(state, TURN, 0.0, policy)
     record = json.loads(json.dumps(record_of(state, TURN, 0.0, policy, answer)))
     assert replay(record) == answer == answer_of(record)
+
+
+# Times of the shipped model on a CPU: the prefill mesh is faster for a prompt of the same length.
+SMALL_PREFILL = StepTimes((64, 128), ((64, 0, 0.003), (128, 0, 0.005), (128, 1024, 0.008)))
+SMALL_DECODE = StepTimes(
+    (64, 128, 256),
+    ((64, 0, 0.007), (128, 0, 0.010), (256, 0, 0.020), (256, 1024, 0.024)),
+    (1, 8),
+    ((1, 1, 0.0013), (8, 1, 0.0015), (8, 1000, 0.003)),
+)
+
+
+def small_state() -> ClusterState:
+    return state_of(
+        msgspec.structs.replace(prefill_status("p0"), times=SMALL_PREFILL, chunk_tokens=128),
+        msgspec.structs.replace(appends("d0"), times=SMALL_DECODE),
+        kind=replace(H100, hardware=None),
+    )
+
+
+@pytest.mark.parametrize("tokens", [130, 200])
+@pytest.mark.parametrize("first_seconds", [0.02, 0.2, 2.0])
+def test_the_second_of_two_equal_prompts_goes_where_the_first_one_is_kept(
+    tokens: int, first_seconds: float
+) -> None:
+    """However long the first one took there: first requests are often slow."""
+    learned = LearnedCorrections()
+    for _ in range(20):
+        learned.observe(PromptWay.PREFILL, 0.010, 0.012)
+    learned.observe(PromptWay.APPEND, 0.016, first_seconds)
+    query = PlacementQuery(
+        Work(tokens, expected_tokens=16), cached={"d0": 128}, corrections=learned.current
+    )
+    chosen = decision(small_state(), query, PlacementPolicy())
+    assert (chosen.prefill, chosen.cached_tokens) == (None, 128), chosen.reason
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_what_a_kept_prefix_saves_counts_once_more_for_the_requests_behind(share: float) -> None:
+    """A decode worker may be slower than a prefill worker by as much as its kept prefix saves."""
+    state, policy = small_state(), PlacementPolicy(local_gain=0.0)
+    query = PlacementQuery(Work(200, expected_tokens=1), cached={"d0": 128})
+    never = decision(state, replace(query, corrections=Corrections(append=(9.0, 1.0))), policy)
+    alone = decision(state, query, policy)
+    assert never.prefill == "p0" and never.handoff_gap_seconds and never.ttft_seconds
+    assert alone.prefill is None and alone.handoff_gap_seconds and alone.ttft_seconds
+    less = (never.ttft_seconds + never.handoff_gap_seconds) - (
+        alone.ttft_seconds + alone.handoff_gap_seconds
+    )
+    speed = Speed(replace(H100, hardware=None, times=SMALL_DECODE))
+    saved = speed.prefill_seconds(200, 0, APPEND) - speed.prefill_seconds(72, 128, APPEND)
+    slower = Corrections(append=(less + share * saved, 1.0))
+    chosen = decision(state, replace(query, corrections=slower), policy)
+    assert (chosen.prefill is None) == (share < 1.0), chosen.reason

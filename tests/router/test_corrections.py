@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jdisagg.router.corrections import FORGOTTEN, NO_CORRECTIONS, LearnedCorrections, PromptWay
+from jdisagg.router.corrections import FEW, FORGOTTEN, NO_CORRECTIONS, LearnedCorrections, PromptWay
 
 
 def corrected(correction: tuple[float, float], seconds: float) -> float:
@@ -42,17 +42,30 @@ def test_constant_and_factor_are_found_among_noise(constant: float, factor: floa
         assert corrected(learned.current.append, predicted) == pytest.approx(wanted, rel=0.2)
 
 
-def test_a_way_without_outcomes_has_the_correction_of_prefill_workers() -> None:
+def test_a_way_with_few_outcomes_has_the_correction_of_a_way_with_more() -> None:
     learned = LearnedCorrections()
-    learned.observe(PromptWay.APPEND, 0.010, 0.030)
-    assert learned.current.fetch == learned.current.append
+    for _ in range(FEW):
+        learned.observe(PromptWay.APPEND, 0.010, 0.030)
+    for _ in range(FEW - 1):
+        learned.observe(PromptWay.PREFILL, 0.010, 0.012)
+        assert learned.current.prefill == learned.current.fetch == learned.current.append
     learned.observe(PromptWay.PREFILL, 0.010, 0.012)
     assert learned.current.fetch == learned.current.prefill != learned.current.append
 
 
+def test_while_no_way_has_enough_outcomes_one_correction_fits_them_all() -> None:
+    learned = LearnedCorrections()
+    learned.observe(PromptWay.PREFILL, 0.010, 0.014)
+    learned.observe(PromptWay.APPEND, 0.010, 0.016)
+    now = learned.current
+    assert now.prefill == now.append == now.fetch
+    assert corrected(now.append, 0.010) == pytest.approx(0.015, rel=0.05)
+
+
 def test_outcomes_of_a_way_that_was_long_not_taken_no_longer_count() -> None:
     learned = LearnedCorrections()
-    learned.observe(PromptWay.FETCH, 0.010, 0.500)
+    for _ in range(FEW):
+        learned.observe(PromptWay.FETCH, 0.010, 0.500)
     for _ in range(FORGOTTEN - 1):
         learned.observe(PromptWay.PREFILL, 0.010, 0.012)
     assert corrected(learned.current.fetch, 0.010) == pytest.approx(0.5, rel=0.01)
