@@ -20,8 +20,8 @@ from jdisagg.costs.hardware import Link
 
 @dataclass(slots=True, eq=False)
 class Way:
-    """All links of one kind of one worker, in one direction. `slowed`: factor on the bandwidth,
-    below 1 during an injected fault."""
+    """All links of one kind (such as NVLink) of one worker, in one direction. `slowed` multiplies
+    the bandwidth; it is below 1 during an injected fault."""
 
     bytes_per_second: float
     flows: "dict[_Flow, None]" = field(default_factory=dict)
@@ -50,7 +50,8 @@ class _Flow:
 
 @dataclass(slots=True)
 class SimulatedOffer:
-    """The KV of `tokens` tokens, which worker `owner` computes from `begins_at` to `ready_at`."""
+    """A published block: the KV of `tokens` tokens, which worker `owner` computes from time
+    `begins_at` to `ready_at`."""
 
     owner: str
     tokens: int
@@ -65,7 +66,8 @@ class ChannelEnd:
     Attributes:
       place: Location of the worker, "rack/host/domain/process".
       links: Number of devices, each with its own link.
-      lanes: Number of devices of one dp rank, which hold one sequence; 0 means all devices.
+      lanes: Number of devices of one dp rank, over which the KV of a sequence is sharded; 0 means
+        all devices.
     """
 
     place: str
@@ -81,7 +83,7 @@ class SimulatedChannel:
       gone: Names of workers that died.
 
     Args:
-      link: Returns the link between two places.
+      link: Function that returns the link between two places.
       overlap: Number of layer groups in which a chunk's KV is sent.
     """
 

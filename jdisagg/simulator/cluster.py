@@ -76,7 +76,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A worker's name, role, pool and place, which do not change when the worker is restarted."""
+    """The properties of a worker that a restart does not change: name, role, pool and place."""
 
     name: str
     role: WorkerRole
@@ -252,8 +252,8 @@ class SimulatedCluster:
         return HostMemory(self.fleet.host_link(seat.pool), seat.pool.instance.layout.dp)
 
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
-        """Returns a wrapper for the calls from `caller` to `worker`, or none by default. Subclasses
-        override this method."""
+        """Returns the wrappers of calls from `caller` to `worker`. The default is no wrapper;
+        subclasses override this method."""
         return ()
 
     async def switch_role(
@@ -297,7 +297,8 @@ class SimulatedCluster:
         )
 
     def _beat(self, process: Process) -> None:
-        """Sends a heartbeat and sets a timer for the next. Timers are faster than tasks."""
+        """Sends a heartbeat and sets a timer for the next one. A timer costs less than a task that
+        sleeps."""
         try:
             status = process.worker.status_now()
         except UnavailableError:
@@ -327,7 +328,7 @@ class SimulatedCluster:
 
 
 def _seats(fleet: Fleet) -> Iterator[Seat]:
-    """Yields one seat for each instance, pool by pool. Workers of one role are numbered from 0."""
+    """Yields a `Seat` for each instance, pool by pool. Workers of one role are numbered from 0."""
     counts = {role: itertools.count() for role in WorkerRole}
     for number, (pool, places) in enumerate(zip(fleet.pools, fleet.places(), strict=True)):
         role = WorkerRole.DECODE if number == 1 else WorkerRole.PREFILL

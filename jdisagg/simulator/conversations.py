@@ -1,8 +1,8 @@
 """Generates workloads of conversations: each prompt starts with all earlier turns and answers.
 
-The blocks of prompts and answers are named, so that prefix caches find the earlier turns. All
+Blocks of prompts and answers have names, by which prefix caches find the earlier turns. All
 conversations may share one system prompt. Arrivals are an open loop: each turn arrives one think
-time after the arrival of the previous turn, however long the answer takes."""
+time after the arrival of the previous turn, even if the previous answer has not ended."""
 
 import math
 from dataclasses import dataclass

@@ -4,8 +4,8 @@
 
 The controller, its inputs and its loop are the code of the live router (router/elastic.py,
 dispatch/roles/elastic_pools.py). Only the role change is simulated. The worker drains, and is then
-unavailable for `switch_seconds`. A real worker needs this time to reshard its weights and to warm
-up (measured in benchmarks/results/role_switch.json)."""
+unavailable for `switch_seconds`. This time stands for resharding the weights and for warm-up, which
+benchmarks/results/role_switch.json measured."""
 
 from collections.abc import Awaitable, Callable
 

@@ -4,14 +4,15 @@ cost model estimates.
 Commands run one after the other, as on a device. Only pulls of KV run beside other commands, on the
 simulated channel. Token ids are synthetic (`timeline`). A `DecodeSteps` command of k steps, called
 a span, is one event. `interrupt` ends a span early, between two steps, when a sequence waits to
-join the batch. The simulator's work therefore does not grow with the number of tokens.
+join the batch. Because a span is one event, the simulator's work does not grow with the number of
+tokens.
 
 The live loop issues steps ahead of the running step (worker/step_loop.py). A command submitted
 during a step therefore takes effect `run_ahead` steps after the running step ends. The simulation
-delays insertions of received KV and interruptions in the same way, and insertions delay the steps
-behind them. With pipeline stages a step takes as long as the fullest batch needs (`turns`). With
-`fused`, a prefill chunk and the decode step issued with the chunk run as one step, as in
-Sarathi-Serve. The live mesh alternates chunks and decode steps instead.
+delays interruptions and insertions of received KV in the same way, and insertions delay the
+following steps. With pipeline stages, the fullest batch determines the duration of a step
+(turns.py). With `fused`, a prefill chunk and the decode step issued with the chunk run as one step,
+as in Sarathi-Serve. The live mesh alternates chunks and decode steps instead.
 
 Must not depend on requests, pages or schedulers. Invariant: all commands except pulls end in the
 order in which they were submitted."""
@@ -179,8 +180,9 @@ class SimulatedExecutor:
             self._run_chunk(command, future, *self._prefill_seconds(command))
 
     def _release_held(self, command: PrefillChunk, turns: int) -> None:
-        """Runs a held prefill chunk by itself, once the mesh is free and no decode step has been
-        issued within the next `turns` iterations of the event loop."""
+        """Runs a prefill chunk without a decode step. The chunk was held back for a fused step, but
+        the mesh is free and no decode step was issued within `turns` iterations of the event
+        loop."""
         if self._held is None or self._held[0] is not command:
             return
         if self._loop.time() < self._free_at:
@@ -261,7 +263,8 @@ class SimulatedExecutor:
         self._reschedule(span)
 
     def _pace(self, command: DecodeSteps, loads: Sequence[Load], start: float) -> tuple[Pace, int]:
-        """Returns the steps' duration and number for a span that begins at `start`."""
+        """Returns the duration of the steps, and the number of steps, for a span that begins at
+        `start`."""
         sequences, tokens, longest = map(max, zip(*loads, strict=True))
         return self._costs.decode(sequences, tokens, command.steps, longest), command.steps
 
@@ -270,8 +273,8 @@ class SimulatedExecutor:
         return self._costs.decode(sequences, context_tokens, 1, longest).first - host, host
 
     def _fuse(self, span: RunningSpan, loads: Sequence[Load]) -> None:
-        """Runs the held prefill chunk within the first step of the span. The step lasts as long as
-        the slowest dp rank needs."""
+        """Runs the waiting prefill chunk within the first step of the span. The slowest dp rank
+        determines the duration of the step."""
         assert self._held is not None
         chunk, future = self._held
         self._held = None
@@ -330,8 +333,8 @@ class SimulatedExecutor:
             self._span = None  # so that an interruption does not set its timer again
 
     def _ends(self, future: Result) -> bool:
-        """Returns whether a command whose simulated time has passed may complete. On a broken mesh
-        the command's future fails. On a hanging mesh the future stays pending."""
+        """Returns whether a command whose simulated time has passed may complete. If the mesh is
+        broken, makes the command's future fail. If the mesh hangs, leaves the future pending."""
         if self._broken:
             _fail(future)
         return not (self._broken or self._hanging or future.done())
@@ -398,8 +401,8 @@ class SimulatedExecutor:
         self._loop.call_at(at, self._end, future, InsertResult(command.step, command.offer_id, 0))
 
     def _extract(self, command: ExtractBlock, future: Result) -> None:
-        """Copies KV out of pages: of a decoding sequence between steps, of a prompt after its
-        chunks."""
+        """Copies KV out of pages: between steps for a decoding sequence, after the last chunk for a
+        prompt."""
         start, seconds = self._loop.time(), self._costs.insert(command.valid_tokens)
         if self._prefills and self._span is None:
             start = max(start, self._free_at)

@@ -64,7 +64,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class Cancels:
-    """Cancels each request that runs at `at_seconds`, with probability `part`."""
+    """Cancels each request that is running at time `at_seconds`, with probability `part`."""
 
     at_seconds: float
     part: float = 0.1

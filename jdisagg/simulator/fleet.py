@@ -204,7 +204,8 @@ class Fleet:
         return pool.costs or ModelCosts(self.cost_model(pool), pool.instance.codec)
 
     def limits_of(self, pool: Pool) -> MeshLimits:
-        """Returns an instance's scheduler limits. Raises ConfigError without memory for KV."""
+        """Returns an instance's scheduler limits. Raises ConfigError if no memory is left for
+        KV."""
         instance = pool.instance
         if instance.pages_per_rank is None:
             model = self.cost_model(pool)
@@ -244,8 +245,9 @@ class Fleet:
     def places(self) -> tuple[tuple[str, ...], ...]:
         """Returns for each pool the places of its instances, written "rack/host/domain/process".
 
-        Pools of equal hardware share hosts. Their instances alternate in proportion to the pools'
-        sizes, so that a prefill and a decode instance share a host where both fit."""
+        Pools of equal hardware share hosts. The order of instances alternates between the pools in
+        proportion to their sizes, so that a prefill and a decode instance share a host if both
+        fit."""
         turns = sorted(
             ((index + 0.5) / pool.count, number, index)
             for number, pool in enumerate(self.pools)
@@ -288,7 +290,7 @@ class Fleet:
 
     @property
     def far(self) -> Link:
-        """Link of one device, as the router assumes it between workers in different racks."""
+        """Link of one device that the router assumes between workers in different racks."""
         return self._slowest(lambda hardware: hardware.scale_out)
 
     def _slowest(self, kind: Callable[[Accelerator], Link]) -> Link:

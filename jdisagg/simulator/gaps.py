@@ -4,7 +4,7 @@ hundred thousand requests fit into memory.
 The count, the sum, the first gap, the longest gap and the mean of the longest tenth are exact. All
 gaps are counted in a histogram whose bucket bounds grow by 2 %, so that percentiles over many
 requests are within 1 % (`merged_percentile`). Callers pass gaps as runs of equal gaps, (seconds,
-count). A span of k equal decode steps is one such run."""
+count). For example, k equal decode steps are one run."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -80,8 +80,8 @@ def bucket_seconds(bucket: int) -> float:
 
 
 def merged_percentile(gaps: Sequence[Gaps], percents: Sequence[float]) -> list[float]:
-    """Returns percentiles, in seconds, over the gaps of all requests. Each is the middle of a
-    histogram bucket, and at most the longest gap. Needs at least one gap."""
+    """Returns percentiles, in seconds, over the gaps of all requests. Each result is the middle of
+    a histogram bucket, and at most the longest gap. Needs at least one gap."""
     merged: dict[int, int] = {}
     for item in gaps:
         for bucket, count in zip(item.buckets, item.counts, strict=True):

@@ -3,9 +3,9 @@
 A simulated prompt has a length and no tokens. A workload names the blocks of `block_tokens` tokens
 of each prompt; equal names mean that all tokens up to the block's end are equal. Live workers
 compute a chain of keyed hashes from tokens (`scheduler/residency.py`). `PromptNames` computes the
-chain from the workload's names instead, in the fleet's block size. The name of a block is made of
-all workload blocks that the block overlaps. If the workload also names the blocks of answers,
-decode workers cache generated tokens.
+chain from the workload's names instead, in the fleet's block size. The name of such a block is a
+hash of the names of all workload blocks that it overlaps. If the workload also names the blocks of
+answers, decode workers cache generated tokens.
 
 Invariant: blocks that the workload does not name have no name."""
 
@@ -54,8 +54,9 @@ class PromptNames(BlockNames):
     def chain(
         self, request: Request, tokens: Sequence[int], block_tokens: int, known: Chain = ()
     ) -> Chain:
-        """Implements `BlockNames.chain`. Of `tokens` only the number matters. Returns `known`, the
-        chain so far, for a request that has ended."""
+        """Implements `BlockNames.chain`. Only the number of `tokens` matters, not their values. For
+        a request that has ended, returns `known`, the part of the chain that is already
+        computed."""
         whole = self.book.chains.get(request.request_id)
         if whole is None:
             whole = self._named(request)

@@ -213,7 +213,8 @@ class _Run:
         task.add_done_callback(functools.partial(self._gone, number))
 
     def _gone(self, number: int, client: "asyncio.Task[None]") -> None:
-        """Handles a client's end. The last client's end, or an unexpected error, ends the run."""
+        """Called when a client ends. Ends the run after the last client or after an unexpected
+        error."""
         if self._outcomes[number] is None and client.cancelled():  # cancelled before its first turn
             arrival, now = self._arrivals[number], asyncio.get_running_loop().time()
             self._outcomes[number] = RequestOutcome(
@@ -295,7 +296,8 @@ class _Run:
 
     def _request(self, number: int, arrival: Arrival) -> Request:
         """Builds the request of an arrival. Raises InvalidRequestError if the prompt is too long.
-        The check comes first, because a trace may state prompts that exceed memory."""
+        Checks the length before it makes the tokens, because a trace may contain prompts that
+        exceed memory."""
         context = self._fleet.context
         if arrival.prompt_tokens >= context:
             raise InvalidRequestError(

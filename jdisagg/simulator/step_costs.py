@@ -1,10 +1,10 @@
 """Estimates the seconds of a simulated executor's commands from a cost model.
 
-Prompts and sequences are those of the dp rank with the most work, as in `costs/cost_model.py`,
-because ranks step together. Contexts grow by one token a step. Consecutive decode steps, a span,
-are therefore described by the duration of the first step and a constant increase per step. This
-description is exact if the cost is linear in the context, and otherwise interpolates between the
-first and the last step. Pure."""
+All dp ranks step together, so the rank with the most work determines the duration of a step.
+Arguments describe the prompts and sequences of this rank, as in `costs/cost_model.py`. A span is a
+number of consecutive decode steps. As contexts grow by one token a step, a span is described by the
+duration of the first step and a constant increase per step. This is exact if the cost is linear in
+the context length, and otherwise interpolates between the first and the last step. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -59,7 +59,8 @@ class StepCosts(Protocol):
         ...
 
     def host(self, sequences: int) -> float:
-        """Returns the seconds of a decode step in which only the host works."""
+        """Returns the part of a decode step's seconds in which the host works and the device is
+        idle."""
         ...
 
     def mixed(

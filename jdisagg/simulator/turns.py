@@ -6,8 +6,8 @@ slowest batch. A new sequence joins an empty batch if one exists, else the next 
 first stage. Other batches wait behind the slowest batch, so the next batch to enter is most often
 the slowest. New sequences then join the slowest batch, and batches stay uneven.
 
-The arrival of a new sequence within a cycle is taken from multiples of the golden ratio, which are
-evenly spread without randomness. Pure; must not depend on requests."""
+The moment within a cycle at which a new sequence arrives is computed from multiples of the golden
+ratio, which are evenly spread without randomness. Pure; must not depend on requests."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 

@@ -2,8 +2,8 @@
 and always in the same order.
 
 `run_virtually(main)` runs a coroutine function to its end on a fresh loop. It raises `Stuck` if no
-task can run and no timer is set, or if time passes `limit_seconds`, so that a lost wake-up fails
-instead of hanging.
+task can run and no timer is set, or if virtual time passes `limit_seconds`. A test with a lost
+wake-up therefore fails instead of hanging.
 
 For speed the loop has only a queue of ready callbacks and a heap of timers. It has no selector,
 threads, signals or debug mode. Ready callbacks, and timers of the same instant, run in the order in

@@ -1,12 +1,12 @@
 """Computes upper bounds on candidates' request rates, to rank candidates before simulation.
 
-A candidate is a mode, layouts and numbers of instances. Each limit is the highest request rate of
-the whole candidate for one cause: prefill compute, TTFT, TPOT, KV memory, the link. The dp ranks
-that prefill share an M/G/c queue whose waiting time has an exponential tail. All sequences of a
-decode rank are taken to have the mean context length. Where one pool serves both phases, prefill
-slows decode steps: between them, or fused with them (`fused`). Bursts, packing and scheduling are
-ignored, because the simulator models them afterwards. Pure; depends on request lengths (`Demand`),
-not on arrival times."""
+A candidate is a mode, layouts and numbers of instances. There is one bound for each resource or
+objective: prefill compute, TTFT, TPOT, KV memory, the link. A bound is the highest request rate of
+the whole candidate that this resource or objective allows. The dp ranks that prefill share an M/G/c
+queue whose waiting time has an exponential tail. All sequences of a decode rank are assumed to have
+the mean context length. If one pool serves both phases, prefill chunks delay decode steps, or
+lengthen them (`fused`). Bursts, packing and scheduling are ignored, because the simulator models
+them afterwards. Pure; depends on request lengths (`Demand`), not on arrival times."""
 
 import copy
 import math
@@ -184,7 +184,7 @@ class Estimator:
         return self._known[key]
 
     def prefill_seconds(self, layout: Layout, chunk: int) -> np.ndarray:
-        """Returns the prefill seconds of each sampled prompt. Long prompts are cut into chunks. A
+        """Returns the seconds to prefill each sampled prompt. A long prompt takes several chunks. A
         short prompt is assumed to share a chunk with prompts of equal length."""
         if (layout, chunk) not in self._times:
             model = self.models[layout]
@@ -194,8 +194,8 @@ class Estimator:
         return self._times[layout, chunk]
 
     def _one_pool(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Returns the limits, as (name, requests per second), of one of `ranks` dp ranks that
-        alternate between prefill chunks and decode steps."""
+        """Returns the bounds of one of `ranks` dp ranks that alternate between prefill chunks and
+        decode steps, as (name, requests per second)."""
         model, demand, goal = self.models[layout], self.demand, self.goal
         times, tokens = self.prefill_seconds(layout, chunk), self.rooms[layout]
         each, context, steps = float(times.mean()), demand.context_mean, demand.steps_mean
@@ -248,8 +248,8 @@ class Estimator:
         return tuple((name, _largest(met, most)) for name, met in tests)
 
     def _fused(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Returns the limits, as (name, requests per second), of one of `ranks` dp ranks that run
-        prefill chunks within decode steps."""
+        """Returns the bounds of one of `ranks` dp ranks that run prefill chunks within decode
+        steps, as (name, requests per second)."""
         demand, goal, tokens = self.demand, self.goal, self.rooms[layout]
         if (layout, chunk) not in self._steps:
             if layout not in self._tables:
@@ -291,9 +291,9 @@ class Estimator:
         return tuple((name, _largest(met, most, 11)) for name, met in tests)
 
     def _prefill(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Returns the limits, as (name, requests per second), of one of the `ranks` dp ranks of all
-        prefill instances. The ranks of an instance wait for the slowest rank's chunk. Chunk times
-        differ more between ranks if few prompts share a chunk."""
+        """Returns the bounds of one of the `ranks` dp ranks of all prefill instances, as (name,
+        requests per second). The ranks of an instance wait for the slowest rank's chunk. Chunk
+        times differ more between ranks if few prompts share a chunk."""
         times, dp, goal = self.prefill_seconds(layout, chunk), layout.dp, self.goal
         mean, sharing = float(times.mean()), max(1.0, chunk / self.demand.prompt_mean)
         uneven = (_longest(times, dp) / mean - 1) / math.sqrt(sharing)
@@ -365,11 +365,10 @@ def _times(ranks: int, limits: tuple[tuple[str, float], ...]) -> tuple[tuple[str
 def exposed_seconds(
     moved: np.ndarray, prefill: np.ndarray, prompts: np.ndarray, chunk: int
 ) -> np.ndarray:
-    """Returns the seconds of each transfer that its prefill does not hide.
-
-    No later chunk hides the transfer of the last chunk's KV, or of all KV if the link is slower
-    than the prefill. `moved`, `prefill`: seconds of each prompt's transfer and prefill. `prompts`:
-    tokens of each prompt."""
+    """Returns the seconds of each prompt's transfer that do not overlap with its prefill. The KV of
+    the last chunk is always transferred after the prefill. If the link is slower than the prefill,
+    KV of earlier chunks is too. `moved`, `prefill`: seconds of each prompt's transfer and prefill.
+    `prompts`: tokens of each prompt."""
     return np.maximum(moved * np.minimum(prompts, chunk) / prompts, moved - prefill)
 
 
@@ -408,7 +407,7 @@ def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> floa
 def _attained(
     times: np.ndarray, rate: float, servers: int, goal: Goal, spent: np.ndarray | None = None
 ) -> float:
-    """Returns the fraction of requests whose waiting and service meet the TTFT limit.
+    """Returns the fraction of requests whose waiting time plus service time meets the TTFT limit.
 
     Models an M/G/c queue with Sakasegawa's (1977) probability and mean of waiting, and an
     exponential tail. `rate`: requests per second for each of the `servers`. `times`: seconds for
@@ -427,8 +426,9 @@ def _attained(
 
 
 def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
-    """Returns the batch size at which a dp rank admits as many sequences as it completes, or inf if
-    the batch grows without bound. `next_count` maps a batch size to the next."""
+    """Returns the stable batch size, at which a dp rank admits as many sequences as it completes,
+    or inf if the batch grows without bound. `next_count` maps a batch size to the next batch
+    size."""
     count = 0.0
     for _ in range(rounds):
         following = next_count(count)
@@ -441,7 +441,8 @@ def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
 
 
 def _largest(met: Callable[[float], bool], most: float, rounds: int = 24) -> float:
-    """Returns the largest value up to `most` for which the monotonic `met` is true, or 0."""
+    """Returns the largest value up to `most` for which the monotonic predicate `met` is true, or 0
+    if there is none."""
     if met(most):
         return most
     low, high = 0.0, most

@@ -81,7 +81,8 @@ class Site:
         )
 
     def cost_model(self, geometry: CostGeometry, layout: Layout, dtype: str) -> CostModel:
-        """Returns the cost model of an instance. `geometry` has the bits of the software."""
+        """Returns the cost model of an instance. `geometry` must already have the weight and KV
+        precision of the software."""
         card = self.software.card(self.described, geometry, layout)
         return CostModel(geometry, card, layout, dtype=dtype)
 
@@ -131,10 +132,10 @@ def short(layout: Layout) -> str:
 
 def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
     """Returns the link over which one prompt's KV is sent from prefill to decode, and the number of
-    such links that are used in parallel.
+    these links that are used in parallel.
 
-    The scale-up link is used if `unit_devices` accelerators share one. Each device has its own
-    link, so the smaller of both dp ranks limits the number of parallel links."""
+    The scale-up link is used if it connects at least `unit_devices` accelerators. Each device has
+    its own link, so the smaller of both dp ranks limits the number of parallel links."""
     assert candidate.prefill is not None
     parallel = min(candidate.prefill.tp, candidate.decode.tp)
     accelerator = site.described
@@ -199,9 +200,9 @@ def fitting_layouts(
 
 
 def _priced_alike(layout: Layout, found: list[Fitting]) -> bool:
-    """Returns whether `found` has a layout with the same cost and memory as `layout`: the one that
-    shards every expert over the tensor-parallel group, if `layout` gives each device of that group
-    some experts."""
+    """Returns whether `found` has a layout with the same cost and memory as `layout`. Sharding
+    every expert over a tensor-parallel group costs the same as giving each device of the group some
+    whole experts."""
     return layout.ep == layout.tp and any(item.layout == Layout(tp=layout.tp) for item in found)
 
 

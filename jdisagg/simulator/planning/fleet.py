@@ -48,9 +48,9 @@ class FleetMaker:
     slots: int = MOST_SLOTS
 
     def sized(self, finding: Finding, holds: Callable[[Runner], bool]) -> "FleetMaker":
-        """Returns a maker with the fewest slots at which `holds` reports that a simulation still
-        reaches the finding's rate. The number of slots is a power of two, at least 1.5 times the
-        mean number of sequences that a dp rank decodes."""
+        """Returns a maker with the fewest slots at which a simulation still reaches the finding's
+        rate, as `holds` reports. The number of slots is a power of two, at least 1.5 times the mean
+        number of sequences that a dp rank decodes."""
         decoding = max(
             0.0, (finding.report.latency.mean or 0.0) - (finding.report.ttft.mean or 0.0)
         )
@@ -91,8 +91,8 @@ class FleetMaker:
     def run(
         self, candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost | None = None
     ) -> TrialRun:
-        """Simulates a candidate on arrivals, and stops early once `lost` returns True. Implements
-        the planner's `Runner`."""
+        """Simulates a candidate with these arrivals, and stops early when `lost` returns True.
+        Implements the planner's `Runner`."""
         result = simulate(self.fleet(candidate), arrivals, self.seed, enough=lost)
         return TrialRun(result.outcomes, result.usage, result.stopped)
 

@@ -1,12 +1,12 @@
 """Estimates instances that run each prefill chunk in one step with the decoding sequences, which is
 the strongest alternative to disaggregation.
 
-A step lasts as long as a decode step, plus the time that a chunk adds if any dp rank of the
-instance has a chunk. This time is less than that of the chunk by itself, because weights are read
-once for both, and small batches leave arithmetic units idle. Small chunks may therefore allow a
-higher rate than large chunks. A chunk holds a piece of a prompt, or all prompts that arrive during
-a step. The number of chunks during a sequence's decode varies. With long chunks some short answers
-therefore miss a TPOT limit that the mean meets.
+A step takes the time of a decode step, plus an extra time if any dp rank of the instance has a
+chunk. The extra time is less than the time of the chunk by itself, because weights are read once
+for both, and decode steps leave arithmetic units idle. Small chunks may therefore allow a higher
+rate than large chunks. A chunk holds a piece of a prompt, or all prompts that arrive during a step.
+The number of chunks during a sequence's decode varies. With long chunks, some short answers
+therefore miss a TPOT limit that the mean TPOT meets.
 
 Pure; depends on request lengths and a cost model, not on arrival times."""
 
@@ -95,7 +95,8 @@ class FusedChunks:
         return seconds
 
     def pace(self, rate: float) -> FusedPace | None:
-        """Returns the steady state at `rate` requests per second; None if too high."""
+        """Returns the steady state at `rate` requests per second, or None if the rate is too
+        high."""
         if rate not in self._known:
             self._known[rate] = self._settled(rate)
         return self._known[rate]
@@ -116,8 +117,8 @@ class FusedChunks:
         return found if found is not None and found.step <= 1.05 * step else None
 
     def _after(self, rate: float, step: float) -> FusedPace | None:
-        """Returns the state at `rate` if steps took `step` seconds, or None if the rate is too
-        high. `pace` calls this method until the step's duration converges."""
+        """Returns the state at `rate` under the assumption that steps take `step` seconds, or None
+        if the rate is too high. `pace` calls this method until the step's duration converges."""
         count = rate * self._steps * step
         if count > 1e6:
             return None

@@ -145,8 +145,9 @@ class GuideWay(msgspec.Struct, frozen=True):
 
 
 class GuideAnswer(msgspec.Struct, frozen=True):
-    """The answer to a question. `devices`: devices of one instance. `pause_seconds`: longest gap
-    that the objectives allow. `note`: how the chunked mode is priced."""
+    """The answer to a question. `devices`: number of devices of one instance. `pause_seconds`:
+    longest gap between tokens that the objectives allow. `note`: text about how the duration of
+    fused steps was estimated."""
 
     devices: int
     layout: str
@@ -312,7 +313,7 @@ def _shown(
 
 def _fewer(runs: list[tuple[float, int]]) -> list[tuple[float, int]]:
     """Merges the most similar adjacent runs of gaps until SHOWN_RUNS runs are left. A merged run
-    has the mean gap of its parts."""
+    has the mean gap of the two."""
     while len(runs) > SHOWN_RUNS:
         at = min(range(len(runs) - 1), key=lambda at: abs(runs[at][0] - runs[at + 1][0]))
         (one, times), (other, more) = runs[at : at + 2]

@@ -1,10 +1,10 @@
-"""Chooses a mode for the web page's guide, and describes in sentences what decided.
+"""Chooses a mode for the web page's guide, and describes the reasons in sentences.
 
-Each mode's highest rate within the objectives is that of the planner's arithmetic
-(`bounds.Estimator`), which ignores pauses of running streams and packing. Therefore a mode is
-advised if it carries the rate by arithmetic, and most requests of its simulation meet all
-objectives. Where several modes do, the simplest is advised whose rate is within the predictions'
-error of the highest. Pure."""
+The planner's cost model (`bounds.Estimator`) predicts the highest rate at which each mode meets the
+objectives. It ignores pauses of running streams and packing. A mode is therefore advised only if it
+also meets the objectives for most requests in a simulation. If several modes qualify, the guide
+advises the simplest mode whose predicted rate equals the highest within the prediction error.
+Pure."""
 
 import math
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ LIMITS = {
 @dataclass(frozen=True, slots=True)
 class Objectives:
     """Limits of a request in seconds: time to first token, time per further token, and the longest
-    gap between two tokens, which follows from the second."""
+    gap between two tokens. The last limit is derived from the time per further token."""
 
     ttft_seconds: float
     tpot_seconds: float
@@ -74,7 +74,8 @@ class Workplace:
 
     @property
     def site(self) -> Site:
-        """The accelerators with the chosen link in place of their own, for hand-offs."""
+        """The accelerators, with the link that the user chose for hand-offs instead of their
+        own."""
         chosen = link(self.between)
         return Site(replace(self.card, scale_up=chosen, scale_out=chosen), self.accelerators)
 
@@ -96,16 +97,16 @@ class Workplace:
 
 
 class ModeAdvice(msgspec.Struct, frozen=True):
-    """The planner's arithmetic for one mode.
+    """The cost model's prediction for one mode.
 
     Attributes:
         prefill_instances: 0 if all instances prefill and decode.
         rate: Highest rate of all instances within the objectives on TTFT and TPOT, in requests per
             second.
-        limit: Name of the bound that limits the rate, in the planner's words.
+        limit: Name of the bound that limits the rate (`bounds.Bounds`).
         step_seconds: Predicted decode step of one sequence with a long prompt.
-        kv_bytes_per_second, link_bytes_per_second: KV that the requests bring at the asked rate,
-            and that the links achieve. 0 without a hand-off.
+        kv_bytes_per_second, link_bytes_per_second: KV bytes per second that the user's rate
+            produces, and that the links can transfer. 0 without a hand-off.
     """
 
     mode: str
@@ -120,7 +121,8 @@ class ModeAdvice(msgspec.Struct, frozen=True):
 
 
 class GuideAdvice(msgspec.Struct, frozen=True):
-    """`mode`: the advised mode, or "" if no mode carries the rate. `sentence`: the reasons."""
+    """`mode`: the advised mode, or "" if no mode meets the objectives at the rate. `sentence`: the
+    reasons."""
 
     mode: str
     sentence: str
@@ -128,7 +130,7 @@ class GuideAdvice(msgspec.Struct, frozen=True):
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """What the simulation of a mode showed.
+    """Results of the simulation of one mode.
 
     Attributes:
         missed: The objectives that each request missed: "ttft", "tpot", "pause".
@@ -194,8 +196,8 @@ def advice(
     rate: float,
     objectives: Objectives,
 ) -> GuideAdvice:
-    """Returns the advice for `rate` requests per second. `found`: arithmetic and simulation of each
-    mode, simplest first."""
+    """Returns the advice for `rate` requests per second. `found`: for each mode, the cost model's
+    prediction and the simulation's results, simplest mode first."""
     modes = tuple(mode for mode, _ in found)
     holding = [mode for mode, seen in found if mode.rate >= rate and seen.met >= ATTAINMENT]
     if not holding:
@@ -249,7 +251,7 @@ def _against(
     objectives: Objectives,
     error: float,
 ) -> str:
-    """Returns why a mode was not chosen."""
+    """Returns the reason, as text, why a mode was not chosen."""
     if mode.rate < rate:
         return f"{_name(mode)} carries {mode.rate:.3g} requests/s, because {_limit(mode)}"
     if seen.met < ATTAINMENT:
@@ -269,7 +271,7 @@ def _against(
 
 
 def verdict_of(mode: ModeAdvice, seen: Simulated, objectives: Objectives) -> str:
-    """Describes what the simulation of a mode showed."""
+    """Describes the simulation results of a mode as text."""
     total, kept = len(seen.missed), sum(not one for one in seen.missed)
     said = [f"{kept} of {total} requests meet all objectives."]
     if mode.link_bytes_per_second and mode.kv_bytes_per_second >= mode.link_bytes_per_second:

@@ -1,8 +1,8 @@
-"""Computes what the web page's guide shows without simulation: the KV of a model's prompts with the
-time to transfer it, and the roofline of both phases.
+"""Computes the part of the web page's guide that needs no simulation: KV sizes and transfer times
+of prompts, and the roofline of prefill and decode.
 
-The figures of KV are those of `jdisagg kv_calculator`, the seconds those of the cost model. One
-answer covers all prompt lengths and links of the page for a model on an accelerator. Pure."""
+KV sizes are computed as in `jdisagg kv_calculator`, seconds with the cost model. One answer covers
+all prompt lengths and links of the page for a model on an accelerator. Pure."""
 
 from dataclasses import replace
 
@@ -61,8 +61,8 @@ class FactsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KvTransfer(msgspec.Struct, frozen=True):
-    """The KV of one prompt over one link. `exposed_seconds`: part of `seconds` that the prefill
-    does not hide."""
+    """The KV of one prompt over one link. `exposed_seconds`: part of `seconds` that does not
+    overlap with the prefill."""
 
     link: str
     seconds: float
@@ -83,9 +83,9 @@ class KvAtLength(msgspec.Struct, frozen=True):
 class RooflinePoint(msgspec.Struct, frozen=True):
     """One step on one device. `size`: sequences of a decode step, or tokens of a prefill.
 
-    `intensity`: FLOP per byte of memory traffic. `flops_per_second`: FLOP by the predicted seconds
-    of the whole step. `bound`: "memory" or "compute", which of both takes longer. `fits`: whether
-    the KV of the step fits into the memory of an instance."""
+    `intensity`: FLOP per byte of memory traffic. `flops_per_second`: FLOP divided by the predicted
+    seconds of the whole step. `bound`: "memory" or "compute", whichever takes longer. `fits`:
+    whether the KV of the step fits into the memory of an instance."""
 
     size: int
     intensity: float
@@ -106,8 +106,9 @@ class Roofline(msgspec.Struct, frozen=True):
 
 
 class GuideFacts(msgspec.Struct, frozen=True):
-    """Facts of a model on an accelerator. `devices`, `layout`: the smallest instance with room for
-    INSTANCE_TOKENS tokens. `formula`: the factors of `kv_bytes_per_token`."""
+    """Sizes and speeds of a model on an accelerator. `devices`, `layout`: the smallest instance
+    whose KV memory has room for INSTANCE_TOKENS tokens. `formula`: the factors of
+    `kv_bytes_per_token`."""
 
     model: str
     hardware: str
@@ -143,7 +144,7 @@ def smallest_instance(model: str, card: Accelerator) -> Fitting:
 
 
 def facts(question: FactsQuestion) -> GuideFacts:
-    """Returns the facts of a model on an accelerator. Takes milliseconds.
+    """Returns the sizes and speeds of a model on an accelerator. Takes milliseconds.
 
     Raises:
         NothingFits: The model does not fit on MOST_DEVICES accelerators.

@@ -57,7 +57,7 @@ class Measurer:
         return tries.trial(runner or self.runner, candidate, rate)
 
     def measured(self, task: Task) -> Finding | None:
-        """Searches the candidate's highest rate. Returns None if not above the task's
+        """Finds the candidate's highest rate. Returns None if the rate does not exceed the task's
         `rival_rate`."""
         trials = list(task.trials)
 
@@ -129,9 +129,12 @@ def highest_rate(
       attained: Returns the fraction of requests that meet the goal's limits at a rate.
       guess: Rate to start from; the result is 0 if a hundredth of this rate fails.
       wanted: Attainment to reach.
-      carried: Rate known to reach `wanted`, from which the search starts; 0 if none is known.
-      tolerance: Relative distance between result and lowest failing rate at which the search ends.
-      known: (rate, attainment) of earlier trials, of which one reached `wanted` and one failed.
+      carried: Rate that is known to reach `wanted`, from which the search starts; 0 if no such rate
+        is known.
+      tolerance: Relative difference between the result and the lowest failing rate at which the
+        search ends.
+      known: (rate, attainment) of earlier trials: at least one that reached `wanted` and one that
+        did not.
     """
     runs = 0
 

@@ -9,8 +9,8 @@ tries neighbours of the best candidates until none is better. A `Plan` ranks the
 candidates by their rate per accelerator of the site, idle accelerators included. It has the binding
 limit of each candidate and a verdict as text (`verdict`).
 
-Goals that no candidate can attain are refused before any simulation (`never`). No prompt is faster
-than by itself in one chunk, and no decode step is faster than with a single sequence.
+Goals that no candidate can attain are refused before any simulation (`never`): a prompt is fastest
+alone in one chunk, and a decode step is fastest with a single sequence.
 
 Accesses the simulator only through `Runner`; prints nothing. Deterministic by seed."""
 
@@ -281,8 +281,8 @@ class Planner:
 
 
 class _Found:
-    """Collects the candidates searched so far, and the findings of those that exceeded the best
-    rate known before."""
+    """Collects the candidates searched so far, and the findings of candidates that exceeded the
+    best earlier rate."""
 
     def __init__(self, site: Site, told: Told) -> None:
         self._told = told
@@ -306,8 +306,8 @@ class _Found:
         )
 
     def close_to_the_best(self, wanted: float, rooms: Mapping[Layout, int]) -> list[Task]:
-        """Returns tasks to search again, with a smaller tolerance, the candidates that may be the
-        best of their mode."""
+        """Returns tasks that search the candidates that may be the best of their mode again, with a
+        smaller tolerance."""
         tasks: list[Task] = []
         best: dict[Mode, float] = {}
         for item in self.ranked:
@@ -322,8 +322,8 @@ class _Found:
 
     @property
     def ranked(self) -> list[Finding]:
-        """Findings, the highest rate per accelerator first. Of equal findings, modes with one pool
-        come first, then the higher bound."""
+        """Findings, the highest rate per accelerator first. Ties are ordered by mode, one pool
+        first, and then by the higher bound."""
         return sorted(
             self._findings.values(),
             key=lambda item: (
@@ -340,7 +340,7 @@ def neighbours(
 ) -> list[tuple[tuple[Candidate, Bounds], float]]:
     """Returns untried neighbours of the best candidates as tasks. Neighbours of a chunked candidate
     have an adjacent chunk size, and those of a disaggregated candidate one prefill instance more or
-    less. Simulation may rank them higher than the cost model did."""
+    less. In simulation a neighbour may reach a higher rate than the cost model predicted."""
     chosen: list[tuple[tuple[Candidate, Bounds], float]] = []
     for mode in (Mode.CHUNKED, Mode.DISAGGREGATED):
         best = next((item for item in found.ranked if item.candidate.mode is mode), None)
@@ -407,7 +407,7 @@ def _missed(
     limit: float,
     wanted: float,
 ) -> tuple[float, str, int] | None:
-    """Takes the prompt at quantile `wanted` of the lengths. Returns (seconds, fastest layout,
+    """Checks the prompt at quantile `wanted` of the lengths. Returns (seconds, fastest layout,
     tokens) if this prompt misses the limit on the fastest layout, else None."""
     at = min(len(prompts) - 1, max(0, int(np.ceil(wanted * len(prompts))) - 1))
     tokens = int(np.sort(prompts)[at])

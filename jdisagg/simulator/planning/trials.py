@@ -1,23 +1,25 @@
-"""Decides by simulation whether a candidate carries a request rate. A rate is carried if the goal
-would still be attained after any number of requests; otherwise the candidate is overloaded.
+"""Decides by simulation whether a candidate can sustain a request rate. It sustains the rate if it
+attains the goal for any number of requests; otherwise it is overloaded.
 
 Requests arrive in the workload's order, as a Poisson process (with the same random numbers at every
 rate, so that curves do not jump) or at the trace's scaled times. Requests that arrive while the
-empty cluster fills, at most a third of the time, are served but not judged.
+empty cluster fills, at most a third of the time, are served but not counted.
 
 Attainment in one run is not enough: the queue of an overloaded candidate grows, but the run may end
-before the wait reaches the TTFT limit. A rate therefore counts as carried only if
+before the wait reaches the TTFT limit. A rate therefore counts as sustained only if both conditions
+hold:
 
-- arrivals last `STAYS` times as long as a request takes, so that decode batches have filled within
-  the third that is not judged, and
-- arrivals last `1 / TOLERANCE` TTFT limits, in which the wait in a queue that gains the fraction
-  TOLERANCE of the arrivals exceeds the limit, or the wait for the first token grows by less than
-  `GROWTH` seconds per second. This growth equals the fraction of the arrivals that queue up.
+- Arrivals last `STAYS` times as long as a request takes, so that decode batches have filled within
+  the third that is not counted.
+- Arrivals last `1 / TOLERANCE` times the TTFT limit. If the queue grows by the fraction TOLERANCE
+  of the arrivals, its wait exceeds the TTFT limit within this time. Alternatively, the wait for the
+  first token grows by less than `GROWTH` seconds per second, which is the fraction of arrivals by
+  which the queue grows.
 
-A run ends early once more judged requests than the goal allows have missed a limit. An inconclusive
-run is repeated with more requests, up to `EXTENDS` times `most_requests`. If the longest run is
-inconclusive, or the workload has no more requests, the trial is marked `short`, and its rate does
-not count as carried.
+A run ends early when more counted requests than the goal allows have missed a limit. An
+inconclusive run is repeated with more requests, up to `EXTENDS` times `most_requests`. If the
+longest run is inconclusive, or the workload has no more requests, the trial is marked `short`, and
+its rate does not count as sustained.
 
 Accesses the simulator only through `Runner`; does not choose rates. Deterministic by seed."""
 
@@ -155,7 +157,7 @@ def requests_at(
     workload: Sequence[Arrival], rate: float, count: int, arrivals: Process, seed: int
 ) -> list[Arrival]:
     """Returns the first `count` requests of the workload at `rate` per second. A shorter workload
-    is repeated. A workload with named blocks is not, because this would add cache hits."""
+    is repeated. A workload with named blocks is not repeated, because this would add cache hits."""
     if any(item.block_hashes for item in workload):
         count = min(count, len(workload))
     if arrivals == "trace" and len(workload) > 1:

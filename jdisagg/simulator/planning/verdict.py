@@ -32,11 +32,11 @@ class Trial:
     """The result of simulating a candidate at one rate.
 
     Attributes:
-      attainment: Fraction of the judged requests that met both limits.
-      late_first, late_tokens: Fractions of the judged requests that missed the TTFT and the TPOT
+      attainment: Fraction of the counted requests that met both limits.
+      late_first, late_tokens: Fractions of the counted requests that missed the TTFT and the TPOT
         limit.
-      unfinished: Fraction of the judged requests that did not finish; `reason` is the most frequent
-        reason.
+      unfinished: Fraction of the counted requests that did not finish; `reason` is the most
+        frequent reason.
       overload: Whether the queue grew so fast that the goal would be missed with more arrivals.
       short: Whether arrivals ended too soon for a conclusion.
     """
@@ -236,7 +236,8 @@ def _said(finding: Finding) -> str:
 
 
 def _why(one: Finding, two: Finding, estimator: Estimator) -> str:
-    """Describes why finding `one`, with one pool, beats `two`, with two pools; "" if unknown."""
+    """Describes why finding `one` (one pool) has a higher rate than finding `two` (two pools); ""
+    if the reason is unknown."""
     reasons = []
     if "hand-off" in two.binding or "link" in two.binding or two.link_share > 0.8:
         reasons.append("the link is slow for the KV that is transferred")
