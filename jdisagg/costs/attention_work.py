@@ -1,12 +1,12 @@
-"""Counts the positions that attend to each other, averaged over layers with and without a sliding
+"""Counts the (query, key) pairs of attention, averaged over layers with and without a sliding
 window. Pure."""
 
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
 
 
 def windowed_share(geometry: CostGeometry) -> tuple[int, float]:
-    """Returns the size of the sliding window in tokens, and the share of the attention work for a
-    pair of positions that is in layers with this window. Returns (0, 0.0) without a window."""
+    """Returns the size of the sliding window in tokens, and the fraction of the attention work for
+    one (query, key) pair that is in layers with this window. Returns (0, 0.0) without a window."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention) or attention.window is None:
         return 0, 0.0
@@ -16,8 +16,7 @@ def windowed_share(geometry: CostGeometry) -> tuple[int, float]:
 
 
 def attended_pairs(geometry: CostGeometry, new: int, cached: int = 0) -> float:
-    """Returns the number of pairs of positions that attend to each other when `new` tokens follow
-    `cached` tokens."""
+    """Returns the number of (query, key) pairs when `new` tokens follow `cached` tokens."""
     whole = new * cached + new * (new + 1) / 2
     window, share = windowed_share(geometry)
     if not window:

@@ -59,11 +59,11 @@ def exchange_seconds(
 ) -> float:
     """Returns the seconds of one layer's exchange: tokens to their experts, and results back.
 
-    With "all_to_all", a device sends its share of the rank's tokens. Up to `direct_tokens` tokens
-    of a rank, each expert on another device gets its own copy. Of more tokens, each other host gets
-    one copy, and distributes the copy over its scale-up link at the same time (DeepEP's kernels for
-    decode and for prefill). A group limit of the router (`Experts.groups_of_token`) limits the
-    number of hosts.
+    With "all_to_all", a device sends its share of the rank's tokens. For up to `direct_tokens`
+    tokens of a rank, each expert on another device gets its own copy (DeepEP's decode kernels). For
+    more tokens, each other host gets one copy, which it distributes over its scale-up link at the
+    same time (DeepEP's prefill kernels). A group limit of the router (`Experts.groups_of_token`)
+    limits the number of hosts.
 
     Args:
         layout: Layout with experts on all of its devices.

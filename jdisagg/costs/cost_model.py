@@ -4,9 +4,9 @@ by cause so that a placement decision can state its reason.
 Every operation follows a roofline: max(FLOP / achieved FLOP/s, bytes / achieved bandwidth) plus
 launch latency, on one device of the dp rank with the most work. Tensor parallelism adds two
 all-reduces per layer, each latency + bytes / bandwidth. The exchange of tokens among experts and
-the sends between pipeline stages are added. One layer of each kind is estimated and multiplied. A
-mixture of experts reads only the expected number of experts that the batch uses: E (1 - (1 - active
-/ E)^tokens).
+the sends between pipeline stages are added. One layer of each kind is estimated and multiplied by
+the number of such layers. A mixture of experts reads only the expected number of experts that the
+batch uses: E (1 - (1 - active / E)^tokens).
 
 Pure; must not import requests, queues or clocks. A decode step is estimated from the number of
 sequences and the sum of their contexts. This takes a few microseconds, so that simulators can
@@ -198,12 +198,13 @@ class CostModel:
     def _device(
         self, tokens: float, sampled: float, attention: Cost, elsewhere: float | None = None
     ) -> Cost:
-        """Estimates a step on the device from its `attention` and, as in `_layers`, the rest."""
+        """Estimates the device time of a step: the given cost of `attention`, plus the other parts
+        (`_layers`)."""
         cost = self._layers(tokens, sampled, elsewhere) + attention
         return self._overlapped(cost, tokens, sampled, attention, elsewhere)
 
     def _decode_device(self, sequences: int, attention: Cost) -> Cost:
-        """Returns `_device` of a decode step without speculation."""
+        """Returns the device time (`_device`) of a decode step without speculation."""
         cost = self._decode_layers(sequences) + attention
         return self._overlapped(cost, sequences, sequences, attention, None)
 
@@ -227,7 +228,8 @@ class CostModel:
         return layers
 
     def host_seconds(self, sequences: int) -> float:
-        """Returns the seconds of a decode step in which only the host works."""
+        """Returns the part of a decode step's seconds in which the host works and the device is
+        idle."""
         reached = self.accelerator.efficiency
         return reached.step_seconds + reached.sequence_seconds * sequences
 
@@ -243,7 +245,7 @@ class CostModel:
     ) -> Cost:
         """Estimates one step that runs a prefill chunk together with decoding sequences; see
         `prefill_of` and `decode_of`. `elsewhere`: number of tokens in the step on all other dp
-        ranks; None assumes that each has as many as this rank."""
+        ranks; None assumes that each other rank has as many tokens as this rank."""
         if not rows:
             return self.decode_of(sequences, decode_context_tokens)
         reached = self.accelerator.efficiency
@@ -319,7 +321,8 @@ class CostModel:
 
     @property
     def state_bytes_per_device(self) -> float:
-        """Bytes of one sequence's recurrent state on one device; sharded like kv heads."""
+        """Bytes of one sequence's recurrent state on one device. The state is sharded like kv
+        heads."""
         return self.state_bytes / self._kv_shards() / self.stages
 
     # ---- parts
@@ -451,7 +454,8 @@ class CostModel:
         return cost
 
     def _decode_attention(self, sequences: float, context_tokens: float, queries: int = 1) -> Cost:
-        """`queries`: number of tokens of each sequence that attend in the step."""
+        """Estimates the attention of a decode step. `queries`: number of query tokens of each
+        sequence in the step."""
         cost = self._attended(sequences, context_tokens, queries)
         if self.geometry.linear:
             cost += self._recurrence(sequences * queries, sequences, chunked=False)
@@ -515,7 +519,8 @@ class CostModel:
 
     def _hand_ons(self, size_bytes: float) -> float:
         """Returns the seconds to send activations of `size_bytes` bytes through all pipeline
-        stages. Stages that share a scale-up link use it; others use the scale-out link."""
+        stages. Stages that share a scale-up link use this link; other stages use the scale-out
+        link."""
         accelerator = self.accelerator
         out = math.ceil(self.stages / max(1, accelerator.domain_devices // self.layout.devices)) - 1
         return (self.stages - 1 - out) * accelerator.scale_up.seconds(

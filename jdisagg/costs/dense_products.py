@@ -19,7 +19,8 @@ class Product:
 
 
 def most_kv_shards(shape: CostGeometry) -> int:
-    """Returns the largest number of devices over which kv heads are sharded. A latent is not."""
+    """Returns the largest number of devices over which kv heads are sharded; 1 for a latent, which
+    is not sharded."""
     attention = shape.attention
     return 1 if isinstance(attention, LatentAttention) else attention.shared_kv_heads
 

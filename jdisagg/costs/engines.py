@@ -5,13 +5,14 @@ let a user price the deployment of another system, and let benchmarks compare th
 published measurements. Both call the same code.
 
 Kernel speeds are from public tables of single operations (aiconfigurator's data of vLLM 0.14 to
-0.24, SGLang 0.5 and TensorRT-LLM 1.2 to 1.3), not from serving runs. Products reach 0.60 of the
-peak in fp8 on H200 where bfloat16 reaches 0.80, and 0.40 to 0.45 in nvfp4 on B200. An all-reduce
-takes 3.5 to 5 us (H200) and 5.5 to 8 us (B200) over two devices as over eight, and reaches 0.46 and
-0.33 of the link. Decode attention over few tokens takes 9.5 us (H100, H200) and 7.3 us (B200).
-Host times were chosen with half of the public serving points (benchmarks/results/public_runs.md).
-DeepEP's public figures give the exchange of experts across hosts: fp8 on the way out, 0.9 of the
-link, one copy a host for large batches. Pure data."""
+0.24, SGLang 0.5 and TensorRT-LLM 1.2 to 1.3), not from serving runs. Matrix products reach 0.60 of
+the peak in fp8 and 0.80 in bfloat16 on H200, and 0.40 to 0.45 in nvfp4 on B200. The latency of an
+all-reduce is 3.5 to 5 us on H200 and 5.5 to 8 us on B200, for two to eight devices. Large
+all-reduces reach 0.46 (H200) and 0.33 (B200) of the link's peak. Decode attention over few tokens
+takes 9.5 us (H100, H200) and 7.3 us (B200). Host times were chosen with half of the public serving
+points (benchmarks/results/public_runs.md). The exchange of experts across hosts follows DeepEP's
+public figures: tokens are sent to experts in fp8, at 0.9 of the link's peak, with one copy per host
+for large batches. Pure data."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -79,15 +80,15 @@ class EnginePreset:
     """An inference engine, as the cost model describes it. This class describes jdisagg itself.
 
     Attributes:
-      order: Whether a step carries prompt chunks beside decode rows ("mixed"), or prompts run in
-        steps of their own as long as one waits ("prefill_first").
+      order: "mixed" if a step may contain prompt chunks and decode rows, "prefill_first" if waiting
+        prompts run in separate steps before any decode step.
       chunk_tokens: Default number of tokens of a step with prompts.
       front_seconds: Seconds from a client to the scheduler's queue and back.
-      steps_ahead: Number of steps that are issued before a new request is seen.
+      steps_ahead: Number of steps that are issued before a new request can join.
       reserved: Fraction of an answer whose KV must fit before the request starts.
       step_error: Median relative error of predicted TPOT on public measurements
-        (benchmarks/results/public_runs.md). There are no published measurements of jdisagg; its
-        error is that of its own kernels' prices against other engines' points.
+        (benchmarks/results/public_runs.md). There are no GPU measurements of jdisagg; its error is
+        that of jdisagg's kernel times against measurements of other engines.
     """
 
     name: str = "jdisagg"
@@ -99,8 +100,8 @@ class EnginePreset:
     step_error: float = 0.15
 
     def shape(self, geometry: CostGeometry, weights: str) -> CostGeometry:
-        """Returns the geometry with the bits of its matrices. `weights`: precision of the weights;
-        empty for the model's data type."""
+        """Returns the geometry with the bits per value of quantized matrices. `weights`: precision
+        of the weights; empty for the model's data type."""
         if weights not in ("", *WEIGHT_BITS):
             raise ConfigError(
                 f"weights={weights!r} is not served by {self.name}, which has"
@@ -170,8 +171,9 @@ class GpuEngine(EnginePreset):
     def _kernels(
         self, card: Accelerator, geometry: CostGeometry, layout: Layout, weights: str
     ) -> Kernels:
-        """Four bits are multiplied as such on Blackwell. Elsewhere, and in int4, they are converted
-        to bfloat16 by the kernel."""
+        """Returns the kernels for a precision of the weights. On Blackwell, fp4 values are
+        multiplied directly. On other devices, and for int4, kernels convert four-bit values to
+        bfloat16."""
         new, mixture = card.name in BLACKWELL, bool(geometry.experts)
         few = PRECISION_BITS.get(weights) == 4
         four = FP4_SPEED if weights == "fp4" and new else 1.0
@@ -237,7 +239,7 @@ def engine_named(name: str) -> EnginePreset:
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """What runs on a deployment's accelerators.
+    """The inference engine of a deployment, with its weight precision and speculation.
 
     Attributes:
       engine: The inference engine.
@@ -253,7 +255,7 @@ class Software:
     acceptance: float = 0.0
 
     def shape(self, geometry: CostGeometry) -> CostGeometry:
-        """Returns the geometry with the bits of its matrices."""
+        """Returns the geometry with the bits per value of this software's weights."""
         return self.engine.shape(geometry, self.weights)
 
     def card(self, card: Accelerator, geometry: CostGeometry, layout: Layout) -> Accelerator:
@@ -266,8 +268,8 @@ class Software:
 
     @classmethod
     def of(cls, engine: str, weights: str | None, speculation: str | None) -> "Software":
-        """Builds the software from flags. `speculation`: "TOKENS:ACCEPTANCE", such as "2:0.8".
-        Raises ConfigError for other text."""
+        """Builds a `Software` from the values of flags. `speculation`: text "TOKENS:ACCEPTANCE",
+        such as "2:0.8". Raises ConfigError for other text."""
         if not speculation:
             return cls(engine_named(engine), weights or "")
         tokens, _, part = speculation.partition(":")

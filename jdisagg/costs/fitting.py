@@ -3,10 +3,10 @@
 Uses Gauss-Newton with Levenberg's damping. The unknowns are the logarithms of the constants, and
 the residuals are logarithms of predicted over measured seconds. Errors are thus relative, and
 constants stay positive. Large residuals count linearly (soft L1), because measurements have
-outliers. A weak prior holds constants that the measured steps do not determine near the
-accelerator's published values: fractions within about 30 %, times within an order of magnitude.
-`launch_seconds` is a lower bound on a step's time and has no gradient for longer steps, so fits
-start both at and below the fastest step. Pure numpy."""
+outliers. If the measured steps do not determine a constant, a weak prior keeps it near the
+accelerator's published value: fractions within about 30 %, times within an order of magnitude.
+`launch_seconds` is a lower bound on a step's time and has no gradient for longer steps. Therefore
+one fit starts at the fastest step's time and another below it. Pure numpy."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -20,12 +20,12 @@ class Kernels:
     Attributes:
       exchange: How tokens reach experts of other ranks: "gather" (this project's programs) or
         "all_to_all" (specialised kernels, such as DeepEP's).
-      dispatch_bits: Bits per value of tokens that are sent to experts; 0 means those of
-        activations. Results always return as activations.
-      exchange_bandwidth: Fraction of a scale-out link that "all_to_all" achieves; 0 means that of
-        other collectives.
+      dispatch_bits: Bits per value of tokens that are sent to experts; 0 means the bits of
+        activations. Results are always sent back in the type of activations.
+      exchange_bandwidth: Fraction of a scale-out link's peak that "all_to_all" achieves; 0 means
+        the same fraction as for other collectives.
       direct_tokens: Largest number of tokens of a rank that "all_to_all" sends to each expert
-        separately. Of more tokens, one copy is sent to each host, which distributes the copy over
+        separately. For more tokens, one copy is sent to each host, which distributes the copy over
         its scale-up link.
       overlaps: Whether an exchange over scale-out links runs while the other half of the batch
         computes (two-batch overlap). Weights are then read once for each half.
@@ -49,8 +49,8 @@ class Kernels:
       whole_contexts: Whether one thread block reads the whole context of a head and sequence in
         decode attention (early vLLM, DistServe). A step then waits for the busiest multiprocessor.
         Needs `multiprocessors`.
-      draft_tokens: Number of tokens that each decode step drafts for each sequence, by one extra
-        layer for each (multi-token prediction); 0 without speculation.
+      draft_tokens: Number of draft tokens per sequence in each decode step, each predicted by one
+        extra layer (multi-token prediction); 0 without speculation.
       acceptance: Probability that a draft is accepted, given that all drafts before it are.
     """
 
@@ -91,8 +91,8 @@ class Kernels:
         return sum(self.acceptance**draft for draft in range(self.draft_tokens + 1))
 
     def tiled(self, tokens: float, columns: float) -> float:
-        """Converts the time lost in partial waves of tiles to tokens: returns the number of tokens
-        that always busy multiprocessors would compute in the time of a product of `tokens`
+        """Adds the time lost in partial waves of tiles, expressed in tokens. Returns the number of
+        tokens that fully used multiprocessors would compute in the time of a product of `tokens`
         tokens."""
         if not self.multiprocessors:
             return tokens
@@ -105,8 +105,8 @@ class Kernels:
     def waited_for(
         self, sequences: float, context_tokens: float, longest: float, heads: float
     ) -> float:
-        """Converts the time in which multiprocessors wait to tokens: returns the number of context
-        tokens that always busy multiprocessors would read during decode attention. This is
+        """Adds the time in which multiprocessors wait, expressed in tokens. Returns the number of
+        context tokens that fully used multiprocessors would read during decode attention. This is
         `context_tokens` if the work is split evenly.
 
         With `whole_contexts` the result is the lesser of two upper bounds. Graham's bound for list

@@ -1,5 +1,4 @@
-"""Computes the size of a model's KV and the time to transfer it, and formats both as rows of text.
-
+"""Computes the size and the transfer time of a model's KV, and formats both as rows of text.
 `jdisagg kv_calculator` prints the rows. The web page's guide shows the same figures."""
 
 from collections.abc import Iterable

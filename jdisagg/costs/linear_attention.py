@@ -20,7 +20,8 @@ class LinearAttention(Message, frozen=True):
       key_heads: Number of key heads, which Mamba-2 calls groups. Each serves value_heads /
         key_heads value heads.
       taps: Number of tokens that the convolution covers.
-      corrects: Whether an update first reads the state at the key (delta rule); Mamba-2 only adds.
+      corrects: Whether an update first reads the state at the key (delta rule). In Mamba-2 an
+        update only adds.
       key_copies: Number of shards that each hold all key heads and their convolution inputs; 0 if
         key heads are sharded.
     """

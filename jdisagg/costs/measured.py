@@ -1,7 +1,7 @@
 """Costs of prefills and decode steps from times that a worker measured on its own mesh.
 
-A worker times a few warm programs before it serves (`executor/step_times.py`) and reports the
-result with its status. In contrast to `cost_model`, no description of the hardware is needed. A
+Before it serves, a worker measures a few compiled programs (`executor/step_times.py`), and reports
+the times with its status. In contrast to `cost_model`, no description of the hardware is needed. A
 chunk or batch is padded to the next size for which a program is compiled, so that its cost is a
 step function of its size. Pure."""
 
@@ -93,7 +93,7 @@ Points = tuple[tuple[int, float], ...]
 
 
 def _separated(measured: list[tuple[int, float, float]]) -> tuple[Points, float]:
-    """Separates attention from the rest of measured programs.
+    """Separates the time of attention from the other time of measured programs.
 
     Args:
         measured: (size, attention work, seconds). Attention is measured by two programs of one
@@ -114,7 +114,8 @@ def _separated(measured: list[tuple[int, float, float]]) -> tuple[Points, float]
 
 
 def _padded(sizes: tuple[int, ...], size: int) -> int:
-    """Returns the smallest compiled size that is at least `size`. Beyond the largest, `size`."""
+    """Returns the smallest compiled size that is at least `size`, or `size` itself if it exceeds
+    all compiled sizes."""
     return next((one for one in sizes if one >= size), size)
 
 

@@ -113,8 +113,8 @@ class Experts:
       shared_ffn: Inner width of the shared expert; 0 if the model has no shared expert.
       shared_gate: Whether the shared expert has its own gate.
       latent: Width to which tokens are projected before the routed experts; 0 for none.
-      groups_of_token: Largest number of groups of experts that a token uses, where groups lie on
-        hosts (node-limited routing, DeepSeek-V3, section 2.1.2); 0 for no limit.
+      groups_of_token: Largest number of expert groups that a token uses, if each group is on one
+        host (node-limited routing, DeepSeek-V3, section 2.1.2); 0 for no limit.
     """
 
     count: int
@@ -137,7 +137,8 @@ class Experts:
         return self.latent or width
 
     def touched(self, tokens: float) -> float:
-        """Returns the expected number of experts that `tokens` tokens use if routing is random."""
+        """Returns the expected number of distinct experts that `tokens` tokens use if routing is
+        random."""
         return self.count * (1.0 - (1.0 - self.active / self.count) ** tokens)
 
 
@@ -247,7 +248,7 @@ class CostGeometry:
 
     @property
     def active_parameters(self) -> int:
-        """Number of weights that one token is multiplied with."""
+        """Number of weights used for one token."""
         return self._always_read + self._of_experts(self.experts.active if self.experts else 0)
 
     def _of_experts(self, count: int) -> int:
@@ -284,7 +285,8 @@ class CostGeometry:
 
     @property
     def widest_window(self) -> int:
-        """Number of positions in the widest window, with the token's own; 0 without a window."""
+        """Number of positions in the widest window, including the token's own position; 0 without a
+        window."""
         return 0 if isinstance(self.attention, LatentAttention) else self.attention.window or 0
 
     @property

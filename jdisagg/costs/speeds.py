@@ -1,11 +1,11 @@
 """Estimates the speed of one kind of instance in vectorised form, so that a placement decision can
 compare a thousand workers.
 
-A `Speed` wraps the cost model of one (geometry, layout, hardware, stages), or the times that the
-instance measured. The duration of a decode
-step is interpolated, within 3 %, from a grid over the number of sequences and their mean context. A
-queue of prompts is estimated from two sums, and a single prompt exactly. `speed_of` caches one
-`Speed` for each kind. Pure except for caches.
+A `Speed` wraps the cost model of one kind of instance (geometry, layout, hardware, stages), or the
+times that the instance measured. The duration of a decode step is interpolated, within 3 %, from a
+grid over the number of sequences and their mean context. A queue of prompts is estimated from its
+number of tokens and of (query, key) pairs; a single prompt exactly. `speed_of` caches one `Speed`
+for each kind. Pure except for caches.
 
 With n pipeline stages, n chunks run at the same time, so that a queue of prompts takes 1/n of the
 sum of its chunks' durations. Decoding sequences are spread over n batches."""
@@ -95,8 +95,8 @@ class Speed:
     def prefill_seconds(
         self, new_tokens: int, cached_tokens: int = 0, chunk_tokens: int = 0
     ) -> float:
-        """Returns the seconds to prefill one prompt by itself, in chunks. Attention grows linearly
-        from chunk to chunk, so the first and the last chunk determine all."""
+        """Returns the seconds to prefill one prompt by itself, in chunks. The time of attention
+        grows linearly from chunk to chunk, so the first and the last chunk determine the sum."""
         key = (-(-new_tokens // GRANULE_TOKENS) * GRANULE_TOKENS, cached_tokens, chunk_tokens)
         known = self._prefills.get(key)
         if known is None:
@@ -106,8 +106,8 @@ class Speed:
         return known
 
     def backlog_rates(self, chunk_tokens: int = 0) -> tuple[float, float]:
-        """Returns the seconds per token, and per pair of positions that attend to each other, for
-        prompts that are packed into full chunks of one dp rank."""
+        """Returns the seconds per token and per (query, key) pair, for prompts that are packed into
+        full chunks of one dp rank."""
         chunk = chunk_tokens or WHOLE_PROMPT_TOKENS
         if chunk not in self._rates:
             few = self.model.prefill_of(chunk, 0.0, chunk, 1).seconds
@@ -178,7 +178,7 @@ class Speed:
 
 
 def _with_jumps(sizes: Array, jumps: tuple[int, ...]) -> Array:
-    """Returns `sizes` with additional points at and directly behind each of `jumps`."""
+    """Returns `sizes` with additional points at each of `jumps` and directly after it."""
     added = [size for jump in jumps for size in (jump, jump + 1) if size < sizes[-1]]
     return np.unique(np.concatenate((sizes, np.array(added, float)))) if added else sizes
 
@@ -194,8 +194,8 @@ def _model(kind: Kind) -> CostModel | MeasuredCosts:
 
 
 class _Grid:
-    """Interpolates a table of values bilinearly. Precomputes all that does not depend on the query,
-    because every placement decision interpolates."""
+    """Interpolates a table of values bilinearly. Precomputes everything that does not depend on the
+    query, because every placement decision interpolates."""
 
     def __init__(self, values: Array, rows: Array, columns: Array) -> None:
         self._last, self._width = columns[-1], len(columns)

@@ -1,5 +1,6 @@
-"""Estimates how many drafts would be accepted, from fading counts of predicted tokens that came or
-did not come. A prediction is counted whether or not a step verified it."""
+"""Estimates the acceptance rate of draft tokens. Compares predicted tokens with the tokens that the
+model then chose, whether or not a step verified the prediction. The counts decay, so that recent
+predictions weigh more."""
 
 from dataclasses import dataclass
 
@@ -11,8 +12,8 @@ OVERALL_FADE = 0.99  # of the counts of all sequences
 
 @dataclass(slots=True)
 class Acceptance:
-    """Fading counts of predicted tokens: `tries`, and `hits`, those that came. A token behind a
-    wrong one is not counted."""
+    """Decaying counts of predicted tokens: `tries` counts all, `hits` the correct ones. Tokens
+    after a wrong prediction are not counted."""
 
     hits: float = 0.0
     tries: float = 0.0
@@ -22,5 +23,6 @@ class Acceptance:
         self.tries = self.tries * fade + tries
 
     def estimate(self, prior: float = PRIOR) -> float:
-        """Returns the probability that a predicted token comes if all before it did."""
+        """Returns the probability that a predicted token is correct, given that all earlier ones
+        are."""
         return (self.hits + prior * PRIOR_TRIES) / (self.tries + PRIOR_TRIES)

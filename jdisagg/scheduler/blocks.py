@@ -44,7 +44,8 @@ def padded(tokens: int, granule_tokens: int) -> int:
 
 
 def even_runs(count: int, runs: int) -> tuple[range, ...]:
-    """Splits `count` items into at most `runs` ranges of nearly equal length, larger ones first."""
+    """Splits `count` items into at most `runs` ranges of nearly equal length, longer ranges
+    first."""
     runs = min(runs, count)
     size, larger = divmod(count, runs)
     starts = [index * size + min(index, larger) for index in range(runs + 1)]

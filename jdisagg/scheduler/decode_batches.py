@@ -14,8 +14,8 @@ free slots. A command has several steps only if no other work waits. On an inter
 command of several steps is called a span. A span has as many steps as all its sequences have page
 room for, and returns fewer tokens if it is interrupted.
 
-Invariants: a slot holds one sequence; a sequence is stepped only below its limit and inside its
-pages; tokens of a child are accepted once, in order."""
+Invariants: a slot has at most one sequence; a sequence is decoded only up to its limit and within
+its pages; tokens of a child are accepted once, in order."""
 
 from dataclasses import replace
 
@@ -234,7 +234,7 @@ class DecodeBatches:
 
     def _make_snapshots(self, active: list[list[Sequence]]) -> int:
         """Plans a copy of the state of each sequence that is at a block boundary. Returns the
-        number of steps until the next sequence is at one."""
+        number of steps until the next sequence reaches a block boundary."""
         kept, states, steps = self._state.residency, self._state.states, self._steps
         every = kept.snapshot_tokens
         for child in (child for rank in active for child in rank):
@@ -344,8 +344,8 @@ class DecodeBatches:
             )
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
-        """Gives pages to running sequences that need them, oldest sequence first. If pages run out,
-        the youngest sequence is preempted, so a sequence that just received pages is not."""
+        """Gives pages to running sequences that need them, oldest sequence first. If no page is
+        free, preempts the youngest sequence, which has not received pages in this pass yet."""
         grows: list[SlotGrow] = []
         needy = [
             child
@@ -407,7 +407,8 @@ def _counts(child: Sequence) -> bool:
 def _issue(
     rank: list[Sequence], steps: int, number: int, drafts: dict[tuple[int, int], Planned]
 ) -> list[_Issued]:
-    """Counts the tokens that a command must bring to the sequences of rank `number`."""
+    """Adds the tokens that a command will produce to the issued positions of the sequences on rank
+    `number`."""
     issued = []
     for row, child in enumerate(rank):
         left = child.issued_limit - child.issued_position

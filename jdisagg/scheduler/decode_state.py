@@ -1,13 +1,14 @@
 """Holds the state of a decode worker: page ledgers and batch slots of each data-parallel rank, the
 sequence groups that own them, and progress to report.
 
-`reservations.py` (who gets pages) and `decode_batches.py` (what runs next) share this state. It
+`reservations.py` assigns pages and `decode_batches.py` plans steps; both share this state. It
 implements the operations that both need: ending a child, ending a group, and preemption. A freed
 page or slot may be reused at once, although a step in flight may still write to it. Commands run in
 order, so that write precedes every use by a later command.
 
 Invariants (tests/scheduler/test_decode_batches.py): an ended child owns no slot and no pages; a
-group without living children holds nothing; after all groups ended every ledger is full."""
+group whose children have all ended owns nothing; after all groups have ended, all pages are
+free."""
 
 import bisect
 from collections.abc import Callable
@@ -133,8 +134,8 @@ class DecodeState:
             self.growing[child.rank].discard(child.key)
 
     def contexts(self) -> tuple[int, ...]:
-        """Returns, for each rank, the number of tokens of all sequences not ended or swapped
-        out."""
+        """Returns, for each rank, the number of tokens of all sequences that are neither ended nor
+        swapped out."""
         contexts, absent = [0] * self.limits.ranks, (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
             prompt = len(group.request.prompt_token_ids)
@@ -179,8 +180,8 @@ class DecodeState:
         moved: bool = False,
         counted: bool = True,
     ) -> None:
-        """Ends a child: frees its slot and pages, and reports its last tokens and why it ended.
-        Idempotent.
+        """Ends a child: frees its slot and pages, and reports its last tokens and the reason for
+        its end. Idempotent.
 
         Args:
             counted: Whether a preemption is added to the counter of preemptions.

@@ -113,7 +113,7 @@ class MeshLimits:
     @property
     def state_grain(self) -> int:
         """Number of tokens that one step of a recurrence computes in a prefill chunk of one row.
-        Snapshots are made between two steps."""
+        Snapshots are made between two such steps."""
         return math.gcd(LONG_GRAIN, self.snapshot_tokens)
 
     @property
@@ -190,7 +190,8 @@ class MeshLimits:
 
 
 def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
-    """Returns ascending sizes from `smallest` to `largest`, each `factor` times the one before."""
+    """Returns ascending sizes from `smallest` to `largest`. Each size is `factor` times the
+    previous size."""
     sizes: list[int] = []
     size = smallest
     while size < largest:
@@ -200,9 +201,8 @@ def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
 
 
 def sequences_ahead(slots: int, asked: int | None) -> int:
-    """Returns the number of sequences beyond `slots` that may hold pages. Such sequences are ready
-    when a slot becomes free. The number is `asked` or, if `asked` is None, a quarter of the
-    slots."""
+    """Returns the number of sequences beyond `slots` that may have pages, so that a sequence is
+    ready when a slot becomes free: `asked`, or a quarter of the slots if `asked` is None."""
     return max(1, slots // 4) if asked is None else asked
 
 

@@ -127,7 +127,7 @@ class HostBlocks:
         return True
 
     def arrived(self, name: bytes) -> HostBlock | None:
-        """Returns the block of this name, or None if it is not completely in host memory."""
+        """Returns the block of this name, or None unless it is completely in host memory."""
         block = self._blocks.get(name)
         return block if block is not None and block.written else None
 

@@ -2,8 +2,8 @@
 
 `KeptEvents` collects the blocks that the pages of a mesh gain and lose, by data-parallel rank.
 Unlike the log for jdisagg's own routers (`KeptLog`), an event has a block's tokens, because other
-routers name blocks by hashes of their own. The class therefore remembers the tokens of each block
-from the moment its name was computed. Pure."""
+routers name blocks by hashes of their own. The class therefore stores the tokens of each block when
+the block's name is computed. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ class KeptEvents:
     Args:
         ranks: Number of data-parallel ranks.
         block_tokens: Number of tokens of a block.
-        pending: Called when events have become pending, from no events before.
+        pending: Function that is called when the first event becomes pending.
     """
 
     def __init__(self, ranks: int, block_tokens: int, pending: Callable[[], None]) -> None:
@@ -73,8 +73,8 @@ class KeptEvents:
         self.unknown_blocks = 0  # blocks left out because their tokens were forgotten
 
     def named(self, chain: Sequence[bytes], first: int, tokens: Sequence[int]) -> None:
-        """Remembers the tokens of the blocks of `chain` from number `first` on. `tokens` begin with
-        the chain's first block."""
+        """Stores the tokens of the blocks of `chain` from index `first` on. `tokens` begin with the
+        chain's first block."""
         size = self._block_tokens
         for index in range(first, len(chain)):
             parent = chain[index - 1] if index else None

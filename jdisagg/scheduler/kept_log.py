@@ -1,9 +1,9 @@
 """Records which cached blocks a mesh gained and lost. Routers keep an index of these blocks.
 
-A block counts as held while at least one rank or tier holds it. The log keeps a bounded number of
-events. A router passes its position in the log (`KeptMark` in `messages/kept_blocks.py`) and gets
-the events after that position. It gets a snapshot of all blocks instead, if the log no longer has
-these events or if there are more events than blocks. Pure."""
+A block counts as cached while at least one rank or tier caches it. The log keeps a bounded number
+of events. A router passes its position in the log (`KeptMark` in `messages/kept_blocks.py`) and
+gets the events after that position. If the log no longer has these events, or if there are more
+events than blocks, the router gets a snapshot of all blocks instead. Pure."""
 
 from collections import deque
 from itertools import islice
@@ -29,7 +29,7 @@ class KeptLog:
         return len(self._ranks)
 
     def gained(self, name: bytes) -> None:
-        """Records that one more rank or tier holds this block."""
+        """Records that one more rank or tier caches this block."""
         told = name[:TOLD_BYTES]
         ranks = self._ranks.get(told, 0)
         self._ranks[told] = ranks + 1
@@ -37,7 +37,7 @@ class KeptLog:
             self._record(told, True)
 
     def lost(self, name: bytes) -> None:
-        """Records that one rank or tier no longer holds this block."""
+        """Records that one rank or tier no longer caches this block."""
         told = name[:TOLD_BYTES]
         ranks = self._ranks[told] - 1
         if ranks:

@@ -1,10 +1,10 @@
-"""Predicts the next tokens of a sequence from the sequence itself: if its last tokens occurred
-before, the tokens that followed then are the prediction (prompt lookup). Needs no weights. Text
-that repeats its prompt, code that is edited, tables and loops are predicted well.
+"""Predicts the next tokens of a sequence by prompt lookup. If the last tokens occurred before in
+the sequence, the tokens that followed them are the prediction. Needs no weights. Works well for
+text that repeats its prompt, edited code, tables and loops.
 
-An index maps each n-gram to its latest occurrence. It grows by the tokens that are new at each
-call, a bounded number at a time, so that a long prompt delays no step for long. Only the end of a
-long prompt is indexed, because an index takes about 300 bytes of host memory per token."""
+An index maps each n-gram to its latest occurrence. Each call adds a bounded number of new tokens to
+the index, so that a long prompt delays no step for long. Only the end of a long prompt is indexed,
+because an index takes about 300 bytes of host memory per token."""
 
 from collections.abc import Sequence
 
@@ -35,9 +35,9 @@ class NgramIndex:
             most: Number of tokens to predict.
 
         Returns:
-            The index in `SIZES` of the n-gram that occurred before, and `most` tokens. A prediction
-                that reaches the sequence's end continues with its own first tokens. None if no
-                n-gram occurred before.
+            The index in `SIZES` of the n-gram that occurred before, and `most` tokens. If the
+                earlier occurrence is near the sequence's end, the prediction continues with its own
+                first tokens. None if no n-gram occurred before.
         """
         tokens = self._tokens
         tokens += generated[len(tokens) - self._prompt_tokens :]

@@ -1,4 +1,4 @@
-"""The page allocator of one data-parallel rank: records which owner holds which page. Pure.
+"""The page allocator of one data-parallel rank. Records which pages each owner has. Pure.
 
 An owner (any integer) holds an ordered list of pages. A page may have several owners. `share` lets
 an owner hold the first pages of another (n > 1 shares its prompt). `own` replaces a shared page by
@@ -66,7 +66,7 @@ class PageLedger:
         return tuple(self._held.get(owner) or self._holding(owner))
 
     def reserve(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Creates `owner` with `count` free pages. Returns these, or None if fewer are free."""
+        """Creates `owner` with `count` free pages. Returns the pages, or None if fewer are free."""
         if owner in self._held:
             raise LedgerError(
                 f"owner {owner} holds {len(self._held[owner])} pages already; extend it"

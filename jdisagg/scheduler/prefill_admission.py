@@ -1,13 +1,13 @@
 """Decides which waiting prompts get pages on a prefill mesh, and on which data-parallel rank. Pure.
 
-Prompts are served by arrival. The oldest prompt gets pages on the rank that would finish it first,
-among the ranks with room for the whole prompt. No prompt overtakes another, with one exception. A
-decode worker that is too slow to fetch its prompts' KV is called a stalled destination. Prompts of
-a stalled destination are not computed, and those not begun return their pages, so that prompts of
-other destinations overtake them. No chunk is issued if the unfetched tokens of all destinations
+Prompts are served by arrival. Among the ranks with room for the whole prompt, the oldest prompt
+gets pages on the rank that would finish it first. No prompt overtakes another, with one exception.
+A decode worker that is too slow to fetch its prompts' KV is called a stalled destination. Prompts
+of a stalled destination are not computed, and those not begun return their pages, so that prompts
+of other destinations overtake them. No chunk is issued if the unfetched tokens of all destinations
 together reach `STALLED_TOTAL` times the limit of one destination.
 
-`admit` is a function of its snapshot alone, so that recorded snapshots can be replayed."""
+`admit` depends only on its snapshot, so that recorded snapshots can be replayed."""
 
 from collections.abc import Mapping
 

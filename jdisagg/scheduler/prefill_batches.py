@@ -1,10 +1,10 @@
 """Packs prompts into prefill chunks. Each data-parallel rank serves its prompts in order of
 arrival. Pure.
 
-A chunk holds, per rank, at most one row that continues a long prompt, a few rows that start after
-cached positions, then rows of new prompts. Each row starts at a multiple of `granule_tokens`. The
-chunk's length is the smallest compiled size that holds the rows of every rank. A prompt longer than
-the room left is split and continues in the next chunk. Prompts are split only at multiples of
+A chunk contains, per rank, at most one row that continues a long prompt, then a few rows that start
+after cached positions, then rows of new prompts. Each row starts at a multiple of `granule_tokens`.
+The chunk's length is the smallest compiled size that fits the rows of every rank. A prompt longer
+than the room left is split and continues in the next chunk. Prompts are split only at multiples of
 `cut_tokens`. A prompt waits for the next chunk if the room left is too small for a split.
 
 Invariants: a prompt's rows are issued in order and without gap after its cached positions; a token
@@ -187,7 +187,8 @@ class PrefillBatches:
         return self._rows(picked)
 
     def _part(self, job: PrefillJob, room_tokens: int) -> int:
-        """Returns the number of a job's next tokens that fit; 0 if it cannot be split there."""
+        """Returns how many of a job's next tokens fit into `room_tokens`; 0 if the job cannot be
+        split within this room."""
         if job.snapshots and (most := job.most_tokens(self._limits.state_grain)) <= room_tokens:
             return most
         if job.left_tokens <= room_tokens or not self._cut_tokens:

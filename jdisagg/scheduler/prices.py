@@ -1,9 +1,10 @@
 """Estimates whether restoring cached KV from one source (host memory, disk or another worker) is
 faster than computing the same tokens, or than receiving their KV from a prefill worker.
 
-The time of computing or receiving is a measured number of seconds per token. The time of a restore
-is a `MovePrice`. If all measured restores have similar lengths, the same time is assumed for every
-length, so that longer restores are tried. Each source of KV has its own `Prices`. Pure."""
+The time to compute or receive tokens is a measured number of seconds per token. The time of a
+restore is estimated by a `MovePrice`. If all measured restores had similar lengths, the same time
+is assumed for every length, so that longer restores are tried. Each source of KV has its own
+`Prices`. Pure."""
 
 from typing import Literal
 
@@ -16,9 +17,9 @@ Instead = Literal["compute", "receive"]
 
 
 class MovePrice:
-    """The time of moves as a latency plus a time per unit of size (tokens or bytes), fitted to the
-    measured moves by least squares with more weight on recent ones. Also used for prefill
-    chunks."""
+    """Estimates the time of a copy or transfer (a move) as a latency plus a time per unit of size
+    (tokens or bytes). Fits both to the measured moves by least squares, with more weight on recent
+    moves. Also used for prefill chunks."""
 
     def __init__(self) -> None:
         # decayed sums over moves: count, size, seconds, size squared, size x seconds
@@ -57,7 +58,8 @@ class MovePrice:
 
 
 class Prices:
-    """The measured times of restores from one source, and of what restores spare.
+    """The measured times of restores from one source, and of the computations or transfers that
+    restores replace.
 
     Args:
         always: Whether every restore counts as worthwhile, whatever its time, and prompts wait
@@ -71,7 +73,8 @@ class Prices:
         self._moves = MovePrice()
 
     def computed_in(self, tokens: int, seconds: float, instead: Instead = "compute") -> None:
-        """Records that computing (or receiving) `tokens` tokens of a prompt took `seconds`."""
+        """Records that computing or receiving `tokens` tokens of a prompt took `seconds`.
+        `instead`: name of the alternative that was used (computing or receiving)."""
         if tokens > 0:
             now = seconds / tokens
             before = self._spared.get(instead, now)
@@ -89,8 +92,8 @@ class Prices:
 
     def worth(self, moved_tokens: int, computed_tokens: int, instead: Instead = "compute") -> bool:
         """Returns whether a restore is expected to be faster than computing. Also returns True
-        while there are no measurements, and for one in `PROBE` restores that look slower, to
-        measure again.
+        while there are no measurements, and for one in `PROBE` restores that are expected to be
+        slower, so that the restore is measured again.
 
         Args:
             moved_tokens: Number of tokens that the source has to copy or send.
@@ -118,7 +121,7 @@ class Prices:
 
     def patience_seconds(self, computed_tokens: int, instead: Instead = "compute") -> float | None:
         """Returns the longest time that a prompt waits for a restore: the time of computing (or
-        receiving) the same tokens. Returns None (no limit) if this speed is not measured yet or if
-        `always` is set."""
+        receiving) the same tokens. Returns None (no limit) if the speed of computing or receiving
+        is not measured yet, or if `always` is set."""
         spared = self._spared.get(instead)
         return None if self._always or spared is None else computed_tokens * spared

@@ -1,15 +1,15 @@
-"""Decides which requests get pages on a decode worker. Requests wait in a queue by arrival, which
-is served from its head. Pure.
+"""Decides which requests get pages on a decode worker. Requests wait in a queue in order of
+arrival, and the head of the queue is served first. Pure.
 
 A reservation has pages for the prompt, the accepted tokens, and up to `growth_tokens` further
 tokens of each child. Children (the samples of a request with n > 1) share the full pages of the
 prompt. Each child gets its own copy of the last, partly filled page when the KV has arrived. Pages
 of cached blocks are shared, and only the other pages are newly reserved. No request overtakes the
-head of the queue, so small requests never starve an old large one. A preempted request keeps its
-arrival time and precedes later requests.
+head of the queue, so that small requests never starve an old large request. A preempted request
+keeps its arrival time and precedes later requests.
 
-After a grant, at least one page is free for each sequence that may still need pages. There may be a
-few more granted sequences than batch slots, so that a freed slot is refilled at once."""
+After a grant, at least one page is free for each sequence that may still need pages. A few more
+sequences than batch slots may get pages, so that a freed slot is refilled at once."""
 
 import bisect
 from collections.abc import Sequence as Sized
@@ -34,7 +34,8 @@ class WaitingReservation:
         children: Index and accepted token ids of each child.
         chain: Names of the request's full blocks, some of which may be cached; empty if cached
             blocks must not be used.
-        computes: Whether this mesh computes the uncached tokens itself, at least one.
+        computes: Whether this mesh computes the uncached tokens itself. At least one token is then
+            uncached.
     """
 
     ticket: int
@@ -183,7 +184,8 @@ class Reservations:
         return not self._queue and state.ledgers[rank].free_pages >= pages + growth
 
     def waits(self, before: tuple[float, int] | None = None) -> bool:
-        """Returns whether any request waits, or any that arrived before `before` if given."""
+        """Returns whether any request waits. With `before`, only requests that arrived earlier
+        count."""
         return bool(self._queue) and (before is None or self._queue[0].order < before)
 
     def take_back(self, spill: Spill) -> tuple[tuple[int, ...], int] | None:

@@ -11,7 +11,7 @@ cached blocks uses their pages read-only and computes or receives the rest. When
 its full blocks remain cached. Cached pages that no sequence holds count as free and are evicted
 when no other page is left. The least recently used block is evicted first, and later blocks of a
 sequence before earlier ones. There is one exception: if two sequences computed the same first
-blocks, these blocks may be evicted while later blocks are still held. The later blocks are not
+blocks, these blocks may be evicted while sequences still use later blocks. The later blocks are not
 found until the first blocks are cached again.
 
 Where layers keep recurrent state, a hit also needs a snapshot of the state at its end
@@ -148,7 +148,7 @@ class ResidencyTree:
         return tuple(page for name in chain for page in self._blocks[name])
 
     def held_pages(self, chain: Iterable[bytes]) -> int:
-        """Returns the number of pages of the chain's cached blocks that have an owner already."""
+        """Returns how many pages of the chain's cached blocks already have an owner."""
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
     def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
@@ -309,7 +309,8 @@ class Residency:
         return sum([tree.evicted_blocks for tree in self._trees])
 
     def guest(self) -> int:
-        """Returns a new page owner for temporary use: a negative number, unlike sequence keys."""
+        """Returns a new page owner for temporary use. The owner is a negative number, while keys of
+        sequences are positive."""
         self._guests -= 1
         return self._guests
 
@@ -459,7 +460,7 @@ class Residency:
 
     def clear(self, rank: int | None = None) -> int:
         """Drops all blocks of a rank, or of all ranks, and returns their number. Sequences keep
-        their pages, but those from an earlier `epoch` must pass an empty chain to `let_go`, so that
+        their pages. Sequences from an earlier `epoch` must pass an empty chain to `let_go`, so that
         their blocks are not cached."""
         self.epoch += 1
         trees = self._trees if rank is None else self._trees[rank : rank + 1]

@@ -59,15 +59,17 @@ class Sequence:
     Attributes:
         accepted: Number of leading generated tokens that an earlier attempt or another worker
             generated.
-        limit: First position after the sequence's last allowed token, which is never written.
+        limit: First position after the sequence's last allowed token. This position is never
+            written.
         steps_count: Whether the results of steps that were in flight when the sequence was swapped
-            out are accepted, because its state, which was copied after them, includes them.
+            out are accepted. This is so if the sequence's state was copied after these steps.
         frozen: Whether the sequence runs no decode steps, because its last positions are being sent
             to another worker.
         told: Number of leading tokens of `generated` that were reported.
         held_logprobs: Log-probabilities of the unreported tokens.
-        ngrams, acceptance: Predictions of its tokens, and how many were accepted (speculation.py).
-        drafting: Number of its drafts in steps in flight.
+        ngrams, acceptance: N-gram index of the sequence, and acceptance rate of its draft tokens
+            (speculation.py).
+        drafting: Number of the sequence's draft tokens in steps in flight.
         predicted: Latest prediction that is not counted yet: its kind, the number of generated
             tokens before it, and its tokens.
     """
@@ -99,7 +101,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Position of the newest token read back from the device. It has no KV yet."""
+        """Position of the newest token read back from the device. This token has no KV yet."""
         return self.group.prompt_tokens + len(self.generated) - 1
 
     @property
@@ -120,7 +122,7 @@ class SequenceGroup:
         key: Owner of the pages until the group is ready.
         copies: Copies of the prompt's shared last page as (rank, source page, destination page), to
             be made when all KV has arrived.
-        until: Deadline of its `generate` call.
+        until: Deadline of the group's `generate` call.
         cached_tokens: Number of leading positions whose KV was cached when pages were reserved.
         chain: Names of the blocks of `known_tokens`. A clear of the prefix cache starts a new
             `epoch` and invalidates the names.

@@ -2,11 +2,12 @@
 
 Each prompt of the mesh is registered with the names of its blocks. A prompt whose next block is
 also a block of an earlier prompt (the leader) may wait until the leader's chunks with the common
-blocks are issued. Their KV is then in pages for every later command. If the leader ends before, the
-waiting prompt chooses again: it follows another prompt, or computes the blocks itself.
+blocks are issued. Later commands then find their KV in pages. If the leader ends earlier, the
+waiting prompt waits for another prompt, or computes the blocks itself.
 
 A prompt waits only for prompts that precede it in the queue or have begun. So prompts never wait
-for each other in a cycle. `waiting_pays` compares the two ways by their predicted seconds. Pure.
+for each other in a cycle. `waiting_pays` compares the predicted seconds with and without waiting.
+Pure.
 
 Invariants (each is a test of the same name in tests/scheduler/test_shared_prompts.py):
 - a_prompt_waits_for_blocks_that_another_will_compute_and_for_no_others
@@ -26,8 +27,8 @@ Order = tuple[float, int]
 
 @plain
 class Leader:
-    """A prompt that will compute blocks of another one. The first `blocks` blocks of both prompts
-    are the same."""
+    """A prompt that will compute blocks that another prompt needs. The first `blocks` blocks of
+    both prompts are the same."""
 
     key: int
     blocks: int
@@ -62,10 +63,10 @@ class SharedPrompts:
 
     def leader(self, key: int, useful: Chain, known: int) -> Leader | None:
         """Returns the prompt that will compute most of the next blocks of prompt `key`, or None.
-        Of several, returns the one that was registered first.
+        Among equals, returns the prompt that was registered first.
 
         Args:
-            useful: Names of those blocks of the prompt that need no computing if cached.
+            useful: Names of the prompt's blocks that need not be computed if they are cached.
             known: Number of leading blocks of `useful` that are in pages.
         """
         if known >= len(useful):
@@ -140,8 +141,8 @@ def _common(one: Chain, other: Chain) -> int:
 
 
 class ChunkTimes:
-    """Measured durations of prefill chunks, which run in the order of their issue. Times `now` are
-    of one clock.
+    """Measured durations of prefill chunks, which run in the order of their issue. All times `now`
+    must be from one clock.
 
     Args:
         largest: Number of tokens of the longest chunk.
@@ -158,8 +159,8 @@ class ChunkTimes:
         self._issued.append(now)
 
     def computed(self, chunk_tokens: int, now: float) -> float:
-        """Records the end of the chunk that was issued first. Returns the seconds that it took,
-        apart from the commands before it."""
+        """Records the end of the chunk that was issued first. Returns the chunk's seconds, without
+        the time of earlier commands."""
         seconds = now - max(self._issued.popleft(), self._idle_from)
         self.took(chunk_tokens, seconds)
         return seconds
@@ -173,9 +174,9 @@ class ChunkTimes:
         self._price.add(chunk_tokens, seconds)
 
     def seconds(self, tokens: int) -> float:
-        """Returns the predicted time to compute `tokens` tokens in as few chunks as possible. The
-        unit is a token while no chunk was measured. While all chunks had similar lengths, the time
-        is proportional to the tokens."""
+        """Returns the predicted time to compute `tokens` tokens in as few chunks as possible.
+        Before the first measurement, returns `tokens`. While all measured chunks had similar
+        lengths, the time is proportional to the tokens."""
         line = self._price.line()
         if line is None:
             return tokens
@@ -203,7 +204,7 @@ def waiting_pays(
             leader's tokens if `rank` is None.
         rank: Rank of the leader; None if the leader has no pages yet.
         leader_tokens: Number of the leader's tokens that are not issued.
-        tokens: Number of the prompt's tokens that would be computed without waiting.
+        tokens: Number of the prompt's tokens to compute if it does not wait.
         common_tokens: Number of those tokens that the leader computes.
     """
     ahead = list(queued)

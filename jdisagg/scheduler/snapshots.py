@@ -2,18 +2,17 @@
 
 A sequence that continues a cached prefix needs the prefix's KV, which is in pages, and what layers
 keep per sequence: recurrent state and sliding-window ring buffers at the prefix's end. A snapshot
-is a copy of the latter, in a slot like those of sequences. It is kept under the name of the
-prefix's last block, and dropped with or before this block.
+is a copy of the state and the ring buffers, in a slot like those of sequences. It is kept under the
+name of the prefix's last block, and dropped with or before this block.
 
-Snapshots are made at the last block boundary of a prompt, where a prompt leaves a cached prefix
-that has no snapshot at that place (a branch), and at the last block boundary of an answer. A
-snapshot is pending while a running sequence owns it, because its block is not cached yet. It is
-kept when the sequence releases its pages.
+Snapshots are made at three places: the last block boundary of a prompt, the end of a cached prefix
+that has no snapshot there (a branch), and the last block boundary of an answer. A snapshot is
+pending while a running sequence owns it, because its block is not cached yet. It is kept when the
+sequence releases its pages.
 
-When a slot is needed and none is free, the snapshot of least worth is dropped. Slots have equal
-size, so the worth is the computing that a snapshot has saved and may save: its tokens, once for
-each use, on top of the worth of the last dropped snapshot, so that unused ones age (greedy dual
-algorithm). Pure.
+When a slot is needed and none is free, the snapshot with the lowest value is dropped (greedy dual
+algorithm). The value is the snapshot's number of tokens times its number of uses, plus the value of
+the snapshot that was dropped last, so that unused snapshots age. Slots have equal size. Pure.
 
 Invariants (each is a test of the same name in tests/scheduler/test_snapshots.py):
 - free_pending_and_kept_slots_are_all_slots
@@ -36,8 +35,8 @@ class Kept:
 
 @dataclass(slots=True)
 class Pending:
-    """A snapshot that its owner has made, after `tokens` tokens. With `rolling`, the owner
-    overwrites it at each later block boundary."""
+    """A snapshot of a running sequence (its owner) after `tokens` tokens. With `rolling`, the owner
+    overwrites the snapshot at each later block boundary."""
 
     slot: int
     tokens: int

@@ -1,11 +1,12 @@
 """Decides which draft tokens a decode step verifies. Pure: times are given as measured.
 
-A draft costs extra rows in a step and saves a step if it is accepted. The number of drafts follows
-from measurements alone: the part of predicted tokens that came, of each sequence and in all, and
-the seconds of steps with and without drafts in a batch of this size. A step without enough expected
-gain has no drafts. Then its program is the ordinary one.
+A draft costs extra rows in a step and saves a step if it is accepted. The number of drafts depends
+only on measurements: the acceptance rates of each sequence and of all sequences, and the seconds of
+steps with and without drafts in a batch of this size. If the expected gain is too small, the step
+has no drafts and runs the ordinary program.
 
-Draft tokens change no stream (`executor/draft_rows.py`), so nothing here needs to be right."""
+Draft tokens change no stream (`executor/draft_rows.py`), so wrong predictions or estimates cost
+only time."""
 
 import statistics
 from collections import deque
@@ -89,8 +90,9 @@ class _Seconds:
         self.since_drafted = 0 if drafts else self.since_drafted + 1
 
     def pays(self, gain: float) -> bool:
-        """Returns whether a step with drafts is worth its time, if it is expected to bring `gain`
-        times the tokens. Measures what is not known yet, or for long was not measured."""
+        """Returns whether a step with drafts is worth its time, if it is expected to yield `gain`
+        times the tokens of a step without drafts. From time to time the choice measures steps with
+        or without drafts instead."""
         if len(self.drafted) < LEAST_SAMPLES:
             return gain > LEAST_GAIN
         if len(self.plain) < LEAST_SAMPLES or self.since_plain >= REMEASURE:
@@ -162,8 +164,8 @@ class Speculation:
         return {}
 
     def _draft(self, child: Sequence) -> tuple[float, Draft] | None:
-        """Returns a prediction for a sequence, and the probability that one of its tokens comes if
-        all before it do."""
+        """Returns a prediction for a sequence, and the probability that a predicted token is
+        correct if all earlier ones are."""
         left = child.issued_limit - 1 - child.issued_position
         if left < 1:
             return None
@@ -179,7 +181,7 @@ class Speculation:
         return own.estimate(self._overall[draft.kind].estimate()), draft
 
     def _count(self, child: Sequence) -> None:
-        """Compares the latest prediction with the tokens that came since."""
+        """Compares the latest prediction with the tokens generated since then."""
         if child.predicted is None:
             return
         kind, first, tokens = child.predicted

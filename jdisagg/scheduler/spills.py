@@ -1,7 +1,7 @@
 """Decides which preempted sequences are swapped out to host memory, and which is swapped in next.
 Sequences of paused (suspended) requests are swapped out, too, until the requests resume.
 
-A swapped-out sequence has no slot and no pages, and continues when it has both again. A sequence is
+A swapped-out sequence has no slot and no pages. It continues when it gets both again. A sequence is
 swapped out only if host memory has room and copying back was measured to be faster than
 recomputing. Steps in flight change a sequence's recurrent state and ring buffers before these are
 copied. The results of these steps are therefore accepted; otherwise they are dropped. Free pages go
@@ -108,9 +108,9 @@ class Spills:
         return sum([one.block_tokens * each[one.kind] for one in offers if one.group == 0])
 
     def refusal(self, child: Sequence) -> str:
-        """Returns why a sequence should not be swapped out but recomputed, or "". Reasons: "off",
-        "early" (its KV has not all arrived), "busy" (too many copies in flight), "price"
-        (recomputing is faster)."""
+        """Returns the reason why a sequence should be recomputed instead of swapped out, or "".
+        Reasons: "off", "early" (its KV has not all arrived), "busy" (too many copies in flight),
+        "price" (recomputing is faster)."""
         grammar = child.group.request.sampling.grammar is not None
         # with a grammar or drafts the number of tokens in flight is unknown
         if not self.room_bytes or (self.steps_count and (grammar or self._drafts)):

@@ -59,5 +59,5 @@ class StateSlots:
             self._ledgers[rank].free(owner)
 
     def slot(self, rank: int, owner: int) -> int:
-        """Returns the slot of an owner; 0 if the model has no state."""
+        """Returns the slot of an owner; 0 if the model needs no slots."""
         return self._ledgers[rank].pages(owner)[0] if self._each else 0

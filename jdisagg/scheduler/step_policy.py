@@ -3,11 +3,11 @@ command of many decode steps). Pure.
 
 CHUNKED mode alternates prefill chunks with decode steps; UNIFIED mode runs whole prefills first. No
 step is issued while sequences are about to join the batch, so that they join the next step. The
-mesh is still busy with earlier commands meanwhile. Such sequences are those of a prefill chunk in
-flight (UNIFIED mode only), and those whose last KV insertions were issued before the newest step in
-flight.
+mesh is busy with earlier commands meanwhile. Two kinds of sequences are about to join: those of a
+prefill chunk in flight (UNIFIED mode only), and those whose last KV insertions were issued before
+the newest step in flight.
 
-`next_step` is a function of its snapshot alone, so that recorded snapshots can be replayed."""
+`next_step` depends only on its snapshot, so that recorded snapshots can be replayed."""
 
 import enum
 

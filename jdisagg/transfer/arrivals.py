@@ -1,8 +1,7 @@
 """Counts the bytes that have arrived at this process over TCP from another host.
 
 The transfer engine does not report how much of an array has arrived. The kernel does, for each
-socket. Sockets are found among the process's own file descriptors, so that no privilege is
-needed."""
+socket. This module reads the counters of the process's own sockets, which needs no privilege."""
 
 import os
 import socket

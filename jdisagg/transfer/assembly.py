@@ -1,8 +1,8 @@
 """Assembles the pieces of one pull into global arrays. Tracks which pieces the devices of this
 process need and which pieces the senders have announced.
 
-Transfers no data itself. Checks that the senders announce every piece exactly once to each of this
-process's devices in the receiving dp rank, and no other piece."""
+Transfers no data itself. Checks the senders' announcements: each device of this process in the
+receiving dp rank must get each of its pieces exactly once, and no other piece."""
 
 import functools
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class Assembly:
         return avals
 
     def coming(self, pieces: tuple[PostedPiece, ...], arrays: Sequence[jax.Array | Leaf]) -> None:
-        """Adds the arrays of pieces that `expect` has accepted. The arrays may still be in
+        """Adds the arrays of pieces that were accepted by `expect`. The arrays may still be in
         transfer."""
         count = len(self._leaves)
         for index, piece in enumerate(pieces):
@@ -94,7 +94,7 @@ class Assembly:
     @property
     def complete(self) -> bool:
         """Returns whether the arrays of all needed pieces were added. A process that needs no piece
-        is complete after one sender's answer, which gives the number of arrays per piece."""
+        must still wait for one sender's answer, which contains the number of arrays per piece."""
         return self._parts is not None and len(self._coming) == self._parts * len(self._own)
 
     @property

@@ -21,8 +21,8 @@ Memory = TypeVar("Memory", bound=KvMemory)
 
 
 class Leaf:
-    """An array in transfer by a backend other than the JAX transfer engine. The receiver polls
-    it."""
+    """An array that a backend other than the JAX transfer engine is transferring. The receiver
+    polls this object until the array has arrived."""
 
     __slots__ = ()
 
@@ -114,7 +114,7 @@ class Outlet(Protocol):
         it."""
 
     def tick(self) -> None:
-        """Ends pulls whose time-out has passed. Called a few times a second."""
+        """Ends the pulls whose deadline has passed. Called a few times a second."""
 
     def close(self, in_flight: bool) -> None:
         """Withdraws the arrays of all pulls.
@@ -131,7 +131,7 @@ class Inlet(Protocol):
     Attributes:
         backend: Name of the backend that the sender is asked to use.
         has_server: Whether arrays are pulled from a server of the sender, possibly before the
-            sender answers. Such a pull can hang, and then it blocks its connection.
+            sender answers. A pull from a server can hang and then blocks its connection.
         borrows: Whether received arrays are views of the sender's memory. The message `Pulled` is
             then sent when the last view is deleted, and the sender answers before it has written
             the arrays.

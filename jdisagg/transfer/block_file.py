@@ -41,7 +41,7 @@ _CAUSES = {
 
 
 class SpoiledFileError(Exception):
-    """Raised if a file does not hold a valid copy of the requested block. `cause` names the
+    """Raised if a file does not contain a valid copy of the requested block. `cause` names the
     defect."""
 
     def __init__(self, cause: str) -> None:

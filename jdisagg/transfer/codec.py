@@ -11,7 +11,7 @@ Without a codec there are no extra leaves, and the checksum covers the values.
 
 Everything is traceable and local to a device: the sender packs on the device of the shard, the
 receiver unpacks inside its insert program. Error bounds: ops/quantize.py. Decoding gives the same
-bits wherever it runs."""
+bits on every device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -2,9 +2,10 @@
 IPC), and copy from memory that other processes export. No other module of jdisagg calls CUDA.
 Machines without CUDA do not use this module.
 
-`Driver` is the seam; `CudaDriver` implements it by cuda-bindings. A parameter `device` is the index
-of a GPU in this process (`jax.Device.local_hardware_id`). All calls use the GPU's primary context,
-which XLA uses too. Any thread may call, so each call pushes the context and pops it again."""
+`Driver` is the interface, which `CudaDriver` implements with cuda-bindings. A parameter `device` is
+the index of a GPU in this process (`jax.Device.local_hardware_id`). All calls use the GPU's primary
+context, which XLA uses too. Any thread may call these functions, so each call pushes the context
+and pops it again."""
 
 import contextlib
 import ctypes
@@ -51,7 +52,8 @@ class Driver(Protocol):
         ...
 
     def export(self, device: int, base: int) -> bytes:
-        """Returns the handle by which other processes open the allocation at `base`."""
+        """Returns the CUDA IPC handle with which other processes open the allocation at address
+        `base`."""
         ...
 
     def open(self, device: int, handle: bytes) -> int:

@@ -3,14 +3,14 @@
 For each piece, the sender answers with a CUDA IPC handle of the allocation that contains the piece,
 and the offset of the piece in that allocation. The receiver opens each allocation once and copies
 the pieces into its own arrays. The sender copies nothing. Invariants:
-- The sender answers when the array is computed. The sender keeps the array until its receiver has
-  copied it or given up, or until the pull's deadline has passed, after which the receiver discards
-  what it copies. So a copied array does not change.
+- The sender answers when the array is computed. It keeps the array until the receiver has copied it
+  or abandoned the pull, or until the pull's deadline. After the deadline the receiver discards its
+  copy. So an array never changes while it is copied for use.
 - The copy writes into a JAX array of the receiver that no other code uses yet. The array is kept
   alive until the copy has ended, also if the pull was cancelled.
 - The receiver keeps an allocation open while its sender is connected or a copy from it is running.
-- Only memory of JAX's preallocated pool is exported. The sender never frees this pool: to free an
-  allocation while another process reads it causes a device fault. A process with the handle can
+- Only memory of JAX's preallocated pool is exported. The sender never frees this pool, because
+  freeing memory that another process reads causes a device fault. A process with the handle can
   read the whole pool. Therefore handles are sent over the control connection only. A handle is
   valid only on its own host."""
 
@@ -39,7 +39,7 @@ _TOO_LATE = "what was copied from another process's device came after the pull's
 
 
 def lent_memory(channel: str, devices: Sequence[Device]) -> "tuple[LentMemory | None, str]":
-    """Returns a worker's exported device memory, or None and the reason.
+    """Returns a worker's exported device memory, or None with the reason.
 
     CUDA IPC is used only if the configuration names it: this backend has not run on a GPU yet, and
     CUDA does not document what happens to readers when the exporting process dies.
@@ -177,7 +177,7 @@ class LentMemory(Backend):
             self._reads.discard(read)
 
     def sweep(self) -> None:
-        """Ends reads whose pulls are no longer polled. Frees parked arrays whose time has
+        """Ends reads whose pulls are no longer polled. Frees the arrays of `park` whose time has
         passed."""
         now = time.monotonic()
         with self._lock:
@@ -191,8 +191,8 @@ class LentMemory(Backend):
             read.is_over()
 
     def kept(self) -> tuple[int, int, int]:
-        """Returns the number of parked arrays, the number of opened allocations, and the number of
-        running reads."""
+        """Returns the number of arrays that `park` keeps, the number of opened allocations, and the
+        number of running reads."""
         with self._lock:
             parked = sum(len(arrays) for _, arrays in self._parked.values())
             return parked, len(self._mappings), len(self._reads)

@@ -232,9 +232,9 @@ def _removed(path: Path) -> None:
 
 
 def _used(path: Path, index: int) -> None:
-    """Sets the file's modification time to the current time, by which files are evicted. Later
-    blocks of a sequence get slightly earlier times, so that they are evicted first. Ignores errors,
-    which affect only the order of eviction."""
+    """Sets the file's modification time to the current time. Files are evicted in the order of
+    their modification times. Later blocks of a sequence get slightly earlier times, so that they
+    are evicted first. Ignores errors, which affect only the order of eviction."""
     instant = time.time() - index
     with contextlib.suppress(OSError):
         os.utime(path, (instant, instant))

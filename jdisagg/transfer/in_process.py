@@ -54,8 +54,8 @@ _RouteKey = tuple[
 
 @dataclass(slots=True)
 class _Route:
-    """The transfer plans from one sharding to another: one plan for each replica of the source that
-    may be preferred as sender."""
+    """The transfer plans from one sharding to another. If the source is replicated, there is one
+    plan for each replica that may be the preferred sender."""
 
     plans: tuple[ReshardPlan, ...]
     uses: int = 0

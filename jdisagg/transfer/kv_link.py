@@ -7,10 +7,10 @@ which is a `KvReceiver`:
     link.send(KvEnd("10.0.0.7:8811", boot_id), message)  # the channel does this
     channel.handle(sender, message)  # the link's owner does this; `sender` is the origin's KvEnd
 
-Replies are sent to the `KvEnd` given as `sender`, which must therefore equal the one that the other
-process publishes in its cards. A link delivers a message only to the process run (boot id) that it
-is addressed to. The channel tolerates loss, delay and duplication of messages. Messages between two
-processes should keep their order."""
+Replies are sent to the `KvEnd` given as `sender`, which must therefore equal the `KvEnd` that the
+other process publishes in its cards. A link delivers a message only to the process run (boot id)
+that it is addressed to. The channel tolerates loss, delay and duplication of messages. Messages
+between two processes should keep their order."""
 
 from typing import Protocol
 

@@ -13,14 +13,14 @@ Invariants:
   transfer.
 - If a backend that reads the sender's memory directly fails, and has never succeeded with this
   sender, the next pull uses another backend.
-- A connection is suspect after an error that is not the sender's own message, whatever its text: a
-  program may have failed at the sender, or the connection may be broken in one of its sockets, and
-  then fails pulls for ever. After a second such error it is closed, and the next pull opens
-  another.
+- A connection is suspect after an error that is not the sender's own message. The cause may be a
+  program at the sender, or a broken socket of the connection, which would fail all later pulls.
+  After a second such error the connection is closed, and the next pull opens a new one.
 - A pull ends at its deadline, even if a sender does not answer. The deadline moves while bytes of
-  the sender keep arriving: on a slow link, to give up and ask again would only add to the load.
-  Its requests are then withdrawn. If its data is stuck on a connection that transfers no other
-  data, the connection is closed with an error, and the next pull opens a new connection.
+  the sender keep arriving, because a retry would only add load to a slow link. At the deadline the
+  requests of the pull are withdrawn. If the data of the pull is stuck on a connection that
+  transfers no other data, the connection is closed with an error, and the next pull opens a new
+  connection.
 - Without a plan, a receiver process sends requests to every process of the sender, because any of
   them may hold pieces. Processes without pieces answer with an empty list. The pull is complete
   when this process's devices have all their pieces. This module must not distinguish backends: all
@@ -202,16 +202,16 @@ class KvPuller:
         assembly: Assembly,
         turn: int,
     ) -> dict[int, tuple[PostedPiece, ...]] | None:
-        """Plans the pieces for this process's devices before any sender answers. Returns them by
-        the index of the sender process that holds them, or None if a sender must answer first.
-        Requires the lock."""
+        """Plans the pieces for this process's devices before any sender answers. Returns the pieces
+        by the index of the sender process that holds them, or None if a sender must answer first.
+        The caller must hold the lock."""
         fresh = self._clock.now() - self._timeouts.fresh_seconds
         if not target.heads or any(not peer.address or peer.used < fresh for peer in peers):
             return None
         return pieces_by_sender(card, target, assembly, turn)
 
     def _peer(self, end: KvEnd) -> PeerState:
-        """Returns or creates the record of a sender process. Requires the lock."""
+        """Returns or creates the record of a sender process. The caller must hold the lock."""
         if end not in self._peers:
             peer = PeerState(
                 end, next(self._numbers), self._choice.inlet(end), moved=self._clock.now()
@@ -279,9 +279,9 @@ class KvPuller:
             )
 
     def _receive(self, sent: SentRequest, answer: Posted) -> None:
-        """Starts to pull the pieces that a sender has announced. Raises HandoffError if the
-        connection was replaced or the sender's memory cannot be read. The sender is then asked to
-        free the pieces."""
+        """Starts to pull the pieces that a sender has announced. If the connection was replaced or
+        the sender's memory cannot be read, requests that the sender frees the pieces, and raises
+        HandoffError."""
         peer, assembly = sent.peer, sent.transfer.assembly
         with self._lock:
             if self._peers.get(peer.end) is not peer:  # its sender has closed the posting
@@ -370,8 +370,9 @@ class KvPuller:
         self._watched = under_way
 
     def _be_patient(self, transfer: Transfer) -> None:
-        """Moves the deadline of a pull that is half over, if bytes of its sender have arrived in
-        the meantime. The sender keeps the pieces as long, because the request is repeated."""
+        """Moves the deadline of a pull after half of its time, if bytes of its sender have arrived
+        meanwhile. Repeats the request, so that the sender also keeps the pieces until the new
+        deadline."""
         now, half = self._clock.now(), transfer.patience_seconds / 2
         left = transfer.pull.deadline - now
         if left > half or now >= transfer.until:
@@ -387,8 +388,8 @@ class KvPuller:
                 self._link.send(sent.peer.end, request)
 
     def _flows(self, peer: PeerState, now: float, seconds: float) -> bool:
-        """Returns whether bytes of a sender process have arrived in the last `seconds`. Counts them
-        a few times in this time."""
+        """Returns whether bytes of a sender process have arrived in the last `seconds`. Reads the
+        byte count a few times in this period."""
         if peer.inlet.has_server and now - peer.counted >= seconds / 4:
             first, peer.counted = peer.counted == -math.inf, now
             received = received_bytes(peer.address, peer.end.control)
@@ -417,8 +418,8 @@ class KvPuller:
         return False
 
     def _send_again(self, transfer: Transfer) -> None:
-        """Repeats requests that may have been lost, with the same ids. If a pull needs no answer, a
-        request is repeated until its data arrives."""
+        """Repeats requests that may have been lost, with the same ids. If a pull needs no answer,
+        its requests are repeated until the data arrives."""
         now = self._clock.now()
         for sent in transfer.requests:
             if (

@@ -34,7 +34,7 @@ class PeerState:
         moved: Time when data last arrived from the process.
         suspected: Time of the last error that may be the connection's.
         received: Bytes that have arrived from the process's host, when last counted.
-        counted, flowed: Times of the last count, and of the last one that had grown.
+        counted, flowed: Time of the last count of bytes, and time of the last count that had grown.
     """
 
     end: KvEnd
@@ -86,8 +86,8 @@ class SentRequest:
 @dataclass(slots=True, eq=False)
 class Transfer:
     """One pull: its future, the sending mesh `source`, the arrays received so far, and one request
-    for each sender process. `patience_seconds`: Time after which the pull fails if nothing arrives
-    from its sender. `until`: Time after which it fails in any case."""
+    for each sender process. `patience_seconds`: seconds without arriving bytes after which the pull
+    fails. `until`: time at which the pull fails in any case."""
 
     pull: PolledPull
     source: str
@@ -100,8 +100,8 @@ class Transfer:
 def pieces_by_sender(
     card: MeshCard, target: PullTarget, assembly: Assembly, turn: int
 ) -> dict[int, tuple[PostedPiece, ...]] | None:
-    """Plans the pieces for this process's devices. Returns them by the index, in `card.ends`, of
-    the sender process that holds them. Returns None if the layouts of the two meshes do not
+    """Plans the pieces for this process's devices. Returns the pieces by the index, in `card.ends`,
+    of the sender process that holds them. Returns None if the layouts of the two meshes do not
     match."""
     _, components, _, tokens, head_size = target.zeros.shape
     shape = (1, components, target.heads, tokens, head_size)

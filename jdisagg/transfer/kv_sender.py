@@ -352,8 +352,8 @@ class KvSender:
         return peer
 
     def _open(self, receiver: KvEnd, link: int) -> HandoffError | None:
-        """Opens an outlet for a receiver process and sends its address to the receiver. Returns the
-        error if that fails."""
+        """Opens an outlet for a receiver process and sends the outlet's address to the receiver.
+        Returns the error if the outlet cannot be opened."""
         try:
             self._link.send(receiver, Opened(link, self._peer(receiver, link).outlet.address))
         except HandoffError as error:  # an older connection
@@ -363,8 +363,8 @@ class KvSender:
         return None
 
     def _is_where_pulled(self, receiver: KvEnd, request: PullRequest) -> bool:
-        """Returns whether the receiver has started to pull, before any answer, from the current
-        outlet for the receiver."""
+        """Returns whether the receiver has pulled ahead (before any answer) from its current
+        outlet."""
         peer = self._peers.get(receiver)
         return peer is not None and (peer.link, peer.outlet.address) == (
             request.link,
@@ -377,7 +377,7 @@ class KvSender:
 
     def _flush(self, receiver: KvEnd, request: PullRequest, error: JdisaggError) -> None:
         """Fails a pull that the receiver has started before any answer, so that the pull does not
-        wait at the outlet."""
+        wait at the outlet until its deadline."""
         if request.address and self._is_where_pulled(receiver, request):
             leaves = len(request.pieces) * leaves_of(request.codec)
             self._peers[receiver].outlet.refuse(request.pull_id, max(1, leaves), error_text(error))

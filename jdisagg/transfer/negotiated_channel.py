@@ -102,7 +102,7 @@ class NegotiatedChannel:
         return self._sender.postings()
 
     def under_way(self) -> int:
-        """Returns the number of requests of this process to senders that have not ended."""
+        """Returns the number of this process's requests to senders that are still in progress."""
         return self._puller.under_way()
 
     def channels(self) -> tuple[str, ...]:

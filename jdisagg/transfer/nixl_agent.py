@@ -4,8 +4,8 @@ NIXL; it is an optional extra, without which this module is not used.
 Failure modes of NIXL (benchmarks/LOG.md, 2026-11-24) and the countermeasures:
 - NIXL's progress thread uses half a core by busy polling. jdisagg configures a delay, which is the
   longest sleep of the thread when no event wakes it.
-- UCX over TCP sends segments of 8 KiB by default, which costs both sides about 1.5 times the time
-  of segments of TCP_SEGMENT bytes. jdisagg sets TCP_SEGMENT.
+- UCX over TCP sends segments of 8 KiB by default. With these, both sides need about 1.5 times as
+  long as with segments of TCP_SEGMENT bytes. jdisagg sets TCP_SEGMENT.
 - UCX listens on every interface by default, and NIXL's parameters can name only one device.
   Therefore environment variables name the interface of `host` and the RDMA devices while NIXL's
   backend is created.
@@ -196,8 +196,8 @@ class NixlAgent:
             remote: Source address in the other process.
             local: Destination address in this process.
             size: Number of bytes to copy.
-            in_time: Called once, when the read has ended. Returns whether the deadline has not
-                passed; if it has, the read counts as failed.
+            in_time: Function that is called once, when the read has ended. Returns False if the
+                deadline has passed; the read then counts as failed.
         """
         nixl = self._nixl
         with self._lock:

@@ -6,7 +6,7 @@ On CPU, the received arrays are views of the receiver's region. KV on accelerato
 these regions of host memory. Invariants:
 - The sender writes a region before it answers. The sender reuses the region only after the receiver
   has read it or abandoned the pull, or after the pull's deadline, when the receiver discards what
-  it reads. Therefore no receiver takes the data of a later pull for its own.
+  it reads. Therefore no receiver uses the data of a later pull.
 - The receiver reuses a region when no array uses it and the read into it has ended.
 - Registered memory is never unmapped (nixl_agent.py explains why). If unused regions exceed
   SPARE_BYTES, their pages are returned to the operating system, but their addresses stay mapped.

@@ -61,8 +61,8 @@ class OfferedBlock:
 
 def check_geometry(offer: OfferedBlock, dtype: str, shape: tuple[int, ...], granule: int) -> None:
     """Raises IncompatiblePeerError if an offered block does not match the dtype and shape of a
-    `PullTarget`. The error names the property and both values. Normally the handshake has refused
-    such a peer before. The dtype is not checked in a process that holds no shard of the offer."""
+    `PullTarget`. The error names the property and both values. Normally the handshake refuses such
+    a peer earlier. The dtype is not checked in a process that holds no shard of the offer."""
     pairs: list[tuple[str, object, object]] = (
         [("dtype", offer.dtype, dtype)] if offer.shards else []
     )
@@ -296,7 +296,7 @@ class RequestedPieces:
         return leaves
 
     def in_host(self) -> HostLeaves:
-        """Returns the description of all pieces for a copy through host memory. Does not wait until
+        """Returns a `HostLeaves`, which copies all pieces to host memory later. Does not wait until
         the pieces are computed. Unpacked pieces are views of their shard, so that no program needs
         to cut them."""
         if self.codec_name != NO_CODEC:
@@ -366,7 +366,7 @@ def leaves_of(codec_name: str) -> int:
 
 
 def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the shapes and dtypes of the arrays that a piece of this target is packed into.
+    """Returns the shapes and dtypes of the arrays that a piece for this target is packed into.
     Raises IncompatiblePeerError if they do not match the target's zeros."""
     _, components, _, tokens, head_size = target.zeros.shape
     leaves = codec(target.codec).leaves(

@@ -5,16 +5,16 @@ The sender writes the pieces of a pull into a `Region`, which is a memfd, and an
 region's file descriptor. The receiver opens the region through `/proc/PID/fd`, maps it read-only
 and makes arrays from the mapping, on CPU without another copy. Invariants:
 - The sender may answer before the pieces are computed, so that the receiver can map the region
-  meanwhile. The sender sets the region's first byte when all pieces are written. The receiver reads
-  no other byte before. So no message is needed after the computation.
+  meanwhile. The sender sets the region's first byte when all pieces are written. Until then the
+  receiver reads only this byte. So no message is needed after the computation.
 - A region is reused only after the receiver has reported that it no longer uses the region. A
   region whose pull was withdrawn is closed. So received data never changes.
 - No memory outlives the processes: the kernel frees a memfd when the last process that uses it has
   ended, also after `kill -9`.
 - The kernel lets only the same user in the same PID namespace map a region. `SharedMemory.name`
   contains a PID, a descriptor and a secret that is stored in a probe region. A process that can
-  read the secret from the probe region is on the same host. On another host, where the same PID and
-  descriptor may exist, this test fails and another backend is used."""
+  read the secret from the probe region is on the same host. On another host the same PID and
+  descriptor may exist, but not the secret, so another backend is used."""
 
 import contextlib
 import mmap

@@ -1,6 +1,6 @@
-"""The backend over `jax.experimental.transfer`, the JAX transfer engine, used only in ways that
-tests showed to be safe. No other module of jdisagg calls the engine. The sender posts arrays on a
-server under an id, and the receiver pulls them by this id.
+"""The backend over the JAX transfer engine (`jax.experimental.transfer`). It uses the engine only
+in ways that tests showed to be safe. No other module of jdisagg calls the engine. The sender posts
+arrays on a server under an id, and the receiver pulls them by this id.
 
 Failure modes of the engine and the countermeasures (see test_engine_dangers.py):
 - One stalled receiver stalls a whole server. Therefore each `EngineOutlet` (server) serves only one
@@ -20,8 +20,8 @@ Failure modes of the engine and the countermeasures (see test_engine_dangers.py)
   `EngineInlet.close` fails all its pulls and then deletes the object.
 - Deleting a server during a transfer may stop the whole process. Such servers are never deleted,
   and their few threads remain.
-- With the default chunk size the engine uses gigabytes of memory and is slower. `transfer_size`
-  sets smaller chunks.
+- With its default chunk size, the engine uses gigabytes of memory and is slow. `transfer_size` sets
+  smaller chunks.
 - A server and its posted arrays exist as long as a connection to the server is open.
   `EngineOutlet.close` therefore removes the posted arrays first.
 - Data of another shape or dtype is reinterpreted without an error. Callers compare shapes and
