@@ -156,7 +156,7 @@ class LocalCluster:
             await worker.start()
 
     async def drain(self) -> None:
-        """Refuses new requests and returns when the running ones have ended."""
+        """Refuses new requests and returns when all running requests have ended."""
         for worker in reversed(self.workers.values()):
             await worker.drain()
 
@@ -199,9 +199,9 @@ class LocalAffinity:
     """Index of the KV blocks in the prefix caches of this process's workers. Implements
     `router.decision.Affinity`.
 
-    The index is that of a router of separate processes (`router/known_blocks.py`). Such a router
-    updates the index by heartbeats. This class updates the index before each placement, so it is
-    never stale.
+    Uses the same index as a router in a separate process (`router/known_blocks.py`). That router
+    updates the index with each heartbeat. This class updates the index before each placement, so it
+    is never stale.
 
     Args:
         secret: Key with which the workers hash block names.
@@ -226,18 +226,19 @@ class LocalAffinity:
 
 
 class Crash:
-    """Flag of one simulated process. It is set when the process has died."""
+    """Flag of a simulated process, which is set when the process dies."""
 
     def __init__(self) -> None:
         self.dead = asyncio.Event()
 
 
 class Crashable:
-    """Middleware that simulates dead processes: it fails new calls and calls in progress to and
-    from them, and delivers no reply of a dead process.
+    """Middleware that simulates the death of processes. Calls to and from a dead process fail, also
+    calls in progress, and its replies are dropped.
 
     Args:
-        crashes: Crash flags of the called worker and, between two workers, of the caller.
+        crashes: `Crash` flags of the called worker and, if the caller is a worker too, of the
+            caller.
     """
 
     def __init__(self, *crashes: Crash) -> None:

@@ -45,8 +45,8 @@ class Caller:
     limits: KeyLimits = field(default=KeyLimits(), compare=False)
 
     def tenant_of(self, said: str) -> str:
-        """Returns the tenant of the token. If the token has no tenant, returns `said`, the tenant
-        that the request names."""
+        """Returns the tenant of the token, or `said`, the tenant field of the request, if the token
+        has no tenant."""
         return self.tenant or said
 
     def cache_scope(self, said: str, salt: str) -> str:

@@ -29,9 +29,9 @@ class MonotonicClock:
 
 
 class limit:
-    """`with limit(seconds): await ...` raises TimeoutError if the block takes longer. Cheaper than
-    `asyncio.timeout`, because entry and exit are not coroutines. Nearly every call between workers
-    uses `limit`."""
+    """`with limit(seconds): await ...` raises TimeoutError if the block takes longer. Nearly every
+    call between workers uses `limit`. It is cheaper than `asyncio.timeout`, because entry and exit
+    are not coroutines."""
 
     __slots__ = ("_seconds", "_task", "_cancelling", "_timer", "_passed")
 
@@ -133,6 +133,6 @@ async def within(future: "asyncio.Future[T]", seconds: float) -> T:
 
 
 def _seen(future: "asyncio.Future[T]") -> None:
-    """Reads a future's error, because asyncio logs errors that nothing has read."""
+    """Reads a future's error, because asyncio would log an error that was never read."""
     if not future.cancelled():
         future.exception()

@@ -69,7 +69,7 @@ class QuotaExceededError(OverloadedError):
 
 
 class DeadlineExceededError(JdisaggError):
-    """The deadline of the request, or of one wait inside it, has passed."""
+    """The deadline of the request, or of a wait within the request, has passed."""
 
     status = "DEADLINE_EXCEEDED"
 
@@ -88,8 +88,9 @@ class UnavailableError(JdisaggError):
 
 
 class NoWorkerError(UnavailableError):
-    """No worker of a needed role takes requests. `role`: "prefill" or "decode"; "" in a copy that
-    came from another process. `retry_after_seconds` is the expected time until one returns."""
+    """No worker of a needed role accepts requests. `role`: "prefill" or "decode"; "" if the error
+    was received from another process. `retry_after_seconds`: expected time until such a worker
+    returns."""
 
     role: str = ""
 

@@ -39,11 +39,12 @@ TRIAL = str(Path(__file__).with_name("trial.py"))
 
 @dataclass(frozen=True, slots=True)
 class TokenizerText:
-    """Text of a tokenizer.json file, and what the model's configuration adds to it.
+    """Text of a tokenizer.json file, with end tokens and vocabulary size from the model's
+    configuration.
 
     Attributes:
         eos_ids: Token ids with which the model ends a text.
-        vocabulary: Number of ids of the model, which may have more of them than the tokenizer.
+        vocabulary: Number of token ids of the model; may exceed the number of ids of the tokenizer.
     """
 
     json: str
@@ -100,8 +101,8 @@ class GrammarCompiler:
         await self._compiled(grammar, seconds, tried=True)
 
     async def prepare(self, grammar: Grammar, seconds: float) -> None:
-        """Waits until the grammar of an admitted request is compiled. The number of waiting
-        grammars is not limited here, because the number of admitted requests is.
+        """Waits until the grammar of an admitted request is compiled. This method does not limit
+        the number of waiting grammars, because admission limits the number of requests.
 
         Raises:
             InvalidRequestError: The grammar is invalid or too complex.
@@ -200,7 +201,8 @@ class GrammarCompiler:
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher | str:
         """Returns the compiled grammar in its initial state, or a description of the error.
-        Computes the first mask on a copy, to reject a grammar that exceeds the limits."""
+        Computes the first mask on a copy of the state, to detect a grammar that exceeds the
+        limits."""
         tokenizer = self.load()
         try:
             text = _as_llguidance(grammar)
@@ -222,7 +224,8 @@ def _usable(grammar: Grammar, found: llguidance.LLMatcher | str) -> llguidance.L
 
 
 def _loaded(text: TokenizerText) -> llguidance.LLTokenizer:
-    """Reads a tokenizer. Ids of the model for which it has no token are added without a text."""
+    """Reads a tokenizer. Model ids that are missing in the tokenizer are added as tokens without
+    text."""
     ends = list(text.eos_ids)
     if text.vocabulary:
         with contextlib.suppress(ValueError):  # the tokenizer has more tokens than the model

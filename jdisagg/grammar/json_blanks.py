@@ -17,7 +17,8 @@ def says_itself(schema: str) -> bool:
 
 
 def with_few(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """Limits white space to `WHITESPACE`, unless the schema has llguidance options already."""
+    """Returns the text of a JSON schema with white space limited to `WHITESPACE`, unless the schema
+    already has llguidance options."""
     few = {OPTIONS: {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}}
     return schema if says_itself(json.dumps(schema)) else {**schema, **few}
 

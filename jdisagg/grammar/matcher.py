@@ -1,11 +1,11 @@
 """The grammar state of one sequence, which determines the tokens that may come next.
 
-The state depends only on the compiled grammar and the accepted ids (rule 9 of the design), so
-another worker restores the state by consuming the same ids.
+The state depends only on the compiled grammar and the accepted ids, so another worker restores the
+state by consuming the same ids.
 
-A stop id is allowed where the text may end. If `ignore_eos` or `min_tokens` forbid the end, stop
-ids are masked out as long as any other token is allowed. When the grammar allows no further token,
-only stop ids are allowed."""
+A stop id is allowed at every position where the text may end. If `ignore_eos` or `min_tokens`
+forbid the end, stop ids are masked out as long as any other token is allowed. When the grammar
+allows no further token, only stop ids are allowed."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -56,7 +56,7 @@ class TokenMatcher:
         self._stop_ids = frozenset(endings.stop_ids)
 
     def copy(self) -> "TokenMatcher":
-        """Returns a matcher in the same state, which other tokens may follow."""
+        """Returns an independent matcher in the same state."""
         other = copy.copy(self)
         other._inner = self._inner.deep_copy()
         return other
@@ -83,8 +83,8 @@ class TokenMatcher:
                 not consumed, nor is any after it.
 
         Returns:
-            The consumed ids. `fill` would have allowed each of them as the only next id
-            (tests/end_to_end/test_schemas.py).
+            The consumed ids. For each of them, `fill` would allow this id only
+                (tests/end_to_end/test_schemas.py).
         """
         found: list[int] = []
         while len(found) < most and not self._ended:

@@ -1,8 +1,10 @@
-"""Rewrites JSON schemas for llguidance, which refuses some words that change nothing, and some that
-have another form. What it cannot enforce stays as it is, and is refused by name.
+"""Rewrites JSON schemas for llguidance. llguidance refuses some keywords that have no effect, and
+some that can be written in another form. Keywords that it cannot enforce remain, and llguidance
+refuses them by name.
 
-Pydantic, OpenAPI and Zod write such words: formats that are only annotations, `uniqueItems: false`,
-`nullable`, `propertyNames`. The order of members stays, because it is that of the answer."""
+Pydantic, OpenAPI and Zod write such keywords: formats that are only annotations, `uniqueItems:
+false`, `nullable`, `propertyNames`. The order of properties does not change, because answers follow
+this order."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -95,13 +97,14 @@ def _without_effect(name: str, schema: Json) -> bool:
 
 
 def _contained(schema: Json, root: Mapping[str, object]) -> None:
-    """A list that needs no item of a kind may contain anything."""
+    """Removes `contains` if `minContains` is 0: such a list may contain anything."""
     if schema.get("minContains") == 0 and "maxContains" not in schema:
         del schema["minContains"], schema["contains"]
 
 
 def _evaluated(schema: Json, root: Mapping[str, object]) -> None:
-    """Without schemas that are combined, `unevaluated` is the same as `additional`."""
+    """Replaces `unevaluated...` by `additional...`, which is the same if the schema combines no
+    other schemas."""
     if any(name in schema for name in _COMBINING):
         return
     if "additionalProperties" not in schema and "unevaluatedProperties" in schema:
@@ -111,7 +114,7 @@ def _evaluated(schema: Json, root: Mapping[str, object]) -> None:
 
 
 def _named(schema: Json, root: Mapping[str, object]) -> None:
-    """Names that are listed, or match an expression, are properties of their own."""
+    """Replaces `propertyNames` by properties, if it lists names or has a pattern."""
     names = schema.get("propertyNames")
     while isinstance(names, dict) and set(names) - _NAMES_ONLY == {"$ref"}:
         names, before = referred(root, names["$ref"]), names
@@ -142,7 +145,7 @@ _REWRITES: tuple[Callable[[Json, Mapping[str, object]], None], ...] = (
 
 
 def _or_null(schema: Json) -> Json:
-    """`nullable` is OpenAPI's word for a type that null is added to."""
+    """Replaces OpenAPI's `nullable` by a type that includes null."""
     if schema.get("nullable") is not True:
         return schema
     kept = {name: value for name, value in schema.items() if name != "nullable"}

@@ -5,8 +5,8 @@ allows free text, in which certain texts (triggers) force the model to continue 
      "structures": [{"begin": "<function=f>", "schema": {...}, "end": "</function>"}]}
 
 The newer form is {"format": F}, in which F consists of the types in `_FORMATS`. A trigger is
-matched as text. If the model has a special token with this text, the model must write the text with
-other tokens. Free text ends where a trigger or the end of the enclosing tag is complete
+matched as text. A special token with the same text does not match; the model must write the text
+with ordinary tokens. Free text ends where a trigger or the end of the enclosing tag is complete
 (llguidance's `lazy`). Free text must therefore be last, or be followed by a trigger or the end of a
 tag."""
 

@@ -3,10 +3,10 @@ JSON with the vocabulary (`vocabulary_of`) and then the grammar in llguidance's 
 input, and prints a description of the error, if any.
 
 llguidance recurses over rules, and a grammar may take unbounded time. A hostile grammar that
-exceeds the limits of stack, memory or time ends only this process. The vocabulary has the ids of
-the served model and its special tokens, which a grammar may name, and the tokens of one byte. The
-cost of a grammar hardly depends on other tokens, which would take a quarter of a second to read.
-Imports only the standard library and llguidance, so that the process starts fast.
+exceeds the limits of stack, memory or time ends only this process. The vocabulary contains only the
+special tokens, which a grammar may name, and the tokens of one byte. Other tokens hardly change the
+cost of a grammar, and reading them would take a quarter of a second. Imports only the standard
+library and llguidance, so that the process starts fast.
 """
 
 import json

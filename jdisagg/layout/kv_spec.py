@@ -1,13 +1,13 @@
 """KV spec: describes which arrays a model's KV cache consists of. Layouts, page accounting,
 transfer and codecs depend on the spec and not on the model.
 
-A spec is a list of layers, each with components: K and V, or the one latent of MLA. A component has
-kv heads, which are sharded over tp, or no heads, and is then replicated. Components may differ in
-number of heads, width and type.
+A spec is a list of layers, each with components: K and V, or the one latent of MLA. A component
+with kv heads is sharded by head over tp; a component without heads is replicated. Components may
+differ in number of heads, width and type.
 
 KV is transferred in blocks [ranks, rows, heads, tokens, values] of one type. For this, each
-component is cut into *rows* of `row_heads` heads with `row_width` values each, the largest sizes
-that divide all components. Code that transfers KV thus handles one shape only. If all components
+component is cut into *rows* of `row_heads` heads with `row_width` values each. These are the
+largest sizes that divide all components, so that transfers need only one shape. If all components
 are equal, as in nearly every model, each component is one row. If other components have heads, a
 component without heads is cut along its values, so that no byte is sent twice: each kv shard sends
 one part, and the receiver joins the parts. `ops/kv_rows.py` cuts the rows.
@@ -18,8 +18,8 @@ sequence. The same code can thus store state, in pages of one token, and transfe
 one token.
 
 If only some layers have a sliding window, the KV of layers with and without a window may be stored
-and sent separately (`can_part`). There is then a spec for each kind. It has an entry for every
-layer, and layers of the other kind have no components.
+and sent separately (`can_part`). There is then a separate spec for each of the two kinds of layers.
+Each spec has an entry for every layer; layers of the other kind have no components in it.
 
 Bytes per token = 2 x L x K x H x bytes per value for K and V, L x (latent + rope) x bytes per value
 for MLA. Does not import JAX."""
@@ -52,10 +52,10 @@ def ring_pages(widest_window: int, page_size: int) -> int:
 class KvKind(enum.StrEnum):
     """Content of a KV block.
 
-    POSITIONS: KV of positions, in all layers that have any, or in those without a window if the
-      others are sent apart.
-    WINDOW: KV of positions in the layers with a sliding window, if they are sent apart.
-    STATE: The recurrent state of all layers, as a block of one token."""
+    POSITIONS: KV of positions, in all layers with KV, or only in layers without a window if layers
+    with a window are sent separately. WINDOW: KV of positions in the layers with a sliding window,
+    if these layers are sent separately. STATE: The recurrent state of all layers, as a block of one
+    token."""
 
     POSITIONS = "positions"
     WINDOW = "window"
@@ -95,7 +95,7 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """KV cache of all layers of a model. `dtype` is the data type of components without their own.
+    """KV cache of all layers of a model. `dtype` is the data type of components that set none.
 
     Raises:
         ConfigError: The width of a component without heads is not divisible by the number of heads
@@ -188,7 +188,7 @@ class KVSpec:
     @functools.cached_property
     def row_dtype(self) -> str:
         """Data type of the elements of a transferred block: the components' type, or, if types
-        differ, the unsigned integer with the size of the smallest."""
+        differ, the unsigned integer type with the size of the smallest one."""
         dtypes = {self.dtype_of(part) for part in self.components} or {self.dtype}
         if len(dtypes) == 1:
             return dtypes.pop()

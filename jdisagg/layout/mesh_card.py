@@ -23,7 +23,7 @@ class KvEnd:
         nixl: Whether other processes can read the process's memory over NIXL
             (transfer/nixl_memory.py).
         device: Name of the host on which the process exports device memory by CUDA IPC
-            (transfer/device_memory.py), or empty.
+            (transfer/device_memory.py). Empty without CUDA IPC.
     """
 
     control: str
@@ -70,7 +70,7 @@ class MeshCard:
         return self.shape[1]
 
     def rank_boxes(self, rank: int, shape: tuple[int, ...]) -> dict[int, Box]:
-        """Returns which box of a KV block each device of dp rank `rank` holds. `shape` is [dp,
+        """Returns the box of a KV block that each device of dp rank `rank` has. `shape` is [dp,
         components, heads, tokens, head size]. The block of one rank has size 1 in dimension 0."""
         _, shards, replicas = self.shape
         _, components, heads, tokens, width = shape

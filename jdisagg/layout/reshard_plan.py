@@ -8,8 +8,9 @@ device to another.
 Invariants for every destination device: its pieces are disjoint and fill its box exactly, so each
 destination byte arrives once. Each piece lies inside its source's box. If the destination device
 already holds the bytes of a piece, the piece is `local` and nothing is transferred. Among replicas,
-the planner chooses the device with the fewest bytes to send so far. The plan depends only on its
-inputs, so both ends of a connection compute it independently. Imports neither JAX nor a model."""
+the planner chooses the device with the fewest bytes to send so far. The plan depends only on the
+inputs, so both ends of a connection can compute it independently. Imports neither JAX nor a
+model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -123,8 +124,8 @@ def _choose(wanted: Sequence[tuple[int, Box, tuple[int, ...]]], turn: int) -> li
     """Chooses the source device for each (destination, box, devices that hold the box): the
     destination itself if it holds the box, otherwise the device with the fewest bytes to send.
 
-    Boxes that the fewest devices hold are assigned first, and the largest first among these. Then
-    boxes are reassigned one at a time as long as this evens out the load of two devices."""
+    Boxes with the fewest holders are assigned first, and among these the largest. Then boxes are
+    reassigned one at a time, as long as this makes the loads of two devices more equal."""
     load = {device: 0 for _, _, holders in wanted for device in holders}
     chosen = [device if device in holders else -1 for device, _, holders in wanted]
     remote = [index for index, device in enumerate(chosen) if device < 0]

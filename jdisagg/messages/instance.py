@@ -49,7 +49,8 @@ class Reported(Message, frozen=True):
 
 class Failed(Message, frozen=True):
     """Reports that command number `number` raised an error on this follower. `fatal` means that the
-    mesh cannot be used any more. A non-fatal error should occur on every process alike."""
+    mesh cannot be used any more. A non-fatal error is expected to occur on every process of the
+    instance."""
 
     number: int
     message: str

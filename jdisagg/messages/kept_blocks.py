@@ -18,7 +18,7 @@ class KeptScheme(Message, frozen=True):
     """How a worker names its cached blocks.
 
     Attributes:
-        model: Fingerprint of everything, except tokens, that the KV depends on.
+        model: Fingerprint of everything that determines the KV, apart from the tokens.
         grain_tokens: Block size that all workers share, in tokens.
         block_tokens: Block size of this worker, in tokens, a multiple of `grain_tokens`.
     """
@@ -40,7 +40,7 @@ class KeptNews(Message, frozen=True):
     """Changes of the cached blocks of `worker`, or, if `whole`, the names of all its cached blocks.
 
     Attributes:
-        number: Number of the event before the first event of this message. If `whole`, number of
+        number: Number of the event that precedes this message's first event. If `whole`, number of
             the worker's last event.
         names: First `TOLD_BYTES` bytes of each block's name, concatenated.
         added: One byte per block, 1 for an addition and 0 for a removal. Empty if `whole`.

@@ -8,9 +8,9 @@ Before the first pull of receiver process R from sender process S:
 
 One pull of R from each sender process S of the peer's instance:
 
-- R -> S PullRequest: the KV that R needs for its own devices, under a new random id, which the data
-  plane uses as well.
-- S -> R Posted: where the bytes are (an empty list of pieces if S holds nothing for R), or
+- R -> S PullRequest: the KV that R needs for its own devices. A new random id names the request,
+  also on the data plane.
+- S -> R Posted: the location of the bytes (an empty list of pieces if S has none for R), or
 - S -> R Refused: the reason. S also sends Refused after Posted if it revokes the offered KV.
 - R -> S Pulled: everything arrived, and S frees the posting, or
 - R -> S Withdraw: R gave up the pull, and S withdraws its posting.
@@ -21,10 +21,10 @@ request and starts the data-plane pull at the same time. S then posts the pieces
 If S refuses or receives Withdraw, it posts an error under the pull's id, because R's pull would
 otherwise wait in the transfer engine forever.
 
-The exchange above is that of JAX's transfer engine. Other backends use the same messages. With
-shared memory, S replies at once and sets the region's first byte when all bytes are written; R
-sends Pulled after its last read. With NIXL, R reads the bytes that S wrote into registered memory.
-With CUDA IPC on one host, R copies directly from S's arrays.
+This is the exchange for JAX's transfer engine. Other backends use the same messages. With shared
+memory, S replies at once and sets the region's first byte when all bytes are written; R sends
+Pulled after its last read. With NIXL, R reads the bytes that S wrote into registered memory. With
+CUDA IPC on one host, R copies directly from S's arrays.
 
 Any message may be lost, late or duplicated. Ids are therefore used once, and every wait has a
 deadline. A device number is the number that JAX gives the device in the process that owns it."""

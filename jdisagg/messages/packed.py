@@ -3,8 +3,8 @@
 Both ends of a connection use the same protocol version, so fields are encoded by position without a
 schema. Every call and stream carries its version in its metadata, and a server checks it before it
 decodes a byte (`service/internal/rpc.py`). Bytes that do not decode to the expected class raise
-`InvalidRequestError` with the place and the value found. The length that a message claims to have
-allocates no memory."""
+`InvalidRequestError` with the place and the value found. Decoding allocates no memory for lengths
+that a message only claims."""
 
 from typing import Generic, TypeVar
 

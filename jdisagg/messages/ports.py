@@ -1,5 +1,5 @@
-"""Ports, which are the interfaces of a worker: the calls of the request path (router) to a worker,
-and the calls between two workers that hand KV off.
+"""Ports, the interfaces of a worker: calls of the router's request path to a worker, and calls
+between two workers for KV hand-offs.
 
 An embedded cluster calls ports directly, and separate processes call them over gRPC. All arguments
 are frozen plain data. A deadline is given as the number of seconds left. Each retry of a request
@@ -48,8 +48,8 @@ class ReserveCall(Message, frozen=True):
     of `children`.
 
     Attributes:
-        children: Answers to reserve pages for. Several children share the prompt's pages and must
-            not have accepted tokens.
+        children: Answers to reserve pages for. If there are several children, they share the
+            prompt's pages, and none may have accepted tokens.
         age_seconds: Time since the request arrived. Queues are served in order of arrival, so a
             preempted request is served before younger requests.
         whole: Whether the sender sends all KV, including positions that the decode worker has
@@ -74,8 +74,8 @@ class ReserveCall(Message, frozen=True):
 class Reservation(Message, frozen=True):
     """KV pages reserved on a decode worker for `lease_seconds`, or until `generate` uses them. The
     KV of the first `cached_tokens` positions is in the decode worker's cache and is neither
-    computed nor sent. `cached` holds the number of these tokens in each cache tier, without tokens
-    behind the prompt."""
+    computed nor sent. `cached` has the number of these tokens in each cache tier; it counts only
+    prompt tokens."""
 
     reservation_id: int
     worker: str
@@ -220,7 +220,7 @@ class FetchCall(Message, frozen=True):
 
 class FetchReply(Message, frozen=True):
     """Number of blocks offered, from `FetchCall.first` on, and whether a snapshot of the recurrent
-    state at their end is offered, too. Without blocks and snapshot, no hand-off has begun."""
+    state at their end is offered, too. If neither is offered, no hand-off has begun."""
 
     blocks: int = 0
     snapshot: bool = False
@@ -289,7 +289,7 @@ class PeerHello(Message, frozen=True):
         worker, boot_id: Name and boot of the worker that sends this hello. Not compared.
         checksum_key: Secret key of this worker's checksums, sent over the control connection only.
             Not compared.
-        mesh: Mesh of this worker. Of its fields, only `transports` must be equal on both sides.
+        mesh: Mesh of this worker. Only its field `transports` must be equal on both sides.
     """
 
     protocol: int

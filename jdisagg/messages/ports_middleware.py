@@ -15,8 +15,8 @@
 
 A middleware is any object with methods for the calls that it intercepts. `proceed` is the port's
 own method, which the middleware calls with the same arguments, with other arguments, or not at all.
-Calls that are not intercepted reach the port directly at no cost, because `through` binds the
-methods once, when it wraps the port."""
+Calls that are not intercepted cost nothing extra, because `through` binds the port's own methods
+once, when it wraps the port."""
 
 import inspect
 from functools import cache, partial

@@ -36,8 +36,8 @@ class WorkerCard(Message, frozen=True):
         boot_id: Random number drawn when the process starts.
         address: host:port of its gRPC services.
         place: Location of the devices as "rack/host/domain/process". Trailing parts may be missing.
-            Two workers are closer, the more leading parts they share. If a fast interconnect domain
-            spans hosts, give the domain's name as the host.
+            The more leading parts two workers share, the closer they are. If a fast interconnect
+            domain spans hosts, give the domain's name as the host.
         hardware: Speed of one device of the worker, or None if unknown.
         stages: Number of pipeline stages, each on layout.devices devices.
         kept: How the worker names its cached KV blocks. None without a prefix cache.
@@ -60,14 +60,14 @@ class RegistryPort(Protocol):
 
     async def register(self, card: WorkerCard) -> None: ...
     async def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        """Reports a worker's status. Returns False if the router does not have the worker, which
-        must then register again."""
+        """Reports a worker's status. Returns False if the worker is not registered at this router;
+        the worker must then register again."""
         ...
 
     async def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
         """Applies changes of the worker's cached blocks to the router's index. Returns the last
-        event that the router has processed. It may be older than `news` if events in between are
-        missing."""
+        event that the router has processed. This event may precede `news` if events in between were
+        lost."""
         ...
 
     async def deregister(self, name: str, boot_id: int) -> None: ...

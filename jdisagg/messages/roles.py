@@ -24,8 +24,8 @@ class SwitchState(enum.Enum):
 
 
 class SwitchCall(Message, frozen=True):
-    """Requests a change to `role` with `layout`. The caller draws `switch_id`, which identifies the
-    change in reports."""
+    """Requests a change to `role` with `layout`. The caller chooses a random `switch_id`, which
+    identifies the change in reports."""
 
     switch_id: int
     role: WorkerRole
@@ -33,9 +33,9 @@ class SwitchCall(Message, frozen=True):
 
 
 class SwitchReport(Message, frozen=True):
-    """A worker's latest role change and its present role. Times are in seconds: draining,
-    resharding weights and building the worker, compiling or loading programs. `total_seconds` is
-    the time from the call to the new registration."""
+    """A worker's latest role change and its present role. The times, in seconds, are those of
+    draining, of resharding weights and building the worker, and of compiling or loading programs.
+    `total_seconds` is the time from the call to the new registration."""
 
     worker: str
     boot_id: int

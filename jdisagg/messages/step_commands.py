@@ -1,8 +1,8 @@
 """Step commands: the work that a scheduler sends to a mesh (`StepCommand -> Executor.run ->
 StepResult`).
 
-A command refers to sequences, dp ranks, pages and decode slots by number, and contains every token
-id that the mesh does not yet hold. It contains no arrays and does not depend on the clock or on
+A command refers to sequences, dp ranks, pages and decode slots by number. It contains every token
+id that the mesh does not have yet. It contains no arrays and does not depend on the clock or on
 randomness. Commands can therefore be broadcast to the processes of an instance, recorded, replayed,
 or run by a cost model. Positions count from the sequence's first token. Page ids are local to a dp
 rank.
@@ -106,7 +106,7 @@ class ExtractBlock(Message, frozen=True):
     on dp rank `rank`, padded to `block_tokens`.
 
     Attributes:
-        pages: As in `InsertBlock`.
+        pages: Pages of the sequence, as in `InsertBlock`.
         to_host: Whether to copy the block to host memory, from which it can later be pulled with
             the peer name `HOST`. The copy does not block the mesh, and the result follows after the
             copy.
@@ -233,8 +233,8 @@ class SlotGrow(Message, frozen=True):
 
 class DraftRow(Message, frozen=True):
     """Draft tokens of slot `slots[rank][row]` of a decode step. `tokens` are predicted tokens of
-    successive positions from `start` on. The step verifies at most `count` of them, those after the
-    position at which the slot then is."""
+    successive positions from `start` on. The step verifies at most `count` of them: those after the
+    slot's position at the time of the step."""
 
     rank: int
     row: int
@@ -262,8 +262,8 @@ class DecodeSteps(Message, frozen=True):
 
 class FindSaved(Message, frozen=True):
     """Opens this mesh's disk tier and lists the blocks of `namespace`, a fingerprint of everything
-    except tokens that KV depends on. Must be the first disk command. The `DiskResult` has the
-    blocks' names, least recently used first.
+    that determines KV, apart from the tokens. Must be the first disk command. The `DiskResult` has
+    the blocks' names, least recently used first.
 
     Disk commands never block the mesh. Each returns a `DiskResult` within `deadline_seconds`."""
 
@@ -375,9 +375,9 @@ class PullResult(Message, frozen=True):
 
 class InsertResult(Message, frozen=True):
     """Result of an insertion. `checksum` is the keyed checksum of the values read back from the
-    pages. `intact` serves lossy codecs, which change the checksum. It is False if the received data
-    differ from the sent data, or the pages differ from the unpacked values. Without a lossy codec
-    it is True."""
+    pages. With a lossy codec, the checksum of the pages differs from the sender's, and `intact`
+    replaces the comparison: it is False if the received data differ from the sent data, or the
+    pages differ from the unpacked values. Without a lossy codec it is True."""
 
     step: int
     offer_id: int

@@ -24,8 +24,8 @@ class KeptTier(Message, frozen=True):
 
 
 class LinkTimes(Message, frozen=True):
-    """Measured time of KV transfers from a worker: a latency plus a time per byte, in seconds. The
-    time begins when the sender has computed the KV."""
+    """Measured time of KV transfers from a worker: a latency plus a time per byte, in seconds.
+    Times are counted from the moment at which the sender has computed the KV."""
 
     sender: str
     latency_seconds: float

@@ -83,8 +83,8 @@ class Cluster:
         )
 
     def _take_line(self, name: str, line: str) -> None:
-        """Writes a child process's output line to the log. If the line reports a phase of the
-        process's start, stores the phase for the table."""
+        """Writes an output line of a child process to the log. If the line reports a phase of the
+        process's start, the table shows this phase."""
         owner = name if name in self._phases else name.rpartition(".")[0]
         if found := _COMPILED.search(line):
             self._phases[owner or name] = f"compiling {found[1]}/{found[2]}"

@@ -213,8 +213,8 @@ class ClusterPlan:
 
     @property
     def _returns(self) -> bool:
-        """Whether prefill workers also fetch cached KV from decode workers. False if decode workers
-        received their KV through a codec, because codecs lose precision."""
+        """Whether prefill workers also fetch cached KV from decode workers. False if transfers use
+        a codec: the KV of decode workers has then lost precision."""
         engine = self.config.engine
         return engine.routing.fetch_from_decode and engine.decode.codec == "none"
 
@@ -282,7 +282,7 @@ def _router_ports(host: str, first: int, count: int) -> list[int]:
 
 def devices_of_process(instance: InstancePlan, instances: Sequence[InstancePlan]) -> int:
     """Returns the number of devices for each process of an instance. An instance of one process may
-    change its role later. Therefore it gets enough devices for the layouts of both roles."""
+    change its role later, so it gets enough devices for the layouts of both roles."""
     alone = len(instance.ports) == 1 and instance.role is not WorkerRole.MIXED
     layouts = [other.layout for other in instances if alone and other.role is not WorkerRole.MIXED]
     return max(
@@ -335,8 +335,8 @@ def free_ports(host: str, count: int) -> list[int]:
     """Returns `count` different ports on which no program listens. Another program may take a port
     later. Then the process that needs the port fails with an error.
 
-    To make this unlikely, ports are drawn at random below the range that the operating system
-    assigns by itself (from 32768 on Linux). Raises ConfigError if none is free."""
+    To make this unlikely, ports are drawn at random below the operating system's range of ephemeral
+    ports (from 32768 on Linux). Raises ConfigError if none is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     free: list[int] = []
     for port in random.SystemRandom().sample(_DRAWN, len(_DRAWN)):

@@ -143,7 +143,8 @@ class Deployment:
 
     Args:
         record_to: Folder for recordings of the meshes' commands. If empty, nothing is recorded.
-        tell: Called before allocation with a line for each mesh on the memory that it will use.
+        tell: Called before allocation, with one line of text for each mesh about the memory that
+            the mesh will use.
     """
 
     def __init__(
@@ -235,7 +236,8 @@ class Deployment:
             warmed.note({replica.executor.name: replica.times for replica in replicas})
 
     def about(self) -> tuple[str, ...]:
-        """Returns lines that describe what runs where, the prefix cache and the prices."""
+        """Returns lines of text that describe the meshes, the prefix cache and the source of
+        predicted times."""
         config, two = self.config, self.config.mode is Mode.DISAGGREGATED
         meshes = f"decode ({config.decode.layout})"
         if two:

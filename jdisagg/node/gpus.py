@@ -1,8 +1,8 @@
 """Assigns a host's GPUs to child processes. Each child process receives its GPUs in environment
 variables.
 
-GPUs are named by index or UUID as in CUDA_VISIBLE_DEVICES. Several workers may share a GPU. Each
-then uses a part of the GPU's memory. This module imports neither JAX nor CUDA."""
+GPUs are named by index or UUID as in CUDA_VISIBLE_DEVICES. Several workers may share a GPU, and
+each then uses a part of its memory. This module imports neither JAX nor CUDA."""
 
 import os
 from collections import Counter
@@ -69,8 +69,8 @@ def gpus_of_host(
 def assign_gpus(
     names: Sequence[str], needs: Sequence[int], gpus: Sequence[int | str]
 ) -> dict[str, tuple[int | str, ...]]:
-    """Assigns GPUs to processes in order. Each process gets as many of the next GPUs as `needs`
-    states. Raises ConfigError if there are too few GPUs."""
+    """Assigns GPUs to processes in order. Process i gets the next `needs[i]` GPUs. Raises
+    ConfigError if there are too few GPUs."""
     if sum(needs) > len(gpus):
         wanted = ", ".join(f"{name} {need}" for name, need in zip(names, needs, strict=True))
         raise ConfigError(
@@ -148,8 +148,8 @@ def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None
 
 
 def _number(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int | None]:
-    """Returns the name and the number of the first variable that is set. The number of "4(x2)" and
-    of "4,2" is 4."""
+    """Returns the name of the first variable that is set, and the first number in its value: 4 for
+    "4(x2)" and for "4,2"."""
     name = next((name for name in names if name in environment), "")
     if not name:
         return "", None

@@ -1,5 +1,5 @@
-"""Answers questions of the web page's planning guide, by simulation. The simulation runs in a child
-process. Therefore it does not block the server, and it can be killed if it takes too long.
+"""Answers questions of the web page's planning guide by simulation. The simulation runs in a child
+process, so that it does not block the server and can be killed if it takes too long.
 
 Only one question is answered at a time. Other questions are rejected meanwhile. The latest answers
 are cached."""
@@ -66,9 +66,9 @@ class Guide:
         return answer
 
     def facts(self, body: bytes) -> bytes:
-        """Returns the facts of a model on an accelerator, as JSON. Takes milliseconds, once for
-        each of the guide's models and accelerators. Raises InvalidRequestError for invalid
-        fields."""
+        """Returns the facts of a model on an accelerator, as JSON. Takes milliseconds for the first
+        question about a model and an accelerator; then the answer is cached. Raises
+        InvalidRequestError for invalid fields."""
         question = parse_question(body, FactsQuestion)
         if question not in self._facts:
             self._facts[question] = msgspec.json.encode(facts(question))

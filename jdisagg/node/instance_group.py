@@ -1,9 +1,9 @@
 """Runs one worker in several processes: one leader, which serves, and followers, which run the same
 programs.
 
-Every process calls `join_instance` before the first use of a device. The leader calls `lead`,
-builds its executor, warms up and calls `Leading.over`. Each follower builds its executor and calls
-`follow`. All processes must warm up in the same order, because a collective waits for all
+Every process calls `join_instance` before the first use of a device. The leader process calls
+`lead`, builds its executor, warms up and calls `Leading.over`. Each follower builds its executor
+and calls `follow`. All processes must warm up in the same order, because a collective waits for all
 processes."""
 
 import asyncio

@@ -2,9 +2,9 @@
 
 A PUB socket sends each batch of events as three parts: topic, sequence number (8 bytes, big-endian)
 and a batch in msgpack. A subscriber that missed batches sends the first missing number to the
-ROUTER socket and gets all batches from this number on that are on record, each as number and
-batch, and then the number -1 with an empty batch. The sockets are used on the event loop only, and
-a slow subscriber loses batches instead of delaying the worker."""
+ROUTER socket. The reply contains all stored batches from this number on, each with its number, and
+at the end the number -1 with an empty batch. The sockets are used on the event loop only, and a
+slow subscriber loses batches instead of delaying the worker."""
 
 import asyncio
 import contextlib
@@ -112,8 +112,8 @@ class KvEventPublisher:
         self._pub.send_multipart((self._topic, number, data), self._no_block)
 
     def _answer(self) -> None:
-        """Answers the requests of subscribers that missed batches. The socket's descriptor reports
-        a change only once, so all requests are read."""
+        """Answers the requests of subscribers that missed batches. ZeroMQ signals new requests only
+        once through the socket's descriptor, so each call reads all of them."""
         router = self._router
         while router is not None and not router.closed:
             try:

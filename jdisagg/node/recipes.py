@@ -3,8 +3,8 @@ an `EngineConfig`, and optionally a function `get_cluster()` that returns a `Clu
 a YAML or JSON file with the fields of `EngineConfig` that differ from the defaults, and optionally
 the fields of `ClusterShape` under `cluster`. Fields under `instance` apply to both sides.
 
-An embedded cluster has one instance of each role. A multi-process cluster has as many as the
-`ClusterShape` states. This module starts no process."""
+An embedded cluster has one instance of each role. In a multi-process cluster, `ClusterShape` sets
+these numbers. This module starts no process."""
 
 import dataclasses
 import importlib.util
@@ -62,8 +62,9 @@ def load_recipe(path: str) -> EngineConfig:
 
 
 def load_shape(path: str, mode: Mode | None = None) -> ClusterShape:
-    """Returns the result of the recipe's `get_cluster()`, or its `cluster` fields. Without them,
-    returns one instance of each role of `mode`. If `mode` is None, the recipe's mode is used."""
+    """Returns the result of the recipe's `get_cluster()`, or its `cluster` fields. If the recipe
+    has neither, returns one instance of each role of `mode`. If `mode` is None, the recipe's mode
+    is used."""
     if Path(path).suffix in DATA:
         counts = _data(path).get("cluster")
         make = None if counts is None else lambda: _shape(counts)
@@ -105,7 +106,7 @@ def _data(path: str) -> dict[str, object]:
 
 
 def _assignments(fields: Mapping[str, object], prefix: str = "") -> Iterator[str]:
-    """Yields the fields of a YAML or JSON recipe in the form that `override` takes."""
+    """Yields the fields of a YAML or JSON recipe as "path=value" texts for `override`."""
     for name, value in fields.items():
         path = f"{prefix}{name}"
         if path == "instance" and isinstance(value, dict):

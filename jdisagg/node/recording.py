@@ -2,10 +2,10 @@
 the file, so that `jdisagg replay` can run the commands again.
 
 A file is a magic word followed by records. A record is a byte for its kind, the command's number,
-the payload's length (both little-endian) and the payload. The kinds are header (JSON that describes
-the mesh), command, result (both encoded by `packed`), and error (text). Each record is flushed at
-once, so that after a crash the recording ends with the last command before the crash. A truncated
-last record is ignored. Recordings contain prompts and are private."""
+the payload's length (both little-endian) and the payload. There are four kinds: header (JSON that
+describes the mesh), command and result (both encoded by `packed`), and error (text). Each record is
+flushed at once, so that after a crash the recording ends with the last command before the crash. A
+truncated last record is ignored. Recordings contain prompts and are private."""
 
 import asyncio
 import contextlib
@@ -194,8 +194,7 @@ def record(
     model: ModelConfig,
 ) -> RecordingExecutor:
     """Returns `executor`, wrapped to record to the file `name`.commands in `folder`. If the file
-    exists, a numbered file is created instead, because the recording before a restart is often
-    useful.
+    exists, creates a numbered file instead, because the recording before a restart is often useful.
 
     Args:
         executor: Executor of the mesh. In an instance of several processes, the executor that sends

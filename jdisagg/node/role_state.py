@@ -3,7 +3,7 @@ which a router requests role changes.
 
 A change that is impossible is refused at once, while the worker still serves in the old role. A
 possible change sets the event `asked`. Then worker_process.py ends the worker's current run and
-starts a run in the new role. It records each completed phase of the change in a report."""
+starts a run in the new role. `RoleState` records each completed phase of the change in a report."""
 
 import asyncio
 from dataclasses import dataclass

@@ -170,8 +170,7 @@ class Router:
     def _elastic(
         self, membership: Membership, path: RequestPath
     ) -> tuple[Controller, ElasticPools]:
-        """Returns the elastic controller, and the worker pools in which its role changes are
-        made."""
+        """Returns the elastic controller, and the worker pools whose roles it changes."""
         controller = Controller(self._config.elastic)
         switcher = RoleSwitcher(
             membership,

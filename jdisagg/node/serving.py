@@ -73,7 +73,7 @@ def keep_for_good() -> None:
 
 
 def page_sources(observer: Observer | None, config: ServiceConfig) -> PageSources:
-    """Returns the data sources for the web page, in addition to the status."""
+    """Returns the web page's data sources other than the status."""
     guide = Guide() if config.http_guide else None
     if observer is None:
         return PageSources(guide=guide)

@@ -11,9 +11,9 @@ ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
 def end_at_once() -> None:
-    """Makes SIGTERM and SIGINT end the process silently with status 128 + signal number, until an
-    event loop handles the signals. No exception is raised, because a normal exit would wait for
-    threads that compile. SIGUSR1 is ignored meanwhile."""
+    """Makes SIGTERM and SIGINT end the process silently with status 128 + signal number. Applies
+    until an event loop handles the signals. No exception is raised, because a normal exit would
+    wait for threads that compile. SIGUSR1 is ignored meanwhile."""
 
     def end(number: int, _: FrameType | None) -> None:
         os._exit(128 + number)

@@ -3,8 +3,8 @@ programs of a configuration were compiled on this machine before.
 
 The mark is a file beside the compilation cache, named by a hash of everything that determines the
 programs: configuration, role, model and versions. It contains the measured times of the programs.
-If the cache was cleared but the mark was not, programs are compiled while requests wait, as without
-warm-up."""
+If the cache was cleared but the mark was not, requests wait until their programs are compiled, as
+without warm-up."""
 
 import contextlib
 import hashlib

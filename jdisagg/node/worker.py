@@ -91,7 +91,7 @@ MESH = "mesh"  # name of the worker's mesh in its warm-up mark
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Identity of a worker. Its configuration is in `WorkerConfig`.
+    """Identity of a worker. `WorkerConfig` has its configuration.
 
     Attributes:
         record_to: Folder for recordings of the worker's commands. If empty, nothing is recorded.
@@ -505,9 +505,9 @@ class WorkerRuntime:
         )
 
     async def _serve(self, worker: Worker, unwanted: "asyncio.Future[None]") -> int:
-        """Serves until one of three events. After a signal or a requested role change, waits for
-        running requests. If the mesh fails, or if all routers refuse the worker, ends at once.
-        Returns the exit status."""
+        """Serves until a signal, a requested role change or a failure. After a signal or a
+        requested role change, waits for running requests. If the mesh fails, or if all routers
+        refuse the worker, ends at once. Returns the exit status."""
         breaking = asyncio.create_task(self._broken(worker, unwanted))
         ending, changing = (
             asyncio.create_task(self._state.signals.first()),

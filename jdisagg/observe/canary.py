@@ -1,14 +1,14 @@
-"""Readiness of a cluster: it is ready while KV transfer works, that is, while KV was recently
-transferred from a prefill to a decode worker (rule 11 of the design).
+"""Determines whether a cluster is ready. A cluster is ready if KV was recently transferred from a
+prefill to a decode worker.
 
-A canary is a tiny request that tests the KV transfer of one pair of workers. `Canary` stores when
-each pair last transferred KV, and decides whether this is recent enough. It is pure, and times are
-arguments. Hand-offs of clients' requests count as well (`succeeded` is called for each), so a busy
-pair needs no canary. `CanaryRunner` sends a canary over each pair without a recent transfer, using
-a probe (`canary_probe.py`).
+A canary is a tiny request that tests the KV transfer of one pair of workers. `Canary` stores the
+time of each pair's last KV transfer, and decides whether it is recent enough. `Canary` is pure;
+times are arguments. Hand-offs of clients' requests count as well (`succeeded` is called for each),
+so a busy pair needs no canary. `CanaryRunner` sends a canary over each pair without a recent
+transfer, using a probe (`canary_probe.py`).
 
-Pairs with a worker that left are dropped, because their transfers are no evidence about the current
-workers."""
+Pairs with a worker that left are removed, because their transfers do not show whether the current
+workers can transfer KV."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -56,7 +56,7 @@ class Canary:
         return tuple(self._pairs)
 
     def know(self, pairs: Collection[Pair]) -> None:
-        """Replaces the set of current pairs of workers."""
+        """Sets the current pairs of workers, and removes the records of all other pairs."""
         self._pairs = {pair: self._pairs.get(pair, _Known()) for pair in sorted(pairs)}
 
     def succeeded(self, pair: Pair, now: float) -> None:
@@ -124,13 +124,14 @@ class CanaryRunner:
     and reports changes of readiness.
 
     Args:
-        probe: Sends a canary over a pair. Raises if the KV transfer fails.
-        pairs: Returns the current pairs of workers.
+        probe: Function that sends a canary over a pair. Raises an error if the KV transfer fails.
+        pairs: Function that returns the current pairs of workers.
         clock: Clock with which the intervals are measured.
         canary: Readiness that the runner updates.
         every_seconds: Seconds without a KV transfer after which a canary is sent over a pair.
         timeout_seconds: Time limit of a canary, in seconds.
-        changed: Called with the readiness after the first look and at each change.
+        changed: Function that is called with the readiness after the first check and at each
+            change.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Sends a canary: a tiny request that tests the KV transfer of one pair of workers. It belongs to a
-tenant of its own. Pages are reserved for it, and it is prefilled, handed off and decoded like any
-other request.
+"""Sends a canary: a tiny request that tests the KV transfer of one pair of workers. A canary
+belongs to a separate tenant. Its pages are reserved, and it is prefilled, transferred and decoded
+like any other request.
 
 The probe calls the ports of the pair directly, because the request path would choose the workers
 itself. The workers' resources are freed afterwards, even after a failure."""

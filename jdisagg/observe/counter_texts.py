@@ -1,5 +1,5 @@
-"""What each counter of a component means, for operators, and which components have it. The scrape
-exports these counters from the start, with the value 0."""
+"""The descriptions of the counters of each component, for operators. A scrape exports these
+counters from the start of the process, with the value 0."""
 
 from collections.abc import Mapping
 
@@ -110,10 +110,10 @@ _ALL = {name: text for texts in TEXTS.values() for name, text in texts.items()}
 
 
 def text_of(counter: str) -> str:
-    """Returns the meaning of a counter."""
+    """Returns the description of a counter."""
     return _ALL.get(counter, f"Counter {counter} of its owner.")
 
 
 def names_of(owner: str, is_worker: bool) -> Mapping[str, str]:
-    """Returns the counters that an owner has, with their meaning."""
+    """Returns the counters of an owner (a worker or a router) with their descriptions."""
     return TEXTS[WORKER] if is_worker else TEXTS.get(owner, {})

@@ -184,9 +184,9 @@ class ObservedExecutor:
                 )
 
     def _remember(self, command: StepCommand) -> None:
-        """Records which hand-off or reservation writes each page. The page of a sequence's newest
-        position is written for this sequence only, so its writer identifies the sequence's request.
-        A page that is copied for a child keeps its writer."""
+        """Records which hand-off or reservation writes each page. No other sequence shares the page
+        of a sequence's newest position, so the writer of this page identifies the sequence's
+        request. A page that is copied for a child keeps its writer."""
         match command:
             case PrefillChunk():
                 for row in command.rows:

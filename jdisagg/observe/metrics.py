@@ -1,13 +1,13 @@
 """Prometheus metrics of one process. Some are recorded when events happen. Others are read at each
-scrape from the objects that hold the values, their owners.
+scrape from the objects that have the values, called their owners.
 
 Each process has one `Metrics` with its own registry, so that several clusters fit into one test
 process. Histograms and event counters form groups (requests, transfers, mesh, tiers, predictions).
-A group is created at its first use, so a worker exports no empty request histograms; a process that
-answers requests creates theirs at its start. The wrappers
-of this package update the groups once per span of tokens or per command, never per token. Counters,
-worker statuses and numbers of compilations are read at the scrape (`sources.py`). They are read on
-the event loop of their owners, although `prometheus_client` serves from its own threads. Names are
+A group is created at its first use, so that a worker exports no empty histograms of requests. A
+process that answers requests creates the group of requests at its start. The wrappers of this
+package update the groups once per span of tokens or per command, never per token. Counters, worker
+statuses and numbers of compilations are read at the scrape (`sources.py`). They are read on the
+event loop of their owners, although `prometheus_client` serves from its own threads. Names are
 `jdisagg_<what>_<unit>`. Labels come from small fixed sets (worker, codec, cause), never from
 requests. All metrics of jdisagg have the model's name as a label."""
 
@@ -144,8 +144,8 @@ class RequestMetrics(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Totals since the start of the process. `kv_bytes` is None in a process whose meshes receive
-    no KV; workers in other processes count their own."""
+    """Totals since the start of the process. `kv_bytes` counts the KV that meshes of this process
+    receive; None if no mesh of this process receives KV."""
 
     prompt_tokens: float
     generated_tokens: float
@@ -367,7 +367,7 @@ class _Reading(Collector):
         self._read = read
 
     def describe(self) -> list[Metric]:
-        """Returns no metric names, because the names are known only at each scrape."""
+        """Returns an empty list, because the metric names are determined at each scrape."""
         return []
 
     def collect(self) -> Iterable[Metric]:

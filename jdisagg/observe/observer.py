@@ -26,7 +26,7 @@ RESUMED = "resumed"
 
 
 class Causes:
-    """Stores why the latest attempt at each request ended, so that the span of the next attempt can
+    """Stores why the latest attempt of each request ended, so that the span of the next attempt can
     contain this cause. When the store is full, the oldest entries are dropped."""
 
     def __init__(self) -> None:

@@ -2,9 +2,9 @@
 
 `Observed*` wraps a port on the caller's side: remote ports in a router, peers in a decode worker,
 and the workers themselves in a single process. `Served` wraps a worker's own ports in the worker's
-process. It only registers to which request the id of each reservation and hand-off belongs. This is
-needed because calls between processes carry the trace context, while commands to the mesh carry
-only ids (tracing.py)."""
+process. It only registers the request of each reservation id and hand-off id. This is needed
+because commands to the mesh carry only these ids, while calls between processes carry the trace
+context (tracing.py)."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -388,7 +388,8 @@ def _owner(request: Request) -> Key:
 
 
 def _cause_in(span: Span) -> str:
-    """Returns why another attempt follows after a span of tokens, or "" if none follows."""
+    """Returns the reason why another attempt must follow this span of tokens, or "" if none
+    follows."""
     if span.end is SpanEnd.PREEMPTED:
         return "preempted"
     if span.lost is not None:

@@ -37,8 +37,8 @@ class ObserveConfig:
         log_requests: Whether to log every finished request.
         otlp_endpoint: Address of an OTLP collector that receives spans, such as `http://host:4317`,
             or "".
-        metrics: Whether to keep metrics and the latest traced requests even without a metrics port.
-            The HTTP API and its web page need them.
+        metrics: Whether to record metrics and the latest traced requests even without a metrics
+            port, for the HTTP API and its web page.
     """
 
     metrics_port: int = 0

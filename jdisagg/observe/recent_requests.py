@@ -1,9 +1,9 @@
 """Spans of the latest traced requests, which the web page draws as timelines.
 
-An OpenTelemetry exporter that keeps spans by trace. A client that chose the trace id of its request
-can read the request's spans while the request runs. Spans that belong to no request are dropped.
-When the store is full, the oldest trace is dropped. If a trace has too many spans, only its first
-spans are stored."""
+`RecentRequests` is an OpenTelemetry exporter that stores spans by trace id. A client that chose the
+trace id of its request can read the request's spans while the request runs. Spans without a request
+are dropped. When the store is full, the oldest trace is dropped. If a trace has too many spans,
+only its first spans are stored."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

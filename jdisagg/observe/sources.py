@@ -4,11 +4,10 @@ elastic controller's advice.
 Names of metrics are derived from names of counters: `leases_expired` of worker `decode-0` becomes
 `jdisagg_leases_expired_total{owner="decode-0"}`. A new counter therefore needs no change in this
 module; its meaning is in `counter_texts.py`. `_SPLIT` lists counters that are exported together as
-one metric with a label.
-`_TOLD_ELSEWHERE` lists counters whose value another metric already has. If a worker does not answer
-in time, only `jdisagg_worker_up` is exported for it, with value 0. A router's metrics about its
-workers have names of their own (`jdisagg_router_worker_*`), so that sums over all processes count
-no worker twice."""
+one metric with a label. `_TOLD_ELSEWHERE` lists counters that are not exported, because another
+metric has the same value. If a worker does not answer in time, only `jdisagg_worker_up` is exported
+for it, with value 0. A router's metrics about its workers have names of their own
+(`jdisagg_router_worker_*`), so that sums over all processes count no worker twice."""
 
 import asyncio
 import functools
@@ -45,8 +44,7 @@ _TOLD_ELSEWHERE = ("requests_started", "requests_ended", "kv_bytes_received")
 @dataclass(frozen=True, slots=True)
 class Reading:
     """Values read at a scrape from one owner, an object that holds values such as a worker or a
-    router. `up`: Whether the owner, a worker of this process, answered. None if the owner is no
-    worker."""
+    router. `up`: whether the owner answered, if it is a worker; None for other owners."""
 
     owner: str
     counts: tuple[tuple[str, Labels, int], ...]

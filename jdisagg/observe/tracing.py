@@ -4,8 +4,8 @@ Each request has one trace. The router creates the root span, which is a child o
 if the client sends W3C trace context (`jdisagg/trace_context.py`). Calls carry the context to
 workers. Within a process, most code has only a key: the id of a hand-off, an offer or a
 reservation. Code that has both the key and its owner (a trace context or another key) registers
-them with `own`. A span whose key has no owner yet is held until its owner is registered. No code
-therefore needs to pass contexts only for tracing.
+them with `own`. A span whose key has no owner yet is held until its owner is registered. So no
+function needs a context parameter only for tracing.
 
 Spans are created when their work is over, with times of the observer's clock. Its times are
 converted to times since the epoch by one comparison with the wall clock at the start. An instant is
@@ -196,7 +196,8 @@ class Tracing:
         span.end(self._ns(max(started, ended)))
 
     def _wanted(self, parent: Context) -> bool:
-        """Returns whether spans with this parent are recorded, without calling the sampler."""
+        """Returns whether spans with this parent are recorded: the parent's sampling decision, or
+        the default if there is no parent."""
         context = trace.get_current_span(parent).get_span_context()
         return context.trace_flags.sampled if context.is_valid else self._every
 

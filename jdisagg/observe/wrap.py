@@ -76,8 +76,8 @@ def ports(
 def peers(
     receiver: str, resolve: Callable[[HandoffSource], PeerPort], observer: Observer | None
 ) -> Callable[[HandoffSource], PeerPort]:
-    """Wraps the function with which worker `receiver` finds the port of a peer, so that transfers
-    from each peer are measured."""
+    """Wraps the function `resolve`, which returns the port of a peer of worker `receiver`, so that
+    transfers from each peer are measured."""
     if observer is None:
         return resolve
     return lambda source: peer(receiver, resolve(source), observer)

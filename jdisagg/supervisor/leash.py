@@ -1,8 +1,8 @@
 """Makes the kernel kill this process when its parent dies, then executes another program: `python
 leash.py <parent's pid> program argument...` (Linux only).
 
-This script sets PR_SET_PDEATHSIG, which survives exec. A separate script is needed, although it
-starts one more interpreter, because running Python code between fork and exec might hang. Imports
+This script sets PR_SET_PDEATHSIG, which survives exec. This is a separate script, although it
+starts one more interpreter, because Python code that runs between fork and exec might hang. Imports
 only the standard library."""
 
 import ctypes

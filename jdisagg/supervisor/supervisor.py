@@ -1,9 +1,10 @@
 """Runs groups of child processes, restarts groups that end, and stops them in order.
 
-A group is a router, a worker, or the processes of one instance. When a member ends without being
-stopped, the others are killed and the group is restarted after a pause. The pause doubles each time
-that the group ends soon after its start, and is reset after a long run. If a member ends with
-`EXIT_CONFIG`, its configuration is unusable: the group is not restarted, and `failed` is called.
+A group consists of the processes of one router, worker or instance. When a member ends without
+being stopped, the others are killed, and the group is restarted after a pause. The pause doubles
+each time that the group ends soon after its start, and is reset after a long run. If a member ends
+with `EXIT_CONFIG`, its configuration is unusable: the group is not restarted, and `failed` is
+called.
 
 Uses one asyncio event loop. Invariants: when `stop` returns, no member runs; `stop` kills members
 after its timeout; no member is started after `stop` was called."""

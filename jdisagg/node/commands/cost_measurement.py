@@ -1,11 +1,11 @@
 """Measures a machine for the cost model, in three parts. The first part measures ceilings: the
 highest rates of a matrix product, of memory access, and of a copy between devices. The second part
-measures prompts and decode steps of the real engine on one mesh. The third part fits the fractions
-of the ceilings that the engine's programs reach.
+measures prompts and decode steps of the real engine on one mesh. The third part fits the cost
+model's constants: the fractions of the ceilings that the engine's programs reach.
 
 Ceilings are measured in the model's dtype. The hardware description of an accelerator has the
-bfloat16 peak, which the cost model halves for float32. To validate the fit, half of the settings
-are fitted, and the other half are predicted by this fit."""
+bfloat16 peak, which the cost model halves for float32. To validate the fit, the model is first
+fitted to half of the settings and predicts the other half."""
 
 import asyncio
 import os
@@ -41,7 +41,7 @@ FREE_SHARDED = (*FREE, "collective_seconds", "collective_bandwidth")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSettings:
-    """What to measure for `model` under `layout`.
+    """The settings under which `model` with `layout` is measured.
 
     Attributes:
         lengths: Prompt lengths in tokens. Each prompt runs alone.
@@ -81,7 +81,7 @@ class MeasuredSettings:
 @dataclass(frozen=True, slots=True)
 class Ceilings:
     """Highest measured rates of one device: FLOP/s, memory bandwidth in bytes/s, and bytes/s of a
-    copy between two devices. With only one device, the last is half the memory bandwidth."""
+    copy between two devices. With only one device, the copy rate is half the memory bandwidth."""
 
     flops: float
     memory: float

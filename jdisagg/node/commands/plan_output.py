@@ -66,8 +66,9 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
 
 
 def costs_of(item: Finding, site: Site) -> tuple[float | None, float | None]:
-    """Returns dollars for a million output tokens and joules for one, of all accelerators of the
-    site at full board power; None without a price or power, or without a rate."""
+    """Returns the dollars for a million output tokens and the joules for one output token, for all
+    accelerators of the site at full board power. A value is None if the price, the power or the
+    rate is missing."""
     card = site.accelerator
     if not item.tokens_per_second:
         return None, None

@@ -2,8 +2,8 @@
 
 All recorded meshes are rebuilt in this process. A mesh that pulled KV is replayed together with the
 meshes that offered the KV. Commands that failed during recording are skipped. If the recorded
-instance had several processes, it may have summed floating-point values in another order. Then the
-replay may choose another token where two tokens are almost equally likely."""
+instance had several processes, it may have summed floating-point values in another order. The
+replay may then choose another token if two tokens are almost equally likely."""
 
 import asyncio
 from collections.abc import Callable, Sequence

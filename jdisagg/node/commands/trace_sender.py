@@ -59,9 +59,9 @@ class PromptMaker:
         """Raises ConfigError if the context is too short for any prompt.
 
         Args:
-            context_tokens: Maximum number of tokens of prompt and answer together. If they exceed
-                it, the answer is shortened first, but not below half of the context, and then the
-                prompt.
+            context_tokens: Maximum number of tokens of prompt and answer together. If a request
+                exceeds this number, the answer is shortened first, to at least half of the context,
+                and then the prompt.
         """
         if context_tokens < 2:
             raise ConfigError(
