@@ -1,10 +1,12 @@
 """The internal wire format: msgpack of `msgspec` structs.
 
-Both ends of a connection use the same protocol version, so fields are encoded by position without a
-schema. Every call and stream carries its version in its metadata, and a server checks it before it
-decodes a byte (`service/internal/rpc.py`). Bytes that do not decode to the expected class raise
-`InvalidRequestError` with the place and the value found. Decoding allocates no memory for lengths
-that a message only claims."""
+Fields are encoded by position without a schema. Processes of different protocol versions work
+together while every change between the versions only adds fields with defaults at the ends of
+messages: an older process ignores them, and a newer one fills them in. Every call and stream
+carries the caller's version and the oldest version that it works with in its metadata, and a server
+checks them before it decodes a byte (`service/internal/rpc.py`). Bytes that do not decode to the
+expected class raise `InvalidRequestError` with the place and the value found. Decoding
+allocates no memory for lengths that a message only claims."""
 
 from typing import Generic, TypeVar
 
@@ -13,7 +15,10 @@ import msgspec
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError
 
 # Incremented whenever a message changes its bytes or its meaning.
-PROTOCOL = 28
+PROTOCOL = 29
+# The oldest version that this one works with. Becomes PROTOCOL with every change that is not only
+# added fields that an older process may ignore.
+OLDEST = 29
 
 T = TypeVar("T")
 
@@ -54,12 +59,36 @@ class Unpacker(Generic[T]):
             ) from error
 
 
-def check_protocol(theirs: str | bytes | None, service: str) -> None:
-    """Raises IncompatiblePeerError, with both versions, if the caller of `service` uses another
-    protocol version than this process."""
-    if theirs != str(PROTOCOL):
-        named = theirs if isinstance(theirs, str) else "none"
-        raise IncompatiblePeerError(
-            f"{service}: the caller's protocol is {named} and this process speaks {PROTOCOL}; run"
-            " the same version of jdisagg on both"
-        )
+def protocol_text() -> str:
+    """Returns this process's protocol version and the oldest version that it works with, as calls
+    carry them."""
+    return f"{PROTOCOL}/{OLDEST}"
+
+
+def compatible(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Returns whether two processes work together, from each one's protocol version and the oldest
+    version that it works with."""
+    return one[0] >= other[1] and other[0] >= one[1]
+
+
+def check_protocol(theirs: str | bytes | None, service: str, *, same: bool = False) -> None:
+    """Raises IncompatiblePeerError, with both versions, if the caller of `service` uses a protocol
+    version that does not work with this process's.
+
+    Args:
+        theirs: Text of the caller's `protocol_text`; None if the call carries none.
+        service: Name for the error.
+        same: Whether the versions must be equal.
+    """
+    named = theirs if isinstance(theirs, str) else "none"
+    version, _, oldest = named.partition("/")
+    numbers = (version, oldest or version)
+    if all(number.isascii() and number.isdigit() and len(number) < 10 for number in numbers):
+        found = (int(version), int(oldest or version))
+        if found[0] == PROTOCOL if same else compatible(found, (PROTOCOL, OLDEST)):
+            return
+    works = str(PROTOCOL) if same or OLDEST == PROTOCOL else f"{OLDEST} to {PROTOCOL}"
+    raise IncompatiblePeerError(
+        f"{service}: the caller's protocol is {named} and this process speaks {works}; run"
+        " versions of jdisagg that work together (docs/operations.md)"
+    )

@@ -290,6 +290,7 @@ class PeerHello(Message, frozen=True):
         checksum_key: Secret key of this worker's checksums, sent over the control connection only.
             Not compared.
         mesh: Mesh of this worker. Only its field `transports` must be equal on both sides.
+        oldest_protocol: Oldest protocol version that this worker works with.
     """
 
     protocol: int
@@ -303,6 +304,7 @@ class PeerHello(Message, frozen=True):
     mesh: MeshCard | None = None
     block_bytes: int = 0
     windows_apart: bool = False
+    oldest_protocol: int = 0
 
 
 async def close_stream(items: object) -> None:

@@ -16,7 +16,7 @@ from jdisagg.clock import limit
 from jdisagg.errors import HandoffError, IncompatiblePeerError
 from jdisagg.layout.kv_spec import KVLayer
 from jdisagg.layout.mesh_card import MeshCard
-from jdisagg.messages.packed import PROTOCOL
+from jdisagg.messages.packed import OLDEST, PROTOCOL, compatible
 from jdisagg.messages.ports import HandoffSource, PeerHello, PeerPort
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer
 from jdisagg.messages.worker_status import LinkTimes
@@ -28,7 +28,6 @@ from jdisagg.worker.link_share import LinkShare
 from jdisagg.worker.step_loop import StepLoop
 
 _COMPARED = (
-    "protocol",
     "model_fingerprint",
     "kv_layers",
     "kv_dtype",
@@ -246,11 +245,20 @@ def hello_of(
         mesh=card,
         block_bytes=limits.block_bytes,
         windows_apart=limits.windows_apart,
+        oldest_protocol=OLDEST,
     )
 
 
 def check_hello(ours: PeerHello, theirs: PeerHello) -> None:
-    """Raises IncompatiblePeerError, with both values, if a field that must be equal differs."""
+    """Raises IncompatiblePeerError, with both values, if a field that must be equal differs, or if
+    the protocol versions do not work together."""
+    ranges = [(one.protocol, one.oldest_protocol or one.protocol) for one in (ours, theirs)]
+    if not compatible(*ranges):
+        raise IncompatiblePeerError(
+            f"protocol is {ours.protocol} on {ours.worker!r} and {theirs.protocol} on"
+            f" {theirs.worker!r}: these workers cannot hand over KV; run versions of jdisagg that"
+            " work together"
+        )
     pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in _COMPARED]
     if ours.mesh is not None and theirs.mesh is not None:
         pairs.append(("transports", ours.mesh.transports, theirs.mesh.transports))

@@ -117,9 +117,15 @@ class Hosts:
         """Removes all conditions."""
         self._tell({"from": None, "to": None})
 
-    def run(self, host: int, command: Sequence[str], hosts_file: str | None = None) -> Process:
-        """Starts a program on a host. `hosts_file`: The text of its /etc/hosts, else a line for
-        each host."""
+    def run(
+        self, host: int, command: Sequence[str], hosts_file: str | None = None, folder: Path = ROOT
+    ) -> Process:
+        """Starts a program on a host.
+
+        Args:
+            hosts_file: Text of its /etc/hosts, else a line for each host.
+            folder: Its working folder.
+        """
         names = self._folder / f"hosts.{next(_NUMBERS)}"
         lines = [f"{self.address(i)} {self.name(i)}" for i in range(len(self._taps))]
         names.write_text(
@@ -134,11 +140,15 @@ class Hosts:
                     *("unshare", "--ipc", "--pid", "--uts", "--mount", "--fork"),
                     *("--kill-child", "--mount-proc", "sh", "-c", inside, "sh", *command),
                 ],
-                cwd=ROOT,
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+                env={
+                    name: value
+                    for name, value in os.environ.items()
+                    if name not in ("XLA_FLAGS", "PYTHONPATH")
+                },
             )
         process = Process(outer, log)
         self._processes.append(process)

@@ -21,7 +21,7 @@ from jdisagg.client import AsyncClient, Client
 from jdisagg.errors import JdisaggError
 from tests import time_scale
 from tests.end_to_end.clusters import LLAMA, dense_greedy
-from tests.hosts.hosts import Hosts, Process
+from tests.hosts.hosts import ROOT, Hosts, Process
 from tests.programs import CACHE_FLAG
 
 PORT = 19200
@@ -154,6 +154,7 @@ class Lab:
         self.workers = self.names[routers:]
         self.hosts = Hosts(len(self.names), folder)
         self.processes: dict[str, Process] = {}
+        self.tree = ROOT  # the code that processes are started with
 
     def host(self, name: str) -> int:
         """Of a process, or 0 for the clients."""
@@ -181,7 +182,7 @@ class Lab:
             program = ["worker", f"--role={role}", "--layout=tp=1", f"--name={name}"]
             program += [f"--router={self.router_addresses}", *WORKER_FLAGS]
         command = [PYTHON, "-m", f"launch.{program[0]}", *program[1:], *common, *flags]
-        self.processes[name] = self.hosts.run(self.host(name), command)
+        self.processes[name] = self.hosts.run(self.host(name), command, folder=self.tree)
 
     def start_all(self) -> None:
         for name in self.names:

@@ -11,6 +11,7 @@ import pytest
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from tests.hosts.hosts import hosts, missing
 from tests.hosts.lab import PORT, PYTHON, START_SECONDS, WORKER_FLAGS, Lab, Load, lab, wait_until
+from tests.hosts.newer_tree import newer_tree
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing())]
 DEADLINE_SECONDS = 90.0
@@ -200,6 +201,29 @@ def test_two_of_each_serve_on(
 ) -> None:
     load = under(four, fault, seconds)
     print(f"{request.node.callspec.id}: {load.summary()}")
+    assert not load.errors
+
+
+@pytest.mark.ci
+def test_an_update_of_one_process_after_the_other_costs_no_stream(tmp_path: Path) -> None:
+    """Updates to a version with longer messages and back again, in other orders, under load."""
+    newer = newer_tree(tmp_path / "newer")
+    with lab(tmp_path, routers=2) as cluster:
+        load = Load(cluster.target, 4, DEADLINE_SECONDS)
+        for tree, names in (
+            (newer, ("decode-0", "router-0", "prefill-0", "router-1")),
+            (cluster.tree, ("prefill-0", "router-0", "router-1", "decode-0")),
+        ):
+            cluster.tree = tree
+            for name in names:
+                drained(name)(cluster)
+                assert Path(f"/proc/{cluster.processes[name].pid}/cwd").resolve() == tree
+                began = time.monotonic()
+                wait_until(
+                    lambda began=began: load.ended_right_since(began), "serves", START_SECONDS
+                )
+        cluster.check_whole(load, time.monotonic())
+    print(f"update and back: {load.summary()}")
     assert not load.errors
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import tracemalloc
-import typing
+from typing import Protocol
 
 import msgspec
 import pytest
@@ -11,48 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
-from jdisagg.messages.instance import FollowerMessage, LeaderMessage
-from jdisagg.messages.kv_plane import KvPlanePort
-from jdisagg.messages.packed import PROTOCOL, Unpacker, check_protocol, pack
-from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
-from jdisagg.messages.registry import RegistryPort
-from jdisagg.messages.roles import ClusterRolesPort, RolePort
-from jdisagg.messages.spans import SpanSessionPort
-from jdisagg.messages.step_commands import StepCommand, StepResult
+from jdisagg.messages.packed import OLDEST, PROTOCOL, Unpacker, check_protocol, pack, protocol_text
+from jdisagg.plain import Message
 from jdisagg.service.internal import rpc
 from tests.messages.values import of_annotation
+from tests.messages.wire import PATH, breaks, kinds, schema, sent, within
 
-PORTS = (
-    PrefillPort,
-    DecodePort,
-    PeerPort,
-    SpanSessionPort,
-    KvPlanePort,
-    RegistryPort,
-    RolePort,
-    ClusterRolesPort,
-)
-
-
-def _kinds() -> dict[str, object]:
-    """Returns everything that goes over a connection: arguments and replies of every port's
-    methods, and each message of the unions that streams and files carry."""
-    found: dict[str, object] = {}
-    for port in PORTS:
-        for method in rpc.methods(port):
-            hints = typing.get_type_hints(getattr(port, method.name))
-            reply = hints.pop("return")
-            reply = typing.get_args(reply)[0] if method.streams else reply
-            if hints:
-                found[f"{port.__name__}.{method.name}"] = tuple[tuple(hints.values())]
-            found[f"{port.__name__}.{method.name} reply"] = reply
-    for union in (StepCommand, StepResult, FollowerMessage, LeaderMessage):
-        for kind in typing.get_args(union):
-            found[kind.__name__] = kind
-    return {name: kind for name, kind in found.items() if kind is not type(None)}
-
-
-KINDS = _kinds()
+KINDS = kinds()
 QUICK = settings(
     max_examples=15,
     deadline=None,
@@ -158,12 +123,54 @@ def test_lengths_that_are_only_claimed_take_no_memory(name: str) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("theirs", [None, "3", str(PROTOCOL + 1), b"\xff", ""])
-def test_another_protocol_is_refused_naming_both(theirs: str | bytes | None) -> None:
+@pytest.mark.parametrize(
+    "theirs",
+    [None, "3", str(OLDEST - 1), f"{PROTOCOL + 9}/{PROTOCOL + 1}", b"\xff", "", "9" * 5000, "1/x"],
+)
+def test_a_protocol_that_does_not_work_with_ours_is_refused_naming_both(
+    theirs: str | bytes | None,
+) -> None:
     named = theirs if isinstance(theirs, str) else "none"
-    with pytest.raises(IncompatiblePeerError, match=f"{named} and this process speaks {PROTOCOL}"):
+    works = PROTOCOL if OLDEST == PROTOCOL else f"{OLDEST} to {PROTOCOL}"
+    with pytest.raises(IncompatiblePeerError, match=f"{named} and this process speaks {works}"):
         check_protocol(theirs, "PeerPort")
-    check_protocol(str(PROTOCOL), "PeerPort")
+
+
+@pytest.mark.parametrize(
+    "theirs", [protocol_text(), str(OLDEST), f"{PROTOCOL + 1}/{PROTOCOL}", f"{PROTOCOL + 5}/3"]
+)
+def test_versions_that_work_together_are_served_but_not_within_an_instance(theirs: str) -> None:
+    check_protocol(theirs, "PeerPort")
+    if int(theirs.partition("/")[0]) != PROTOCOL:
+        with pytest.raises(IncompatiblePeerError, match=f"this process speaks {PROTOCOL};"):
+            check_protocol(theirs, "Instance", same=True)
+
+
+class Old(Message, frozen=True, tag="Both"):
+    first: int
+    second: str = "x"
+
+
+class New(Message, frozen=True, tag="Both"):
+    first: int
+    second: str = "x"
+    third: tuple[int, ...] = (3,)
+
+
+class _OldPort(Protocol):
+    async def call(self, one: Old) -> Old: ...
+
+
+class _NewPort(Protocol):
+    async def call(self, one: New, two: int = 2) -> New: ...
+
+
+def test_fields_and_parameters_that_a_version_adds_are_ignored_or_filled_in() -> None:
+    (old,), (new,) = rpc.methods(_OldPort), rpc.methods(_NewPort)
+    assert old.unpack_arguments(pack((New(1, "y", (4,)), 5))) == (Old(1, "y"),)
+    assert new.unpack_arguments(pack((Old(1, "y"),))) == (New(1, "y", (3,)), 2)
+    assert old.unpack_reply(pack(New(1, "y"))) == Old(1, "y")
+    assert new.unpack_reply(pack(Old(1, "y"))) == New(1, "y")
 
 
 def test_a_number_that_cannot_be_sent_is_refused() -> None:
@@ -174,23 +181,35 @@ def test_a_number_that_cannot_be_sent_is_refused() -> None:
 
 
 # Whoever changes a message counts PROTOCOL up and writes down what it is now.
-WIRE = (28, "8b3d7e2d806c2e22")
+WIRE = (29, "6b6d830ed9bc34d8")
 
 
 def test_a_message_that_has_changed_is_another_protocol() -> None:
     """Covers order and types of all fields, nested ones included. Names are not sent."""
-    schemas, parts = msgspec.json.schema_components(list(KINDS.values()))
-    text = json.dumps([_bare(one) for one in (*schemas, parts)], sort_keys=True)
+    text = json.dumps(schema({**sent(), **within()}), sort_keys=True)
     found = hashlib.sha256(text.encode()).hexdigest()[:16]
     assert (PROTOCOL, found) == WIRE, "count PROTOCOL up, and write down its number and this digest"
 
 
-def _bare(schema: object) -> object:
-    """Removes texts for readers."""
-    if isinstance(schema, dict):
-        return {
-            name: _bare(inner)
-            for name, inner in schema.items()
-            if name not in ("description", "title")
-        }
-    return [_bare(inner) for inner in schema] if isinstance(schema, list) else schema
+def test_this_version_only_adds_fields_to_the_oldest_that_it_works_with() -> None:
+    kept = json.loads(PATH.read_text(encoding="utf-8"))
+    assert kept["protocol"] == OLDEST, "run python -m tests.messages.wire"
+    broken = breaks(kept["schema"], schema(sent()))
+    assert not broken, f"{broken} break version {OLDEST}: set OLDEST = PROTOCOL, and run wire.py"
+
+
+def test_only_fields_with_defaults_at_the_end_are_an_extension() -> None:
+    def of(*fields: object) -> dict[str, object]:
+        made = msgspec.defstruct("M", fields, array_like=True, tag=True)  # pyright: ignore
+        return msgspec.json.schema_components([made])[1]
+
+    old = of(("a", int))
+    assert not breaks(old, of(("a", int), ("b", str, "x")))
+    for changed in (
+        of(("a", int), ("b", str)),
+        of(("b", str, "x")),
+        of(("a", float)),
+        of(("b", str, "x"), ("a", int, 1)),
+    ):
+        assert breaks(old, changed) == ["M"]
+    assert breaks(old, {}) == ["M"]

@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 
 from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
-from jdisagg.messages.packed import PROTOCOL
+from jdisagg.messages.packed import protocol_text
 from jdisagg.messages.spans import WireStatus
 from jdisagg.service.grpc import wire
 from jdisagg.service.grpc_life import keep_grpc_alive
@@ -194,7 +194,7 @@ def status_of(error: grpc.RpcError) -> WireStatus:
 def protocol_metadata() -> tuple[str, str]:
     """Returns metadata with the protocol version, which is sent with every call between jdisagg
     processes."""
-    return PROTOCOL_KEY, str(PROTOCOL)
+    return PROTOCOL_KEY, protocol_text()
 
 
 def _bounded(seconds: float | None) -> float | None:

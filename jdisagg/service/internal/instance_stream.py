@@ -50,7 +50,9 @@ class _Servicer:
         self, request_iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         try:
-            check_protocol(dict(context.invocation_metadata() or ()).get(PROTOCOL_KEY), SERVICE)
+            # The processes of an instance run the same programs, and hence the same version.
+            theirs = dict(context.invocation_metadata() or ()).get(PROTOCOL_KEY)
+            check_protocol(theirs, SERVICE, same=True)
             async with asyncio.timeout(self._timeouts.join_seconds):
                 first = await anext(request_iterator, None)
             message = None if first is None else unpack_follower(first)

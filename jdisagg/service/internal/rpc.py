@@ -2,9 +2,9 @@
 declared as a Protocol in `messages/`, from which service and client are derived.
 
 A method of a port becomes a method of a gRPC service with the port's name. The arguments are sent
-as one packed tuple, and the reply as one packed value, or as a stream of values if the method
+as one packed sequence, and the reply as one packed value, or as a stream of values if the method
 returns an `AsyncIterator`. A method that is added to the Protocol and its implementation thus needs
-no further code.
+no further code. A parameter with a default may be added at the end (`messages/packed.py`).
 
 The guard (`guard.py`) catches decoding errors, so malformed bytes fail only the call that sent
 them."""
@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
+import msgspec
 
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.messages.packed import Unpacker, pack
@@ -37,8 +38,14 @@ class Method:
     name: str
     streams: bool
     parameters: tuple[inspect.Parameter, ...]
-    unpack_arguments: Unpacker[tuple[Any, ...]]
+    arguments_kind: type[msgspec.Struct]
+    unpacker: Unpacker[msgspec.Struct]
     unpack_reply: Unpacker[Any]
+
+    def unpack_arguments(self, data: bytes) -> tuple[Any, ...]:
+        """Decodes the arguments of a call. Parameters that the caller lacks get their defaults, and
+        arguments of parameters that this process lacks are dropped."""
+        return msgspec.structs.astuple(self.unpacker(data))
 
     def arguments(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
         """Returns all arguments of a call in order, including defaults."""
@@ -187,14 +194,28 @@ def _method(name: str, function: Callable[..., object]) -> Method:
     reply = hints.pop("return")
     streams = typing.get_origin(reply) is AsyncIterator
     parameters = tuple(inspect.signature(function).parameters.values())[1:]
-    kinds = tuple(hints[part.name] for part in parameters)
+    kind = _arguments_kind(function.__qualname__.replace(".", "_"), parameters, hints)
     return Method(
         name,
         streams,
         parameters,
-        Unpacker(tuple[kinds] if kinds else tuple[()]),
+        kind,
+        Unpacker(kind),
         Unpacker(typing.get_args(reply)[0] if streams else reply),
     )
+
+
+def _arguments_kind(
+    name: str, parameters: Iterable[inspect.Parameter], hints: Mapping[str, Any]
+) -> type[msgspec.Struct]:
+    """Returns the class of a method's arguments, which are packed by position."""
+    fields = [
+        (part.name, hints[part.name])
+        if part.default is inspect.Parameter.empty
+        else (part.name, hints[part.name], part.default)
+        for part in parameters
+    ]
+    return msgspec.defstruct(name, fields, array_like=True, frozen=True, gc=False)
 
 
 def _handler(method: Method, port: object) -> grpc.RpcMethodHandler:
