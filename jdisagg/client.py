@@ -21,6 +21,7 @@ blocking calls, so that they never suspend."""
 import asyncio
 import contextlib
 import functools
+import json
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -75,6 +76,10 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 Arguments = ParamSpec("Arguments")
 Reply = TypeVar("Reply")
+# A draining server reports NOT_SERVING to gRPC's health checks, and the client leaves it.
+SERVICE_CONFIG = json.dumps(
+    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
+)
 Options = list[tuple[str, int | str]]
 
 
@@ -485,6 +490,8 @@ def _channel_options(max_message_bytes: int, credentials: Credentials) -> Option
         ("grpc.keepalive_time_ms", 3_000),
         ("grpc.keepalive_timeout_ms", 3_000),
         ("grpc.http2.ping_timeout_ms", 3_000),
+        # Of several servers, calls go to those that do not drain.
+        ("grpc.service_config", SERVICE_CONFIG),
         *RECONNECT_OPTIONS,
         *credentials.options(),
     ]
@@ -514,6 +521,7 @@ def _unreachable(target: str, seconds: float, tls: bool) -> _Unreachable:
             " that it accepts the client's certificate."
         )
     return _Unreachable(
-        f"no server answered at {target} within {seconds:g} s; is it running (jdisagg serve)?"
+        f"no server answered at {target} within {seconds:g} s; is it running (jdisagg serve), or"
+        " shutting down?"
         f" {remedy}"
     )

@@ -96,8 +96,8 @@ class NoWorkerError(UnavailableError):
 
 
 class ShutDownError(UnavailableError):
-    """The server shut down during the call. The restarted server, or another one, can resume the
-    stream."""
+    """The server shut down before or during the call. The restarted server, or another one, can
+    serve the request or resume its stream."""
 
 
 class BrokenModelError(JdisaggError):

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from jdisagg.errors import DeadlineExceededError, JdisaggError, ShutDownError, UnavailableError
+from jdisagg.errors import DeadlineExceededError, JdisaggError, ShutDownError
 from jdisagg.request import Request
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
@@ -81,9 +81,9 @@ async def read_in_time(request: Request) -> AsyncIterator[None]:
         ) from None
 
 
-def shutting_down() -> UnavailableError:
+def shutting_down() -> ShutDownError:
     """Returns the error of a call that arrives during a drain."""
-    return UnavailableError(
+    return ShutDownError(
         "the server is shutting down and takes no new requests; try again later",
         retry_after_seconds=RETRY_SECONDS,
     )

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from jdisagg.client import AsyncClient
 from jdisagg.config import ServiceConfig
 from jdisagg.errors import ConfigError, UnavailableError
+from jdisagg.service.grpc import generation_pb2, generation_pb2_grpc
 from jdisagg.service.server import GenerationServer
 from tests.service.doors import FakePath, make_frontend
 from tests.service.http_doors import HttpDoor, http_door
@@ -106,9 +107,15 @@ async def test_sigterm_lets_running_streams_end_and_refuses_new_ones() -> None:
                     states.append(await health(target))
 
             await asyncio.wait_for(stopped(), 20)
-            with pytest.raises(UnavailableError, match="shutting down") as caught:
-                await client.complete("too late")
-            assert caught.value.retry_after_seconds is not None
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async with grpc.aio.insecure_channel(target) as channel:
+                    stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                    await stub.GetStatus(generation_pb2.GetStatusRequest())
+            assert "shutting down" in str(refused.value.details())
+            assert dict(refused.value.trailing_metadata() or ())["retry-after"]
+            async with AsyncClient(target, connect_seconds=0.2) as late:
+                with pytest.raises(UnavailableError, match="no server answered .* shutting down"):
+                    await late.complete("too late")
             process.stdin.write(b"go on\n")
             received += [event async for event in events]
         assert [event.first_index for event in received] == list(range(30))
@@ -119,6 +126,30 @@ async def test_sigterm_lets_running_streams_end_and_refuses_new_ones() -> None:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def test_a_client_of_two_servers_leaves_the_one_that_drains_and_its_stream_goes_on() -> None:
+    ways = [FakePath(), FakePath()]
+    servers = [GenerationServer(make_frontend(way), ServiceConfig(port=0)) for way in ways]
+    target = f"ipv4:{','.join([f'127.0.0.1:{await server.start()}' for server in servers])}"
+    async with AsyncClient(target) as client:
+        while not all(way.requests for way in ways):
+            await client.complete("both", max_tokens=1)
+        ways[0].gate.clear()
+        streams = [client.generate("long", max_tokens=5) for _ in range(2)]  # one at each
+        begun = [await anext(stream) for stream in streams]
+        drained = asyncio.ensure_future(servers[0].drain())
+        for way in ways:
+            way.requests.clear()
+        for _ in range(8):
+            await client.complete("one", max_tokens=1)
+        assert (len(ways[0].requests), len(ways[1].requests)) == (0, 8)
+        ways[0].gate.set()
+        for first, stream in zip(begun, streams, strict=True):
+            indices = [first.first_index, *[event.first_index async for event in stream]]
+            assert indices == list(range(5))
+        await asyncio.wait_for(drained, 30)
+    await servers[1].drain()
 
 
 async def test_a_drain_without_work_ends_at_once() -> None:

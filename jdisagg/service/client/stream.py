@@ -32,6 +32,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS
 # little later, only matters if the server does not.
 TIMES = DEFAULT_TIMEOUTS.client
 # gRPC's details of a call that this side cancelled, or whose channel this side closed.
+NOT_CONNECTED = ("failed to connect", "connections to all backends failing")
 GIVEN_UP_HERE = ("Locally cancelled by application!", "Channel closed!")
 
 
@@ -185,4 +186,5 @@ def lost(error: grpc.RpcError) -> bool:
 
 
 def never_sent(error: grpc.RpcError) -> bool:
-    return lost(error) and "failed to connect" in status_of(error).details
+    details = status_of(error).details
+    return lost(error) and any(text in details for text in NOT_CONNECTED)
