@@ -127,7 +127,8 @@ async def test_a_port_with_tls_serves_those_who_trust_its_authority_and_no_other
             (theirs.credentials(), "that the given CA signed"),
         ):
             with pytest.raises(
-                UnavailableError, match=rf"within 1.5 s; is it running \(jdisagg serve\), or .*{hint}"
+                UnavailableError,
+                match=rf"within 1.5 s; is it running \(jdisagg serve\), or .*{hint}",
             ):
                 await ask(target, credentials)
 
