@@ -99,15 +99,15 @@ class Attend(Protocol):
 
 
 class Runs(NamedTuple):
-    """Where each sequence of a packed chunk lies among the chunk's tokens.
+    """The positions of the sequences in a packed prefill chunk.
 
     A row is one sequence's part of the chunk. Row r has `count_R[r]` tokens (possibly none) from
     index `first_R[r]` on. Token t is token number `index_T[t]` of row `row_T[t]`. It is padding if
     `row_T[t]` is -1. Rows start at multiples of `grain` tokens, a power of two.
 
-    `stop_R` selects states inside the rows: the state after the first `stop_R[r]` tokens of row r.
-    It is a multiple of `grain`, or `count_R[r]`, or 0 for a row without a selected state. None if
-    no row has one."""
+    `stop_R[r]` requests the state after the first `stop_R[r]` tokens of row r. The value is a
+    multiple of `grain`, or `count_R[r]`, or 0 to request no state. None if no row requests a
+    state."""
 
     row_T: jax.Array
     index_T: jax.Array
@@ -118,8 +118,8 @@ class Runs(NamedTuple):
 
     @property
     def ends(self) -> tuple[jax.Array, ...]:
-        """Numbers of tokens of each row after which states are returned: all tokens, then those of
-        `stop_R`."""
+        """Numbers of tokens of each row after which states are returned: first all tokens of each
+        row, then the entries of `stop_R`."""
         return (self.count_R,) if self.stop_R is None else (self.count_R, self.stop_R)
 
 
@@ -131,10 +131,10 @@ class Recur(Protocol):
     """Runs a recurrent layer over its tokens, from the stored state of each sequence.
 
     Calls `advance` with the layer's state of each row (sequence) and with `Runs`, which locates the
-    rows. The state is the local shard, [R, heads, width] for each component, and zero where a
-    sequence starts. `Runs` is None if each token is a row. Stores the new state that `advance`
-    returns, and returns the output of `advance`. If `Runs` has `stop_R`, the new state has 2R rows:
-    first the states at the ends of the rows, then those after `stop_R` tokens.
+    rows. The state is the local shard, [R, heads, width] for each component. It is zero for a row
+    at the start of a sequence. `Runs` is None if each token is a row. Stores the new state that
+    `advance` returns, and returns the output of `advance`. If `Runs` has `stop_R`, the new state
+    has 2R rows: first the states at the ends of the rows, then those after `stop_R` tokens.
     """
 
     def __call__(self, advance: Advance) -> jax.Array: ...

@@ -12,16 +12,16 @@ class PrefixConfig:
 
     docs/prefix_cache.md describes the tiers (device, host, disk) and the cost of each.
 
-    None leaves a field to `engine/prefix_defaults.py`, which `jdisagg serve` and the other commands
-    call. Without that call, None means off.
+    `jdisagg serve` and the other commands replace a field that is None by a default
+    (`engine/prefix_defaults.py`). In other programs, None means off.
 
     Attributes:
         reuse: Whether KV is cached for later requests. None means yes.
         grain_tokens: Block size of the cache, in tokens, the same on all workers.
         grid_tokens: Token multiple at which prefill chunks are cut and computing resumes after a
             cache hit. None uses `grain_tokens`. With the value of `chunk_tokens` a hit runs the
-            programs of a miss on the same rows and gives the same bits in bfloat16. Any set
-            value keeps the KV of answers out of the cache, because decode steps round differently.
+            programs of a miss on the same rows and gives the same bits in bfloat16. With any value,
+            the KV of answers is not cached, because decode steps round differently.
         host_gib: Host memory of each worker, in GiB, for swapped-out sequences and, with `reuse`,
             for blocks evicted from pages. 0 disables it. None means a share of the memory that is
             free when the process starts (0.2, divided among the workers of the host).
@@ -63,8 +63,8 @@ class PrefixConfig:
     events_topic: str = ""
 
     def of_worker(self, index: int) -> "PrefixConfig":
-        """Returns the configuration of worker number `index` on a host: ports of events are counted
-        up."""
+        """Returns the configuration of worker number `index` on a host: its event ports are higher
+        by `index`."""
         if not self.events:
             return self
         events, replay = _port_after(self.events, index), _port_after(self.events_replay, index)
@@ -84,7 +84,7 @@ class PrefixConfig:
         return int(self.disk_gib * (1 << 30))
 
     def start_tokens(self, page_size: int) -> int:
-        """Returns the number of tokens at whose multiples computing may resume after a hit."""
+        """Returns the number of tokens at whose multiples prefill may resume after a cache hit."""
         return math.lcm(self.grain_tokens, page_size, self.grid_tokens or self.grain_tokens)
 
     def host_tokens(self, page_size: int) -> int:

@@ -27,8 +27,8 @@ class PromptToken(NamedTuple):
 
 class PromptLogprobs(Message, frozen=True):
     """Log-probabilities of consecutive prompt tokens, the prompt's first token excluded, as packed
-    float32 and int32 numbers. The most likely tokens are in arrays of shape [tokens, top]. Reading
-    omits impossible tokens (-inf)."""
+    float32 and int32 numbers. The most likely tokens are in arrays of shape [tokens, top].
+    Iteration omits impossible tokens (-inf)."""
 
     top: int
     logprobs: bytes = b""
@@ -68,8 +68,8 @@ class PromptLogprobs(Message, frozen=True):
         return len(self.logprobs) // 4
 
     def __bool__(self) -> bool:
-        """Always true, even without entries, so that a prompt of one token differs from no
-        report."""
+        """Always True, even without entries, so that the empty report of a one-token prompt differs
+        from None."""
         return True
 
     def __iter__(self) -> Iterator[PromptToken]:

@@ -7,7 +7,7 @@ limits that depend on the model (vocabulary, context length).
 
 Types that users create and receive are dataclasses, which support `dataclasses.replace` and
 `asdict`. Types that only processes exchange are `Message` structs (`messages/`). `TokenLogprobs` is
-one too, because workers send thousands of them."""
+also a `Message`, because workers send thousands of them."""
 
 import enum
 import json
@@ -68,9 +68,9 @@ class FinishReason(enum.Enum):
 
 
 class GrammarKind(enum.Enum):
-    """Kinds of grammar, and what the text of a grammar of each kind contains. `JSON_SCHEMA`: a JSON
-    Schema. `REGEX`: an expression that matches the whole answer. `CHOICE`: a JSON array of possible
-    answers. `JSON_OBJECT`: nothing, any object is allowed. `LARK`: llguidance's Lark dialect, with
+    """Kinds of grammar, and the text that each kind expects. `JSON_SCHEMA`: a JSON Schema. `REGEX`:
+    an expression that matches the whole answer. `CHOICE`: a JSON array of possible answers.
+    `JSON_OBJECT`: empty text; any JSON object is allowed. `LARK`: llguidance's Lark dialect, with
     embedded JSON schemas (%json) and regular expressions.
     """
 
@@ -123,13 +123,13 @@ class SamplingParams:
     """How tokens are chosen.
 
     Temperature 0 is greedy: the largest logit, ties to the smallest token id. Filters apply in the
-    order temperature, top-k, top-p (on what top-k leaves, renormalised), min-p. The values top_k 0,
-    top_p 1 and min_p 0 disable them. Presence and frequency penalties follow OpenAI (over generated
-    tokens), the repetition penalty follows Hugging Face (over prompt and generated tokens).
-    `include_stop_str_in_output` and `skip_special_tokens` affect the text only. `logprobs` and
-    `prompt_logprobs` are the numbers of most likely tokens to report for each answer token and each
-    prompt token. Where `grammar` allows nothing but the end, the answer ends despite min_tokens and
-    ignore_eos."""
+    order temperature, top-k, top-p, min-p. Top-p uses the renormalised probabilities of the tokens
+    that top-k kept. The values top_k 0, top_p 1 and min_p 0 disable them. Presence and frequency
+    penalties follow OpenAI (over generated tokens), the repetition penalty follows Hugging Face
+    (over prompt and generated tokens). `include_stop_str_in_output` and `skip_special_tokens`
+    affect the text only. `logprobs` and `prompt_logprobs` are the numbers of most likely tokens to
+    report for each answer token and each prompt token. When `grammar` allows only the end, the
+    answer ends despite min_tokens and ignore_eos."""
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -314,8 +314,8 @@ class Request:
         return self.tenant, self.request_id, self.life
 
     def most_tokens(self, context_tokens: int) -> int:
-        """Returns the number of tokens that a child may generate at most: max_tokens, or fewer if
-        the context length is reached before."""
+        """Returns the largest number of tokens that a child may generate: max_tokens, or fewer if
+        the context length is reached first."""
         return min(self.sampling.max_tokens, context_tokens - len(self.prompt_token_ids))
 
     def end_at(self, index: int, token_id: int, context_tokens: int) -> "FinishReason | None":
@@ -330,9 +330,9 @@ class Request:
     def end_among(
         self, first_index: int, token_ids: tuple[int, ...], context_tokens: int
     ) -> "tuple[int, FinishReason | None]":
-        """Returns how many of `token_ids` belong to the child's answer, and why the answer ends
-        after them, or None if it continues. `first_index` is the index of the first of `token_ids`
-        among the generated tokens."""
+        """Returns the number of leading `token_ids` that belong to the child's answer, and the
+        reason why the answer ends after them, or None if it continues. `first_index` is the index
+        of the first of `token_ids` among the generated tokens."""
         left = max(1, self.most_tokens(context_tokens) - first_index)
         if self.stop_ids:
             for count, token_id in enumerate(token_ids[:left], 1):
@@ -369,8 +369,8 @@ class Timings:
 
 
 class CachedTokens(Message, frozen=True):
-    """Number of prompt tokens with cached KV, by the tier that held the KV when the request
-    arrived: device pages, host memory, disk or another worker (peer). From other tiers, the KV was
+    """Number of prompt tokens with cached KV, by the tier where the KV was when the request
+    arrived: device pages, host memory, disk or another worker (peer). KV of the other tiers was
     copied into device pages for this request."""
 
     pages: int = 0

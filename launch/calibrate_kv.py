@@ -3,10 +3,11 @@
     jdisagg calibrate_kv --model=DIR [--text=FILE] [--tokens=2048] [--layout=dp=1,tp=2]
         [--dtype=auto] [--weights=int8] [--output=FILE]
 
-The model runs over a text. The scaling factors of each layer and kv head are the smallest powers of
-two with which twice the largest key, and twice the largest value, fit into e4m3. Workers with
---kv_dtype=fp8 read kv_scales.json at start; all workers need the same file. The text in FILE should
-resemble the expected traffic. The default text is prose in several languages, code and numbers."""
+The model runs over a text. Each layer and kv head gets a scaling factor for keys and one for
+values. It is the smallest power of two with which twice the largest key or value fits into e4m3.
+Workers with --kv_dtype=fp8 read kv_scales.json at start; all workers need the same file. The text
+in FILE should resemble the expected traffic. The default text is prose in several languages, code
+and numbers."""
 
 from pathlib import Path
 

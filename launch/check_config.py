@@ -69,7 +69,7 @@ def _noting(problems: list[str]) -> Iterator[None]:
 
 
 def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) -> bool:
-    """Returns whether the layouts divide the model, and whether its KV can be cached as configured.
+    """Returns whether the layouts divide the model and the model's KV can be cached as configured.
     Adds problems to `problems`."""
     if found.config is None:
         return False

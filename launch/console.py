@@ -100,8 +100,8 @@ def refuse_words(arguments: Sequence[str], given: Given) -> None:
 
 def parsed(given: Given, arguments: Sequence[str]) -> list[str]:
     """Parses flags. The first argument may be the model instead of a flag. Dashes in the name of a
-    flag are read as underscores, because other servers use dashes (`--http-port`). An environment
-    variable JDISAGG_NAME sets flag `name`, unless the flag is given."""
+    flag are accepted for underscores (`--http-port`), because other servers use dashes. An
+    environment variable JDISAGG_NAME sets flag `name`, unless the flag is given."""
     texts, rest = [arguments[0]], list(arguments[1:])
     if not any(text.startswith("--config_file=") for text in rest):  # a child of `jdisagg cluster`
         texts += [f"--{name}={value}" for name, value in from_environment(given, rest)]

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def loader(directory: str, dtype: str, weights: str = "", kv_dtype: str = "") -> LoadModel:
-    """Returns a function that loads the checkpoint onto given devices each time it is called."""
+    """Returns a function that loads the checkpoint onto the devices with which it is called."""
     kept = checked_weights(weights)
 
     def load(layout: Layout, devices: Sequence[Device]) -> Loaded:

@@ -1,4 +1,4 @@
-"""Another import path of `jdisagg.research`."""
+"""Re-exports `jdisagg.research`."""
 
 from jdisagg.research import open_cluster, open_engine
 

@@ -9,12 +9,12 @@ Disaggregation is compared with the strongest alternative: chunked prefill that 
 decode step as one program, with the best layout and chunk size. --nofused estimates jdisagg's own
 chunked mode instead, which alternates chunks and decode steps.
 
-Layouts of prefill and decode, worker counts and chunk sizes are first ranked with the cost model,
-and stderr shows the best within seconds. The best of each mode are then simulated, which takes
-minutes. Stdout gets the table, best first, and a verdict. --output writes a recipe for `jdisagg
-serve`, `cluster` and `router`. --engine plans for vLLM, SGLang or TensorRT-LLM, without a recipe.
-Exit status 1: the model does not fit or cannot meet the objective; the message gives the reason.
-docs/planner.md explains the table. Loads neither weights nor JAX."""
+The cost model first ranks all combinations of layouts, worker counts and chunk sizes, and stderr
+shows the best within seconds. The best of each mode are then simulated, which takes minutes. Stdout
+gets the table, best first, and a verdict. --output writes a recipe for `jdisagg serve`, `cluster`
+and `router`. --engine plans for vLLM, SGLang or TensorRT-LLM, without a recipe. Exit status 1: the
+model does not fit or cannot meet the objective; the message gives the reason. docs/planner.md
+explains the table. Loads neither weights nor JAX."""
 
 import json
 import sys

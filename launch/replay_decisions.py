@@ -1,4 +1,5 @@
-"""Repeats a router's logged decisions with the code of this checkout, and compares both.
+"""Repeats a router's logged decisions with the code of this checkout, and compares the results with
+the log.
 
     jdisagg replay_decisions --log=decisions.jsonl
 

@@ -127,8 +127,8 @@ def observe_config(given: Given) -> ObserveConfig:
 
 
 def _otlp_endpoint(given: Given) -> str:
-    """Returns the flag's value, or else that of OpenTelemetry's own environment variable. Operators
-    set the variable for all containers, so it is no error here if the exporter is missing."""
+    """Returns the flag's value, or else the value of OpenTelemetry's environment variable.
+    Operators often set this variable for all containers, so a missing exporter is then no error."""
     endpoint = os.environ.get(OTLP_VARIABLE, "")
     if given.present("otlp_endpoint") or not endpoint:
         return given.otlp_endpoint
@@ -157,7 +157,8 @@ def credentials(given: Given, token_file: str) -> Credentials:
 
 
 def check_target(target: str) -> None:
-    """Raises ConfigError if `target` is not host:port, so that no client waits in vain."""
+    """Raises ConfigError if `target` is not host:port; otherwise a client would wait until its
+    timeout."""
     host, colon, port = target.rpartition(":")
     if "//" in target or not colon or not host or not port.isdigit():
         raise ConfigError(

@@ -36,8 +36,8 @@ class Collected:
     follows.
 
     Attributes:
-        before_call: Number of characters of the content that `take` returned last that precede the
-            first call, or None if the first call did not begin since the `take` before.
+        before_call: In the content that `take` returned last, the number of characters before the
+            first call. None if the first call did not begin in this part of the answer.
     """
 
     calls_begun: int = 0

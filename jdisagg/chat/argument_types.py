@@ -2,7 +2,7 @@
 conversion of a text to JSON of such a type.
 
 The schema is read as a whole: types and lists of types, `nullable`, constants and enumerations,
-references, and combinations of schemas. A text may be JSON, or what Python would print."""
+references, and combinations of schemas. A text may be JSON or the text of a Python literal."""
 
 import ast
 import json
@@ -57,7 +57,7 @@ _string = msgspec.json.Decoder(str).decode
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What an argument may be.
+    """The types and values that a schema allows for an argument.
 
     Attributes:
         types: JSON types, or None for any type.
@@ -69,7 +69,7 @@ class Allowed:
 
     @property
     def any_text(self) -> bool:
-        """Whether the argument is a string, whatever its text."""
+        """Whether the argument must be a string and may be any string."""
         return self.types == TEXT and not self.texts
 
     def or_else(self, other: "Allowed") -> "Allowed":
@@ -91,13 +91,15 @@ ANY = Allowed()
 
 
 def allowed_of(parameters: Mapping[str, object], key: str) -> Allowed:
-    """Returns what the argument `key` of a tool may be. `parameters`: The tool's JSON schema."""
+    """Returns the types and values that a tool's schema allows for its argument `key`.
+    `parameters`: The tool's JSON schema."""
     return _Schemas(parameters).argument(key)
 
 
 def as_json(text: str, allowed: Allowed) -> str:
-    """Returns an argument's text as JSON. The text stays unchanged if it is JSON of an allowed
-    type. Otherwise it becomes what it is in Python, if that has an allowed type, or a string."""
+    """Returns an argument's text as JSON. Text that is JSON of an allowed type is returned
+    unchanged. A Python literal of an allowed type is converted to JSON. Any other text becomes a
+    JSON string."""
     bare, types = text.strip(), allowed.types
     for one in (text, bare):
         if one in allowed.texts:
@@ -113,7 +115,8 @@ def as_json(text: str, allowed: Allowed) -> str:
 
 
 def _read(bare: str, types: Types | None) -> str | None:
-    """Returns the text as JSON of one of the types, or None if it is no such value."""
+    """Returns the text as JSON of one of the types, or None if the text is no value of these
+    types."""
     kind = _json_type(bare)
     if kind is not None and (types is None or _fits(kind, types)):
         return bare
@@ -144,8 +147,9 @@ def _unquoted(bare: str) -> str | None:
 
 
 def from_python(bare: str, types: Types | None) -> str | None:
-    """Returns the JSON of a text that Python would print for a value of one of the types, or None.
-    If any type is allowed, only containers and constants are values: the rest is rather text."""
+    """Converts a Python literal of one of the types to JSON. Returns None for other text. If any
+    type is allowed, only containers and constants are converted, because other literals are
+    probably meant as text."""
     if len(bare) > _LONGEST_PYTHON or not bare:
         return None
     only_case = bare.lower()
@@ -168,7 +172,8 @@ def from_python(bare: str, types: Types | None) -> str | None:
 
 
 def _value(node: ast.expr) -> object:
-    """Returns the value of an expression of literals. Raises ValueError for any other."""
+    """Returns the value of an expression of literals. Raises ValueError for any other
+    expression."""
     match node:
         case ast.Constant(value=str() | int() | None):
             return node.value

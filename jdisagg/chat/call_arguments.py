@@ -1,7 +1,7 @@
 """Arguments of the tool calls in a conversation's history, as objects for the chat template.
 
-A client sends back what the model wrote, which need not be a JSON object: the length limit may cut
-an answer anywhere, and a model may write anything. Every text therefore becomes an object."""
+A client sends back the text that the model wrote. This text may be no JSON object, for example if
+the length limit cut the answer off. Any text is therefore converted to an object."""
 
 import json
 import re
@@ -19,9 +19,9 @@ _decoder = json.JSONDecoder(strict=False)
 
 
 def arguments_object(text: str) -> Json:
-    """Returns the arguments of a call. Nothing and null are no arguments. Text behind an object is
-    dropped, and an object that was cut off keeps the members that were complete. Any other value
-    becomes the only argument, named `arguments`."""
+    """Returns the arguments of a call as an object. An empty text and null give no arguments. Text
+    after the object is dropped. An object that was cut off keeps its complete members. Any other
+    value becomes the only argument, named `arguments`."""
     value = _read(text.strip())
     if isinstance(value, str) and isinstance(inner := _read(value.strip()), dict | None):
         value = inner  # JSON within a JSON string
@@ -31,7 +31,7 @@ def arguments_object(text: str) -> Json:
 
 
 def _read(text: str) -> object:
-    """Returns the value that the text is, or the text itself if it is none."""
+    """Returns the JSON value of the text, or the text itself if it is not JSON."""
     if not text:
         return None
     try:
@@ -83,7 +83,7 @@ def _end(open_ends: list[str]) -> str:
 
 
 def _encodable(value: Json) -> Json:
-    """Replaces halves of surrogate pairs, which UTF-8 cannot hold."""
+    """Replaces unpaired surrogates, which UTF-8 cannot encode."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()

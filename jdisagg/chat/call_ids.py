@@ -31,8 +31,8 @@ def call_id(form: str | None, name: str, number: int, identity: str) -> str:
 
 
 def with_ids(messages: Sequence[ChatMessage], form: str | None) -> Sequence[ChatMessage]:
-    """Returns the messages with call ids for a template that requires them: an id where the client
-    sent none, and for Mistral an id of its length where the client sent another. A result without
+    """Returns the messages with call ids, for a template that requires ids. Adds an id to each call
+    without one. For Mistral, also replaces ids of another length than Mistral's. A result without
     an id belongs to the earliest call without a result."""
     if form not in (MISTRAL, KIMI):
         return messages

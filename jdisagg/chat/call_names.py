@@ -9,15 +9,15 @@ _BEHIND = re.compile(r"[._:#/-]+\d+$")
 
 
 def resolved(name: str, tools: Collection[str]) -> str:
-    """Returns the tool of `tools` that a model means by `name`, or "" if there is none. Without
-    `tools`, every name is that of a tool."""
+    """Returns the tool of `tools` that a model means by `name`, or "" if there is none. If `tools`
+    is empty, every name counts as the name of a tool."""
     if not tools:
         return name
     return next((one for one in _variants(name) if one in tools), "")
 
 
 def _variants(name: str) -> Iterator[str]:
-    """Yields the name, and what is left of it without a number behind it or a word before it."""
+    """Yields the name itself, and the name without a trailing number or a leading word."""
     while True:
         yield name
         yield _BEHIND.sub("", name)

@@ -1,8 +1,8 @@
 """The formats in which models write tool calls and reasoning, and their parsers. A format is
 selected by name or guessed from the chat template.
 
-Names are those of vLLM's flags where vLLM has the format. A format is guessed by searching the chat
-template for the markers with which it writes the tool calls and reasoning of earlier answers."""
+Formats have the names of vLLM's flags if vLLM has the format. To guess a format, the module
+searches the chat template for the markers of tool calls and reasoning."""
 
 import functools
 from collections.abc import Callable, Collection

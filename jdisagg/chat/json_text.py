@@ -16,9 +16,9 @@ _decode = msgspec.json.Decoder().decode
 
 
 class JsonValue:
-    """Finds the end of a JSON value that begins with the first character given. A number, `true`,
-    `false` or `null` ends only when the next character arrives. `broken`: Whether brackets do not
-    match."""
+    """Finds the end of a JSON value that begins with the first character given. The end of a
+    number, `true`, `false` or `null` is known only when the next character arrives. `broken`:
+    Whether brackets do not match."""
 
     def __init__(self) -> None:
         self.broken = False

@@ -2,8 +2,8 @@
 
 Templates expect the form of OpenAI's messages and tools, with the arguments of earlier calls as
 objects rather than JSON text. This module rejects invalid conversations with an error that names
-the field. The model's template may reject further conversations. Calls in the history are never
-rejected, because an answer of the model may contain anything."""
+the field. The model's template may reject more conversations. Tool calls in the history are never
+rejected, because they contain the model's own text."""
 
 import enum
 import re
@@ -127,7 +127,7 @@ class ChatPrompt:
 
 
 def check_chat(prompt: ChatPrompt) -> None:
-    """Checks a chat, as far as this needs neither the model nor the router's limits. Raises
+    """Makes the checks of a chat that need neither the model nor the router's limits. Raises
     InvalidRequestError, which names the field."""
     if not prompt.messages:
         raise InvalidRequestError("chat messages are empty; send at least one")

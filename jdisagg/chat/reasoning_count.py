@@ -19,7 +19,7 @@ class Thinker(Protocol):
 
     @property
     def undecided(self) -> bool:
-        """Whether only the next text shows if reasoning begins."""
+        """Whether the parser needs more text to decide if reasoning begins."""
         ...
 
 
@@ -59,9 +59,10 @@ class CountingParser:
 
 
 def token_places(pieces: Sequence[str], text: str) -> list[tuple[int, int]]:
-    """Returns the start and end of each token's text in `text`, which the tokens produced together.
-    `pieces` are the texts of the tokens decoded alone. A token without text of its own (a special
-    token, or part of a character) gets an empty range at the start of the next token."""
+    """Returns the start and end of each token's text in `text`, the text of all tokens decoded
+    together. `pieces` are the texts of the tokens, each decoded alone. A token without text of its
+    own (a special token, or part of a character) gets an empty range at the start of the next
+    token."""
     places: list[tuple[int, int]] = []
     at = 0
     for piece in pieces:
@@ -73,8 +74,8 @@ def token_places(pieces: Sequence[str], text: str) -> list[tuple[int, int]]:
 
 
 def cut_by_token(pieces: Sequence[str], text: str) -> list[str]:
-    """Splits `text` into one part per token. `pieces` are the texts of the tokens decoded alone.
-    Text at the end that matches no token belongs to the last token."""
+    """Splits `text` into one part per token. `pieces` are the texts of the tokens, each decoded
+    alone. Text at the end that matches no token belongs to the last token."""
     if len(pieces) <= 1:
         return [text] * len(pieces)
     ends = [end for _, end in token_places(pieces, text)[:-1]]

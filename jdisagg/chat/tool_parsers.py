@@ -55,8 +55,8 @@ class ToolParser:
         return text if len(self._text) - len(text) <= LONGEST_SPACE else None
 
     def _say_until(self, *markers: str) -> str:
-        """Emits content up to the first of `markers`. Consumes and returns the marker, or returns
-        "" if no marker has arrived."""
+        """Emits content up to the first marker in `markers`. Consumes and returns the marker, or
+        returns "" if no marker has arrived."""
         found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
         if found:
             at, marker = min(found)
@@ -71,8 +71,8 @@ class ToolParser:
 
 class SteppedParser(ToolParser):
     """A `ToolParser` for formats in which a call is enclosed in markers, and a section of calls
-    possibly in further markers. `_step_now` is the method that reads the next text. `_held` is text
-    of markers that becomes content if no call follows."""
+    possibly in further markers. `_step_now` is the method that reads the next text. `_held` is the
+    text of markers that were read; it becomes content if no call follows."""
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         super().__init__(tools)
@@ -83,7 +83,7 @@ class SteppedParser(ToolParser):
         return self._step_now()
 
     def _words(self) -> bool:
-        """Reads text outside all markers."""
+        """Reads the content that is outside all markers."""
         raise NotImplementedError
 
     def _call_or_end(self, call: str, begin: Callable[[], bool], end: str) -> bool:

@@ -46,13 +46,13 @@ class AdmissionQueue(Generic[Item, PlacedT]):
         weights: Weight of each tenant in the fair order; a tenant that is not listed has weight 1.
         clock: Clock with which the queue measures how fast it is served.
         timeouts: Intervals at which the first request is tried again.
-        place: Returns a request's placement, or None if the request must wait. Raises if the
-            request is refused.
-        refresh: Updates the snapshot of the workers that `place` reads.
+        place: Function that returns a request's placement, or None if the request must wait. Raises
+            an error if the request is refused.
+        refresh: Function that updates the snapshot of the workers that `place` reads.
 
     Attributes:
-        absent: Whether the first request waits for a role without workers. `place` sets it. Such
-            time does not count as time in which the queue is served.
+        absent: Whether the first request waits for a role without workers. `place` sets this flag.
+            The service rate of the queue ignores such time.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class ChatAnswers:
         return dataclasses.replace(usage, reasoning_tokens=sum(found)) if found else usage
 
     def _named(self, child: int, calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-        """Adds ids to tool calls. If the request allows only one call, drops the others."""
+        """Adds ids to tool calls. If the request allows only one call, drops all later calls."""
         if not calls:
             return ()
         self._called.add(child)
@@ -107,7 +107,8 @@ class ChatAnswers:
         return call_id(self._form.tools, call.name, earlier + call.index, identity)
 
     def _thinking(self) -> bool:
-        """Returns whether the prompt ends inside reasoning, which some templates open."""
+        """Returns whether the prompt ends inside reasoning, because some templates write the marker
+        that begins reasoning."""
         marks, chat = self._form.marks, self._chat
         if marks is None:
             return False

@@ -59,8 +59,8 @@ class Attempt:
         open: Indices of the children that have not ended.
         failed: Workers that failed during the attempt. Later attempts avoid them.
         refused: Workers whose limits the request exceeds.
-        received: Whether a worker has received the request. One that no worker received has not
-            failed at any.
+        received: Whether a worker has received the request. If not, the attempt does not count as a
+            failure of a worker.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Attempt:
 
     @property
     def over(self) -> bool:
-        """Whether every child has ended at its worker."""
+        """Whether the workers of all children have reported the end of the child."""
         return not self.open and len(self._ended) == len(self.children)
 
     async def run(self, placement: PlacementHandle) -> None:
@@ -134,8 +134,8 @@ class Attempt:
                 await to_the_end(self._free(held))
 
     async def _instead_of_appending(self, held: ReservationHandle) -> str | None:
-        """Returns a prefill worker to compute a prompt that the router meant for the decode worker,
-        or None if the decode worker still computes the prompt. A prefill worker is needed if the
+        """Checks the router's decision that the decode worker computes the prompt. Returns a
+        prefill worker that replaces it in this task, or None. A prefill worker is needed if the
         decode worker has fewer prompt tokens cached than expected and its running streams would
         stall for more than one chunk."""
         known = self._run.prompt_tokens + len(self.children[0].accepted)
@@ -172,7 +172,8 @@ class Attempt:
 
     async def _failure(self, decoding: Part) -> UnavailableError | OverloadedError | None:
         """Waits until decoding has ended, or the prefill worker that supplies the KV has failed.
-        Returns None or the failure. Raises errors that another prefill worker would not fix."""
+        Returns the failure, or None if decoding has ended. Raises errors that another prefill
+        worker would not fix."""
         while True:
             self._news.clear()
             if decoding.done() or not (self.open or self.over):
@@ -384,8 +385,8 @@ class Attempt:
                 self._run.clean_up(asyncio.create_task(self._end_child(index)))
 
     def _deviated(self, cause: str) -> None:
-        """Counts a failure or pause from which the request recovered. The request's measured times
-        are then no longer compared with the predicted ones."""
+        """Counts a failure or pause from which the request recovered. After that, the request's
+        measured times are not compared with the predictions any more."""
         self._run.as_planned = False
         self._context.counters.add(cause)
 

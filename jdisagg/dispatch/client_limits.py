@@ -4,9 +4,9 @@ all clients share.
 `KeyUse` enforces the quotas of each bearer token (`KeyLimits`): running streams, requests per
 second and tokens per second. Each router counts separately. `LongTexts` tokenizes long texts in
 threads, so that they delay no stream, and limits their total size. A text is accepted if its size
-is at most half of the limit's unused part, so small texts are accepted even beside the largest
-ones. Other texts are refused, not queued, and the client may send them again. Both classes are used
-on one event loop and read no clock."""
+is at most half of the limit's unused part, so that small texts are accepted even while the largest
+ones are tokenized. Other texts are refused, not queued, and the client may send them again. Both
+classes are used on one event loop and read no clock."""
 
 import asyncio
 from collections import Counter
@@ -42,8 +42,8 @@ class KeyUse:
         """Counts one running stream while the context is entered.
 
         Yields a function that the code which streams the answer calls with the number of generated
-        tokens. These tokens are charged after they were generated. A client whose token bucket
-        becomes negative is refused until the bucket has refilled.
+        tokens. These tokens are charged after they were generated. If the token bucket of a client
+        becomes negative, the client's requests are refused until the bucket has refilled.
 
         Args:
             who: Client, identified by its bearer token. A client without a bearer token has no

@@ -351,7 +351,8 @@ class Frontend:
                     over.set()
 
     async def _gone(self, key: tuple[str, str]) -> None:
-        """If a client resumes a request, waits until the earlier stream has ended here."""
+        """If a client resumes a request, waits until the earlier stream has ended in this
+        process."""
         over = self._running.get(key)
         if over is not None:
             with contextlib.suppress(TimeoutError):
@@ -456,8 +457,8 @@ class Frontend:
         """Tokenizes only the start of a very long text. Raises InvalidRequestError if this part
         alone exceeds the model's context.
 
-        The tokens of the start can differ from those of the whole text near the end of the start.
-        The check therefore allows twice the context."""
+        Near the cut, the tokens of the start can differ from the tokens of the whole text. The
+        check therefore allows twice the context."""
         context = self.model.context_tokens
         probe_characters = PROBE_CHARACTERS + PROBE_CHARACTERS_PER_TOKEN * context
         if len(text) <= 2 * probe_characters:
@@ -471,7 +472,7 @@ class Frontend:
 
     def _check_known(self, token_ids: Sequence[int]) -> None:
         """Raises InvalidRequestError for token ids for which the model has no embedding. Some
-        tokenizers have such ids, because tokens were added after training."""
+        tokenizers have such ids for tokens that were added after training."""
         vocabulary, largest = self.model.vocabulary, max(token_ids, default=0)
         if largest >= vocabulary:
             text = self._codec.decode([largest], skip_special_tokens=False)

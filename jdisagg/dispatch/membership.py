@@ -64,7 +64,8 @@ class Membership:
     Args:
         clock: Clock that measures the ages of heartbeats.
         open_ports: Opens the ports of a worker that registers.
-        timeouts: Silence, in seconds, after which a worker is suspect and after which it is gone.
+        timeouts: Seconds without a heartbeat after which a worker is suspect, and after which it is
+            gone.
         on_change: Called when a worker registers, sends its first status, or is removed.
         known: Index of cached blocks, which the workers' reports update.
 
@@ -204,7 +205,8 @@ class Membership:
         )
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """Returns the last status of each worker, in which suspect workers are draining."""
+        """Returns the last status of each worker. The status of a suspect worker is marked as
+        draining."""
         said = [
             (entry, entry.status)
             for entry in self._entries.values()

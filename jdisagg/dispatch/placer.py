@@ -1,11 +1,11 @@
 """The placer: gives the router's pure decision functions their inputs and applies the results.
 
-`router/placement.decide` refuses, places or defers a new request. It decides on the snapshot of the
-workers in `Accounts`. Deferred requests wait in the admission queue. The queue refuses a request
-once its first token can no longer come within the time limit. Requests that were placed before
-(retried, preempted, resumed) bypass the queue. While no worker of a needed role takes requests, new
-and placed requests wait for one to return, if a `Membership` maintains the snapshot: a restart then
-costs a pause and no error.
+`router/placement.decide` refuses, places or defers a new request. The decision uses the snapshot of
+the workers in `Accounts`. Deferred requests wait in the admission queue. The queue refuses a
+request when its first token can no longer arrive within the time limit. Requests that were placed
+before (retried, preempted, resumed) bypass the queue. If no worker of a needed role accepts
+requests, all requests wait until one returns, provided that a `Membership` maintains the snapshot.
+A restart then causes a pause and no error.
 
 Each attempt is charged to its workers: the snapshot counts the attempt's work until the workers'
 statuses include it. The attempt reports its progress to its `PlacementHandle`, which ends the
@@ -96,7 +96,7 @@ class PlacerSettings:
 @plain
 class PlacementRequest:
     """An attempt that needs workers. `arrived_at` and `deadline` are the arrival and the deadline
-    of its request. `avoid` names workers that failed the request. `under_way`: Whether the request
+    of the request. `avoid` names workers that failed the request. `under_way`: Whether the request
     was placed or resumed before."""
 
     request: Request
@@ -226,7 +226,7 @@ class PlacementHandle:
     def end(self, failed: Iterable[str] = ()) -> None:
         """Ends the attempt and counts a failure of each worker in `failed`. If the prompt was
         prefilled, calls `worked` for the other workers, unless it was called before: the end of a
-        long answer is no evidence of a worker's present state."""
+        long answer does not show a worker's present state."""
         self._placed.end()
         self._placer.coming.ended(self._coming)
         failed = frozenset(failed)
@@ -377,7 +377,8 @@ class Placer:
 
     def learn(self, decision: Decision, seconds: float) -> None:
         """Corrects later predictions by the seconds from this decision to the first token. Does
-        nothing if a worker's hardware is described, because the user's description holds then."""
+        nothing if the user described a worker's hardware, because predictions from such a
+        description are not corrected."""
         state, terms = self.accounts.state, decision.terms
         kinds = [
             state.description(name).kind for name in (decision.prefill, decision.decode) if name
@@ -449,7 +450,8 @@ class Placer:
         return None
 
     def _expecting(self, error: NoWorkerError) -> NoWorkerError:
-        """Adds to an error how long its role has had no worker and when one is expected."""
+        """Adds two times to an error: how long its role has had no worker, and when a worker is
+        expected."""
         absences, now = self.accounts.absences, self.now()
         expected, away = (
             absences.expected_seconds(error.role, now),
@@ -466,9 +468,9 @@ class Placer:
     def _try(
         self, sized: _Sized, now: float, ahead_seconds: float = 0.0, beside_queue: bool = False
     ) -> PlacementHandle | None:
-        """Decides once about a request. Returns None if the request must wait. `beside_queue`
-        states that other requests already wait and must not be overtaken. The request is then not
-        placed even if workers are free."""
+        """Decides once whether a request is placed. Returns None if the request must wait.
+        `beside_queue` states that other requests already wait and must not be overtaken. The
+        request is then not placed even if workers are free."""
         query = self._ask(sized, now, ahead_seconds)
         try:
             answer = self._decide(query, now)

@@ -1,8 +1,8 @@
 """Removes addresses of the cluster's processes from the text of an error that a client receives.
 
 Errors of connections name the address, and gRPC's texts contain IP addresses and ports. The log of
-the router has the full text. A worker's address is replaced by the worker's name. Imports nothing
-that waits."""
+the router has the full text. A worker's address is replaced by the worker's name. Imports no module
+that waits for I/O."""
 
 import re
 from collections.abc import Mapping

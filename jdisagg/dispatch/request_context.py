@@ -36,8 +36,8 @@ class ClusterPorts:
     Args:
         prefill: Ports of the workers that prefill, by name.
         decode: Ports of the workers that decode, by name.
-        address: Returns the address at which a worker listens for its peers ("": peers reach the
-            worker by its name).
+        address: Function that returns the address at which a worker listens for its peers, or "" if
+            peers find the worker by its name.
         boot_id: Returns the boot id of a worker's process (0 if unknown).
         statuses: Returns the last status of each worker. None means that statuses are requested
             from the workers.

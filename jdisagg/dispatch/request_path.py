@@ -21,9 +21,9 @@ until its deadline.
 
 Closing the generator cancels the request: the attempts' tasks are cancelled, which frees their
 reservations and hand-offs. All state of a request is in its `RequestRun`. The path imports neither
-JAX nor gRPC: its ports are the workers themselves or remote stubs. The path reads time from its
-clock, while the event loop ends its waits. In a simulation with a virtual clock, the event loop
-therefore uses the same clock."""
+JAX nor gRPC: its ports are the workers themselves or remote stubs. The path reads the time from its
+clock, and the event loop's clock ends its waits. Both must therefore use the same virtual clock in
+a simulation."""
 
 import asyncio
 import functools
@@ -222,8 +222,8 @@ class RequestPath:
         """Returns the seconds to wait before another attempt at `children`. Raises `error` if the
         request must not be attempted again. Failures are counted per child, because one crashed
         worker may end many attempts. An attempt that no worker has received is not counted if
-        workers can return: only the deadline ends such attempts. A request that one worker refuses
-        because of its limits may fit on other workers."""
+        workers can return: only the deadline limits such attempts. A request that one worker
+        refuses because of its limits may fit on other workers."""
         limits = self._context.limits
         retry = limits.timeouts.request.retry
         if isinstance(error, DeadlineExceededError):
@@ -358,8 +358,8 @@ class RequestPath:
 
 
 def _more_useful(cause: UnavailableError | None, error: Exception) -> Exception:
-    """Returns the worker's own error `cause`, which is more useful than the error that no worker is
-    left, with the time of the last error after which a retry may succeed."""
+    """Returns the worker's own error `cause`, because it is more useful than the error that no
+    worker is left. Sets its retry time to that of the last error."""
     if cause is None or cause is error or not isinstance(error, JdisaggError):
         return cause or error
     if cause.retry_after_seconds is None:

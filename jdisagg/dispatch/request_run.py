@@ -154,8 +154,8 @@ class RequestRun:
 
     @property
     def suspensions_known_anew(self) -> int:
-        """Number of suspensions and resumptions of which a worker that starts on the request need
-        not be notified."""
+        """Number of suspensions and resumptions so far that need not be reported to a worker that
+        starts the request now."""
         return self.suspensions - (self.keep_seconds is not None)
 
     # ---- time
@@ -187,8 +187,8 @@ class RequestRun:
         return [index for index, child in enumerate(self.children) if child.finish is None]
 
     def as_child(self, index: int) -> Child:
-        """Returns the child's index and accepted tokens for a call to a worker, which prefills
-        these tokens again."""
+        """Returns the child's index and accepted tokens, for a call to a worker that prefills these
+        tokens again."""
         return Child(index, tuple(self.children[index].accepted))
 
     def groups(self, children: Iterable[int]) -> list[tuple[int, ...]]:
@@ -252,8 +252,8 @@ class RequestRun:
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
-        """Accepts those of the tokens that are new, up to the end of the child, and queues them as
-        an event for the client. `first_index` is the position of `token_ids[0]` in the child's
+        """Accepts the new ones among the tokens, up to the end of the child, and queues them as an
+        event for the client. `first_index` is the position of `token_ids[0]` in the child's
         answer."""
         child = self.children[index]
         seen = len(child.accepted) - first_index

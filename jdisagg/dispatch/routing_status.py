@@ -46,7 +46,7 @@ class WorkerAccount:
         committed_pages: Number of KV pages that all attempts at the worker are expected to need by
             their end.
         barred_seconds: Seconds for which the worker still gets no requests, because it failed.
-        prices: Where predicted times of the worker come from: "given" (--hardware), "measured" (by
+        prices: Source of the predicted times of the worker: "given" (--hardware), "measured" (by
             the worker), "learned" (measured, and corrected by outcomes) or "none".
     """
 

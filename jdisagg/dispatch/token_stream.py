@@ -4,15 +4,14 @@ The request path uses `TokenStream`, which combines `IncrementalDetokenizer` and
 need only a `Detokenizer` (ids -> text), and use neither requests, transports nor JAX.
 
 Invariants:
-- The state depends only on the prompt and the pushed tokens, however they were split into spans
-  (rule 9). A new stream that is given the accepted ids has the same state and returns the same
-  text.
+- The state depends only on the prompt and the pushed tokens, not on how they were split into spans.
+  A new stream that is given the accepted ids has the same state and returns the same text.
 - The returned pieces, joined, equal the text that decoding prompt and output at once adds to the
   prompt's text. Decoding is not additive: a leading space may depend on the previous token, and a
   character may consist of several tokens.
 - No piece ends within a character. U+FFFD at the end may be an unfinished character and is held
-  back. At most three U+FFFD are held back, because a character has up to four bytes. Invalid bytes
-  are therefore delivered, too.
+  back. A character has up to four bytes, so at most three U+FFFD are held back, and invalid bytes
+  are delivered in the end.
 - Work per token is bounded: only a window of the last tokens is decoded. The first tokens of the
   window are context.
 - No piece contains any part of a stop string that is completed later.
@@ -62,7 +61,7 @@ class TokenStream:
     stop strings, the longest one counts. A stop string that contains text of the first `min_tokens`
     tokens does not count.
 
-    include_stop: Whether the text includes the stop string that ends it. keep_special: Whether
+    `include_stop`: whether the text includes the stop string that ends it. `keep_special`: whether
     special tokens are part of the text."""
 
     def __init__(

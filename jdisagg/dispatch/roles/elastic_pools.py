@@ -38,8 +38,7 @@ class ElasticPools:
         controller: The elastic controller.
         switcher: Makes role changes.
         statuses: Returns the last status of each worker.
-        acts: Whether the role changes that the controller decides are made; otherwise it only gives
-            advice.
+        acts: Whether to make the role changes that the controller recommends.
         say: Called with a text about each role change.
         held: Returns the number of requests that wait at the router.
     """

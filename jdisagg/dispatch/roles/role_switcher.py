@@ -1,10 +1,10 @@
 """Role changes at a router: one worker at a time, with a report of the outcome.
 
-The switcher refuses to change the role of the last worker of a role, which a single worker cannot
-check. It then calls the worker and polls it until one of three outcomes: the worker serves in its
-new role and this router places requests on it, the worker is back in its old role, or its process
-restarted in the role of its command line. A worker does not answer while it changes its role, so
-the switcher tolerates silence until the deadline."""
+The switcher refuses to change the role of the last worker of a role, because a worker cannot check
+this itself. It then calls the worker and polls it until one of three outcomes: the worker serves in
+its new role and this router places requests on it, the worker is back in its old role, or its
+process restarted in the role of its command line. A worker does not answer while it changes its
+role, so the switcher tolerates silence until the deadline."""
 
 import asyncio
 from collections.abc import Callable
