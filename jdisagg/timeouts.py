@@ -94,14 +94,14 @@ class RequestTimeouts(_Part):
     """Timeouts of one request at the router.
 
     Attributes:
-        close_seconds: Limit of each call that frees something at a worker.
+        close_seconds: Time limit of each call that frees resources at a worker.
         retry: Waits between the attempts of a request.
-        sources: Most prefill workers that one attempt tries.
-        breaker: Waits in which a worker that fails repeatedly gets no requests.
-        resumption_seconds: How long a resumed request waits for its broken stream to be noticed.
-            Servers that ping their clients notice a dead connection within this time.
-        grammar_seconds: Limit for trying and compiling the grammar of a request. A grammar that
-            takes 0.8 s of processor time is refused in any case.
+        sources: Largest number of prefill workers that one attempt tries.
+        breaker: Periods for which a worker that failed repeatedly gets no requests.
+        resumption_seconds: Longest time that a resumed request waits for the end of its broken
+            stream. Servers that ping their clients detect a dead connection within this time.
+        grammar_seconds: Time limit for validating and compiling the grammar of a request. A grammar
+            that needs more than 0.8 s of processor time is always refused.
     """
 
     close_seconds: float = 5.0
@@ -134,8 +134,8 @@ class MembershipTimeouts(_Part):
 
     Attributes:
         heartbeat_seconds: Interval of a worker's reports to its router.
-        suspect_seconds: Silence after which a worker gets no new requests.
-        gone_seconds: Silence after which a worker is forgotten.
+        suspect_seconds: Time without a heartbeat after which a worker gets no new requests.
+        gone_seconds: Time without a heartbeat after which a worker is removed.
         role_change_seconds: Limit of a role change that the elastic controller starts.
     """
 
@@ -165,13 +165,13 @@ class HandoffTimeouts(_Part):
     """Timeouts of a KV hand-off between two workers.
 
     Attributes:
-        heartbeat_seconds: Interval of a receiver's reports that it still receives.
+        heartbeat_seconds: Interval of the heartbeats that a receiver sends during a transfer.
         call_seconds: Limit of each acknowledgement, abort and first exchange of two workers.
-        pull_tries: Most tries to pull a block.
-        migration_seconds: Limit for another worker to take over a sequence, which keeps running
-            meanwhile.
-        spilled_seconds: How long a sequence whose KV is swapped out to host memory waits for pages.
-            After that it is recomputed, perhaps elsewhere.
+        pull_tries: Largest number of tries to pull a block.
+        migration_seconds: Time limit for another worker to take over a sequence. The sequence keeps
+            running meanwhile.
+        spilled_seconds: Longest time that a swapped-out sequence waits for pages. After that it is
+            recomputed, possibly on another worker.
     """
 
     heartbeat_seconds: float = 2.0
@@ -201,8 +201,8 @@ class TransferTimeouts(_Part):
     """Timeouts of the KV plane between two processes.
 
     Attributes:
-        outlet_idle_seconds: The sender frees the buffers of a connection unused for this long.
-        link_try_seconds: Limit for all tries of one message between the two ends.
+        outlet_idle_seconds: Time after which the sender frees the buffers of an unused connection.
+        link_try_seconds: Time limit for all tries to send one message to the other process.
     """
 
     outlet_idle_seconds: float = 300.0
@@ -230,8 +230,9 @@ class CallTimeouts(_Part):
     """Timeouts of gRPC calls between processes and of a server's shutdown.
 
     Attributes:
-        call_seconds: Limit of a call whose arguments state no deadline.
-        status_seconds: Limit for a worker's status, and for each owner of metrics.
+        call_seconds: Time limit of a call whose arguments contain no deadline.
+        status_seconds: Time limit for reading a worker's status, and for reading each component's
+            metrics at a scrape.
     """
 
     call_seconds: float = 5.0
@@ -252,10 +253,12 @@ class InstanceTimeouts(_Part):
     """Timeouts between the processes of one instance.
 
     Attributes:
-        beat_seconds: Interval of the messages that show that leader and followers live.
-        silence_seconds: Silence that ends a running instance.
-        starting_silence_seconds: Silence that ends an instance while processes load and compile.
-        start_seconds: Limit for all processes to connect through JAX, which then ends them.
+        beat_seconds: Interval of the heartbeats between leader and followers.
+        silence_seconds: Time without a heartbeat of a process after which a running instance fails.
+        starting_silence_seconds: Time without a message of a process after which a starting
+            instance fails, while processes load and compile.
+        start_seconds: Time limit for all processes to connect through JAX, after which JAX ends
+            them.
     """
 
     beat_seconds: float = 0.5
@@ -283,7 +286,7 @@ class ProcessTimeouts(_Part):
 
     Attributes:
         restart: Waits before a process that ended is started again.
-        kill_seconds: Time after the drain until a process that should end is killed.
+        kill_seconds: Time after the end of a drain until a process that has not exited is killed.
         canary_seconds: Limit of each canary request.
     """
 
@@ -293,8 +296,8 @@ class ProcessTimeouts(_Part):
 
     @property
     def long_life_seconds(self) -> float:
-        """Run time after which a process that ends is restarted with the shortest wait, as after a
-        first failure."""
+        """Run time after which the end of a process counts as a first failure, so that it is
+        restarted after the shortest wait."""
         return 3 * self.restart.most_seconds
 
 
@@ -304,8 +307,8 @@ class ClientTimeouts(_Part):
 
     Attributes:
         retry: Waits between attempts to resume a broken stream.
-        slack_seconds: A client waits this much longer than its request's deadline, because the
-            server ends the request at the deadline and reports the reason.
+        slack_seconds: Time that a client waits after its request's deadline for the server's error,
+            which contains the reason.
     """
 
     retry: Backoff = Backoff(0.05, 1.0)

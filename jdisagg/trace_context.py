@@ -37,7 +37,7 @@ def incoming(headers: Mapping[str, str | bytes]) -> Context | None:
 @contextmanager
 def within(context: Context | None) -> Iterator[None]:
     """Context manager in which `context` is the current trace context. With None, the current
-    context stays."""
+    context does not change."""
     if context is None:
         yield
         return

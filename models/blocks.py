@@ -89,8 +89,8 @@ class Attention(nnx.Module):
         shards: Shards,
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only,
-        and just caches keys and values of the other tokens."""
+        """Returns the output [T, D]. With `rows_R`, computes the output [R, D] of these tokens
+        only; keys and values of all tokens are cached."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         q_RNH = self._normal(self.q(x_RD, shards), self.q_norm, shards)
         k_TC = self.k(x_TD, shards)

@@ -110,8 +110,8 @@ def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _behind_dense(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
-    """Returns a flag for each layer that is set if the layer has experts. The first
-    `first_k_dense_replace` layers (default `usual`) have none."""
+    """Returns, for each layer, whether the layer has experts. The first `first_k_dense_replace`
+    layers (default `usual`) have none."""
     dense = hf.count("first_k_dense_replace", usual, least=0)
     return [at >= dense for at in range(len(config.layers))]
 

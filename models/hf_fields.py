@@ -1,4 +1,4 @@
-"""Lists of config.json fields: fields that never change the output, and fields that do.
+"""Lists of config.json fields: fields that never change the output, and fields that may change it.
 
 `HfConfig` checks the fields that a family's reader did not request against these lists. A field in
 neither list raises an error, unless its value has the same meaning as an absent field."""

@@ -70,8 +70,8 @@ class MultiHeadLatentAttention(nnx.Module):
         shards: Shards,
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only,
-        and just caches the latents of the other tokens."""
+        """Returns the output [T, D]. With `rows_R`, computes the output [R, D] of these tokens
+        only; the latents of all tokens are cached."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         q_RNH = self._queries(x_RD, positions_R, shards)
         if self.kv_scales is not None:

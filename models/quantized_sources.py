@@ -1,8 +1,8 @@
 """Quantizes matrices while they are read from a float checkpoint. If the checkpoint is already
 quantized in the requested format, its values are used as stored.
 
-Each output of a matrix has one scale, computed over all inputs. A device that holds only some of
-the inputs therefore still reads all, so that quantized values do not depend on the layout. While
+Each output of a matrix has one scale, computed over all inputs. Even a device that stores only some
+of the inputs reads all of them, so that quantized values do not depend on the layout. While
 reading, the peak of additional memory is one quantized parameter and one of its matrices in
 float32."""
 

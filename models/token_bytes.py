@@ -1,5 +1,6 @@
-"""Bytes that single tokens add to a text. A character may consist of several tokens, and a token
-that is decoded alone may lose its leading space, so that decoding is not enough."""
+"""Computes the bytes that single tokens add to a text. Decoding a single token does not give these
+bytes: a character may consist of several tokens, and a token that is decoded alone may lose its
+leading space."""
 
 import json
 import re

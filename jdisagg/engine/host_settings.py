@@ -6,9 +6,9 @@ prefill. The function has the effect of the environment variables MALLOC_MMAP_TH
 MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_, without a restart of the process.
 
 `hand_over_quickly`: a worker's event loop and the threads of its mesh and channel exchange small
-jobs. Each exchange may wait for the interpreter's lock, by default up to 5 ms. In this time 16 MB
-of KV could be sent. The function reduces the limit to 0.5 ms. KV hand-offs between processes become
-faster, and no benchmark becomes slower (benchmarks/LOG.md)."""
+jobs. Each exchange may wait for the interpreter's lock, by default up to 5 ms. Meanwhile 16 MB of
+KV could be sent. `hand_over_quickly` reduces the limit to 0.5 ms. KV hand-offs between processes
+become faster, and no benchmark becomes slower (benchmarks/LOG.md)."""
 
 import ctypes
 import sys

@@ -1,13 +1,13 @@
-"""Checks hand-written kernels on the accelerator before any program is traced, and switches off
-those that fail.
+"""Checks hand-written kernels on the accelerator before any program is traced, and disables kernels
+that fail.
 
-Each kernel (`ops/optional_kernels.py`) runs once on small inputs beside its form in plain XLA, in a
-child process. A kernel may fail to compile, crash the process, not end, or give another result. It
-is then replaced by its XLA form, and the reason is logged and reported in the worker's status. The
-child ends before this process opens the accelerator, so that both never need its memory at the same
-time. Results are stored beside the compiled programs, by version of JAX and of the driver. The
-check uses fixed sizes: a kernel that fails only at the sizes of a model still fails while the
-worker warms up, and `--kernels=xla` then replaces all."""
+Each kernel (`ops/optional_kernels.py`) runs once on small inputs in a child process, and its result
+is compared with plain XLA. A kernel that does not compile, crashes the process, does not end or
+gives a different result is replaced by plain XLA. The reason is logged and reported in the worker's
+status. The child ends before this process opens the accelerator, so that both never need its memory
+at the same time. Results are stored beside the compiled programs, by version of JAX and of the
+driver. The check uses fixed sizes. A kernel that fails only at a model's own sizes makes the
+worker's warm-up fail. `--kernels=xla` then replaces all kernels."""
 
 import contextlib
 import hashlib
@@ -150,7 +150,8 @@ def run_probes(names: Sequence[str], probes: Mapping[str, Probe]) -> None:
 
 
 def _stored(folder: str, check: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """Returns the stored result for these versions, or the result of `check`, which is stored."""
+    """Returns the stored result for these versions. If there is none, runs `check` and stores its
+    result."""
     if not folder:
         return check()
     driver = DRIVER.read_text() if DRIVER.exists() else ""
@@ -236,7 +237,7 @@ def prefill_attention(*, platform: str = "gpu") -> float:
 
 
 def expert_products(*, wgmma: bool = False, interpret: bool = False) -> float:
-    """Compares the products of eight experts, of which each token uses two."""
+    """Compares the products of eight experts, two for each token."""
     import jax
 
     from jdisagg.ops import moe

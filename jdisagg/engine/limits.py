@@ -122,7 +122,7 @@ def state_slots(instance: InstanceConfig) -> int:
 
 def snapshot_slots(instance: InstanceConfig) -> int:
     """Returns the number of snapshots of recurrent state that the prefix cache of each dp rank can
-    hold. Half of them are for those that running sequences make."""
+    hold. Half of these slots are for snapshots of running sequences."""
     return 2 * state_slots(instance)
 
 
@@ -139,9 +139,9 @@ def hands_windows_apart(can_part: bool, mode: Mode) -> bool:
 
 
 def fetched_tokens(role: WorkerRole, prefix: PrefixConfig, page_size: int) -> int:
-    """Returns the number of tokens of a cached block that a worker fetches from another one, or 0
-    if it fetches none. Decode workers that compute no prompts fetch none: a prefill worker sends
-    them the whole prompt anyway."""
+    """Returns the number of tokens of the cached blocks that a worker fetches from other workers,
+    or 0 if it fetches none. Decode workers that compute no prompts fetch none: a prefill worker
+    sends them the whole prompt anyway."""
     computes = role is not WorkerRole.DECODE or prefix.appends > 0
     return prefix.peer_tokens(page_size) if computes else 0
 

@@ -1,4 +1,5 @@
-"""Chooses the settings of the prefix cache that the user left open: everything but the disk is on.
+"""Chooses the settings of the prefix cache that the user did not set. By default all tiers except
+the disk are on.
 
 `jdisagg serve`, workers and simulations call `with_defaults` at their start. All processes of a
 cluster get the same result, except for the amount of host memory, which depends on what is free."""
@@ -97,9 +98,10 @@ def worker_defaults(
 def fit_with_defaults(
     config: Config, given: PrefixConfig, fit: Callable[[Config], Fitted]
 ) -> Fitted:
-    """Calls `fit`, which raises ConfigError if `config` does not fit into device memory. Then calls
-    it again without those defaults that take device memory: first copies to host memory, fetches
-    and appending, then reuse, which takes memory for snapshots of recurrent state.
+    """Calls `fit`, which raises ConfigError if `config` does not fit into device memory. If so,
+    calls `fit` again without the defaults that need device memory. It first omits copies to host
+    memory, fetches and appending, and then reuse, which needs memory for snapshots of recurrent
+    state.
 
     Args:
         config: Configuration with all defaults.

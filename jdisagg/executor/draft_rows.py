@@ -5,11 +5,11 @@ predicts, or tokens that a grammar forces. The step computes the slot's token an
 successive positions. It chooses the model's own token at each of these positions, and keeps them up
 to the first one that differs from the draft (verification). The choice depends on logits, seed,
 child and position alone, so that a stream is the same with and without drafts. KV of rejected
-drafts lies after the slot's new position. It is not read, and is overwritten later.
+drafts lies after the slot's new position. This KV is not read, and is overwritten later.
 
 A step has B rows for the slots, and E extra rows, which the slots share. A slot has at most Q rows.
-A guess is stored by position, because the host plans a step before the previous one is read: the
-step takes the drafts that follow the position at which its slot really is."""
+A guess is stored by position, because the host plans a step before it reads the previous step's
+tokens. The step uses the drafts that follow the slot's actual position."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,7 +59,8 @@ class DraftPlan:
 
     @staticmethod
     def of(guesses: Guesses, ranks: int, rows: int, extra: int, longest: int) -> "DraftPlan":
-        """Packs guesses, which need at most `extra` rows on each rank, and `longest` - 1 a slot."""
+        """Packs guesses, which need at most `extra` rows per rank and `longest` - 1 rows per
+        slot."""
         array = np.zeros((ranks, 2 * extra + rows * (1 + guessed(longest))), np.int32)
         array[:, :extra] = rows
         by_row = array[:, 2 * extra :].reshape(ranks, rows, -1)

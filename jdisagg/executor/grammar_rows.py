@@ -33,8 +33,8 @@ ALL = np.uint32(0xFFFFFFFF)
 
 
 def pays(extra: int, rows: int, platform: str) -> bool:
-    """Returns whether it saves time to compute `extra` forced tokens in a forward pass with `rows`
-    rows. On an accelerator a few more rows are nearly free. On a CPU they made a step of eight rows
+    """Returns whether computing `extra` forced tokens in a forward pass with `rows` rows saves
+    time. On an accelerator a few more rows are nearly free. On a CPU they made a step of eight rows
     18 % longer (benchmarks/LOG.md)."""
     return extra > 0 and (platform != "cpu" or 4 * extra >= rows)
 
@@ -218,8 +218,8 @@ class GrammarRows:
             self._fill(last, row.matcher)
 
     def _fill_guess(self, row: _Row, guess: Guess, masks: list[np.ndarray]) -> None:
-        """Fills the masks of a slot with predicted drafts, up to the first draft that the grammar
-        does not allow. Later drafts cannot be accepted."""
+        """Fills the grammar masks after a slot's token and after each of its draft tokens, up to
+        the first draft that the grammar does not allow. Later drafts cannot be accepted."""
         self._fill(masks[0], row.matcher)
         if row.matcher is None:
             return

@@ -10,11 +10,11 @@ program computes each block's checksum. Page arrays are never offered. Sliding-w
 are sent separately are left out of these blocks. Most of their KV is never used again, and the rest
 is extracted from the pages after the last chunk.
 
-Every token needs the keys and values of the model's last layer. The rest of that layer is computed
-only for the last tokens of the rows that sample; they attend to pages alone, as a decode step does,
-because their keys are written first. A chunk that samples nothing (the earlier part of a long
-prompt) skips it. This saves up to 1 / layers of a prefill. If log-probabilities of prompts are
-requested, the last layer is computed for all tokens, by a program compiled at the first request.
+The last layer computes keys and values for all tokens, but everything else only for the last tokens
+of the rows that sample. These tokens attend to pages alone, as in a decode step, because the layer
+writes all keys first. A chunk that samples nothing (the earlier part of a long prompt) skips it.
+This saves up to 1 / layers of a prefill. If log-probabilities of prompts are requested, the last
+layer is computed for all tokens, by a program compiled at the first request.
 
 Groups of equal structure, except the last, share one executable for each chunk bucket. Inside
 `shard_map` each dp rank has its own chunk and pages; tensor parallelism is in the model's

@@ -1,8 +1,8 @@
 """Caches compiled programs by key, and puts host arrays on the mesh. No program is compiled twice.
 
 A program is compiled ahead of time from abstract arguments with explicit shardings. A call with
-other shapes raises an error instead of compiling again (rule 12 of the design). `compilations`
-counts the compiled programs and does not grow in steady state.
+other shapes raises an error instead of compiling again. `compilations` counts the compiled programs
+and does not grow in steady state.
 
 A mesh may span several processes, each of which runs the same programs in the same order. Host
 arrays are then put on the mesh by a callback, because `device_put` would communicate with the other

@@ -60,7 +60,7 @@ def _steps(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]
 
 
 def _chunk(executor: MeshExecutor, size: int, count: int, past: int) -> PrefillChunk:
-    """Returns a chunk of `size` tokens, of which the prompt of each rank fills `count`."""
+    """Returns a chunk of `size` tokens with one prompt of `count` tokens on each rank."""
     limits = executor.limits
     pages = tuple(range(pages_for(past + count, limits.page_size)))
     rows = [
@@ -93,8 +93,8 @@ def _step(executor: MeshExecutor, sequences: int, context: int) -> DecodeSteps:
 
 
 def _seconds(executor: MeshExecutor, command: StepCommand) -> float:
-    """Runs a command and returns its seconds. Of several runs the fastest counts, because other
-    work on the machine only adds time."""
+    """Runs a command, on one process several times, and returns the seconds of the fastest run,
+    because other work on the machine only adds time."""
     alone, best = not executor.programs.spans_processes, float("inf")
     for _ in range(SHORT_RUNS):
         began = time.perf_counter()

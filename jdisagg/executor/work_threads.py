@@ -28,8 +28,8 @@ class Waiting(Protocol):
     def is_ready(self) -> bool: ...
 
     def result(self) -> StepResult:
-        """Returns the result. Blocks until it is ready. The results of steps are read in the order
-        of issue."""
+        """Returns the result. Blocks until the result is ready. The results of steps are read in
+        the order of their issue."""
         ...
 
 

@@ -23,7 +23,8 @@ from jdisagg.scheduler.executor import Executor, MeshLimits
 
 @dataclasses.dataclass
 class _UnderWay:
-    """A running command: the processes that have not reported its end, and the reports so far."""
+    """A running command, with the processes that have not reported its end, and the reports
+    received so far."""
 
     future: asyncio.Future[StepResult]
     missing: set[int]

@@ -1,5 +1,5 @@
-"""Records for the leader which follower processes have joined, are ready and are alive. A
-follower's failure fails the whole instance.
+"""Tracks for the leader which follower processes have joined, are ready and are alive. A follower's
+failure fails the whole instance.
 
 Imports only asyncio; each follower's stream is a `FollowerSession` on any transport. Invariants:
 every follower receives every command, in the same order. A follower cannot join twice, after the

@@ -1,4 +1,5 @@
-"""Checks the name of this host before JAX starts, which would end the process without a reason.
+"""Checks the name of this host before JAX starts, because JAX would end the process without stating
+the reason.
 
 JAX's collectives on CPU (gloo) send the address of the host's own name to the other processes. A
 name without an address ends in a traceback of JAX. On Debian and Ubuntu the name is often
@@ -11,7 +12,7 @@ from jdisagg.errors import ConfigError
 
 
 def check_own_name(host: str, collectives: bool = True) -> None:
-    """Raises ConfigError if the name of this host does not lead to it.
+    """Raises ConfigError if the name of this host does not resolve to an address of this host.
 
     Args:
         host: Address at which other processes reach this one (`--host`).

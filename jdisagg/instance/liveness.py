@@ -1,5 +1,5 @@
-"""Measures how long another process has sent no message, not counting time in which this process
-itself was paused.
+"""Measures the time since the last message of another process, without periods in which this
+process itself was paused.
 
 After a long garbage collection or a paused container, every other process would seem silent. Each
 call of `look` therefore adds at most twice the planned time between calls. Pure: time is an

@@ -10,8 +10,8 @@ against 5 ms for 32 experts). On a TPU `ragged_dot` is a grouped product and is 
 
 Experts have one of three placements (see `layout/axes.py`). Whole experts are spread over dp and
 tp, where tokens are gathered over dp and results scattered back. Or whole experts are spread over
-tp, whose devices already hold all tokens. Or each expert's width is split over tp. Padding tokens
-are routed to no expert."""
+tp, whose devices already have all tokens. Or the width of each expert is split over tp. Padding
+tokens are routed to no expert."""
 
 from typing import NamedTuple
 

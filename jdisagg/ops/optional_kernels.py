@@ -1,4 +1,4 @@
-"""Which hand-written kernels the ops may use.
+"""Records which hand-written kernels the ops may use.
 
 Each kernel has a form in plain XLA with the same result. A kernel that is switched off is replaced
 by this form. Kernels are switched off at most once, before the first program is traced, by
@@ -22,5 +22,6 @@ def switch_off(names: Iterable[str]) -> None:
 
 
 def usable(name: str) -> bool:
-    """Returns whether the ops may use a kernel, if it supports the platform and the sizes."""
+    """Returns whether a kernel is enabled. The kernel must also support the platform and the
+    sizes."""
     return name not in _off

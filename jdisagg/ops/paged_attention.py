@@ -1,6 +1,6 @@
 """Decode attention over KV pages, for one or several new tokens per sequence. The k and v of the
-new tokens must already be in the pages. The KV of a sequence is read once for all its new tokens:
-they are further rows of the same product, beside the query heads of one kv head.
+new tokens must already be in the pages. The KV of a sequence is read once for all its new tokens.
+The new tokens and the query heads that share a kv head are rows of one matrix product.
 
 `paged_attention` is the op, and `platform` chooses the implementation:
 - `loop`: a `fori_loop` over page columns with online softmax. The trip count is traced (the longest

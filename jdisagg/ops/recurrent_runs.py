@@ -54,7 +54,7 @@ def _ending(runs: Runs, row_n: jax.Array) -> list[jax.Array]:
 
 def in_turn(parts: OnState, state_R: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
     """Processes the runs in order, in a loop. Returns the outputs [n, ...] and the states of the
-    rows at `runs.ends`. A row without such an end has its given state there."""
+    rows at `runs.ends`. Where a row has no such end, the result is the row's given state."""
     rows, (row_n, first_n) = state_R.shape[0], owners(runs)
     ending = _ending(runs, row_n)
 

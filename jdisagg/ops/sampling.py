@@ -8,7 +8,7 @@ Rows are independent: a token is a function of the row's own logits, parameters 
 Sampling is the Gumbel-max rule, written as a race: with w = exp((logit - max) / temperature) and
 exponential noise e, the argmax of w / e over a set is a draw from w on that set (-log e is Gumbel
 noise, and this form saves a logarithm). Filters apply in the order temperature, top-k, top-p (on
-what top-k leaves, renormalised), min-p. They keep these sets:
+the renormalised probabilities that top-k leaves), min-p. They keep these sets:
 - top-k: the `top_k` tokens of the largest logits, and all that tie with the last of them;
 - top-p: tokens for which the probability of all strictly larger logits is below top_p (ties are
   kept or dropped together);

@@ -36,14 +36,14 @@ class Absences:
             self._past.append(now - since)
 
     def away_seconds(self, role: str, now: float) -> float | None:
-        """Returns for how long the worker of `role` that left first has been away, or None if none
-        is away."""
+        """Returns the seconds for which a worker of `role` has been away (the longest absence), or
+        None if none is away."""
         since = [at for which, at in self._away.values() if which == role]
         return now - min(since) if since else None
 
     def expected_seconds(self, role: str, now: float) -> float:
-        """Returns the seconds until a worker of `role` is expected. After the typical duration of
-        an absence, half of the time so far is expected once more."""
+        """Returns the seconds until a worker of `role` is expected. If the absence already exceeds
+        the typical duration, the estimate is half of the time so far."""
         typical = median(self._past) if self._past else FIRST_GUESS_SECONDS
         away = self.away_seconds(role, now) or 0.0
         left = typical - away if away < typical else away / 2

@@ -2,9 +2,9 @@
 include yet. The accounts are the `own_` columns of the snapshot (cluster_state.py).
 
 An attempt's work is charged to its workers when it is placed. The charge ends with the first status
-that the worker can have taken after the call arrived (`settle_seconds`), because such a status
-includes the work. A prompt that waits for its decode reservation is not sent yet, so its charge
-stays. Work that ended is subtracted at once, also from the worker's last status. The column
+that the worker can have made after the call arrived (`settle_seconds`), because such a status
+includes the work. A prompt that waits for its decode reservation was not sent yet, so its charge
+remains. Work that ended is subtracted at once, also from the worker's last status. The column
 `committed_pages` is maintained differently: it counts the pages that all running sequences of this
 router at a worker will hold at their expected ends.
 
@@ -113,7 +113,7 @@ class Accounts:
             self._fresh[worker] = still
 
     def bar(self, worker: str, until: float) -> None:
-        """Marks a worker that placement avoids until time `until`, unless there is no other."""
+        """Makes placement avoid a worker until time `until`, unless there is no other worker."""
         row = self.state.row(worker)
         if row is not None:
             self.state.bar(row, until)
@@ -125,7 +125,8 @@ class Accounts:
             self.state.table["paced_until"][row] = until
 
     def excuse(self, worker: str, heard_at: float) -> None:
-        """Sets the time of the last heartbeat, after this router could receive none for a while."""
+        """Sets the time of a worker's last heartbeat, after a period in which this router could not
+        receive heartbeats."""
         row = self.state.row(worker)
         if row is not None:
             self.state.hear(row, heard_at)
@@ -148,8 +149,8 @@ class Accounts:
         return charge
 
     def settle(self, charge: _Charge, said: tuple[tuple[str, float], ...]) -> None:
-        """Ends a charge, because its work ended. If the worker's last status included the work,
-        corrects the status columns by the amounts `said` instead."""
+        """Ends a charge, because its work ended. If the worker's last status already included the
+        work, subtracts the amounts `said` from the status columns instead."""
         fresh = self._fresh.get(charge.worker, [])
         if charge in fresh:
             fresh.remove(charge)
@@ -219,7 +220,7 @@ class Charges:
             self._queued = None
 
     def end(self) -> None:
-        """Ends all charges of the attempt, because nothing of it is left at the workers."""
+        """Ends all charges of the attempt, because the attempt has no work left at the workers."""
         if not self._open:
             return
         self._open = False

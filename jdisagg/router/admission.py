@@ -105,8 +105,8 @@ class Quotas:
 
 class Drain:
     """Measures the recent speed at which the router's queue is served, in cost (tokens) per second.
-    It is an exponential moving average over `DRAIN_SECONDS`. Only time in which requests waited
-    counts."""
+    It is an exponential moving average over `DRAIN_SECONDS`. Only periods in which requests waited
+    count."""
 
     def __init__(self) -> None:
         self._cost = 0.0
@@ -166,10 +166,10 @@ class Lateness:
         bisect.insort(self._ranked, seconds)
 
     def seconds(self, now: float, limit_seconds: float) -> float:
-        """Returns the seconds to add to a predicted TTFT, so that a share `IN_TIME` of the recent
-        first tokens would have come in the predicted time. Returns 0 while few errors are recorded.
-        Returns at most half of the limit, because refused requests give no measurement and the
-        delay may be over."""
+        """Returns the seconds to add to a predicted TTFT, so that the fraction `IN_TIME` of the
+        recent first tokens would have arrived within the prediction. Returns 0 while few errors are
+        recorded. Returns at most half of the limit, because refused requests give no measurement
+        and the delay may be over."""
         while self._errors and self._errors[0][0] < now - ERRORS_SECONDS:
             self._forget_oldest()
         late = of_sorted(self._ranked, IN_TIME) if len(self._ranked) >= ERRORS_LEAST else 0.0

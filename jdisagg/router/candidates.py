@@ -57,7 +57,8 @@ class Candidates:
 
     @property
     def trusted(self) -> Flags | None:
-        """Whether cached KV may be fetched from each worker, or None if this holds for all."""
+        """Flag of each worker: whether cached KV may be fetched from it. None if KV may be fetched
+        from all."""
         return None if self.against is self.side.zeros else self.against < BARRED
 
     @property

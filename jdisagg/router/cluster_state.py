@@ -355,7 +355,7 @@ class ClusterState:
         self._forget_links()
 
     def bar(self, row: int, until: float) -> None:
-        """Marks the worker, which placement avoids until time `until` unless there is no other."""
+        """Makes placement avoid the worker until time `until`, unless there is no other worker."""
         self.table["barred_until"][row] = until
         self.barred_until = max(self.barred_until, until)
 
@@ -463,8 +463,8 @@ def _completed(description: Description, status: WorkerStatus) -> Description:
 
 
 def _form(status: WorkerStatus) -> object:
-    """Returns those fields of a status that rarely change. Derived values are rebuilt only if one
-    of them changes."""
+    """Returns the fields of a status that rarely change. Derived values are recomputed only if one
+    of these fields changes."""
     return (
         status.role,
         status.page_size,

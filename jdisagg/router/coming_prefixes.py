@@ -53,8 +53,8 @@ class ComingPrefixes:
                     del self._workers[name]
 
     def known(self, prompt: PromptBlocks, now: float) -> dict[str, int]:
-        """Returns for each worker the number of the prompt's first tokens that it computes for
-        other prompts; workers with 0 are absent."""
+        """Returns, by worker, the number of leading prompt tokens that the worker is computing for
+        other prompts. Workers with 0 are omitted."""
         while self._computed and self._computed[0][0] <= now:
             self.ended(self._computed.popleft()[1])
         found: dict[str, int] = {}

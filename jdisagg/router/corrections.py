@@ -1,11 +1,12 @@
 """Corrects predicted times to first token by the errors of earlier predictions.
 
 Times that workers measure at their start omit what a request costs besides programs: calls between
-processes, sampling, checksums. For each way to serve a prompt, a constant and a factor are fitted
-to the latest predictions and outcomes. Errors are relative, and the factor is drawn to 1, so that
-one outcome changes only the constant. The first request of a way is often slow for reasons that
-pass. It must not keep later requests away from the worker that now has their prefix cached, so few
-outcomes of a way do not count against the other ways. Pure; no clock is used."""
+processes, sampling, checksums. A constant and a factor are fitted to the latest predictions and
+outcomes, separately for each way to serve a prompt (`PromptWay`). Errors are relative, and the
+factor is regularised towards 1, so that a single outcome changes only the constant. The first
+request of a way is often slow for temporary reasons. It must not keep later requests away from the
+worker that now has their prefix cached, so a way with few outcomes uses the correction of another
+way. Pure; no clock is used."""
 
 import enum
 import itertools

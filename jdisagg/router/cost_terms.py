@@ -61,7 +61,7 @@ class PrefillCosts:
     Attributes:
         queue: Seconds until the worker's earlier prompts are computed.
         prefill: Seconds to compute the prompt itself.
-        spared: Seconds that cached or fetched tokens save.
+        spared: Prefill seconds that cached or fetched tokens save.
         chunks: Number of chunks in which the prompt is computed.
         known: Indices of the workers that have tokens of the prompt cached, and how many tokens
             each has cached.
@@ -123,9 +123,10 @@ class LocalCosts:
     Attributes:
         costs: Costs of the prefill, with a decode step of the running streams after each chunk.
         lost: Seconds of the chunks alone, which delay the running streams.
-        lacking: Number of tokens of the prompt that are not cached and must be computed.
+        lacking: Number of prompt tokens that are not cached and must be computed.
         longest: Longest time, in seconds, that a running stream waits for a token meanwhile.
-        paced: Seconds until running streams have made up for the delay by the worker's last prompt.
+        paced: Seconds until running streams have recovered from the delay by the worker's last
+            prompt.
     """
 
     costs: PrefillCosts
@@ -179,9 +180,9 @@ def _spare_coming(
     costs: tuple[Array, Array],
     known: tuple[Indices, Array],
 ) -> None:
-    """Lowers `costs` (seconds of the prefill, seconds spared) of workers that compute a longer
-    prefix of the prompt for earlier prompts than they have cached. Their queue includes the earlier
-    prompts."""
+    """Lowers `costs` (prefill seconds, seconds saved) of workers that are computing more of the
+    prompt's prefix for earlier prompts than they have cached. The queue of such a worker includes
+    the earlier prompts."""
     prefill, spared = costs
     cached = np.zeros(len(rows))
     cached[known[0]] = known[1]
@@ -388,7 +389,8 @@ def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> tuple
 def known_or_coming(
     state: ClusterState, rows: Indices, query: PlacementQuery
 ) -> tuple[Indices, Array]:
-    """Returns the same as `known_at`, with the tokens that workers compute for earlier prompts."""
+    """Returns the same as `known_at`, but tokens that workers are computing for earlier prompts
+    count as cached."""
     at, tokens = known_at(state, rows, query)
     if not query.coming:
         return at, tokens

@@ -18,15 +18,15 @@ Known = Callable[[], Mapping[str, int]]
 
 @plain
 class PromptBlocks:
-    """Hashes of a prompt's full blocks, each with everything before it, and the tokens of a
-    block."""
+    """Hashes of a prompt's full blocks, and the number of tokens of a block. Each hash covers the
+    block and all tokens before it."""
 
     names: Sequence[int] = ()
     block_tokens: int = 0
 
 
 class Affinity(Protocol):
-    """Index that reports how much of a prompt each worker has cached."""
+    """Index that reports the number of cached tokens of a prompt on each worker."""
 
     def known(self, request: Request) -> Known:
         """Hashes the prompt of a request once. Returns a function that looks up the current number
@@ -34,7 +34,7 @@ class Affinity(Protocol):
         ...
 
     def prompt_blocks(self, request: Request) -> PromptBlocks:
-        """Returns the blocks of a prompt. There are none while no worker has a prefix cache."""
+        """Returns the blocks of a prompt, or no blocks while no worker has a prefix cache."""
         ...
 
 
@@ -59,8 +59,8 @@ class PlacementQuery:
         corrections: Corrections of predicted times to first token.
         broken: Pairs (prefill, decode) between which KV transfers failed lately. Such a pair is
             chosen only if there is no other way to serve the request.
-        coming: Number of prompt tokens that each worker computes for earlier prompts. They will be
-            cached when the prompt's turn comes.
+        coming: Number of prompt tokens that each worker is computing for earlier prompts. These
+            tokens will be cached when the worker reaches this prompt.
     """
 
     work: Work

@@ -4,12 +4,13 @@ of each role an autoscaler should run. Pure.
 A pool is the set of all workers of one role. The need of a pool is the number of workers that its
 load requires. A pool is short of workers if it causes requests to miss the latency objective, or if
 it is full. If queueing alone explains why the TTFT is missed, the miss is attributed to the pool
-for which requests wait. That is prefill if prompts wait at prefill workers, or at the router while
-all prefill workers are busy. It is decode if requests wait for room at decode workers. A missed
-TPOT is attributed to decode, as long as a smaller batch could help. An empty pool is always short,
-and the other pool then gives a worker even if it is short itself. A switch is a change of one
-worker's role. A fluid model estimates the share of requests that meet the objective, with and
-without a switch: the smaller of both pools' min(1, workers / need). The gain of a switch is
+for which requests wait. If prompts wait at prefill workers, or at the router while all prefill
+workers are busy, this is prefill. If requests wait for room at decode workers, the miss is
+attributed to decode. A missed TPOT is attributed to decode, as long as a smaller batch could help.
+An empty pool is always short, and the other pool then gives a worker even if it is short itself. A
+switch is a change of one worker's role. A fluid model estimates the share of requests that meet the
+objective, with and without a switch: the smaller of both pools' min(1, workers / need). The gain of
+a switch is
 
     gain = rate * (horizon * (after - now) - switch_seconds * (now - meanwhile)) - harm of moving
         the running sequences

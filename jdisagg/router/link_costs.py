@@ -44,7 +44,8 @@ class LinkCosts:
     Args:
         far: Link between workers in different racks.
         measured: Links that the receivers measured. They replace the links of the workers' places.
-            A link that was measured in the other direction only is used for both.
+            If a link was measured in one direction only, the measurement is used for both
+            directions.
     """
 
     def __init__(

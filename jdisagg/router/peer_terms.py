@@ -74,8 +74,9 @@ def with_fetches(
 
 
 def _cheaper(query: PlacementQuery, fetched: Array, best: Array, chosen: Indices) -> Flags:
-    """Returns where the seconds to first token with a fetch, `fetched`, are less than the least
-    so far, `best`, after correction. `chosen`: Holder of `best`, or -1 if it fetches nothing."""
+    """Returns a mask of the workers for which a fetch is faster than the best way so far.
+    `fetched`, `best`: seconds to first token with the fetch and with the best way, both compared
+    after correction. `chosen`: holder of the best way, or -1 if it fetches nothing."""
     computing, fetching = query.corrections.prefill, query.corrections.fetch
     constant, factor = (
         np.where(chosen < 0, ours, theirs) for ours, theirs in zip(computing, fetching, strict=True)

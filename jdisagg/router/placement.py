@@ -330,9 +330,9 @@ def _said(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    """Extends the stated reason of a pair by why its decode worker does not compute the prompt
-    itself. Either a rule forbids this, or the worker has no prefill programs although local prefill
-    would be cheaper."""
+    """Adds to the stated reason of a pair why the decode worker does not compute the prompt itself:
+    a rule forbids it, or the worker has no prefill programs although local prefill would be
+    cheaper."""
     row = state.row_of(pair.decode)
     if weighed.local is not None and state.table.flag("can_prefill")[row]:
         at, local = int(decodes.rows.searchsorted(row)), weighed.local

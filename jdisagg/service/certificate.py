@@ -1,8 +1,8 @@
 """Checks that a process's certificate is for the host under which other processes call it.
 
-A process with another host's certificate can register with a router, because it is only a client
-then, but no call ever reaches it. The check is a TLS handshake in memory with the configured files,
-so that names are compared as in a real connection."""
+A process with another host's certificate can register with a router, because the process is then
+only a client. But TLS refuses all calls to this process. The check is a TLS handshake in memory
+with the configured files, so that names are compared as in a real connection."""
 
 import ssl
 
@@ -14,7 +14,7 @@ MISMATCHES = (62, 64)  # OpenSSL's codes for a host name and for an IP address
 
 def check_certificate(config: ServiceConfig) -> None:
     """Raises ConfigError if the certificate is not for `config.host`, to which a worker binds and
-    at which it is called. Other faults of a certificate are left to the connections."""
+    at which it is called. Other faults of a certificate are detected when connections are made."""
     if not config.tls_certificate:
         return
     try:

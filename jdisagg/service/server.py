@@ -310,7 +310,7 @@ def _certificates(config: ServiceConfig) -> grpc.ServerCertificateConfiguration:
 
 def check_address(config: ServiceConfig) -> None:
     """Raises ConfigError if the server could not bind its address or read its certificates and
-    tokens. Serves to report such errors before a model is loaded, which may take minutes."""
+    tokens. Called before a model is loaded, so that such errors are reported within seconds."""
     server_credentials(config)
     for path in (config.token_file, config.cluster_token_file):
         read_tokens(path)

@@ -50,7 +50,7 @@ class SideCalls:
         self._run(self._send_again(message))
 
     async def stop(self) -> None:
-        """Prevents further repetitions, and waits until all calls have ended."""
+        """Prevents further retries, and waits until all calls have ended."""
         self._stopping.set()
         while self._tasks:  # a call may start another one as it ends
             await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -3,12 +3,11 @@
 In modes CHUNKED and UNIFIED the mesh computes prompts itself. In mode DISAGGREGATED it receives
 their KV from prefill workers, except for prompts with few uncached tokens, which the mesh may
 compute itself (`MeshLimits.append_buckets`). Cached blocks in slower tiers are restored to reserved
-pages (`worker/reserved_prefixes.py`). `scheduler/step_policy.py` chooses the next
-command; `scheduler/reservations.py` and `decode_batches.py` assign pages and slots. Other decode
-workers take over running sequences through `PeerPort`, and other workers fetch cached blocks. If a
-source of KV fails, the reservation stays and waits for another source.
-
-`_settle` runs after each change of state."""
+pages (`worker/reserved_prefixes.py`). `scheduler/step_policy.py` chooses the next command;
+`scheduler/reservations.py` and `decode_batches.py` assign pages and slots. Other decode workers
+take over running sequences through `PeerPort`, and other workers fetch cached blocks. If a source
+of KV fails, the reservation remains and waits for another source. `_settle` runs after each change
+of state."""
 
 import asyncio
 import contextlib
@@ -254,8 +253,8 @@ class DecodeWorker(MeshWorker):
         return True
 
     def _span_goes_on(self) -> bool:
-        """Returns whether a command of many steps runs and nothing waits for its end. The step loop
-        then has nothing to plan."""
+        """Returns whether a command of many steps is running and no work waits for its end. The
+        step loop then need not plan."""
         return (
             self._interruptible is not None
             and self._loop.newest(DecodeSteps) > 0
@@ -308,7 +307,7 @@ class DecodeWorker(MeshWorker):
         return self._reserved(group, restored)
 
     def _hold(self, group: SequenceGroup, seconds: float) -> None:
-        """Sets a new end of the lease of a group that `generate` has not taken over."""
+        """Extends the lease of a group for which `generate` has not been called yet."""
         group.handoff = group.handoff.expect(self._clock.now() + seconds)
         if (stream := self._streams.get(group.key)) is not None:
             stream.lease_until = group.handoff.deadline

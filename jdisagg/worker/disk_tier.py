@@ -237,8 +237,9 @@ class DiskTier(KvSource):
     def _worth_of_snapshots(
         self, query: RestoreQuery, found: list[tuple[bool, ...]], reach: list[int]
     ) -> RestorePlan | None:
-        """Returns the plan for a model whose hits need snapshots. The other arguments are, for each
-        rank, which blocks after those in pages are on disk, and how far all of these reach."""
+        """Returns the plan for a model whose hits need snapshots. `found` are, for each rank, the
+        blocks on disk that follow the blocks in pages. `reach` is, for each rank, the number of
+        leading blocks in pages or on disk."""
         kept, host = self._kept, self._host
         rank, end = host.last_snapshot(
             query.chain, reach, lambda name: host.has_snapshot(name) or self._readable(name)

@@ -88,7 +88,8 @@ class GivenKv:
         self._tasks.cancel()
 
     async def give(self, call: FetchCall) -> FetchReply:
-        """Starts a transfer of those requested blocks that this mesh caches. Returns their number.
+        """Starts a transfer of the requested blocks that this mesh caches. Returns the number of
+        these blocks.
 
         Raises:
             HandoffError: The hand-off id is in use.

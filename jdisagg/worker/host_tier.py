@@ -101,8 +101,8 @@ class HostTier(KvSource):
         return (KeptTier(self.name, len(self.blocks), used, room),)
 
     def lend(self, nbytes: int) -> bool:
-        """Leaves `nbytes` bytes of the memory to other uses, for which it evicts blocks. Returns
-        False if blocks that are being copied take some of these bytes."""
+        """Reserves `nbytes` bytes of the memory for other uses, and evicts blocks to free them.
+        Returns False if blocks that are being copied use some of these bytes."""
         if self.on and nbytes != self._lent_bytes:
             self._lent_bytes = nbytes
             self.blocks.capacity = max(0, self._room_bytes - nbytes) // self.block_bytes
@@ -171,8 +171,8 @@ class HostTier(KvSource):
             del self._copies[name]
 
     async def copied(self, rank: int, name: bytes, index: int) -> HostBlock | None:
-        """Returns a block in host memory, after copying it there if only pages of `rank` hold it.
-        Returns None if neither holds the block."""
+        """Returns a block in host memory. If the block is only in pages of `rank`, first copies it
+        to host memory. Returns None if it is in neither."""
         pages = self._kept.pages(rank, name)
         if pages:
             self._copy_out(rank, name, index, pages)
@@ -181,8 +181,8 @@ class HostTier(KvSource):
         return self.blocks.arrived(name)
 
     async def copied_snapshot(self, rank: int, name: bytes) -> HostBlock | None:
-        """Returns a snapshot in host memory, after copying it there if only `rank` has it. Returns
-        None if neither has it."""
+        """Returns a snapshot in host memory. If only `rank` has the snapshot, first copies it to
+        host memory. Returns None if neither has it."""
         kept = self._kept.snapshots[rank]
         if name in kept:
             self._copy_snapshot(rank, name, kept.slot(name), 0)
@@ -274,7 +274,7 @@ class HostTier(KvSource):
 
     def _worth_of_snapshots(self, query: RestoreQuery, reach: list[int]) -> RestorePlan | None:
         """Returns the plan for a model whose hits need snapshots. `reach` is, for each rank, the
-        number of leading blocks that are in its pages or here."""
+        number of leading blocks that are in its pages or in host memory."""
         kept, size = self._kept, self._kept.block_tokens
         rank, end = self.last_snapshot(query.chain, reach, self.has_snapshot)
         chain, known = query.chain[:end], min(query.known[rank], end)

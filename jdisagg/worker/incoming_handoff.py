@@ -303,7 +303,8 @@ class IncomingHandoff:
         return (self._to.state(),)
 
     def _codec(self, offer: Offer) -> str:
-        """Returns a block's codec: none for recurrent state, in which errors would persist."""
+        """Returns a block's codec. Recurrent state has no codec, because errors in it would
+        persist."""
         return "none" if offer.kind is KvKind.STATE else self.line.link.codec
 
     async def _insert(self, command: InsertBlock) -> StepResult:
@@ -396,7 +397,7 @@ class IncomingHandoff:
         return known is None or not known.done()
 
     def _no_more_sums(self) -> None:
-        """Fails all waits for checksums, which cannot follow the sender's last message."""
+        """Fails all waits for checksums, because no checksum follows the sender's last message."""
         self._all_offered = True
         for expected in self._sums.values():
             if not expected.done():

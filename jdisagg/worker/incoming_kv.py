@@ -1,7 +1,7 @@
 """Receives KV from prefill and decode workers for the sequences that have pages reserved on a
 decode mesh.
 
-If a source fails, the reservation and the verified blocks stay. Until the lease ends, another
+If a source fails, the reservation and the verified blocks remain. Until the lease ends, another
 source may send the remaining positions (`HandoffState.ORPHANED`). For a migrated sequence, the
 transfer (hand-off) includes the generated tokens. The outcome for each reservation is reported to
 `KvEvents`. Used on the event loop only."""

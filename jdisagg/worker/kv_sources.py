@@ -5,8 +5,8 @@ Each of these three places is a `KvSource` (`worker/host_tier.py`, `worker/disk_
 `worker/peer_fetch.py`). For each prompt, `KvSources` gets a plan from each source once and runs the
 plan that saves most time. It reserves pages, lets the source fill them, and adds the verified
 blocks to the prefix cache. A prompt waits no longer than computing the same tokens would take.
-After that time, or when the prompt is cancelled, the restore is cancelled, and the blocks that have
-arrived stay cached. A failed restore costs time but never changes a result.
+After that time, or when the prompt is cancelled, the restore is cancelled. Blocks that have arrived
+remain cached. A failed restore costs time but never changes a result.
 
 Invariants: a block enters the prefix cache only after the checksum of its KV in pages was verified.
 The pages of a restore are always released when the restore ends. A reset of the cache also discards
@@ -53,7 +53,7 @@ class RestoreQuery:
             worker.
         peer_tokens: Number of the prompt's tokens that `peer` probably caches.
         only: Rank to restore to; None allows every rank.
-        instead: What a restore spares.
+        instead: The work that a restore replaces: computing the tokens or receiving their KV.
     """
 
     chain: Chain
@@ -83,7 +83,7 @@ class RestorePlan:
         ahead_tokens: Number of tokens of other prompts that are computed while the restore runs.
         peer: Worker to fetch from; None if the source is local.
         snapshot: Whether the source also restores the snapshot at the end of `chain`.
-        instead: What the restore spares.
+        instead: The work that the restore replaces: computing the tokens or receiving their KV.
     """
 
     source: "KvSource"
@@ -120,7 +120,8 @@ class Restore:
         slot: Slot reserved for the snapshot at the end of the plan's chain; None without one.
         snapshot: Snapshot that the source must not evict during the restore.
         restored: Whether the snapshot is verified and in its slot.
-        snapshot_tokens: Number of leading tokens that the snapshot is of; None for the plan's.
+        snapshot_tokens: Number of leading tokens after which the snapshot was taken; None for the
+            tokens of the plan.
         task: Task that runs the restore.
         closing: Functions that keep background work of the source from writing to the pages.
     """
@@ -241,7 +242,8 @@ class RestoredBlocks:
         self._origins.update({(rank, index): origin for index, origin in origins.items()})
 
     def split(self, rank: int, tokens: int) -> CachedTokens:
-        """Returns how many of the prompt's first `tokens` positions came from each origin."""
+        """Returns the number of the prompt's first `tokens` positions that came from each
+        origin."""
         size = self._block_tokens
         found: dict[Origin, int] = {"host": 0, "disk": 0, "peer": 0}
         for (where, index), origin in self._origins.items():
@@ -305,7 +307,7 @@ class KvSources:
 
     def begin_in(self, restore: Restore, restored: RestoredBlocks) -> "asyncio.Task[None]":
         """Starts a restore to pages that `restore.owner` holds. The returned task ends with the
-        restore, or when it has taken as long as what it spares."""
+        restore, or when the restore has taken as long as the work that it replaces."""
         work = self._restore_in_time(restore.plan, restored, lambda: None, restore)
         restore.task = self._tasks.spawn(work)
         return restore.task

@@ -1,9 +1,9 @@
 """Shares the link from one sending worker fairly among the hand-offs that receive from it.
 
-A hand-off begins a pull of a block when it has a turn. Turns rotate among the hand-offs, so that a
-short prompt does not wait behind all blocks of a long one. The number of pulls in flight is high on
-a fast link, because each pull costs a round trip. After a slow pull it is halved: on a slow link,
-pulls at once only delay each other, and all come late together."""
+Pulls begin in turns, which rotate among the hand-offs, so that a short prompt does not wait behind
+all blocks of a long one. The number of pulls in flight is high on a fast link, because each pull
+costs a round trip. After a slow pull this number is halved, because concurrent pulls on a slow link
+only delay each other."""
 
 import asyncio
 from collections import deque
@@ -24,7 +24,8 @@ class LinkShare:
 
     @asynccontextmanager
     async def turn(self, handoff: int) -> AsyncIterator[None]:
-        """Waits for a turn of a hand-off, and ends it."""
+        """Context manager that waits for a turn of the hand-off at its start, and ends the turn at
+        its end."""
         await self._acquire(handoff)
         try:
             yield
@@ -33,8 +34,8 @@ class LinkShare:
             self._give_turns()
 
     def took(self, seconds: float, limit_seconds: float) -> None:
-        """Records how long a pull of a computed block took, whose time limit is
-        `limit_seconds`."""
+        """Records that a pull of a computed block took `seconds`. `limit_seconds` is the time limit
+        of the pull."""
         if seconds > SLOW * limit_seconds:
             self.most = max(1, min(self.most, self._running) // 2)
         elif seconds < FAST * limit_seconds:

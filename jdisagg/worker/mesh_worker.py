@@ -2,8 +2,8 @@
 leases, drain.
 
 A worker gets commands from its scheduler, runs them and reports results. Only schedulers decide
-about pages and batches. State changes only on the event loop and never across an await, so every
-method finds the state consistent. A background task periodically ends expired leases and detects a
+about pages and batches. State changes only on the event loop and between awaits, so that every
+method sees a consistent state. A background task periodically ends expired leases and detects a
 mesh that hangs."""
 
 import asyncio

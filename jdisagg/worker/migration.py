@@ -93,7 +93,7 @@ class MigrationSender:
         return handoff.handoff_id
 
     def poke(self) -> None:
-        """Wakes all migrations, because something that they wait for may have changed."""
+        """Wakes all migrations, because the state that they wait for may have changed."""
         self._changed.set()
 
     def abort(self, key: int, reason: str) -> None:
@@ -102,7 +102,7 @@ class MigrationSender:
             self._outgoing.end(migration.handoff, HandoffError(reason))
 
     def ended(self, key: int, error: JdisaggError | None) -> bool:
-        """Ends the migration of group `key`. Returns whether its sequence had not ended before."""
+        """Ends the migration of group `key`. Returns False if the sequence had already ended."""
         migration = self._migrations.pop(key)
         if migration.task is not asyncio.current_task():
             migration.task.cancel()
@@ -177,8 +177,8 @@ class MigrationSender:
         await asyncio.gather(*waiting)
 
     async def _offer_whole(self, child: Sequence, handoff: OutgoingHandoff) -> None:
-        """Offers what changes with each step and is therefore sent only after the sequence was
-        stopped: positions inside sliding windows, and recurrent state."""
+        """Offers positions inside sliding windows, and recurrent state. Both change with each step,
+        so they are sent only after the sequence was stopped."""
         limits, key, rank = self._state.limits, self._checksum_key, child.rank
         slot = self._state.states.slot(rank, child.key)
         for offer in (

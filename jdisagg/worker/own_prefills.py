@@ -52,7 +52,8 @@ class OwnPrefills:
         return len(known) - cached
 
     def expect(self, ticket: int, key: int) -> None:
-        """Records the key in `waits` of the request with this ticket, its group's later key."""
+        """Records the key under which the request with this ticket is registered in `waits`. The
+        ticket later becomes the key of the request's group."""
         self._keys[ticket] = key
 
     def forget(self, key: int) -> None:

@@ -1,7 +1,7 @@
 """The requests of a decode worker that wait for pages: each `reserve` call waits for its grant.
 
-`scheduler/reservations.py` decides who gets pages. This module connects its tickets to the waiting
-calls."""
+`scheduler/reservations.py` decides which requests get pages and identifies them by tickets. This
+module maps tickets to the waiting calls."""
 
 import asyncio
 from collections.abc import Callable
@@ -32,7 +32,8 @@ class PageRequests:
     Args:
         worker: Name of the worker, for error messages.
         limit: Largest number of waiting requests.
-        drop: Called with the ticket of a request that is given up, which may have pages already.
+        drop: Function that is called with the ticket of an abandoned request, which may already
+            have pages.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class PageRequests:
     async def wait(
         self, ticket: int, granted: "asyncio.Future[SequenceGroup]", seconds: float
     ) -> SequenceGroup:
-        """Waits until the request has pages. Gives it up after `seconds`, or if cancelled."""
+        """Waits until the request has pages. Abandons the request after `seconds`, or if the wait
+        is cancelled."""
         try:
             return await within(granted, seconds)
         except TimeoutError:

@@ -1,9 +1,9 @@
 """Connects a worker to the workers that send KV to it (peers), and checks that both are compatible.
 
 Workers exchange a hello before any other message. A hello contains a random id of the worker's
-current run (boot id), so a restarted peer is never taken for its earlier run. A connection is
-reused as long as KV transfers name the same boot id. A peer is disconnected when it has restarted
-or was not used for long.
+current run (boot id), by which a restarted peer is detected. A connection is reused as long as KV
+transfers name the same boot id. A peer is disconnected when it has restarted or was not used for
+long.
 
 Page size and layout may differ between two workers. Protocol, model, KV spec with dtype, block
 sizes and data-plane transports must be equal."""
@@ -157,7 +157,7 @@ class Peers:
         return peer
 
     def share(self, worker: str) -> LinkShare:
-        """Returns what all hand-offs from a worker share."""
+        """Returns the `LinkShare` of all hand-offs from a worker."""
         return self._shares.setdefault(worker, LinkShare())
 
     async def greet(self, source: HandoffSource, port: PeerPort) -> PeerLink:

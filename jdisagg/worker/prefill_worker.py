@@ -3,8 +3,8 @@
 A prompt whose first blocks are worth restoring waits for the restore (`worker/kv_sources.py`), then
 queues. Admission (`scheduler/prefill_admission.py`) gives it pages for all of its positions. The
 pages are read by its later chunks and, with the prefix cache (`scheduler/residency.py`), by later
-prompts. A chunk's KV is offered to the decode worker as soon as the chunk is issued, and stays
-until acknowledged or until the lease ends. Cached positions that the decode worker lacks are
+prompts. A chunk's KV is offered to the decode worker as soon as the chunk is issued. It is kept
+until it is acknowledged or until the lease ends. Cached positions that the decode worker lacks are
 extracted from pages after the last chunk, so that this work does not delay the first token. A
 decode worker that fetches slowly delays only its own prompts.
 

@@ -1,10 +1,10 @@
 """Restores cached blocks of a request to the pages that a decode worker has reserved for it.
 
-Blocks in host memory, on disk or on another worker are restored (`worker/kv_sources.py`) if that is
-faster than what it spares: computing these tokens, where this mesh computes the rest of the prompt,
-or receiving their KV, where a prefill worker sends it. The time of receiving is the part of it that
-does not overlap with the prefill. The reservation is reported when the restore has ended. If the
-request ends before, nothing more is written to its pages."""
+Blocks in host memory, on disk or on another worker are restored (`worker/kv_sources.py`) if this is
+faster than the work that it replaces. If this mesh computes the rest of the prompt, a restore
+replaces computing the tokens. If a prefill worker sends KV, it replaces receiving their KV, of
+which only the part that does not overlap with the prefill counts. The reservation is reported when
+the restore has ended. If the request ends earlier, nothing more is written to its pages."""
 
 import asyncio
 

@@ -16,7 +16,8 @@ class SharedWaits:
     """The prompts of one mesh that are not computed yet.
 
     Args:
-        queued: Returns, for each rank, the number of tokens of begun prompts that are not issued.
+        queued: Function that returns, for each rank, the number of tokens of begun prompts that are
+            in no issued chunk.
         times: Measured durations of the mesh's chunks.
     """
 

@@ -24,7 +24,7 @@ class SpanStream:
         taken: Whether the caller of `generate` has connected. It must connect by `lease_until`.
         kv_bytes_moved, exposed_seconds, prompt_logprobs: Values to send with the next span.
         moves: Number of times that the reservation was offered to other workers for migration.
-        began_at: Time when its KV began to arrive.
+        began_at: Time when the reservation's KV began to arrive.
     """
 
     def __init__(self, group: SequenceGroup) -> None:

@@ -3,9 +3,9 @@
 `scheduler/spills.py` decides which sequences are swapped; this module issues the copy commands. The
 last positions are copied first: their copy is queued on the mesh when the sequence loses its pages,
 so these pages can be reused at once. The other positions follow in batches, and their pages are
-held until then. A sequence continues from the last token that was read back; results of steps in
-flight are dropped, unless layers keep recurrent state or ring buffers, which are copied after these
-steps. Checksums are compared when the KV is back in pages.
+kept until they are copied. A sequence continues from the last token that was read back; results of
+steps in flight are dropped, unless layers keep recurrent state or ring buffers, which are copied
+after these steps. Checksums are compared when the KV is back in pages.
 
 If a checksum differs, a copy is lost, or no page becomes free in time, the sequence ends as
 preempted and is recomputed by another attempt. These failures never change tokens."""
@@ -178,7 +178,8 @@ class SpilledKv:
         return Spill(child, child.rank, batches, tokens, nbytes, chain, epoch, until, whole=whole)
 
     def _beside(self, piece: HostPiece, spill: Spill, slot: int) -> tuple[int, ...]:
-        """Returns the pages of a piece of `Spill.whole`: the state slot, or its ring buffers."""
+        """Returns the pages of a piece of `Spill.whole`: the state slot, or the ring-buffer pages
+        of this slot."""
         if piece.offer.kind is KvKind.STATE:
             return (slot,)
         return self._mesh.ring(slot, spill.tokens)
@@ -228,7 +229,8 @@ class SpilledKv:
     # ---- back
 
     def bring_back(self, spill: Spill, pages: tuple[int, ...], cached_tokens: int) -> None:
-        """Swaps a sequence in. The first `cached_tokens` positions are in `pages` already."""
+        """Swaps a sequence in: copies its KV from host memory to `pages`. The first `cached_tokens`
+        positions are in `pages` already."""
         returning = self._tasks.spawn(self._back(spill, pages, cached_tokens))
         self._moving[spill.child.key] = returning
 

@@ -38,8 +38,8 @@ class StepLoop:
         depth: Largest number of commands from `plan` in flight.
 
     Attributes:
-        took: Seconds that the command of the newest result took: since its issue, or since the
-            result before it if that came later.
+        took: Seconds that the command of the newest result took. Counted from the command's issue
+            or from the previous result, whichever is later.
     """
 
     def __init__(

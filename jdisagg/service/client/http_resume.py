@@ -32,7 +32,7 @@ _UNSENT = ("content-length", "host", "transfer-encoding")
 
 class ResumableSse:
     """State of one streamed request: what to send, and the events received so far. `complete`:
-    Whether the stream has ended, with its last event or with an error for the caller."""
+    whether the caller has received the last event of the stream or an error."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = {
@@ -109,7 +109,7 @@ class ResumingTransport(httpx2.AsyncBaseTransport):
 
     Args:
         servers: URLs of the routers, without a path.
-        resume_seconds: How long a broken stream is retried after its last event.
+        resume_seconds: Time after the last event for which a broken stream is retried.
         transport: Transport that makes the connections, or None for httpx2's own.
     """
 
@@ -141,7 +141,7 @@ class ResumingTransport(httpx2.AsyncBaseTransport):
     async def _resumed(
         self, request: httpx2.Request, state: ResumableSse, response: httpx2.Response
     ) -> AsyncIterator[bytes]:
-        """Yields the events of a stream, whichever servers send them."""
+        """Yields the events of a stream, which several servers may send one after the other."""
         while True:
             try:
                 async for data in response.aiter_raw():
@@ -160,8 +160,8 @@ class ResumingTransport(httpx2.AsyncBaseTransport):
                 return
 
     async def _sent(self, request: httpx2.Request, state: ResumableSse) -> httpx2.Response:
-        """Sends a streamed request until a server accepts it. Other servers get their turn after a
-        server that is unreachable, full or shutting down."""
+        """Sends a streamed request until a server accepts it. Tries the next server if one is
+        unreachable, full or shutting down."""
         until, pause = time.monotonic() + self._resume_seconds, PAUSE_SECONDS
         while True:
             final = time.monotonic() >= until

@@ -71,8 +71,8 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
 
 
 def template_arguments(fields: Fields, effort: str | None) -> dict[str, object]:
-    """Reads the variables of the chat template. `effort`: How much the client wants the model to
-    reason."""
+    """Reads the variables of the chat template. `effort`: the reasoning effort that the client
+    requests."""
     arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
     thinks = fields.read("enable_thinking", YES)
     wanted = fields.read("thinking", ANYTHING)
@@ -87,7 +87,8 @@ def template_arguments(fields: Fields, effort: str | None) -> dict[str, object]:
 
 
 def chat_message(message: Fields) -> ChatMessage:
-    """Reads one message. Text parts stay apart, because some templates render each on its own."""
+    """Reads one message. Text parts are not joined, because some templates render each part
+    separately."""
     role = message.given("role", TEXT)
     message.refuse(_REFUSED)
     content, thoughts = _content_of(message)
@@ -222,7 +223,8 @@ def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> Offered
 
 
 def _function(tool: Fields, nested: bool) -> Fields:
-    """Returns the fields of a tool's function. Clients use the form of the other API, too."""
+    """Returns the fields of a tool's function. Accepts the forms of both APIs, because clients mix
+    them."""
     nested = tool.has("function") or (nested and not tool.has("name"))
     return tool.part("function") if nested else tool
 

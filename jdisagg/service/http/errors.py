@@ -41,7 +41,8 @@ _MESSAGE_KINDS = {
 
 
 class HttpRefusal(InvalidRequestError):
-    """An error with an HTTP status that no jdisagg error has: 404, 405, 408, 413, 415 or 431."""
+    """An error with an HTTP status that has no jdisagg error type: 404, 405, 408, 413, 415 or
+    431."""
 
     def __init__(self, message: str, http_status: int, code: str) -> None:
         super().__init__(message)
@@ -82,8 +83,8 @@ def _shown(error: JdisaggError) -> str:
 
 
 def _message_status(error: JdisaggError) -> int:
-    """Returns the status in Anthropic's API, where 429 means the client's own limits and 529 a
-    server that is full."""
+    """Returns the status in Anthropic's API: 429 for a limit of the client, 529 for a full
+    server."""
     full = isinstance(error, OverloadedError) and not isinstance(error, QuotaExceededError)
     return FULL if full else http_status(error)
 
@@ -95,8 +96,8 @@ def _message_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
 
 
 class ErrorForm(NamedTuple):
-    """How an API reports errors: the status, the body, and the event that precedes the body in a
-    stream."""
+    """The form in which an API reports errors: the status, the body, and the event that precedes
+    the body in a stream."""
 
     status: Callable[[JdisaggError], int]
     body: Callable[[JdisaggError, Collection[str]], bytes]

@@ -67,7 +67,7 @@ class HttpGeneration:
         """Answers a request of /v1/responses.
 
         Args:
-            store: Keeps the response, if the request does not forbid it.
+            store: Store that keeps the response, unless the request forbids it.
             begun: Called with the id and the response object once the request was found valid.
         """
 
@@ -80,8 +80,8 @@ class HttpGeneration:
         await self._answer(exchange, "msg_", message_from, MessageReply)
 
     async def rendered_chat(self, exchange: Exchange) -> None:
-        """Replies with what a request of /v1/chat/completions becomes: the prompt's text and
-        tokens, and all sampling parameters. Generates nothing."""
+        """Replies with the prompt's text and tokens and all sampling parameters that a request of
+        /v1/chat/completions results in. Generates no tokens."""
         fields = Fields.of(await exchange.body(self._limit_bytes))
         exchange.fields = fields.names
         asked = chat_from(fields)

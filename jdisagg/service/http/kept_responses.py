@@ -1,7 +1,7 @@
 """Endpoints of kept responses: /v1/responses with a store, and /v1/responses/ID.
 
-A response with `background` is generated while the client asks for its state. It runs through the
-same code as every other response, as the reply to an exchange without a connection."""
+A response with `background` is generated after the reply, and the client polls its state. It uses
+the same code as other responses, with an exchange that has no connection."""
 
 import asyncio
 import logging
@@ -156,8 +156,8 @@ class KeptResponses:
 
 
 class _Unconnected(Exchange):
-    """The exchange of a request that runs in the background. Its reply goes nowhere; its
-    headers are those of `exchange`, whose reply reports the beginning."""
+    """The exchange of a request that runs in the background. Its reply is discarded. Its headers
+    are those of `exchange`, the request that started it."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange.scope, _nothing, _swallow)

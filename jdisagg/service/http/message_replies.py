@@ -169,8 +169,8 @@ def _tool_use(call: ToolCallDelta, given: object) -> Json:
 
 
 def _input(arguments: str) -> object:
-    """Returns the arguments of a call as an object. Arguments that were cut off are its only
-    value."""
+    """Returns the arguments of a call as an object. If the arguments were cut off, the object has
+    the incomplete text as its only value."""
     try:
         _an_object(arguments or "{}")
         return msgspec.Raw((arguments or "{}").encode())
@@ -179,14 +179,16 @@ def _input(arguments: str) -> object:
 
 
 def _signature(text: str) -> str:
-    """Returns a digest of thinking, "" without any. Clients send thinking back only if it has a
-    signature. The server does not verify it, because thinking is text like any other."""
+    """Returns a digest of the thinking as its signature, or "" without thinking. Clients send
+    thinking back only if it has a signature. The server does not verify the signature, because
+    thinking is ordinary text."""
     digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
     return base64.b64encode(digest).decode() if text else ""
 
 
 def _usage_of(usage: Usage) -> Json:
-    """Returns the token counts. In Anthropic's API `input_tokens` leaves out cached tokens."""
+    """Returns the token counts. In Anthropic's API `input_tokens` does not include cached
+    tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

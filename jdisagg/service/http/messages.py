@@ -1,8 +1,7 @@
 """Reads requests of Anthropic's Messages API, /v1/messages and /v1/messages/count_tokens.
 
 A message is a list of content blocks. Blocks of text, thinking and tool calls become parts of a
-chat's messages, and a tool result becomes a message of its own. `message_replies` builds the
-reply."""
+chat message. A tool result becomes a separate message. `message_replies` builds the reply."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -60,8 +59,8 @@ def message_from(fields: Fields) -> Asked:
 
 
 def message_prompt(fields: Fields) -> ChatPrompt:
-    """Reads the fields of a request that make up the chat. A final message of the assistant is
-    continued by the answer."""
+    """Reads the fields of a request that make up the chat. If the last message is the assistant's,
+    the answer continues it."""
     messages: list[ChatMessage] = []
     if system := _text(fields, "system"):
         messages.append(ChatMessage("system", system))
@@ -89,8 +88,8 @@ def message_prompt(fields: Fields) -> ChatPrompt:
 
 
 def _arguments(fields: Fields) -> dict[str, object]:
-    """Returns variables of the chat template: those of `chat_template_kwargs`, whether the model
-    shall think, under the names that templates use, and the effort."""
+    """Returns variables of the chat template: the fields of `chat_template_kwargs`, the flag that
+    enables thinking (under the names that templates use), and the reasoning effort."""
     arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
     thinking = fields.part("thinking")
     thinking.ignore("budget_tokens", "display")

@@ -44,7 +44,7 @@ _TYPES: dict[str, Json] = {
 
 
 def _fields(**names: str) -> dict[str, str]:
-    """Returns the type of each of the fields, given as the names of the fields by type."""
+    """Returns the type of each field. The arguments are the names of the fields, by type."""
     return {name: kind.replace("_", " ") for kind, text in names.items() for name in text.split()}
 
 

@@ -28,7 +28,7 @@ _FINISHED = {reason: _encode(reason) for reason in FinishReason}
 @dataclass(frozen=True, slots=True)
 class Heading:
     """Fields that all objects of one reply share. `told` has the fields of the request that the
-    reply repeats. `keep`: Keeps the reply, or None."""
+    reply repeats. `keep` stores the reply for later requests; None to store nothing."""
 
     id: str
     created: int
@@ -120,7 +120,7 @@ class ReplyChoice:
         """Returns the places of new tokens in the text.
 
         Args:
-            text: Text that came with the tokens, if it is the beginning of theirs.
+            text: Text that arrived with the tokens, if the text of the tokens begins with it.
             last: Whether no token follows.
         """
         if self.placed is None:

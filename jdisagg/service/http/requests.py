@@ -106,8 +106,9 @@ class Asked:
             generated nevertheless.
         told: Fields of the request that the reply repeats.
         within_context: Whether a max_tokens that exceeds the context is reduced, not refused.
-        keep: Keeps the reply, or None.
-        resumed: What the client received of the stream before, or None if it cannot be resumed.
+        keep: Object that stores the reply for later requests, or None.
+        resumed: The part of the stream that the client has already received, or None if the stream
+            cannot be resumed.
     """
 
     prompts: tuple[Prompt, ...]
@@ -246,8 +247,8 @@ def sampling_options(fields: Fields) -> SamplingOptions:
 
 
 def _seed(given: int | None) -> int | None:
-    """Returns the seed. -1 means a random one, as in vLLM. Other negative numbers are seeds of
-    their own."""
+    """Returns the seed. -1 means a random one, as in vLLM. Other negative numbers are ordinary
+    seeds."""
     if given is None or given == -1:
         return None
     return given % (MAX_SEED + 1) if -MAX_SEED <= given < 0 else given

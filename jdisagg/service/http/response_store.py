@@ -1,9 +1,9 @@
 """Responses that the server keeps, so that later requests refer to them by id.
 
-A kept response has the whole conversation up to its end: the items of the requests and of the
-answers, in order. It can thus be continued even after earlier responses are gone. The store is in
-the memory of one process, and has limits on size and time. The responses that were used least
-recently go first. A response can be read only by callers with the identity that made it."""
+A kept response contains the whole conversation up to its end: the items of the requests and of the
+answers, in order. It can thus be continued even after earlier responses were dropped. The store is
+in the memory of one process, and has limits on size and time. The least recently used responses are
+dropped first. A response can be read only by callers with the identity that made it."""
 
 import asyncio
 from collections import OrderedDict
@@ -69,8 +69,8 @@ class ResponseStore:
         self._size_bytes = 0
 
     def put(self, response_id: str, response: KeptResponse) -> None:
-        """Keeps a response, in place of one with the same id. A response that is larger than the
-        whole store is not kept."""
+        """Stores a response, and replaces a response with the same id. A response that is larger
+        than the whole store is not kept."""
         key = _key(response_id)
         self._drop(key)
         response.expires_at = self._now() + self._seconds
@@ -118,7 +118,7 @@ class ResponseStore:
 
 @dataclass(slots=True)
 class Keep:
-    """Keeps the response to one request.
+    """Stores the response to one request.
 
     Attributes:
         store: Where the response is kept.

@@ -25,7 +25,7 @@ class Resumed:
     Attributes:
         life: Random number that identifies the stream in all calls.
         number: Number of this call, 0 for the first.
-        children: What the client received of each answer.
+        children: Tokens of each answer that the client has already received.
     """
 
     life: int

@@ -3,7 +3,7 @@ can join them to the text.
 
 The bytes of a text's tokens, joined, are the text in UTF-8. A character may consist of several
 tokens: its text belongs to the token that completes it, and the tokens before have an empty text at
-the same place. A special token that the text omits has no bytes."""
+the same place. If the text omits a special token, this token has no bytes."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ class Placed(NamedTuple):
     """A token of a text.
 
     Attributes:
-        name: What the reply calls the token: its text, or "token_id:N".
-        given: Bytes that it adds to the text.
+        name: Name of the token in the reply: its text, or "token_id:N".
+        given: Bytes that the token adds to the text.
         offset: Place of its text, in characters.
     """
 
@@ -102,8 +102,8 @@ class TextOfTokens:
         """Places the next tokens.
 
         Args:
-            text: Text of which theirs is the beginning, if known. Some tokenizers begin a text with
-                a space that decoding drops.
+            text: Text that begins with the text of these tokens, if known. Some tokenizers begin a
+                text with a space that decoding drops.
             last: Whether no token follows.
         """
         places: list[Placed] = []

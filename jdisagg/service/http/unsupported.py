@@ -1,8 +1,9 @@
 """Request fields of other servers that are not supported.
 
-A field that would change the tokens of an answer, or that promises what the reply will not have, is
-refused by name, unless its value changes nothing. A field without a meaning here is ignored. Other
-unknown fields are ignored, too, and named in a header of the reply."""
+If a field would change the tokens of an answer, or request content that the reply will not have,
+the request is refused with an error that names the field, unless the field's value has no effect.
+Known fields that have no meaning in jdisagg are ignored. Unknown fields are ignored too, and a
+header of the reply lists them."""
 
 from collections.abc import Mapping
 

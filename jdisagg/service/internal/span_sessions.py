@@ -46,7 +46,7 @@ class _Session:
 
     def hold(self, reservation: Reservation, now: float) -> None:
         """Records a reservation that is not yet started, so that the end of the session can cancel
-        it. Forgets reservations whose lease has ended."""
+        it. Removes the records of reservations whose lease has ended."""
         self.reserved = {key: until for key, until in self.reserved.items() if until >= now}
         self.reserved[reservation.reservation_id] = now + reservation.lease_seconds
 
