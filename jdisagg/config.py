@@ -176,8 +176,7 @@ class LimitsConfig:
         max_prompt_bytes: Largest prompt text accepted, in UTF-8 bytes.
         default_deadline_seconds: Deadline of requests that set none, in seconds.
         handoff_lease_seconds: Time for which a worker keeps the state of a KV hand-off without a
-            sign of life from the other worker, in seconds. Heartbeats of the receiver renew this
-            lease.
+            message from the other worker, in seconds. Heartbeats of the receiver renew this lease.
         reservation_lease_seconds: Time for which a decode worker keeps reserved pages that their
             sequence does not yet use, in seconds.
         max_attempts: Number of attempts for each sequence of a request.

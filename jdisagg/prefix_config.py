@@ -34,8 +34,8 @@ class PrefixConfig:
             is needed.
         peer_fetch: Whether workers fetch KV from each other, as `routing.peer_fetch` states for the
             router. None means yes with `reuse`, if the cluster has workers to fetch from.
-        append_tokens: Longest uncached rest of a prompt that a decode worker computes itself behind
-            its cached prefix, in tokens, if the router estimates this to be cheaper. 0 leaves all
+        append_tokens: Largest number of uncached tokens at a prompt's end that a decode worker
+            computes itself, if the router estimates this to be faster than a transfer. 0 leaves all
             prompts to prefill workers. None means 256 with `reuse`, if times are predicted.
         events: ZeroMQ address to which each worker publishes its cached blocks for routers of other
             projects, such as tcp://*:5557 (docs/router.md). The workers of a cluster on one host

@@ -44,8 +44,8 @@ class MarkedParser(SteppedParser):
         return True
 
     def _name(self, before: str, after: str) -> str:
-        """Returns the written name from the text before and after the separator, or "" if it is
-        invalid."""
+        """Returns the tool name that the model wrote, from the text before and after the separator,
+        or "" if the name is invalid."""
         raise NotImplementedError
 
     def _arguments(self) -> bool:

@@ -124,9 +124,9 @@ class CostModel:
         return self.prefill_of(tokens, pairs, context, count)
 
     def prefill_of(self, tokens: int, pairs: float, context_tokens: float, rows: int) -> Cost:
-        """Estimates a prefill from sums over its prompts: number of `tokens` to compute, of `pairs`
-        of positions that attend to each other, of `context_tokens` to read from the cache, and of
-        `rows`, for each of which one token is sampled."""
+        """Estimates a prefill from sums over its prompts. `tokens`: number of tokens to compute.
+        `pairs`: number of (query, key) pairs. `context_tokens`: number of tokens to read from the
+        cache. `rows`: number of tokens to sample."""
         reached = self.accelerator.efficiency
         attention = self._prefill_attention(tokens, pairs, context_tokens)
         return self._issued(
@@ -211,8 +211,9 @@ class CostModel:
     def _overlapped(
         self, cost: Cost, tokens: float, sampled: float, attention: Cost, elsewhere: float | None
     ) -> Cost:
-        """Returns the cost of a step in two half batches, one of which computes while the tokens of
-        the other are exchanged, or `cost` if that is less or the engine does not overlap."""
+        """Returns the cost of a step in two half batches: one half computes while the tokens of the
+        other half are exchanged. Returns `cost` if that is less or if the engine does not
+        overlap."""
         if not (self._overlaps and tokens >= 2 and cost.exchange):
             return cost
         half = self._layers(tokens / 2, sampled / 2, elsewhere and elsewhere / 2)

@@ -172,7 +172,7 @@ class Speed:
         return self._behind_each_other(seconds + left, left or last)
 
     def _behind_each_other(self, every: Seconds, last: Seconds) -> Seconds:
-        """Returns the seconds of chunks that run through pipeline stages one behind the other.
+        """Returns the seconds of chunks that run through pipeline stages one after the other.
         `every`: sum of the chunks' seconds. `last`: seconds of the last chunk."""
         return (every - last) / self.kind.stages + last
 

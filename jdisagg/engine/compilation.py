@@ -1,6 +1,6 @@
 """JAX's persistent compilation cache, made safe for concurrent processes. By default the cache is
 in the user's cache folder. Entries are written atomically. If several processes need the same
-program at the same time, one compiles while the others wait for the entry."""
+program at the same time, one process compiles it while the other processes wait for the entry."""
 
 import fcntl
 import os

@@ -177,8 +177,8 @@ class EmbeddedCluster:
         """Adds a worker. Must be called before `start`.
 
         Args:
-            tiers: Sizes of the worker's prefix cache in host memory and on disk. By default those
-                of the configuration.
+            tiers: Sizes of the worker's prefix cache in host memory and on disk. The default is the
+                sizes in the configuration.
             fetches: Whether a prefill worker may fetch cached KV from other workers.
         """
         executor = self._record(name, replica) if self._record else replica.executor

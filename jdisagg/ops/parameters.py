@@ -3,7 +3,7 @@
 Each parameter is an `nnx.Param` with the metadata `logical_axes`: one name per dimension, from the
 table in `layout/axes.py`. A layout maps these names to mesh axes. Flax's own sharding annotations
 are not used, because they constrain eagerly and our programs run on local shards inside
-`shard_map`. Leaf order is always that of `jax.tree.leaves(nnx.state(module))`."""
+`shard_map`. Leaves are always in the order of `jax.tree.leaves(nnx.state(module))`."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol, get_args

@@ -33,7 +33,7 @@ class Work:
 
     Attributes:
         tokens: Number of tokens that need KV: the prompt and the tokens accepted so far.
-        cached_tokens: Number of those of the `tokens` that the prefilling worker has cached.
+        cached_tokens: How many of the `tokens` the prefilling worker has cached.
         children: Number of sequences that share the `tokens`.
         expected_tokens: Number of further tokens that each child is expected to generate.
     """

@@ -2,9 +2,9 @@
 
 `LearnedLengths` predicts a quantile of the recent lengths in the same class: the tenant and the
 prompt's length, rounded to a power of two. If a class has too few samples, all answers of the
-tenant are used, and then those of all tenants. `MaxTokens` predicts the request's max_tokens, the
-upper bound of all predictions. An answer that max_tokens cut off counts with the length at the cut.
-Each call costs O(log n). No clock is used."""
+tenant are used. If these are too few, the answers of all tenants are used. `MaxTokens` predicts the
+request's max_tokens, the upper bound of all predictions. An answer that max_tokens cut off counts
+with the length at the cut. Each call costs O(log n). No clock is used."""
 
 import bisect
 from collections import deque

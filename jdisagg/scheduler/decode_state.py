@@ -95,7 +95,7 @@ class DecodeState:
         )
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
-        """Returns all groups of one request: those of several attempts or several children."""
+        """Returns all groups of one request, over all attempts and children."""
         return list(self._named.get(identity, ()))
 
     def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:

@@ -103,8 +103,8 @@ class DiskBlocks:
         return tuple(new[over:]), tuple(new[:over])
 
     def use(self, rank: int, chain: Chain) -> int:
-        """Records that a prompt used these blocks of a rank. Queues those of them for writing that
-        are not on disk. Returns the number of blocks dropped because the queue was full."""
+        """Records that a prompt used these blocks of a rank. Queues the blocks that are not on disk
+        for writing. Returns the number of blocks dropped because the queue was full."""
         skipped = 0
         for index, name in enumerate(chain):
             if name in self._blocks or name in self._wanted:

@@ -100,8 +100,8 @@ class MeshLimits:
 
     @property
     def state_rows(self) -> int:
-        """Number of slots for recurrent state and ring buffers of a rank: those of sequences, then
-        those of snapshots."""
+        """Number of slots for recurrent state and ring buffers of a rank: first the slots of
+        sequences, then the slots of snapshots."""
         return self.state_slots_per_rank + self.snapshots_per_rank
 
     @property
@@ -138,7 +138,7 @@ class MeshLimits:
 
     @property
     def nothing(self) -> KVSpec:
-        """A KV spec with as many layers as the model, none of which has KV."""
+        """A KV spec with as many layers as the model, in which no layer has KV."""
         return KVSpec((KVLayer(()),) * len(self.kv_spec.layers), self.kv_spec.dtype)
 
     def seen_from(self, end: int) -> int:

@@ -31,7 +31,8 @@ class NgramIndex:
         """Predicts the tokens after `generated`, the tokens after the prompt.
 
         Args:
-            generated: All generated tokens. They begin with those of the previous call.
+            generated: All generated tokens. They begin with the generated tokens of the previous
+                call.
             most: Number of tokens to predict.
 
         Returns:

@@ -172,7 +172,7 @@ class PageLedger:
             self._free.append(page)
 
     def touch(self, pages: Iterable[int]) -> None:
-        """Moves those of these pages that are idle to the end of the eviction order."""
+        """Moves the idle pages among `pages` to the end of the eviction order."""
         for page in pages:
             if page in self._idle:
                 self._idle.move_to_end(page)

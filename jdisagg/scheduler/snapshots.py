@@ -1,9 +1,9 @@
 """Assigns the snapshot slots of one data-parallel rank, and decides which snapshots stay.
 
-A sequence that continues a cached prefix needs the prefix's KV, which is in pages, and what layers
-keep per sequence: recurrent state and sliding-window ring buffers at the prefix's end. A snapshot
-is a copy of the state and the ring buffers, in a slot like those of sequences. It is kept under the
-name of the prefix's last block, and dropped with or before this block.
+A sequence that continues a cached prefix needs the prefix's KV, which is in pages, and the
+recurrent state and sliding-window ring buffers at the prefix's end. A snapshot is a copy of the
+state and the ring buffers, in a slot like those of sequences. It is kept under the name of the
+prefix's last block, and dropped with or before this block.
 
 Snapshots are made at three places: the last block boundary of a prompt, the end of a cached prefix
 that has no snapshot there (a branch), and the last block boundary of an answer. A snapshot is
@@ -47,7 +47,7 @@ class Snapshots:
     """The snapshots of one rank.
 
     Args:
-        first_slot: Number of the first snapshot slot, after those of sequences.
+        first_slot: Number of the first snapshot slot. Lower numbers are slots of sequences.
         count: Number of snapshot slots.
     """
 

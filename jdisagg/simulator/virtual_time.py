@@ -298,7 +298,8 @@ def run_virtually(
     """Runs `main()` to its end on a fresh loop, then cancels remaining tasks and closes the loop.
     Returns the result of `main()`.
 
-    Blocks. If this thread already runs a loop, as in a notebook, `main` runs on another thread."""
+    The call blocks. If this thread already runs a loop, as in a notebook, `main` runs in another
+    thread."""
     if _runs_a_loop():
         with ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(_run, main, limit_seconds).result()

@@ -26,7 +26,7 @@ TakeLine = Callable[[str, str], None]
 @dataclass(frozen=True)
 class Command:
     """A command line and a name for its process. `environment` has all environment variables of the
-    process; None means those of the parent."""
+    process; None means the parent's variables."""
 
     name: str
     arguments: tuple[str, ...]

@@ -90,7 +90,7 @@ class NegotiatedChannel:
         codec_name: str,
     ) -> None:
         """Compiles the programs that cut and pack blocks for sending. `shape` (C, local K, T, H) is
-        the shape of one device's shard. Each piece has `granule` KV heads. Blocks."""
+        the shape of one device's shard. Each piece has `granule` KV heads. The call blocks."""
         warm_pieces(mesh, shape, dtype, granule, codec_name)
 
     def offered(self) -> Offered:

@@ -335,7 +335,7 @@ def _blank(
 
 def warm_blanks(resident: Sequence[jax.Array]) -> None:
     """Compiles `blank` for pieces with the shape, dtype and sharding of the zeros `resident`.
-    Blocks."""
+    The call blocks."""
     for zeros in resident:
         for shard in zeros.addressable_shards:
             place = jax.sharding.SingleDeviceSharding(shard.device)
@@ -409,7 +409,7 @@ def warm_pieces(
     codec_name: str,
 ) -> None:
     """Compiles the programs that cut a shard [1, *shape] into pieces and pack the pieces, for this
-    process's devices of `mesh`. Blocks."""
+    process's devices of `mesh`. The call blocks."""
     components, local, tokens, head_size = shape
     if local == granule and codec_name == NO_CODEC:
         return

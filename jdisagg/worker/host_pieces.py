@@ -44,8 +44,8 @@ class HostPieces:
         self._key = key
 
     def copy_out(self, offer: Offer, pages: Sequence[int]) -> "asyncio.Future[StepResult]":
-        """Copies the positions of an offer to host memory. `pages` are those of the sequence from
-        position 0 on; pages before the offer's first position are not read."""
+        """Copies the positions of an offer to host memory. `pages` are the pages of the sequence
+        from position 0 on; pages before the offer's first position are not read."""
         number = self._loop.next_number()
         command = extraction(number, offer, pages, self._page_size, self._key)
         return self._loop.submit(msgspec.structs.replace(command, to_host=True))

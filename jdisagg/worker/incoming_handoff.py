@@ -144,8 +144,8 @@ class IncomingHandoff:
         return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
 
     def whole_tokens(self) -> int:
-        """Returns the number of leading positions that all layer groups have received, also those
-        of sliding-window layers that are sent separately."""
+        """Returns the number of leading positions that all layer groups have received, including
+        the layer groups of separately sent sliding-window layers."""
         to = self._to
         if to.windows is None:
             return self.kept_tokens()

@@ -49,8 +49,8 @@ class _Incoming:
     Attributes:
         kept_tokens: Number of leading positions that were cached or were received from earlier
             sources.
-        firsts: First tokens that the client has received already. They replace those of a new
-            source.
+        firsts: First tokens that the client has received already. They replace the first tokens of
+            a new source.
         handoff: The transfer in progress, or None.
         task: Task that runs `handoff`.
     """

@@ -270,7 +270,8 @@ class OutgoingKv:
             self.end(handoff, HandoffError(f"hand-off {handoff_id} was given up: {reason}"))
 
     async def _await_opening(self, handoff_id: int) -> OutgoingHandoff:
-        """Waits for a hand-off whose receiver connected before the prefill call arrived."""
+        """Waits until the prefill call of this hand-off arrives, because the receiver may connect
+        earlier."""
         name = self._hello.worker
         if handoff_id in self._over:
             raise HandoffError(f"worker {name!r}: hand-off {handoff_id} is over")
@@ -345,7 +346,7 @@ def offers_of_pages(
 def offers_of_block(
     limits: MeshLimits, rank: int, start: int, end: int, new_id: Callable[[], int]
 ) -> Iterator[Offer]:
-    """Yields offers of all KV of positions [start, end) in pages: also that of sliding-window
+    """Yields offers of all KV of positions [start, end) in pages: including KV of sliding-window
     layers, if these layers are sent separately and have pages."""
     yield from offers_of_pages(limits, rank, start, end, new_id)
     if limits.windows_apart and not limits.ring_pages:

@@ -1,5 +1,5 @@
-"""The prompts that a worker with decode programs computes itself: all prompts in modes CHUNKED and
-UNIFIED, and ends of prompts behind a cached prefix in mode DISAGGREGATED."""
+"""Queues the prompts that a decode mesh computes itself. In modes CHUNKED and UNIFIED these are all
+prompts. In mode DISAGGREGATED they are the uncached ends of prompts with a cached prefix."""
 
 from collections.abc import Callable
 

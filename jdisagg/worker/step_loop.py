@@ -122,8 +122,8 @@ class StepLoop:
         return future
 
     def break_if_stalled(self, seconds: float) -> None:
-        """Declares the mesh failed if one command runs for more than `seconds`. Time spent waiting
-        behind other commands does not count."""
+        """Declares the mesh failed if one command runs for more than `seconds`. Time in which the
+        command waits for earlier commands does not count."""
         self._forget_done()
         if self._running and self._now() - max(self._running[0][0], self._ended_at) > seconds:
             name = self._running[0][1].__name__

@@ -92,7 +92,8 @@ class ResearchInstance(MeshExecutor):
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], spec: SampleSpec) -> list[KVCache]:
         """Computes prompts, as many at the same time as fit into the free pages, and chooses the
-        next token of each prompt. Returns the prompts' caches and frees the pages. Blocks."""
+        next token of each prompt. Returns the prompts' caches and frees the pages. The call blocks
+        until then."""
         started = time.perf_counter()
         done: list[Run] = []
         waiting: list[Run] = []
@@ -116,7 +117,7 @@ class ResearchInstance(MeshExecutor):
 
     def compute(self, runs: Sequence[Run], *, logits: bool = False) -> None:
         """Computes the runs chunk by chunk. Stores the resulting KV blocks, sampled tokens and
-        log-probabilities in the runs. Blocks.
+        log-probabilities in the runs. The call blocks.
 
         Args:
             logits: Whether to also store all logits of each scored token.
@@ -136,7 +137,7 @@ class ResearchInstance(MeshExecutor):
                     part.run.logits.append(self._scorer.logits(row, reading.last))
 
     def score(self, run: Run, *, logits: bool = False) -> Scores:
-        """Computes the log-probabilities of the run's tokens after `start`. Blocks. Raises
+        """Computes the log-probabilities of the run's tokens after `start`. The call blocks. Raises
         BrokenModelError if logits are not finite."""
         self.compute([run], logits=logits)
         given = run.tokens[run.start + 1 :]
@@ -148,7 +149,7 @@ class ResearchInstance(MeshExecutor):
 
     def score_prompt(self, prompt: tuple[int, ...], top: int, *, logits: bool = False) -> Scores:
         """Computes the log-probabilities of a prompt's tokens, except the first, without a
-        preceding cache. Blocks."""
+        preceding cache. The call blocks."""
         rank, owner = self.reserve(len(prompt))
         try:
             return self.score(Run(prompt, 0, rank, owner, top=top), logits=logits)
@@ -208,7 +209,7 @@ class ResearchInstance(MeshExecutor):
     def extract(
         self, tokens: tuple[int, ...], chosen: NextToken | None, rank: int, owner: int
     ) -> KVCache:
-        """Copies the KV in the owner's pages to a new cache on this mesh. Blocks."""
+        """Copies the KV in the owner's pages to a new cache on this mesh. The call blocks."""
         started = time.perf_counter()
         pages = np.asarray(self.ledgers[rank].pages(owner), np.int32)
         blocks: list[KVBlock] = []
@@ -241,7 +242,7 @@ class ResearchInstance(MeshExecutor):
         self, rank: int, sampling: SamplingParams, admit: SlotAdmit | None
     ) -> NextToken:
         """Runs one decode step for the sequence in slot 0 of the dp rank. Returns the next token.
-        Blocks."""
+        The call blocks."""
         slots = tuple((0,) if index == rank else () for index in range(self.limits.ranks))
         admits = (admit,) if admit else ()
         result = self.issue_and_wait(

@@ -1,5 +1,5 @@
-"""Converts jdisagg errors to HTTP statuses and to the JSON bodies that clients expect: those of
-OpenAI's API, and those of Anthropic's API (`ErrorForm`).
+"""Converts jdisagg errors to HTTP statuses, and to the JSON bodies of OpenAI's API or of
+Anthropic's API (`ErrorForm`).
 
 A body of OpenAI's form is `{"error": {"message", "type", "param", "code"}}`. `message` is the text
 of the error. `param` is the field name with which the text begins, if the request has a field of

@@ -34,7 +34,7 @@ class KeptResponse:
 
     Attributes:
         body: The response object, as JSON.
-        items: Items of the conversation, those of the answer last.
+        items: Items of the conversation. The items of the answer come last.
         inputs: Number of items that precede the answer.
         task: The task that generates the response in the background, until it has ended.
     """

@@ -96,7 +96,7 @@ def response_from(
 
 def _items(fields: Fields, store: ResponseStore | None, messages: list[ChatMessage]) -> Items:
     """Reads the conversation and appends it to `messages`: the items of an earlier response, then
-    those of `input`. Returns all items."""
+    the items of `input`. Returns all items."""
     earlier: Items = ()
     if store is not None and (previous := fields.read("previous_response_id", TEXT)):
         kept = store.find(previous)

@@ -43,7 +43,7 @@ class Resumed:
 
     @property
     def begun(self) -> set[int]:
-        """The answers of which the client has received events."""
+        """The answers for which the client has received events."""
         return {
             index
             for index, child in enumerate(self.children)

@@ -117,7 +117,8 @@ class SpanSessions:
         return reservation
 
     async def start(self, session_id: int, call: GenerateCall) -> None:
-        """Starts a reservation. Its spans and its error are sent on the session's stream."""
+        """Starts decoding of a reservation. The spans and a possible error are sent on the
+        session's stream."""
         session = self._session(session_id)
         if call.reservation_id in session.running:
             raise HandoffError(

@@ -339,8 +339,9 @@ def neighbours(
     found: _Found, priced: Sequence[tuple[Candidate, Bounds]]
 ) -> list[tuple[tuple[Candidate, Bounds], float]]:
     """Returns untried neighbours of the best candidates as tasks. Neighbours of a chunked candidate
-    have an adjacent chunk size, and those of a disaggregated candidate one prefill instance more or
-    less. In simulation a neighbour may reach a higher rate than the cost model predicted."""
+    have an adjacent chunk size. Neighbours of a disaggregated candidate have one prefill instance
+    more or less. In simulation a neighbour may reach a higher rate than the cost model
+    predicted."""
     chosen: list[tuple[tuple[Candidate, Bounds], float]] = []
     for mode in (Mode.CHUNKED, Mode.DISAGGREGATED):
         best = next((item for item in found.ranked if item.candidate.mode is mode), None)
