@@ -184,8 +184,8 @@ def _random(*shape: int, seed: int) -> jax.Array:
 
 
 def decode_attention(*, interpret: bool = False) -> float:
-    """Compares paged attention of two sequences of different length, with one and with two new
-    tokens a sequence."""
+    """Compares the kernel for paged attention with plain XLA, for two sequences of different
+    length, with one and two new tokens per sequence."""
     from jdisagg.ops import paged_attention, paged_attention_pallas
 
     k_PKSH, v_PKSH = (_random(6, 2, 64, 128, seed=seed) for seed in (1, 2))
@@ -203,8 +203,8 @@ def decode_attention(*, interpret: bool = False) -> float:
 
 
 def latent_attention(*, interpret: bool = False) -> float:
-    """Compares latent attention with DeepSeek's sizes of the latent, with one and with two new
-    tokens a sequence."""
+    """Compares the kernel for latent attention with plain XLA, for DeepSeek's latent sizes, with
+    one and two new tokens per sequence."""
     from jdisagg.ops import latent_attention_pallas, paged_attention
 
     rank, rope = 512, 64
@@ -223,7 +223,8 @@ def latent_attention(*, interpret: bool = False) -> float:
 
 
 def prefill_attention(*, platform: str = "gpu") -> float:
-    """Compares attention within a chunk of two packed prompts."""
+    """Compares the kernel for prefill attention with plain XLA, for a chunk of two packed
+    prompts."""
     from jdisagg.ops.prefill_attention import prefill_attention as attend
 
     q_TNH = _random(256, 8, 128, seed=0)
@@ -237,7 +238,8 @@ def prefill_attention(*, platform: str = "gpu") -> float:
 
 
 def expert_products(*, wgmma: bool = False, interpret: bool = False) -> float:
-    """Compares the products of eight experts, two for each token."""
+    """Compares the kernel for expert products with plain XLA, for eight experts and two per
+    token."""
     import jax
 
     from jdisagg.ops import moe

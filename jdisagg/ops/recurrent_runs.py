@@ -42,7 +42,8 @@ def owners(runs: Runs) -> tuple[jax.Array, jax.Array]:
 
 
 def _ending(runs: Runs, row_n: jax.Array) -> list[jax.Array]:
-    """Returns, for each of `runs.ends`, the row whose end lies in each run; -1 if none does."""
+    """Returns, for each entry of `runs.ends` and each run, the row whose end is in this run, or
+    -1."""
     index_n = runs.index_T[:: runs.grain]
     found = []
     for end_R in runs.ends:
