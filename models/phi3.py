@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4: fused queries, keys and values, fused gate and up, optionally partly rotated
-heads, longrope, and one window for all layers."""
+"""Phi-3 and Phi-4: fused queries, keys and values, fused gate and up, one window for all layers,
+longrope, and optionally rotary positions on a part of each head."""
 
 from models.decoder_config import DecoderConfig
 from models.hf_config import FamilyDefaults, HfConfig

@@ -230,7 +230,7 @@ def _modelopt(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, 
 
 def _stated_inputs(files: SafetensorsFiles, name: str) -> int:
     """Returns the number of inputs that the file states for a packed matrix. The packed shape does
-    not determine it, because the last word may be only partly used."""
+    not determine this number, because the last word may be only partly used."""
     stated = files.raw(name).reshape(-1) if files.kind(name) in _INTEGERS else np.empty(0)
     if stated.size != 2 or not np.all(stated > 0):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The JAX executor: runs step commands on one mesh, in order, on its two threads.
+"""The JAX executor: runs step commands on one mesh, in order, on two threads.
 
 Commands identify pages, slots and offers by number. Only the scheduler tracks which sequence owns
 each. An instance prefills, decodes, or does both, and builds only the programs that its role needs.

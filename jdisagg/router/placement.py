@@ -5,7 +5,7 @@ If none can start the request now, the result states the reason. Pure.
 workers with the earliest first token and all decode workers. It minimizes time to first token +
 hand-off gap + remaining tokens x predicted seconds of a decode step. A first token after its time
 limit and a step beyond the TPOT bound add penalties that exceed any predicted time. `candidates`
-selects the workers and adds penalties of its own. A worker that still loads XLA programs is charged
+selects the workers and adds further penalties. A worker that still loads XLA programs is charged
 the remaining loading time. If any candidate's speed is unknown, the least loaded workers are
 chosen, with a preference for those that have the prompt cached.
 
@@ -72,7 +72,8 @@ class Weighed:
         local: Costs of computing the prompt on the decode workers, or None if no decode worker can
             prefill.
         alone: Time to the request's end if the decode worker also prefills (inf: not possible),
-            minus the prefill seconds that other requests save because its cached prefix is used.
+            minus the prefill seconds that other requests save because the decode worker's cached
+            prefix is used.
     """
 
     prefills: PrefillCosts
@@ -131,7 +132,7 @@ def another_decode(
     state: ClusterState, avoid: frozenset[str], now: float, policy: PlacementPolicy
 ) -> str:
     """Returns the decode worker to which a running sequence should migrate. Draining workers and
-    those in `avoid` are never chosen."""
+    workers in `avoid` are never chosen."""
     some = usable(state, state.decode, PlacementQuery(NO_WORK, avoid=avoid), now, policy)
     some = some.where(some.against < FAILED)
     if not len(some):
@@ -273,7 +274,7 @@ def _weigh_alone(
     Running streams stall while the prompt is computed, and the lost time is charged to this
     request. Where prefill workers exist, a decode worker computes at most one chunk. It computes
     none if a stream would wait for a token longer than the TPOT bound, or if its streams have not
-    made up for the last chunk's delay."""
+    recovered from the delay of the last chunk."""
     local = local_prefills(state, decodes.side, side, decodes.table, query, now)
     costs = local.costs
     ttft = np.maximum(costs.queue, side.queue) + costs.prefill

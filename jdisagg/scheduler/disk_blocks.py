@@ -2,9 +2,9 @@
 
 A block in host memory or pages is written to disk when it is used a second time. In conversation
 traces three quarters of all blocks are used only once, so most writes at first use would be wasted.
-Blocks written only on eviction from host memory would be lost when the process ends. At most
-`MOST_SAVING` writes run at a time; further blocks wait in a bounded queue. After a failed write,
-only one block in `PROBE` is written, until a write succeeds.
+If blocks were written only on eviction from host memory, blocks in host memory would be lost when
+the process ends. At most `MOST_SAVING` writes run at a time; further blocks wait in a bounded
+queue. After a failed write, only one block in `PROBE` is written, until a write succeeds.
 
 Above capacity the least recently used block is evicted, unless it is being read. Expired blocks are
 dropped even while they are read. Pure. Invariants (each is a test of the same name in
@@ -37,7 +37,7 @@ class DiskBlock:
         index: Number of the block in its sequence, counted from 0.
         rank: Data-parallel rank whose pages held the block.
         written: Whether the file is complete; `written_at` is the time of its completion.
-        readers: Number of restores that are reading it.
+        readers: Number of restores that are reading the block.
     """
 
     name: bytes

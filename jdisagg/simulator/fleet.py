@@ -91,7 +91,8 @@ class Fleet:
       prefix: Prefix cache settings of the workers.
       memory_reserve: Fraction of device memory that is kept free for activations.
       heartbeat_seconds: Seconds between two heartbeats of a worker.
-      software: Engine of all instances, whose step times are simulated. `geometry` has its bits.
+      software: Engine of all instances, whose step times are simulated. `geometry` must have the
+        weight and KV precision of this engine.
     """
 
     geometry: CostGeometry
@@ -245,8 +246,8 @@ class Fleet:
     def places(self) -> tuple[tuple[str, ...], ...]:
         """Returns for each pool the places of its instances, written "rack/host/domain/process".
 
-        Pools of equal hardware share hosts. The order of instances alternates between the pools in
-        proportion to their sizes, so that a prefill and a decode instance share a host if both
+        Pools with equal hardware share hosts. The order of instances alternates between the pools
+        in proportion to their sizes, so that a prefill and a decode instance share a host if both
         fit."""
         turns = sorted(
             ((index + 0.5) / pool.count, number, index)
@@ -299,7 +300,7 @@ class Fleet:
 
 
 def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
-    """Returns the layout of one token's KV. Workers compare layouts when they connect."""
+    """Returns the KV spec of a model. Workers compare their specs when they connect."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
         return KVSpec.latent(geometry.layers, attention.kv_values, dtype)
