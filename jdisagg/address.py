@@ -2,6 +2,7 @@
 the error for an address that cannot be bound."""
 
 import errno
+import ipaddress
 import socket
 
 from jdisagg.errors import ConfigError
@@ -10,6 +11,34 @@ from jdisagg.errors import ConfigError
 def host_port(host: str, port: int) -> str:
     """Joins host and port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def numeric(host: str, purpose: str) -> str:
+    """Looks up a host's name, and returns its first IPv4 address, or else its first IPv6 address.
+    Returns an address unchanged.
+
+    Args:
+        host: Name or address of a host.
+        purpose: What the address is for, which begins the error's message.
+
+    Raises:
+        ConfigError: The name has no address, or one that means every interface.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"{purpose}: host {host!r} has no address: {error}; give --host an address of this"
+            " machine, or a name that has one"
+        ) from error
+    ordered = sorted(found, key=lambda entry: entry[0] is not socket.AF_INET)
+    address = str(ordered[0][4][0])
+    if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
+        raise ConfigError(
+            f"{purpose}: host {host!r} means every interface; name one private address, because"
+            " there is no authentication"
+        )
+    return address
 
 
 def listening_socket(host: str, port: int, remedy: str, backlog: int = 1) -> socket.socket:

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+from jdisagg.address import numeric
 from jdisagg.errors import ConfigError, HandoffError
 
 INSTALL = "pip install --no-deps nixl-cu12 (or nixl-cu13)"
@@ -93,13 +94,12 @@ def ucx_devices(host: str) -> tuple[str, ...]:
 
 
 def _address(host: str) -> str:
-    try:
-        return socket.gethostbyname(host)
-    except OSError as error:
+    address = numeric(host, "NIXL")
+    if ":" in address:
         raise ConfigError(
-            f"NIXL: host {host!r} has no IPv4 address: {error}; give the worker one, or serve"
-            " without NIXL"
-        ) from error
+            f"NIXL: host {host!r} has no IPv4 address; give the worker one, or serve without NIXL"
+        )
+    return address
 
 
 class NixlAgent:

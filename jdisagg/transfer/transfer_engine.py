@@ -36,7 +36,7 @@ import jax
 import numpy as np
 from jax.experimental import transfer
 
-from jdisagg.address import host_port
+from jdisagg.address import host_port, numeric
 from jdisagg.errors import ConfigError, HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import KvBackend, Posted
@@ -79,7 +79,8 @@ class EngineOptions:
             )
 
     def start_server(self) -> transfer.TransferServer:
-        address = host_port(self.host, 0)
+        # The server would listen on every interface if it were given a name.
+        address = host_port(numeric(self.host, "KV plane"), 0)
         return transfer.start_transfer_server(
             jax.local_devices()[0].client,
             address,

@@ -144,7 +144,14 @@ class Load:
 class Lab:
     """Routers and workers, each on a host of its own, named "router-0", "prefill-0" and so on."""
 
-    def __init__(self, folder: Path, prefills: int = 1, decodes: int = 1, routers: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        prefills: int = 1,
+        decodes: int = 1,
+        routers: int = 1,
+        by_name: bool = False,
+    ) -> None:
         self.names = [
             *(f"router-{at}" for at in range(routers)),
             *(f"prefill-{at}" for at in range(prefills)),
@@ -155,6 +162,7 @@ class Lab:
         self.hosts = Hosts(len(self.names), folder)
         self.processes: dict[str, Process] = {}
         self.tree = ROOT  # the code that processes are started with
+        self._by_name = by_name  # whether processes know each other by name
 
     def host(self, name: str) -> int:
         """Of a process, or 0 for the clients."""
@@ -173,14 +181,20 @@ class Lab:
         return ",".join(map(self.address, self.routers))
 
     def start(self, name: str, *flags: str) -> None:
-        host = self.hosts.address(self.host(name))
+        at = self.host(name)
+        host = self.hosts.name(at) if self._by_name else self.hosts.address(at)
         common = [f"--host={host}", f"--port={PORT}", "--drain_seconds=20"]
         if name in self.routers:
             program = ["router", f"--model={LLAMA}", "--canary_seconds=0", "--http_port=-1"]
         else:
             role = name.partition("-")[0]
             program = ["worker", f"--role={role}", "--layout=tp=1", f"--name={name}"]
-            program += [f"--router={self.router_addresses}", *WORKER_FLAGS]
+            routers = self.router_addresses
+            if self._by_name:
+                routers = ",".join(
+                    f"{self.hosts.name(self.host(one))}:{PORT}" for one in self.routers
+                )
+            program += [f"--router={routers}", *WORKER_FLAGS]
         command = [PYTHON, "-m", f"launch.{program[0]}", *program[1:], *common, *flags]
         self.processes[name] = self.hosts.run(self.host(name), command, folder=self.tree)
 
@@ -273,8 +287,8 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float, said: o
 
 
 @contextlib.contextmanager
-def lab(folder: Path, **counts: int) -> Iterator[Lab]:
-    made = Lab(folder, **counts)
+def lab(folder: Path, *, by_name: bool = False, **counts: int) -> Iterator[Lab]:
+    made = Lab(folder, by_name=by_name, **counts)
     try:
         made.start_all()
         yield made

@@ -205,6 +205,14 @@ def test_two_of_each_serve_on(
 
 
 @pytest.mark.ci
+def test_processes_that_have_names_for_addresses_serve(tmp_path: Path) -> None:
+    with lab(tmp_path, by_name=True) as cluster:
+        load = Load(cluster.target, 2, DEADLINE_SECONDS)
+        cluster.check_whole(load, time.monotonic())
+    assert not load.errors
+
+
+@pytest.mark.ci
 def test_an_update_of_one_process_after_the_other_costs_no_stream(tmp_path: Path) -> None:
     """Updates to a version with longer messages and back again, in other orders, under load."""
     newer = newer_tree(tmp_path / "newer")

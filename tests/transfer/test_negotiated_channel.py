@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import socket
 
 import msgspec
 import pytest
@@ -257,6 +258,23 @@ def test_the_kv_plane_never_listens_on_every_interface() -> None:
     for host in ("", "0.0.0.0", "::"):
         with pytest.raises(ConfigError, match="every interface"):
             EngineOptions(host)
+    assert EngineOptions("localhost").start_server().address().startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("address", "said"), [("0.0.0.0", "means every interface"), (None, "has no address")]
+)
+def test_a_name_that_the_kv_plane_cannot_listen_on_is_refused(
+    address: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked_up(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if address is None:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    with pytest.raises(ConfigError, match=f"KV plane: host 'kv.example' {said}"):
+        EngineOptions("kv.example").start_server()
 
 
 def test_pieces_that_cannot_be_received_are_given_back_at_once(
