@@ -45,7 +45,7 @@ from jdisagg.dispatch.frontend import ModelInfo
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.messages.worker_status import WorkerStatus
-from jdisagg.request import StreamEvent
+from jdisagg.request import Adapter, StreamEvent
 from jdisagg.service.client.completion import Choice, Collector, Completion
 from jdisagg.service.client.request import GenerateOptions, Messages, asked, tokenize_request
 from jdisagg.service.client.stream import ResumableStream, lost, never_sent, typed_error
@@ -228,6 +228,30 @@ class AsyncClient:
         """
         return (await self._unary(self._stub.ResetCache, pb.ResetCacheRequest())).blocks
 
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
+        """Offers a LoRA adapter, which requests then name as `model`.
+
+        Args:
+            path: Folder in PEFT's format, on the hosts of the server and of all workers.
+            replace: Whether the name may have an adapter already.
+
+        Raises:
+            InvalidRequestError: The adapter cannot be served, or the name is taken.
+            UnauthenticatedError: The token belongs to a tenant.
+        """
+        request = pb.LoadAdapterRequest(name=name, path=path, replace=replace)
+        await self._unary(self._stub.LoadAdapter, request)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Removes the name of an adapter. Running requests end with their adapter. Raises
+        InvalidRequestError for an unknown name."""
+        await self._unary(self._stub.UnloadAdapter, pb.UnloadAdapterRequest(name=name))
+
+    async def adapters(self) -> tuple[Adapter, ...]:
+        """Returns the adapters that the server offers."""
+        reply = await self._unary(self._stub.ListAdapters, pb.ListAdaptersRequest())
+        return tuple([Adapter(one.name, one.path, one.digest) for one in reply.adapters])
+
     async def suspend(
         self, request_id: str, *, keep_seconds: float | None = None, tenant: str = ""
     ) -> None:
@@ -389,6 +413,9 @@ class Client:
     status = _blocking(AsyncClient.status)
     routing = _blocking(AsyncClient.routing)
     reset_cache = _blocking(AsyncClient.reset_cache)
+    load_adapter = _blocking(AsyncClient.load_adapter)
+    unload_adapter = _blocking(AsyncClient.unload_adapter)
+    adapters = _blocking(AsyncClient.adapters)
     suspend = _blocking(AsyncClient.suspend)
     resume = _blocking(AsyncClient.resume)
     close = _blocking(AsyncClient.close)

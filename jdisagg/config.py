@@ -112,6 +112,9 @@ class InstanceConfig:
             the worker measures after warm-up.
         memory_fraction: Fraction of each device's memory that this instance may use. None means 0.9
             on accelerators and 0.5 on hosts.
+        adapters: Number of slots for LoRA adapters (docs/adapters.md). 0 serves the model alone.
+        adapter_rank: Largest rank of an adapter. Each slot has memory for this rank.
+        adapter_experts: Whether adapters may change routed experts, whose slots take most memory.
 
     Raises:
         ConfigError: A field breaks its rule; the message contains the field and its value.
@@ -134,6 +137,9 @@ class InstanceConfig:
     codec: str = "none"
     hardware: str = ""
     memory_fraction: float | None = None
+    adapters: int = 0
+    adapter_rank: int = 64
+    adapter_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.speculate not in SPECULATE:
@@ -150,17 +156,16 @@ class InstanceConfig:
             "steps_per_dispatch",
             "stream_tokens",
             "queue_limit",
+            "growth_tokens",
+            "adapter_rank",
         ):
             _positive(name, getattr(self, name))
         for name in ("pages_per_rank", "layer_groups"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
-        if self.block_bytes is not None and self.block_bytes < 0:
-            raise ConfigError(f"block_bytes must not be negative, got {self.block_bytes}")
-        if self.growth_tokens < 1:
-            raise ConfigError(f"growth_tokens must be at least 1, got {self.growth_tokens}")
-        if self.ahead_sequences is not None and self.ahead_sequences < 0:
-            raise ConfigError(f"ahead_sequences must not be negative, got {self.ahead_sequences}")
+        for name in ("block_bytes", "ahead_sequences", "adapters"):
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ConfigError(f"{name} must not be negative, got {value}")
         if self.min_chunk_tokens > self.chunk_tokens:
             raise ConfigError(
                 f"min_chunk_tokens={self.min_chunk_tokens} exceeds chunk_tokens={self.chunk_tokens}"
@@ -308,6 +313,7 @@ class ServiceConfig:
         kept_responses_mib: Memory for responses of /v1/responses that later requests may continue
             (store, previous_response_id), in MiB. 0 keeps none. None means 64, or 0 for a router
             that may be one of several, because each keeps its own.
+        lora_modules: LoRA adapters to offer from the start, as "name=path,name=path".
         max_message_bytes: Largest gRPC message, in bytes.
         drain_seconds: Time that running requests have to finish at shutdown, in seconds.
         tls_certificate: PEM file with the server certificate. Together with `tls_key` it makes the
@@ -336,6 +342,7 @@ class ServiceConfig:
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     kept_responses_mib: int | None = None
+    lora_modules: str = ""
     max_message_bytes: int = 16 << 20
     drain_seconds: float = 30.0
     tls_certificate: str = ""

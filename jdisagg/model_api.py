@@ -6,12 +6,15 @@ whose parameters carry logical axes. All calls work on LOCAL shards inside `shar
 shard follow from the weights. Activations are flattened tokens, `x_TD`, replicated over tp."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from jdisagg.layout.axes import ModelGeometry
+from jdisagg.layout.axes import LogicalAxis, ModelGeometry
 from jdisagg.layout.kv_spec import KVSpec
 
 if TYPE_CHECKING:
@@ -30,6 +33,22 @@ else:
     Device = jax.Device
 
 
+class AdapterRows(NamedTuple):
+    """The adapter slot of each token of a step.
+
+    Attributes:
+        slot_T: int32 number of each token's adapter slot. 0 is the base model without an adapter.
+        alike: Whether all tokens that are no padding have the same slot.
+    """
+
+    slot_T: jax.Array
+    alike: bool = False
+
+    def of_rows(self, rows_R: jax.Array) -> "AdapterRows":
+        """Returns the slots of the tokens with the indices `rows_R`, where -1 is padding."""
+        return self if self.alike else AdapterRows(jnp.take(self.slot_T, rows_R, mode="clip"))
+
+
 @dataclass(frozen=True, slots=True)
 class Shards:
     """Names of the mesh axes inside `shard_map`, and the platform, by which each op chooses its
@@ -43,6 +62,7 @@ class Shards:
         ep: Axes over which whole experts are distributed. If empty, each expert is sharded over tp.
         platform: JAX platform name.
         device_kind: JAX device kind, for kernels that differ by device.
+        adapters: Adapter slots of the step's tokens. None if the mesh has no adapter slots.
     """
 
     tp: tuple[str, ...] = ()
@@ -50,6 +70,14 @@ class Shards:
     ep: tuple[str, ...] = ()
     platform: str = "cpu"
     device_kind: str = ""
+    adapters: AdapterRows | None = None
+
+    def of_rows(self, rows_R: jax.Array | None) -> "Shards":
+        """Returns these shards for a computation on the tokens `rows_R` only. None is all
+        tokens."""
+        if self.adapters is None or rows_R is None:
+            return self
+        return replace(self, adapters=self.adapters.of_rows(rows_R))
 
 
 class Latent(NamedTuple):
@@ -182,6 +210,40 @@ class Stem(Protocol):
         ...
 
 
+# Creates the stack of one factor of all adapter slots, with the logical axes of its dimensions.
+MakeStack = Callable[[tuple[int, ...], tuple[LogicalAxis, ...]], object]
+# Path of an adapter's module in its layer, such as ("mlp", "gate", "adapter").
+ModulePath = tuple[str, ...]
+
+
+class AdapterSize(NamedTuple):
+    """Room for LoRA adapters.
+
+    Attributes:
+        slots: Number of adapters. 0 is no room.
+        rank: Largest rank of an adapter.
+        experts: Whether the matrices of routed experts have room, too.
+    """
+
+    slots: int = 0
+    rank: int = 0
+    experts: bool = False
+
+
+class AdapterContent(NamedTuple):
+    """A LoRA adapter as host arrays.
+
+    Attributes:
+        digest: Hash of the adapter's files.
+        layers: For each layer of the model the two factors of each adapted module: A [in, r] and B
+            [r, out], of which B includes the adapter's scale. Factors of experts have a leading
+            dimension [E].
+    """
+
+    digest: str
+    layers: tuple[Mapping[ModulePath, tuple[np.ndarray, np.ndarray]], ...]
+
+
 class Model(Protocol):
     """An NNX module that can be served. `vocabulary` is the unpadded size. `context_tokens` is the
     longest sequence that the model supports."""
@@ -198,3 +260,15 @@ class Model(Protocol):
     def vocabulary(self) -> int: ...
     @property
     def context_tokens(self) -> int: ...
+
+    def adapted_layers(self, adapters: AdapterSize, make: MakeStack) -> Sequence[Layer]:
+        """Returns the layers with room for adapters. They share the arrays of `layers`. Beside each
+        adapted matrix is a module whose name ends with "adapter", with the parameters `a` [in,
+        slots, rank] and `b` [slots, rank, out], which `make` creates. Those of experts have a
+        leading dimension [E]."""
+        ...
+
+    def read_adapter(self, directory: Path, adapters: AdapterSize) -> AdapterContent:
+        """Reads an adapter from a folder. Raises `InvalidRequestError` for one that cannot be
+        served with this room."""
+        ...

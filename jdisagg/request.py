@@ -270,6 +270,22 @@ class Resumption:
 
 
 @plain
+class Adapter:
+    """A LoRA adapter that a request uses.
+
+    Attributes:
+        name: Name under which it is served.
+        path: Its folder, on the hosts of all workers.
+        digest: Hash of its content. KV is shared by digest, so that other content under the same
+            name never meets its KV.
+    """
+
+    name: str
+    path: str
+    digest: str
+
+
+@plain
 class Request:
     """One request after tokenization.
 
@@ -285,6 +301,7 @@ class Request:
             resume the stream. A client that reuses a request id draws a new number, so that it does
             not receive the earlier stream.
         cache_scope: Scope within the tenant in which cached KV is shared, computed by the API.
+        adapter: LoRA adapter that computes the answer with the model; None is the model alone.
     """
 
     request_id: str
@@ -297,6 +314,7 @@ class Request:
     resumption: Resumption | None = None
     life: int = 0
     cache_scope: str = ""
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

@@ -39,13 +39,16 @@ SERVICE = (
     "host", "port", "drain_seconds", "tls_certificate", "tls_key", "tls_client_ca", "token_file",
     "cluster_token_file",
 )  # fmt: skip
-HTTP = ("served_model_name", "http_port", "http_cors_origins", "tool_parser", "reasoning_parser")
+HTTP = (
+    "served_model_name", "http_port", "http_cors_origins", "tool_parser", "reasoning_parser",
+    "lora_modules",
+)  # fmt: skip
 ENGINE = (
     "config", "model", "revision", "mode", "dtype", "weights", "kv_dtype", "prefill", "decode",
     "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "context_tokens",
-    "memory_fraction", "codec", "hardware", "speculate", "prefix_cache", "host_cache_gib",
-    "disk_cache_dir", "disk_cache_gib", "disk_cache_ttl_hours", "peer_fetch", "append_tokens",
-    "compilation_cache", "kernels", "set",
+    "memory_fraction", "codec", "hardware", "speculate", "adapters", "adapter_rank",
+    "adapter_experts", "prefix_cache", "host_cache_gib", "disk_cache_dir", "disk_cache_gib",
+    "disk_cache_ttl_hours", "peer_fetch", "append_tokens", "compilation_cache", "kernels", "set",
 )  # fmt: skip
 # The flags that --help shows; --help=all shows all.
 MOST_USED = (
@@ -126,6 +129,16 @@ GROUPS: dict[str, dict[str, Spec]] = {
             None,
             "Multi-token prediction as TOKENS:ACCEPTANCE, such as 2:0.8: drafts of a step, and the"
             " probability that a draft is accepted if those before it are.",
+        ),
+        "adapters": _count(
+            None, "Slots for LoRA adapters on each mesh (docs/adapters.md). Default: none.", least=0
+        ),
+        "adapter_rank": _count(None, "Largest rank of a LoRA adapter. Default: 64.", least=1),
+        "adapter_experts": _yes(
+            None, "Let LoRA adapters change routed experts, too, which takes far more memory."
+        ),
+        "lora_modules": _text(
+            None, "LoRA adapters to offer from the start: name=folder, separated by commas."
         ),
         "kv_dtype": _one_of(
             list(KEPT_DTYPES),

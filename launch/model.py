@@ -19,6 +19,7 @@ from launch.grammars import grammar_compiler
 from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_config, load_model
 from models.hub import served_name
+from models.peft_folder import check_adapter
 from models.relayout import relayout
 from models.tokenizer import Tokenizer
 
@@ -53,7 +54,7 @@ def model_source(model: ModelConfig) -> ModelSource:
     geometry = as_kept(find_geometry(directory), model)
     load = loader(directory, model.dtype, model.weights, model.kv_dtype)
     grammars = grammar_compiler(directory)
-    return ModelSource(directory, name, family, geometry, load, _relayout, grammars)
+    return ModelSource(directory, name, family, geometry, load, _relayout, grammars, check_adapter)
 
 
 def deployment(

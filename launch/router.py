@@ -33,6 +33,7 @@ from launch.grammars import grammar_compiler
 from launch.settings import elastic_config, engine_config, observe_config
 from launch.shipped import SHIPPED_MODEL
 from models.hub import served_name
+from models.peft_folder import check_adapter
 from models.tokenizer import Tokenizer
 
 REFUSED = EXIT_CONFIG
@@ -91,7 +92,10 @@ async def _run(
     async with observing("router", config.observe) as observer:
         name = config.router.service.served_model_name or served_name(config.model)
         grammars = grammar_compiler(config.model)
-        await Router(config.router, tokenizer, name, observer, decisions, grammars).run()
+        router = Router(
+            config.router, tokenizer, name, observer, decisions, grammars, check_adapter
+        )
+        await router.run()
 
 
 if __name__ == "__main__":

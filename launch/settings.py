@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 _BOTH = (
     "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "codec", "hardware",
-    "memory_fraction", "speculate",
+    "memory_fraction", "speculate", "adapters", "adapter_rank", "adapter_experts",
 )  # fmt: skip
 _FIELDS = {
     "model": "model.directory",

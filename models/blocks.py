@@ -14,18 +14,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jdisagg.model_api import Attend, Recur, Shards
+from jdisagg.model_api import AdapterSize, Attend, MakeStack, Recur, Shards
 from jdisagg.ops.norm import rms_norm
 from jdisagg.ops.parameters import Axes, LogicalAxis, Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.rope import query_growth, rope_angles, rotate
 from jdisagg.ops.scaled_kv import scaled_attend
 from models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig
-from models.feed_forward import ParallelMLP, feed_forward
+from models.feed_forward import ParallelMLP, SparseMLP, feed_forward
 from models.gated_delta import GatedDeltaNet
 from models.kv_scales import scale_parameters
 from models.latent_attention import MultiHeadLatentAttention
-from models.linear import Linear, Norm, own_heads, rows_of
+from models.linear import AdapterStack, Linear, Norm, own_heads, rows_of
 from models.mamba2 import Mamba2
 
 
@@ -92,7 +92,8 @@ class Attention(nnx.Module):
         """Returns the output [T, D]. With `rows_R`, computes the output [R, D] of these tokens
         only; keys and values of all tokens are cached."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
-        q_RNH = self._normal(self.q(x_RD, shards), self.q_norm, shards)
+        of_R = shards.of_rows(rows_R)
+        q_RNH = self._normal(self.q(x_RD, of_R), self.q_norm, shards)
         k_TC = self.k(x_TD, shards)
         v_TKH = self._heads(k_TC if self.v is None else self.v(x_TD, shards))
         if self.value_epsilon is not None:
@@ -118,8 +119,8 @@ class Attention(nnx.Module):
         o_RNH = own_heads(o_RNH, own, shards)
         o_RC = o_RNH.reshape(o_RNH.shape[0], -1)
         if self.gate is not None:
-            o_RC = o_RC * jax.nn.sigmoid(self.gate(x_RD, shards))
-        return self.o.summed(o_RC, shards)
+            o_RC = o_RC * jax.nn.sigmoid(self.gate(x_RD, of_R))
+        return self.o.summed(o_RC, of_R)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
@@ -196,12 +197,26 @@ class DecoderLayer(nnx.Module):
         if self.mlp is None or not x_RD.shape[0]:
             return self._scaled(x_RD)
         valid_R = valid_T if rows_R is None else rows_R >= 0
-        into_RD = _normed(x_RD, self.mlp_norm)
+        into_RD, of_R = _normed(x_RD, self.mlp_norm), shards.of_rows(rows_R)
         if isinstance(self.mlp, ParallelMLP):
-            y_RD = self.mlp(into_RD, x_RD, shards, valid_R)
+            y_RD = self.mlp(into_RD, x_RD, of_R, valid_R)
         else:
-            y_RD = self.mlp(into_RD, shards, valid_R)
+            y_RD = self.mlp(into_RD, of_R, valid_R)
         return self._scaled(x_RD + self._added(y_RD, self.mlp_post_norm))
+
+    def adapted(self, adapters: AdapterSize, make: MakeStack) -> "DecoderLayer":
+        """Returns a layer with the same arrays and adapter slots (`Model.adapted_layers`)."""
+        slots, rank = adapters.slots, adapters.rank
+        layer = nnx.merge(*nnx.split(self))
+        for part in (layer.attention, layer.mlp):
+            if part is None or isinstance(part, GatedDeltaNet | Mamba2):
+                continue
+            for _, module in nnx.iter_modules(part):
+                if isinstance(module, Linear):
+                    module.adapter = AdapterStack(make, slots, rank, *module.ends)
+                elif isinstance(module, SparseMLP) and adapters.experts:
+                    module.adapt(slots, rank, make)
+        return layer
 
     def _mixed(
         self,

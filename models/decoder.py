@@ -6,13 +6,14 @@ from files. The vocabulary is padded to a multiple of the tensor-parallel size.
 `jdisagg/ops/linear.py` decides per platform whether weight matrices are stored transposed."""
 
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jdisagg.layout.axes import padded_vocabulary
-from jdisagg.model_api import Attend, Shards
+from jdisagg.model_api import AdapterContent, AdapterSize, Attend, MakeStack, Shards
 from jdisagg.ops.dense_recurrence import recur_from_the_beginning
 from jdisagg.ops.embedding import embed_tokens, gather_logits
 from jdisagg.ops.linear import kernel_is_transposed, project
@@ -92,6 +93,16 @@ class Decoder(nnx.Module):
         self.geometry = config.geometry
         self.vocabulary = config.vocabulary
         self.context_tokens = config.context_tokens
+
+    def adapted_layers(self, adapters: AdapterSize, make: MakeStack) -> list[DecoderLayer]:
+        """See `model_api.Model`."""
+        return [layer.adapted(adapters, make) for layer in self.layers]
+
+    def read_adapter(self, directory: Path, adapters: AdapterSize) -> AdapterContent:
+        """See `model_api.Model`."""
+        from models.adapters import read_adapter  # it needs this class
+
+        return read_adapter(directory, adapters, self)
 
     def __call__(
         self,

@@ -1,12 +1,15 @@
 """Feed-forward blocks of all families: a gated MLP, an MLP without a gate, routed experts, and
 experts in parallel with a dense block."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdisagg.model_api import Shards
+from jdisagg.model_api import MakeStack, Shards
 from jdisagg.ops.activations import Activation, SquaredRelu
+from jdisagg.ops.adapters import ExpertFactors
 from jdisagg.ops.linear import project
 from jdisagg.ops.mlp import gated, squared_relu
 from jdisagg.ops.moe import ExpertWeights, Routing, route, routed_experts
@@ -15,7 +18,7 @@ from jdisagg.ops.parameters import Axes, Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.routing import route_by_scores
 from models.decoder_config import DecoderConfig, ExpertConfig, LayerConfig
-from models.linear import Linear, Norm
+from models.linear import AdapterStack, Linear, Norm
 
 
 class GatedMLP(nnx.Module):
@@ -83,6 +86,10 @@ class SparseMLP(nnx.Module):
     expert is a gated MLP. It is stored whole on one device if ep > 1, and is otherwise split over
     tp."""
 
+    gate_adapter: AdapterStack | None = None
+    up_adapter: AdapterStack | None = None
+    down_adapter: AdapterStack | None = None
+
     def __init__(
         self, make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
     ) -> None:
@@ -126,6 +133,7 @@ class SparseMLP(nnx.Module):
             else None
         )
         self.config = routed
+        self.sizes = (experts, into[1], ffn)
 
     def __call__(
         self,
@@ -151,6 +159,7 @@ class SparseMLP(nnx.Module):
             experts=self.config.experts,
             valid_T=valid_T,
             clamp=self.config.clamp,
+            factors=self._factors(),
         )
         if self.widen is not None:
             y_TD = self.widen(y_TD, shards)
@@ -161,6 +170,21 @@ class SparseMLP(nnx.Module):
             gate_T1 = project(x_TD, self.shared_gate[...], platform=shards.platform)
             shared_TD = jax.nn.sigmoid(gate_T1) * shared_TD
         return y_TD + shared_TD
+
+    def adapt(self, slots: int, rank: int, make: MakeStack) -> None:
+        """Adds adapter slots for the routed experts."""
+        experts, into, out = self.sizes
+        stack = partial(AdapterStack, make, slots, rank, experts=("expert", experts))
+        if self.gate is not None:
+            self.gate_adapter = stack(("embed", into), ("expert_ffn", out))
+        self.up_adapter = stack(("embed", into), ("expert_ffn", out))
+        self.down_adapter = stack(("expert_ffn", out), ("embed", into))
+
+    def _factors(self) -> ExpertFactors | None:
+        if self.up_adapter is None or self.down_adapter is None:
+            return None
+        gate = self.gate_adapter or self.up_adapter
+        return ExpertFactors(gate.factors, self.up_adapter.factors, self.down_adapter.factors)
 
     def _route(self, x_TD: jax.Array, shards: Shards) -> Routing:
         config, router_DE = self.config, self.router[...]

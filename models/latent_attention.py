@@ -73,7 +73,8 @@ class MultiHeadLatentAttention(nnx.Module):
         """Returns the output [T, D]. With `rows_R`, computes the output [R, D] of these tokens
         only; the latents of all tokens are cached."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
-        q_RNH = self._queries(x_RD, positions_R, shards)
+        of_R = shards.of_rows(rows_R)
+        q_RNH = self._queries(x_RD, positions_R, of_R)
         if self.kv_scales is not None:
             scale_1 = self.kv_scales["latent"][...]
             attend = scaled_attend(attend, scale_1, scale_1)
@@ -87,7 +88,7 @@ class MultiHeadLatentAttention(nnx.Module):
         )
         if not o_RNV.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing
-        return self.o.summed(o_RNV.reshape(o_RNV.shape[0], -1), shards)
+        return self.o.summed(o_RNV.reshape(o_RNV.shape[0], -1), of_R)
 
     def _queries(self, x_RD: jax.Array, positions_R: jax.Array, shards: Shards) -> jax.Array:
         """Returns queries [R, N, nope + rope], of which the last `rope` values have rotary

@@ -1,21 +1,62 @@
 """A linear map and a norm, used in the blocks of all families: Flax NNX modules on local shards
 (see `models/blocks.py`)."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jdisagg.model_api import Shards
+from jdisagg.model_api import AdapterRows, MakeStack, Shards
+from jdisagg.ops.adapters import Factors, add_adapters, add_one
 from jdisagg.ops.linear import project
 from jdisagg.ops.norm import rms_norm
-from jdisagg.ops.parameters import Axes, Make, parameter
+from jdisagg.ops.parameters import Axes, LogicalAxis, Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
+
+AxisSize = tuple[LogicalAxis, int]
+
+
+class AdapterStack(nnx.Module):
+    """The LoRA adapters of one matrix, or of one matrix of each expert: the factors `a` [in, G, R]
+    and `b` [G, R, out] of G slots (`ops/adapters.py`)."""
+
+    def __init__(
+        self,
+        make: MakeStack,
+        slots: int,
+        rank: int,
+        into: AxisSize,
+        out: AxisSize,
+        experts: AxisSize | None = None,
+    ) -> None:
+        first = () if experts is None else (experts,)
+
+        def stack(*dims: AxisSize) -> nnx.Param[jax.Array]:
+            axes = tuple([axis for axis, _ in dims])
+            return nnx.Param(make(tuple([size for _, size in dims]), axes), logical_axes=axes)  # type: ignore[return-value]
+
+        self.a = stack(*first, into, ("head", slots), ("head", rank))
+        self.b = stack(*first, ("head", slots), ("head", rank), out)
+
+    @property
+    def factors(self) -> Factors:
+        return Factors(self.a[...], self.b[...])
+
+    def add(self, y_TD: jax.Array, x_TD: jax.Array, rows: AdapterRows, platform: str) -> jax.Array:
+        """Returns `y_TD` plus the adapters' product with `x_TD`."""
+        if rows.alike:
+            return add_one(y_TD, x_TD, self.factors, rows.slot_T[0], platform)
+        product = partial(project, platform=platform)
+        return add_adapters(y_TD, x_TD, self.factors, rows.slot_T, product)
 
 
 class Linear(nnx.Module):
     """A kernel [in, out], or [out, in] if `transposed`, with optional quantization scales [out] and
-    bias [out]."""
+    bias [out]. `adapter` is set in layers with adapter slots."""
+
+    adapter: AdapterStack | None = None
 
     def __init__(
         self,
@@ -34,6 +75,7 @@ class Linear(nnx.Module):
         )
         self.bias = parameter(make(shape[1:], "bias", shape[0]), axes[1:]) if bias else None
         self.transposed = form.transposed
+        self.ends: tuple[AxisSize, AxisSize] = (axes[0], shape[0]), (axes[1], shape[1])
 
     def __call__(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
         return self._product(x_TD, shards, None if self.bias is None else self.bias[...])
@@ -47,7 +89,7 @@ class Linear(nnx.Module):
         return y_TD if self.bias is None else y_TD + self.bias[...][None, :]
 
     def _product(self, x_TD: jax.Array, shards: Shards, bias: jax.Array | None) -> jax.Array:
-        return project(
+        y_TD = project(
             x_TD,
             self.kernel[...],
             bias,
@@ -55,6 +97,9 @@ class Linear(nnx.Module):
             platform=shards.platform,
             scale=None if self.scale is None else self.scale[...],
         )
+        if self.adapter is None or shards.adapters is None:
+            return y_TD
+        return self.adapter.add(y_TD, x_TD, shards.adapters, shards.platform)
 
 
 class Norm(nnx.Module):

@@ -109,6 +109,11 @@ class SafetensorsFiles:
             _log.warning("%s: ignored %d tensors that its index does not name", directory, ignored)
         return cls({name: headers[file][name] for name, file in weight_map.items()})
 
+    @classmethod
+    def of_file(cls, path: Path) -> "SafetensorsFiles":
+        """Reads the header of a single file."""
+        return cls(_read_header(path))
+
     def text_part(self) -> "SafetensorsFiles":
         """Returns the tensors of the text part of a multimodal model, renamed as in a text-only
         model. A text part that was saved as a text-only model may have kept its names, so the

@@ -44,6 +44,7 @@ from jdisagg.dispatch.options import (
     within_room,
 )
 from jdisagg.dispatch.routing_status import RoutingStatus
+from jdisagg.dispatch.served_adapters import ServedAdapters
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
@@ -167,6 +168,7 @@ class Frontend:
         answers: AnswerFormat = PLAIN,
     ) -> None:
         self.model = model
+        self.adapters = ServedAdapters()
         self._grammars = grammars
         self._answers = answers
         self.routing = routing
@@ -190,6 +192,7 @@ class Frontend:
         resumption: Resumption | None = None,
         life: int = 0,
         cache_salt: str = "",
+        model: str = "",
         within_context: bool = False,
         **options: Unpack[SamplingOptions],
     ) -> Request:
@@ -203,6 +206,7 @@ class Frontend:
             life: Random number that identifies the stream across retries (`Request.life`).
             cache_salt: Text that separates prefix caches: only requests with equal salts share
                 cached KV.
+            model: Name of the model or of one of `adapters`. Empty is the model.
             within_context: Whether a max_tokens for which the context has no room is reduced
                 instead of being refused.
 
@@ -212,6 +216,7 @@ class Frontend:
         _check_name("request_id", request_id)
         _check_name("tenant", tenant)
         _check_name("cache_salt", cache_salt)
+        adapter = self.adapters.find(model, self.model.name)
         who = caller.current()
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise InvalidRequestError(
@@ -257,6 +262,7 @@ class Frontend:
             resumption=resumption,
             life=life,
             cache_scope=who.cache_scope(tenant, cache_salt),
+            adapter=adapter,
         )
 
     def _check_option_ids(self, options: SamplingOptions) -> None:

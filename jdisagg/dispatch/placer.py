@@ -508,7 +508,7 @@ class Placer:
         return limit_seconds(self._config.ttft_slo_seconds, asked.deadline - asked.arrived_at)
 
     def _ask(self, sized: _Sized, now: float, ahead_seconds: float) -> PlacementQuery:
-        asked = sized.asked
+        asked, adapter = sized.asked, sized.asked.request.adapter
         limit = self._limit(asked)
         return PlacementQuery(
             sized.work,
@@ -524,6 +524,7 @@ class Placer:
             self._corrections.current,
             self._pairs.broken(self.accounts.state.life, now),
             self.coming.known(sized.blocks, now),
+            {} if adapter is None else self.accounts.state.adapter_loads(adapter.digest),
         )
 
     def _charge(

@@ -105,6 +105,9 @@ def mesh_limits(
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
         draft_rows=1 if platform == "cpu" else ACCELERATOR_DRAFT_ROWS,
         speculates=instance.speculate != "off" and not spec.has_state,
+        adapters=instance.adapters,
+        adapter_rank=instance.adapter_rank if instance.adapters else 0,
+        adapter_experts=bool(instance.adapters) and instance.adapter_experts,
     )
 
 

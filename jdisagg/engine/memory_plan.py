@@ -23,6 +23,7 @@ from jdisagg.config import (
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
+from jdisagg.engine.adapter_memory import adapter_bytes
 from jdisagg.engine.host_memory import host_memory
 from jdisagg.engine.limits import (
     ACCELERATOR_DRAFT_ROWS,
@@ -80,10 +81,11 @@ class MemoryPlan:
     memory: DeviceMemory
     states: int = 0
     rings: int = 0
+    adapters: int = 0
 
     @property
     def total(self) -> int:
-        beside = self.states + self.rings
+        beside = self.states + self.rings + self.adapters
         return self.weights + self.activations + self.staged + beside + self.pages
 
     @property
@@ -98,6 +100,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         states = f"{_gigabytes(self.states)} of sequence states, " if self.states else ""
         states += f"{_gigabytes(self.rings)} of sliding windows, " if self.rings else ""
+        states += f"{_gigabytes(self.adapters)} of adapter slots, " if self.adapters else ""
         return (
             f"{self.instance}, each device: {_gigabytes(self.weights)} of weights,"
             f" {_gigabytes(self.activations)} for activations, {_gigabytes(self.staged)} of KV in"
@@ -202,6 +205,7 @@ def fit_instance(
         context,
         memory,
         states,
+        adapters=adapter_bytes(geometry, instance, model.dtype),
     )
     page_bytes = instance.page_size * token_bytes
     if rings:
@@ -380,6 +384,7 @@ def _refusal(name: str, plan: MemoryPlan) -> str:
     name = path.parent.name if path.name == "config.json" else name
     states = f", {_gigabytes(plan.states)} of sequence states" if plan.states else ""
     states += f", {_gigabytes(plan.rings)} of sliding windows" if plan.rings else ""
+    states += f", {_gigabytes(plan.adapters)} of adapter slots" if plan.adapters else ""
     return (
         f"model {name} does not fit, {plan.instance}: each device would hold"
         f" {_gigabytes(plan.weights)} of weights, {_gigabytes(plan.activations)} for activations,"

@@ -20,6 +20,7 @@ slot (`draft_rows.py`). All rows write their KV before any row attends, and each
 its own position. So a step with drafts gives the same tokens as successive steps."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ from jdisagg.executor.slot_state import BatchRows, RowFormat
 from jdisagg.executor.state_access import recur_over
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
-from jdisagg.model_api import Attend, Latent, Shards
+from jdisagg.model_api import AdapterRows, Attend, Latent, Shards
 from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.quarantine import reveal, seal
@@ -112,6 +113,7 @@ class DecodePrograms:
         for admit in admits:
             ints, floats = self._ints[admit.rank, admit.slot], self._floats[admit.rank, admit.slot]
             self._rows.pack(ints, floats, admit.sample, admit.pages, admit.limit, admit.state)
+            self._rows.pack_adapter(ints, admit.adapter)
         for grow in grows:
             self._rows.pack_pages(self._ints[grow.rank, grow.slot], grow.pages, grow.limit)
         for changed in _per_rank_groups([*admits, *grows], ROWS_PER_UPDATE):
@@ -317,7 +319,7 @@ class DecodePrograms:
     def _step_body(self, variant: Variant | None) -> Any:
         """Returns the function that `shard_map` runs for a step. `variant` are the features that
         the rows need. None computes only the forward pass."""
-        weights, shards, rows = self._weights, self._shards, self._rows
+        weights, common, rows = self._weights, self._shards, self._rows
         ending = None if variant is None else self._ending(variant)
         pools, nowhere, ring = self._pools, self._pools.states.rank_rows, self._limits.ring_pages
 
@@ -336,6 +338,9 @@ class DecodePrograms:
             row, own, positions_BQ = step.all, batch.shape[1], step.positions_BQ
             _, table_TN = rows.limit_and_table(row.ints)
             at_T, slot_T = row.at, rows.state(row.ints)
+            shards = common
+            if rows.adapters:
+                shards = replace(common, adapters=AdapterRows(rows.adapter(row.ints)))
             in_pages = _places(table_TN, row, pools.pages)
             in_rings = _places(_ring_table(slot_T, table_TN.shape[1], ring), row, pools.rings)
             state_T = jnp.where(row.active, slot_T, nowhere)

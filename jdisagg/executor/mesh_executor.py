@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import jax
 
+from jdisagg.executor.adapter_slots import AdapterSlots, adapter_size
 from jdisagg.executor.block_programs import MeshBlocks
 from jdisagg.executor.block_sums import ChunkSums, PrefillSums
 from jdisagg.executor.choose import Variant
@@ -42,6 +43,8 @@ from jdisagg.messages.step_commands import (
     LoadBlock,
     PrefillChunk,
     PullBlock,
+    PutAdapter,
+    ReadAdapter,
     ReleaseOffers,
     RemoveSaved,
     SaveBlock,
@@ -111,9 +114,11 @@ class MeshExecutor:
         self.platform = platform = programs.platform
         self.programs = programs
         self._channel = channel
-        self._weights: Weights = split_model(model, layout)
+        self._weights: Weights = split_model(model, layout, adapter_size(limits), programs.zeros)
         self._shards = mesh_shards(mesh, layout, platform)
-        self._rows = RowFormat(-(-limits.context_tokens // limits.page_size), model.vocabulary)
+        self._rows = RowFormat(
+            -(-limits.context_tokens // limits.page_size), model.vocabulary, limits.adapters > 0
+        )
         self._pools = pools = Pools.of(programs, limits)
         self._pool = pools.pages
         spec = limits.kv_spec
@@ -144,6 +149,7 @@ class MeshExecutor:
             if role.decode
             else None
         )
+        self.adapters = AdapterSlots(programs, self._weights, model, limits)
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self.host = HostStore(name)
         self.blocks = MeshBlocks(programs, pools, limits, self._groups, channel, self.host)
@@ -177,6 +183,7 @@ class MeshExecutor:
 
     def close(self) -> None:
         self._saved.close()
+        self.adapters.close()
         self._threads.close()
         self.host.close()
 
@@ -262,6 +269,10 @@ class MeshExecutor:
                 release = self.host.forget if command.from_host else self._channel.release
                 for offer_id in command.offer_ids:
                     release(offer_id)
+            case ReadAdapter():
+                return self.adapters.read(command)
+            case PutAdapter():
+                self.adapters.put(command)
             case FindSaved() | SaveBlock() | LoadBlock() | RemoveSaved():
                 return self._saved.issue(command)
             case ConnectPeer():

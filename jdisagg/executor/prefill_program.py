@@ -36,7 +36,7 @@ from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.state_access import recur_over, runs_of
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import PrefillChunk
-from jdisagg.model_api import Shards
+from jdisagg.model_api import AdapterRows, Shards
 from jdisagg.ops.kv_rows import block_of
 from jdisagg.scheduler.executor import MeshLimits, buckets
 
@@ -100,8 +100,9 @@ class ChunkArrays:
     # does not sample
     sampling: np.ndarray
     form: ChunkForm
-    # int32 [*sampling.shape, 3]: slot of a row's state, slot of its snapshot, and number of the
-    # row's tokens in the snapshot; a number beyond the last slot is no slot
+    # int32 [*sampling.shape, 3 or 4]: slot of a row's state, slot of its snapshot, and number of
+    # the row's tokens in the snapshot; a number beyond the last slot is no slot. On a mesh with
+    # adapter slots, also the row's adapter slot.
     states: np.ndarray
     checksum_key: int = 0
 
@@ -127,7 +128,9 @@ class ChunkArrays:
             past=np.zeros((ranks, rows), np.int32),
             continuing=np.zeros((ranks,), np.int32),
             sampling=np.full((ranks, rows if form.packed else 1), -1, np.int32),
-            states=np.zeros((ranks, rows if form.packed else 1, 3), np.int32),
+            states=np.zeros(
+                (ranks, rows if form.packed else 1, 4 if limits.adapters else 3), np.int32
+            ),
             form=form,
             checksum_key=command.checksum_key,
         )
@@ -148,8 +151,10 @@ class ChunkArrays:
             chunk.past[rank, index] = row.start
             chunk.continuing[rank] += row.start > 0
             chunk.states[rank, index, 0] = row.state
+            if limits.adapters:
+                chunk.states[rank, index, 3] = row.adapter
             if row.snapshot_at:
-                chunk.states[rank, index, 1:] = row.snapshot, row.snapshot_at - row.start
+                chunk.states[rank, index, 1:3] = row.snapshot, row.snapshot_at - row.start
             if row.samples:
                 chunk.sampling[rank, index] = row.offset + len(row.tokens) - 1
             used[rank] += 1
@@ -201,6 +206,7 @@ class PrefillPrograms:
         self._grain = limits.granule_tokens & -limits.granule_tokens
         self._long_grain = limits.state_grain
         self._keeps = limits.snapshots_per_rank > 0
+        self._adapters = limits.adapters > 0
 
     def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         """Issues the programs of one chunk.
@@ -328,11 +334,11 @@ class PrefillPrograms:
             [self._weights.layers[index] for index in group],
             len(self._weights.layers) - 1,
         )
-        shards, emit, sizes = self._shards, self._emit, (self._pool.rank_rows, self._pool.page_size)
+        common, emit, sizes = self._shards, self._emit, (self._pool.rank_rows, self._pool.page_size)
         spec = self._sums.spec if self._sums else self._pool.spec
         kinds = spec.layers[group.start : group.stop]
         grain, keeps = self._grain if form.packed else self._long_grain, self._keeps
-        columns = form.columns if form.past else None
+        columns, adapters = form.columns if form.past else None, self._adapters
 
         def body(
             leaves: Sequence[Sequence[jax.Array]],
@@ -350,6 +356,10 @@ class PrefillPrograms:
             positions_T, segment_T, past_R = positions[0], segment[0], past[0]
             slot_R, kept_R, stop_R = (state[0, :, column] for column in range(3))
             rows_R = sampling[0] if form.samples else jnp.zeros((0,), jnp.int32)
+            shards = common
+            if adapters:
+                own_T = jnp.take(state[0, :, 3], segment_T, mode="clip")
+                shards = dataclasses.replace(common, adapters=AdapterRows(own_T, not form.packed))
             ours = (positions_T, segment_T, table[0], past_R, continuing[0], rows_R)
             attention = ChunkAttention(RankChunk(*ours, columns, form.packed), *sizes, shards)
             begun_R = past_R[: slot_R.shape[0]]

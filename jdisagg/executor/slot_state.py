@@ -28,14 +28,16 @@ _FLOATS = 6
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Column layout of `ints` and `floats`, for page tables of `table_columns` entries."""
+    """Column layout of `ints` and `floats`, for page tables of `table_columns` entries. With
+    `adapters` the last column of `ints` is the row's adapter slot."""
 
     table_columns: int
     vocabulary: int
+    adapters: bool = False
 
     @property
     def ints(self) -> int:
-        return _TABLE + self.table_columns + STOP_COLUMNS + MAX_LOGIT_BIAS
+        return self._bias_columns.stop + self.adapters
 
     @property
     def floats(self) -> int:
@@ -75,6 +77,15 @@ class RowFormat:
         for column, (token_id, bias) in enumerate(params.logit_bias):
             ints[biases.start + column] = token_id
             floats[_FLOATS + column] = bias
+
+    def pack_adapter(self, ints: np.ndarray, slot: int) -> None:
+        """Sets the adapter slot in a slot's row."""
+        if self.adapters:
+            ints[-1] = slot
+
+    def adapter(self, ints_BI: jax.Array) -> jax.Array:
+        """Returns the adapter slot of each row. Only for a mesh with adapter slots."""
+        return ints_BI[:, -1]
 
     def pack_pages(self, ints: np.ndarray, pages: Iterable[int], limit: int) -> None:
         """Updates the page table and the position limit in a slot's row."""
@@ -142,7 +153,7 @@ class RowFormat:
 
     @property
     def _bias_columns(self) -> slice:
-        return slice(self._stop_columns.stop, self.ints)
+        return slice(self._stop_columns.stop, self._stop_columns.stop + MAX_LOGIT_BIAS)
 
 
 class BatchRows(NamedTuple):

@@ -36,6 +36,8 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
         ]
         if limits.snapshots_per_rank and not role.decode:
             steps += [executor.blocks.warm_copy]
+    if limits.adapters:
+        steps += [executor.adapters.warm_up]
     if role.decode:
         sizes = [(size, variant) for size in limits.batch_buckets for variant in executor.variants]
         steps += [

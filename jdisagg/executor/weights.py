@@ -4,8 +4,9 @@ which is merged into a module again when the program is traced.
 A part is one layer, or the rest of the model outside the layers (stem). Layers of the same form
 have equal `structure`, so that they can share a compiled program. No weight is copied."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +14,36 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jdisagg.layout.axes import MESH_AXES, TP_AXES, Layout
-from jdisagg.model_api import Model, Shards
+from jdisagg.model_api import AdapterSize, Model, ModulePath, Shards
 from jdisagg.ops.parameters import param_specs
 
 
-@dataclass(frozen=True)
+class StackPlace(NamedTuple):
+    """One stack of adapter factors among the leaves of a part.
+
+    Attributes:
+        leaf: Index of the leaf.
+        module: Path of the adapter's module in the part.
+        factor: "a" or "b".
+        slot_axis: Dimension of the slots.
+    """
+
+    leaf: int
+    module: ModulePath
+    factor: str
+    slot_axis: int
+
+
+@dataclass
 class Part:
     """One module of the model: its arrays, their PartitionSpecs, and the module's structure without
-    arrays."""
+    arrays. `stacks` are the leaves that hold adapters. Only these leaves change."""
 
     leaves: tuple[jax.Array, ...]
     specs: tuple[PartitionSpec, ...]
     graphdef: object
     treedef: object
+    stacks: tuple[StackPlace, ...] = ()
 
     @property
     def structure(self) -> tuple[object, ...]:
@@ -38,6 +56,11 @@ class Part:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))  # type: ignore[arg-type]
 
 
+Zeros = Callable[[tuple[int, ...], jnp.dtype, PartitionSpec], jax.Array]
+ADAPTER = "adapter"  # end of the names of modules with stacks (`Model.adapted_layers`)
+NO_ADAPTERS = AdapterSize()
+
+
 @dataclass(frozen=True)
 class Weights:
     """All parts of a model, and the `width` and `dtype` of the activations between its layers."""
@@ -48,14 +71,32 @@ class Weights:
     dtype: jnp.dtype
 
 
-def split_model(model: Model, layout: Layout) -> Weights:
-    """Splits a loaded model into its parts. The parts share the model's arrays."""
-    stem, layers = _part(model.stem, layout), tuple(_part(layer, layout) for layer in model.layers)
+def split_model(
+    model: Model, layout: Layout, adapters: AdapterSize = NO_ADAPTERS, zeros: Zeros | None = None
+) -> Weights:
+    """Splits a loaded model into its parts. The parts share the model's arrays.
+
+    Args:
+        adapters: Room for adapters.
+        zeros: Creates the stacks of the adapter slots, of shape, dtype and PartitionSpec. Unused
+            without slots.
+    """
+    stem, modules = _part(model.stem, layout), model.layers
     x = jax.eval_shape(
         lambda leaves, tokens: stem.merge(leaves).embed(tokens, Shards()),  # type: ignore[attr-defined]
         stem.leaves,
         jax.ShapeDtypeStruct((1,), jnp.int32),
     )
+    if adapters.slots:
+        assert zeros is not None
+        table = layout.axis_table()
+        modules = model.adapted_layers(
+            adapters,
+            lambda shape, axes: zeros(
+                shape, x.dtype, PartitionSpec(*(table[axis] or None for axis in axes))
+            ),
+        )
+    layers = tuple(_part(layer, layout) for layer in modules)
     return Weights(stem, layers, x.shape[-1], x.dtype)
 
 
@@ -63,7 +104,13 @@ def _part(module: object, layout: Layout) -> Part:
     assert isinstance(module, nnx.Module)
     graphdef, state = nnx.split(module)
     leaves, treedef = jax.tree.flatten(state)
-    return Part(tuple(leaves), param_specs(module, layout), graphdef, treedef)
+    paths = [tuple(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    stacks = [
+        StackPlace(leaf, path[:-1], path[-1], leaves[leaf].ndim - (2 if path[-1] == "a" else 3))
+        for leaf, path in enumerate(paths)
+        if len(path) > 1 and path[-2].endswith(ADAPTER)
+    ]
+    return Part(tuple(leaves), param_specs(module, layout), graphdef, treedef, tuple(stacks))
 
 
 def mesh_shards(mesh: Mesh, layout: Layout, platform: str) -> Shards:

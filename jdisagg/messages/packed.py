@@ -15,10 +15,10 @@ import msgspec
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError
 
 # Incremented whenever a message changes its bytes or its meaning.
-PROTOCOL = 29
+PROTOCOL = 30
 # The oldest version that this one works with. Becomes PROTOCOL with every change that is not only
 # added fields that an older process may ignore.
-OLDEST = 29
+OLDEST = 30
 
 T = TypeVar("T")
 

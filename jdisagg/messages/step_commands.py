@@ -61,6 +61,7 @@ class PrefillRow(Message, frozen=True):
         following: Prompt token after the last of `tokens`, or -1 at the prompt's end.
         snapshot, snapshot_at: Slot to which the row also writes its recurrent state after position
             `snapshot_at` - 1, a position of the row. 0 as `snapshot_at` writes no snapshot.
+        adapter: Slot of the sequence's adapter. 0 is the base model.
     """
 
     sequence: int
@@ -76,6 +77,7 @@ class PrefillRow(Message, frozen=True):
     following: int = -1
     snapshot: int = 0
     snapshot_at: int = 0
+    adapter: int = 0
 
 
 class PrefillChunk(Message, frozen=True):
@@ -208,7 +210,7 @@ class CopyPages(Message, frozen=True):
 class SlotAdmit(Message, frozen=True):
     """Puts a sequence into a decode slot. `limit` is the first position that must not be written:
     the end of its pages or of its allowed length. `state` is the slot of the sequence's recurrent
-    state."""
+    state, and `adapter` that of its adapter (0: the base model)."""
 
     sequence: int
     rank: int
@@ -219,6 +221,7 @@ class SlotAdmit(Message, frozen=True):
     pages: tuple[int, ...]
     sample: SampleSpec
     state: int = 0
+    adapter: int = 0
 
 
 class SlotGrow(Message, frozen=True):
@@ -305,9 +308,28 @@ class RemoveSaved(Message, frozen=True):
     everything: bool = False
 
 
+class ReadAdapter(Message, frozen=True):
+    """Reads the LoRA adapter in the folder `path` into device memory, without blocking the mesh.
+    The `DiskResult` has an error if the folder cannot be served, or if its content's hash is not
+    `digest`."""
+
+    step: int
+    digest: str
+    path: str
+
+
+class PutAdapter(Message, frozen=True):
+    """Writes the adapter `digest`, which a `ReadAdapter` has read, into an adapter slot. Slots
+    count from 1. No sequence may use the slot."""
+
+    step: int
+    digest: str
+    slot: int
+
+
 DiskCommand = FindSaved | SaveBlock | LoadBlock | RemoveSaved
 # Commands of which each process of an instance runs a part, with its own result.
-IN_PARTS = (PullBlock, FindSaved, SaveBlock, LoadBlock, RemoveSaved)
+IN_PARTS = (PullBlock, FindSaved, SaveBlock, LoadBlock, RemoveSaved, ReadAdapter)
 
 StepCommand = (
     PrefillChunk
@@ -324,6 +346,8 @@ StepCommand = (
     | SaveBlock
     | LoadBlock
     | RemoveSaved
+    | ReadAdapter
+    | PutAdapter
 )
 
 
@@ -391,10 +415,11 @@ class ExtractResult(Message, frozen=True):
 
 
 class DiskResult(Message, frozen=True):
-    """Result of a disk command. `skipped` is the number of files without a usable block, by reason.
-    `error` and the reasons are from a small fixed set (transfer/block_file.py). `ages` are the
-    seconds since the block of each of `names` was written. `bytes_moved` is the size of the file in
-    bytes."""
+    """Result of a disk command or of a `ReadAdapter`. `skipped` is the number of files without a
+    usable block, by reason. `error` and the reasons are from a small fixed set
+    (transfer/block_file.py), but the `error` of a `ReadAdapter` is a text for the client. `ages`
+    are the seconds since the block of each of `names` was written. `bytes_moved` is the size of the
+    file in bytes."""
 
     step: int
     error: str = ""

@@ -62,6 +62,8 @@ class WorkerStatus(Message, frozen=True):
             and was replaced by plain XLA.
         drafted_tokens, accepted_tokens: Number of draft tokens verified and accepted since the
             start (docs/speculation.md).
+        adapter_slots: Number of slots for LoRA adapters.
+        adapters: Digests of the loaded adapters.
     """
 
     name: str
@@ -94,3 +96,5 @@ class WorkerStatus(Message, frozen=True):
     kernels: tuple[str, ...] = ()
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    adapter_slots: int = 0
+    adapters: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.costs.speeds import Kind
 from jdisagg.dispatch.frontend import ChatTokenizer, Frontend, ModelInfo
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
+from jdisagg.dispatch.served_adapters import CheckAdapter, ServedAdapters
 from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster, devices_of
 from jdisagg.engine.fingerprint import model_fingerprint
@@ -56,6 +57,7 @@ class ModelSource:
         load: Function that loads the weights onto a mesh.
         relayout: Function that reshards loaded weights to another layout.
         grammars: Grammar compiler for the checkpoint's tokenizer. None if there is no tokenizer.
+        check_adapter: Function that checks the folder of a LoRA adapter.
     """
 
     directory: str
@@ -65,6 +67,7 @@ class ModelSource:
     load: LoadModel
     relayout: Relayout
     grammars: GrammarCompiler | None = None
+    check_adapter: CheckAdapter | None = None
 
 
 def prepare_runtime(
@@ -209,6 +212,8 @@ class Deployment:
                 tokenizer.chat_template, config.service.tool_parser, config.service.reasoning_parser
             ),
         )
+        self.frontend.adapters = ServedAdapters(model.check_adapter, self.cluster.path.status)
+        self.frontend.adapters.name_all(config.service.lora_modules)
         self._loading: asyncio.Task[None] | None = None
 
     async def start(self, *, at_once: bool = False) -> None:

@@ -17,6 +17,7 @@ from jdisagg.dispatch.roles.elastic_pools import ElasticPools
 from jdisagg.dispatch.roles.outcomes import OutcomeTap
 from jdisagg.dispatch.roles.role_switcher import RoleSwitcher
 from jdisagg.dispatch.router_events import NoRouterEvents, RouterEvents, RouterEventsList
+from jdisagg.dispatch.served_adapters import CheckAdapter, ServedAdapters
 from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.errors import UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
@@ -82,8 +83,10 @@ class Router:
         observer: Observer | None = None,
         decisions: DecisionLog | None = None,
         grammars: GrammarCompiler | None = None,
+        check_adapter: CheckAdapter | None = None,
     ) -> None:
         self._config = config
+        self._check_adapter = check_adapter
         self._grammars = grammars
         self._decisions = decisions
         self._clock = MonotonicClock()
@@ -138,6 +141,8 @@ class Router:
                 self._tokenizer.chat_template, service.tool_parser, service.reasoning_parser
             ),
         )
+        frontend.adapters = ServedAdapters(self._check_adapter, path.status)
+        frontend.adapters.name_all(service.lora_modules)
         tokens = read_tokens(service.cluster_token_file)
         server = GenerationServer(
             frontend,

@@ -30,6 +30,9 @@ _OF_KV_LINK = {
 }
 _OF_WORKERS = {
     "accepted_tokens": "Drafted tokens that the model accepted in speculative decoding.",
+    "adapter_evictions": "LoRA adapters that left their slot, because another one needed it.",
+    "adapter_load_bytes": "Bytes of LoRA adapters read into device memory.",
+    "adapter_loads": "LoRA adapters loaded into a slot.",
     "attempts_superseded": "Attempts that ended because the router began a newer one.",
     "blocks_pulled_again": "KV blocks transferred again after a failure or a wrong checksum.",
     "checksums_mismatched": "KV blocks that arrived damaged. They are transferred again.",

@@ -13,15 +13,17 @@ tp, where tokens are gathered over dp and results scattered back. Or whole exper
 tp, whose devices already have all tokens. Or the width of each expert is split over tp. Padding
 tokens are routed to no expert."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdisagg.model_api import Shards
+from jdisagg.model_api import AdapterRows, Shards
 from jdisagg.ops import grouped_products_gpu
 from jdisagg.ops.activations import ExpertGate, SquaredRelu
+from jdisagg.ops.adapters import ExpertFactors, Factors, add_adapters
 from jdisagg.ops.mlp import gated_expert
 from jdisagg.ops.optional_kernels import BLOCK_EXPERTS, usable
 from jdisagg.ops.quantized_weights import scaled_product, widened
@@ -51,6 +53,13 @@ class ExpertWeights(NamedTuple):
     gate_bias_EF: jax.Array | None = None
     up_bias_EF: jax.Array | None = None
     down_bias_ED: jax.Array | None = None
+
+
+class Adapted(NamedTuple):
+    """LoRA factors of the experts, and the adapter slot of each token or row."""
+
+    factors: ExpertFactors
+    slot_T: jax.Array
 
 
 class BlockPlan(NamedTuple):
@@ -118,10 +127,14 @@ def routed_experts(
     experts: int,
     valid_T: jax.Array | None = None,
     clamp: ExpertGate | None = None,
+    factors: ExpertFactors | None = None,
 ) -> jax.Array:
     """Returns the weighted sum of each token's experts: [T, D] in x's dtype, replicated over tp.
     `experts` is the total number of experts on all devices. `clamp` is the gate function; None
-    means silu."""
+    means silu. `factors` are the experts' adapters, if they have any."""
+    adapted = None
+    if factors is not None and shards.adapters is not None:
+        adapted = Adapted(factors, _slots(shards.adapters, x_TD.shape[0]))
     experts_TJ = routing.experts_TJ
     if valid_T is not None:
         experts_TJ = jnp.where(valid_T[:, None], experts_TJ, experts)
@@ -133,23 +146,31 @@ def routed_experts(
             lax.all_gather(part, gathered, axis=0, tiled=True)
             for part in (x_TD, experts_TJ, weights_TJ)
         )
+        if adapted is not None:
+            slot_T = lax.all_gather(adapted.slot_T, gathered, axis=0, tiled=True)
+            adapted = adapted._replace(slot_T=slot_T)
     first = lax.axis_index(shards.ep) * held if shards.ep else 0
     local_TJ = experts_TJ - first
     local_TJ = jnp.where((local_TJ >= 0) & (local_TJ < held), local_TJ, held)
     rows = block_rows(local_TJ.size, experts)
     match shards.platform:
-        case "gpu" if usable(BLOCK_EXPERTS):
+        case "gpu" if usable(BLOCK_EXPERTS) and adapted is None:
             y_TJD = gpu_products(x_TD, local_TJ, weights, shards.device_kind, clamp)
         case "gpu" | "tpu":
-            y_TJD = _ragged_products(x_TD, local_TJ, weights, rows, clamp)
+            y_TJD = _ragged_products(x_TD, local_TJ, weights, rows, clamp, adapted)
         case _:
-            y_TJD = block_products(x_TD, local_TJ, weights, rows, clamp)
+            y_TJD = block_products(x_TD, local_TJ, weights, rows, clamp, adapted)
     if weights.down_bias_ED is not None:
         y_TJD = y_TJD + _output_bias(weights.down_bias_ED, shards)[jnp.minimum(local_TJ, held - 1)]
     y_TD = _combine(y_TJD, local_TJ < held, weights_TJ, x_TD.dtype)
     if gathered:
         y_TD = lax.psum_scatter(y_TD, gathered, scatter_dimension=0, tiled=True)
     return lax.psum(y_TD, shards.tp) if shards.tp else y_TD
+
+
+def _slots(rows: AdapterRows, tokens: int) -> jax.Array:
+    """Returns the adapter slot of each token."""
+    return jnp.broadcast_to(rows.slot_T[:1], (tokens,)) if rows.alike else rows.slot_T
 
 
 def _output_bias(bias_ED: jax.Array, shards: Shards) -> jax.Array:
@@ -171,22 +192,34 @@ def _combine(
     return jnp.sum(weighted_TJD, axis=1).astype(dtype)
 
 
-def _expert(rows_RD: jax.Array, expert: ExpertWeights, clamp: ExpertGate | None) -> jax.Array:
-    """Applies one expert to rows, without the output's bias. The arrays in `expert` have no leading
-    expert dimension."""
+def _expert(
+    rows_RD: jax.Array,
+    expert: ExpertWeights,
+    clamp: ExpertGate | None,
+    adapted: Adapted | None = None,
+) -> jax.Array:
+    """Applies one expert to rows, without the output's bias. The arrays in `expert`, and the
+    factors in `adapted`, have no leading expert dimension."""
 
     def product(
-        x: jax.Array, kernel: jax.Array, scale: jax.Array | None, bias: jax.Array | None = None
+        x: jax.Array,
+        kernel: jax.Array,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+        factors: Factors | None,
     ) -> jax.Array:
         y = x @ kernel if scale is None else scaled_product(x, kernel, scale)
+        if factors is not None and adapted is not None:
+            y = add_adapters(y, x, factors, adapted.slot_T, jnp.matmul)
         return y if bias is None else y + bias[None, :]
 
     gate, up, down, gate_scale, up_scale, down_scale, gate_bias, up_bias, _ = expert
-    gate_RF = up_RF = product(rows_RD, up, up_scale, up_bias)
+    of_gate, of_up, of_down = adapted.factors if adapted else (None, None, None)
+    gate_RF = up_RF = product(rows_RD, up, up_scale, up_bias, of_up)
     if not isinstance(clamp, SquaredRelu):
-        gate_RF = product(rows_RD, gate, gate_scale, gate_bias)
+        gate_RF = product(rows_RD, gate, gate_scale, gate_bias, of_gate)
     hidden_RF = gated_expert(gate_RF, up_RF, clamp)
-    return product(hidden_RF, down, down_scale)
+    return product(hidden_RF, down, down_scale, None, of_down)
 
 
 def _token_rows(
@@ -209,6 +242,7 @@ def block_products(
     weights: ExpertWeights,
     rows: int,
     clamp: ExpertGate | None = None,
+    adapted: Adapted | None = None,
 ) -> jax.Array:
     """Applies each pair's expert to its token, without the output's bias: [T, J, D]. Entries whose
     expert is on another device are undefined."""
@@ -218,11 +252,14 @@ def block_products(
 
     def one_block(block: jax.Array, out_PD: jax.Array) -> jax.Array:
         expert, start = plan.expert_B[block], plan.start_B[block]
-        rows_RD = x_TD[lax.dynamic_slice(token_P, (start,), (rows,))]
-        own = jax.tree.map(
-            lambda part: lax.dynamic_index_in_dim(part, expert, keepdims=False), weights
+        token_R = lax.dynamic_slice(token_P, (start,), (rows,))
+        rows_RD = x_TD[token_R]
+        own, factors = jax.tree.map(
+            lambda part: lax.dynamic_index_in_dim(part, expert, keepdims=False),
+            (weights, adapted and adapted.factors),
         )
-        y_RD = _expert(rows_RD, own, clamp)
+        of_rows = Adapted(factors, adapted.slot_T[token_R]) if adapted else None
+        y_RD = _expert(rows_RD, own, clamp, of_rows)
         return lax.dynamic_update_slice(out_PD, y_RD, (start, 0))
 
     out_PD = lax.fori_loop(
@@ -280,15 +317,21 @@ def _ragged_products(
     weights: ExpertWeights,
     rows: int,
     clamp: ExpertGate | None = None,
+    adapted: Adapted | None = None,
 ) -> jax.Array:
     """Computes `block_products` by `lax.ragged_dot`, for platforms where it is grouped."""
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, 0)
     sizes_E, rows_PD = _sizes(local_TJ, held), x_TD[token_P]
+    slot_P = None if adapted is None else adapted.slot_T[token_P]
 
     def product(
-        x: jax.Array, kernel: jax.Array, scale: jax.Array | None, bias: jax.Array | None = None
+        x: jax.Array,
+        kernel: jax.Array,
+        scale: jax.Array | None,
+        bias: jax.Array | None,
+        factors: Factors | None,
     ) -> jax.Array:
         scale_P, bias_P = (_of_pairs(part, local_TJ, plan) for part in (scale, bias))
         if scale_P is None:
@@ -298,11 +341,16 @@ def _ragged_products(
                 x, widened(kernel, x.dtype), sizes_E, preferred_element_type=jnp.float32
             )
             y = (sums * scale_P).astype(x.dtype)
+        if factors is not None and slot_P is not None:
+            grouped = partial(lax.ragged_dot, group_sizes=sizes_E)
+            y = add_adapters(y, x, factors, slot_P, grouped)
         return y if bias_P is None else y + bias_P
 
     gate, up, down, gate_scale, up_scale, down_scale, gate_bias, up_bias, _ = weights
-    gate_PF = up_PF = product(rows_PD, up, up_scale, up_bias)
+    of_gate, of_up, of_down = adapted.factors if adapted else (None, None, None)
+    gate_PF = up_PF = product(rows_PD, up, up_scale, up_bias, of_up)
     if not isinstance(clamp, SquaredRelu):
-        gate_PF = product(rows_PD, gate, gate_scale, gate_bias)
+        gate_PF = product(rows_PD, gate, gate_scale, gate_bias, of_gate)
     hidden_PF = gated_expert(gate_PF, up_PF, clamp)
-    return product(hidden_PF, down, down_scale)[place_P].reshape(*local_TJ.shape, -1)
+    out_PD = product(hidden_PF, down, down_scale, None, of_down)
+    return out_PD[place_P].reshape(*local_TJ.shape, -1)

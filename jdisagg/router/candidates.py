@@ -94,7 +94,7 @@ def usable(
 ) -> Candidates:
     """Returns the workers of one side that may be chosen, with their penalties."""
     rows, table = side.rows, side.table or state.table.take(side.span)
-    all_well = not (side.draining or query.avoid) and now >= state.barred_until
+    all_well = not (side.draining or query.avoid or query.loads) and now >= state.barred_until
     if all_well and not state.silent_for(now, min(policy.suspect_seconds, policy.gone_seconds)):
         return Candidates(side, rows, table, side.zeros)
     silent = now - table["heard_at"]
@@ -113,6 +113,10 @@ def usable(
         row = state.row(name)
         if row is not None:
             against[rows == row] += FAILED
+    for name, seconds in query.loads.items():
+        row = state.row(name)
+        if row is not None:
+            against[rows == row] += seconds
     return Candidates(side, rows, table, against)
 
 

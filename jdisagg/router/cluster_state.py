@@ -72,6 +72,8 @@ DESCRIBED = ("speed", *PARTS)
 HEARD_AT = COLUMNS["heard_at"]
 # Values that rarely change, and values that change with each status.
 FORM = slice(COLUMNS["decodes"], COLUMNS["chunk_tokens"] + 1)
+# Reading and placing an adapter of some 100 MB; and a price that no other term reaches.
+ADAPTER_SECONDS, NO_SLOTS_SECONDS = 0.5, 1e5
 FARES = slice(COLUMNS["running"], COLUMNS["loading_seconds"] + 1)
 
 Flags = npt.NDArray[np.bool_]
@@ -247,6 +249,15 @@ class ClusterState:
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """Returns the last status of each worker."""
         return tuple(self._statuses[name] for name in self._names)
+
+    def adapter_loads(self, digest: str) -> dict[str, float]:
+        """Returns the seconds that each worker without this adapter needs to load it. A worker
+        without adapter slots is chosen only if there is no other."""
+        return {
+            name: ADAPTER_SECONDS if status.adapter_slots else NO_SLOTS_SECONDS
+            for name, status in self._statuses.items()
+            if digest not in status.adapters
+        }
 
     def description(self, name: str) -> Description:
         return self._descriptions.get(name, Description())

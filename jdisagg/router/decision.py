@@ -61,6 +61,8 @@ class PlacementQuery:
             chosen only if there is no other way to serve the request.
         coming: Number of prompt tokens that each worker is computing for earlier prompts. These
             tokens will be cached when the worker reaches this prompt.
+        loads: Seconds that each worker needs to load the request's adapter. Workers that have the
+            adapter are left out.
     """
 
     work: Work
@@ -76,6 +78,7 @@ class PlacementQuery:
     corrections: Corrections = NO_CORRECTIONS
     broken: frozenset[tuple[str, str]] = frozenset()
     coming: Mapping[str, int] = field(default_factory=dict)
+    loads: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,11 +69,12 @@ def record_of(
         workers.append(
             {"name": name, "place": description.place, "kind": kind, "numbers": state.numbers(name)}
         )
-    cached, coming = (
-        {name: tokens[name] for name in names if name in tokens}
-        for tokens in (query.cached, query.coming)
+    cached, coming, loads = (
+        {name: of_worker[name] for name in names if name in of_worker}
+        for of_worker in (query.cached, query.coming, query.loads)
     )
-    asked = dataclasses.asdict(dataclasses.replace(query, cached=cached, coming=coming)) | {
+    few = dataclasses.replace(query, cached=cached, coming=coming, loads=loads)  # type: ignore[arg-type]
+    asked = dataclasses.asdict(few) | {
         "avoid": sorted(query.avoid & mattered),
         "broken": sorted(pair for pair in query.broken if mattered.issuperset(pair)),
     }

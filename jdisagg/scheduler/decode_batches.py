@@ -397,6 +397,7 @@ class DecodeBatches:
             pages=pages,
             sample=child.sample_spec(),
             state=self._state.states.slot(child.rank, child.key),
+            adapter=self._state.adapters.slot_of(child.group.request),
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jdisagg.request import FinishReason, Identity
+from jdisagg.scheduler.adapter_table import AdapterTable
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
@@ -35,12 +36,18 @@ class DecodeState:
 
     Args:
         names: Computes the names of cached blocks; None disables the prefix cache.
+        adapters: Table of the mesh's adapter slots. None makes one of its own.
 
     Attributes:
         news: Progress of sequences that the worker has not reported to callers yet.
     """
 
-    def __init__(self, limits: MeshLimits, names: BlockNames | None = None) -> None:
+    def __init__(
+        self,
+        limits: MeshLimits,
+        names: BlockNames | None = None,
+        adapters: AdapterTable | None = None,
+    ) -> None:
         self.limits = limits
         self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]
         self.states = StateSlots(limits)
@@ -64,6 +71,7 @@ class DecodeState:
         self.give_way: Callable[[int], bool] = lambda rank: False
         # swaps out a sequence whose pages are needed; returns False if recomputing is better
         self.spill: Callable[[Sequence], bool] = lambda child: False
+        self.adapters = adapters or AdapterTable(limits.adapters)
         self.rank_bound = False  # whether swapped-out KV can be restored only to its rank
         self._last_key = 0
 
@@ -92,6 +100,7 @@ class DecodeState:
             state=self.states.slot(rank, group.key),
             prompt_logprobs=wanted_of_prompt(group.request, tuple(group.children[0].generated)),
             snapshots=self.residency.wanted_snapshots(rank, group.chain, len(known), cached),
+            adapter=self.adapters.slot_of(group.request),
         )
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:

@@ -50,6 +50,9 @@ class MeshLimits:
         append_buckets: Numbers of tokens of the prefill chunks that a decode mesh computes itself,
             ascending; empty if it computes none. If set, `chunk_buckets` are the sizes of the
             chunks on prefill meshes.
+        adapters: Number of slots for LoRA adapters.
+        adapter_rank: Largest rank of an adapter.
+        adapter_experts: Whether adapters may change routed experts.
     """
 
     ranks: int
@@ -79,6 +82,9 @@ class MeshLimits:
     speculates: bool = False
     snapshots_per_rank: int = 0
     snapshot_tokens: int = 0
+    adapters: int = 0
+    adapter_rank: int = 0
+    adapter_experts: bool = False
 
     @property
     def longest_run(self) -> int:

@@ -34,6 +34,7 @@ class PrefillJob:
         prompt_logprobs: Number of log-probabilities to return for each prompt token, or None. If
             set, no positions are cached.
         snapshots: Positions, ascending, at which snapshots of the state are wanted.
+        adapter: Slot of the sequence's adapter.
     """
 
     sequence: int
@@ -48,6 +49,7 @@ class PrefillJob:
     state: int = 0
     prompt_logprobs: int | None = None
     snapshots: tuple[int, ...] = ()
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         self.issued_tokens = max(self.issued_tokens, self.cached_tokens)
@@ -218,6 +220,7 @@ class PrefillBatches:
             samples=job.samples if not job.left_tokens else (),
             offers=tuple(self._offers(offset, tokens, start, job.offers_from)),
             state=job.state,
+            adapter=job.adapter,
         )
         for at in job.snapshots:
             slot = None

@@ -2,7 +2,8 @@
 
 The block length is the least common multiple of the cluster's block size and the page size. A
 block's name is a keyed 32-byte hash of its tokens and the preceding block's name (`BlockNames`);
-the first block uses a hash of the namespace instead. So a name identifies the block and all tokens
+the first block uses a hash of the namespace instead, which includes the content of the request's
+adapter. So a name identifies the block and all tokens
 before it, and blocks of two namespaces never have the same name. With a shorter hash, or without a
 key, a client could construct collisions.
 
@@ -111,7 +112,8 @@ class BlockNames:
         return root.digest()
 
     def _root(self, request: Request) -> bytes:
-        return self.digest(b"jdisagg kv", request.tenant, request.cache_scope)
+        adapter = () if request.adapter is None else (request.adapter.digest,)
+        return self.digest(b"jdisagg kv", request.tenant, request.cache_scope, *adapter)
 
 
 class ResidencyTree:

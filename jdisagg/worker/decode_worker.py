@@ -40,7 +40,7 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.request import FinishReason
+from jdisagg.request import FinishReason, Request
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
@@ -91,7 +91,7 @@ class DecodeWorker(MeshWorker):
         super().__init__(context, executor, config, limits, lease_seconds)
         self._mode = mode
         self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
-        self._state = DecodeState(executor.limits, context.names)
+        self._state = DecodeState(executor.limits, context.names, self._adapters.table)
         self._state.rank_bound = context.tiers.rank_bound
         self._reservations = Reservations(
             self._state,
@@ -208,6 +208,7 @@ class DecodeWorker(MeshWorker):
             if (stream := self._streams.get(progress.group_key)) is not None:
                 stream.put(progress)
             if progress.group_key not in self._state.groups:
+                self._adapters.poke()
                 self._incoming.forget(progress.group_key, "the receiver gave the sequence up")
                 self._migration.abort(progress.group_key, "the sequence has ended")
                 self._prefills.forget(progress.group_key)
@@ -290,12 +291,13 @@ class DecodeWorker(MeshWorker):
     # ---- reservations
 
     async def reserve(self, call: ReserveCall) -> Reservation:
-        await self._compiled(call.request, call.deadline_seconds)
         arrival = self._clock.now() - call.age_seconds
-        self._take(call)
-        ticket, granted = await self._enqueue(call, arrival)
-        self._settle()
-        group = await self._requests.wait(ticket, granted, call.deadline_seconds)
+        await self._compiled(call.request, call.deadline_seconds)
+        async with self._adapters.held(call.request, call.deadline_seconds):
+            self._take(call)
+            ticket, granted = await self._enqueue(call, arrival)
+            self._settle()
+            group = await self._requests.wait(ticket, granted, call.deadline_seconds)
         tokens = group.prompt_tokens + len(call.children[0].accepted)
         self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
         try:
@@ -496,6 +498,9 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     # ---- the worker
+
+    def _requests_running(self) -> list[Request]:
+        return [group.request for group in self._state.groups.values()]
 
     @property
     def _kept(self) -> Residency:

@@ -37,6 +37,7 @@ from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
 from jdisagg.telemetry import Counters
+from jdisagg.worker.adapter_loads import AdapterLoads
 from jdisagg.worker.background import SideCalls
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.host_tier import HostTier
@@ -123,6 +124,13 @@ class MeshWorker(ABC):
         self._outgoing = OutgoingKv(
             self._hello, self._loop, context.clock, limits, self.counters, ended=self._sent
         )
+        self._adapters = AdapterLoads(
+            context.name,
+            executor.limits.adapters,
+            self._loop,
+            self.counters,
+            self._requests_running,
+        )
         self._attempts = Attempts()
         self._grammars: GrammarCompiler | None = None
         self._sweep_seconds = min(shortest_lease_seconds / 4, limits.timeouts.handoff.sweep_seconds)
@@ -148,6 +156,7 @@ class MeshWorker(ABC):
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
         self._sources.stop()
+        self._adapters.stop()
         await self._loop.stop()
         await self._calls.stop()
 
@@ -187,6 +196,8 @@ class MeshWorker(ABC):
             times=context.times(),
             links=self._links(),
             kernels=context.kernels,
+            adapter_slots=self._mesh.adapters,
+            adapters=self._adapters.table.loaded,
         )
 
     @property
@@ -239,6 +250,10 @@ class MeshWorker(ABC):
     @abstractmethod
     def _status(self) -> WorkerStatus:
         """Returns the status without the fields that are the same for both kinds of workers."""
+
+    @abstractmethod
+    def _requests_running(self) -> list[Request]:
+        """Returns the requests whose sequences have pages, or wait for them."""
 
     @abstractmethod
     def _busy(self) -> bool:

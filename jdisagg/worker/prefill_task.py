@@ -92,7 +92,7 @@ class PrefillTask:
         return self.call.request.prompt_token_ids + self.call.children[0].accepted
 
     def job(
-        self, pages: tuple[int, ...], state: int, snapshots: tuple[int, ...] = ()
+        self, pages: tuple[int, ...], state: int, snapshots: tuple[int, ...], adapter: int
     ) -> PrefillJob:
         request, children = self.call.request, self.call.children
         return PrefillJob(
@@ -107,6 +107,7 @@ class PrefillTask:
             state=state,
             prompt_logprobs=self.of_prompt,
             snapshots=snapshots,
+            adapter=adapter,
         )
 
     def end(self, offers: int) -> HandoffEnd:

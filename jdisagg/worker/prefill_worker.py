@@ -53,6 +53,7 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
+from jdisagg.request import Request
 from jdisagg.scheduler.backlog import Backlog
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import MOST_WRITING
@@ -220,7 +221,8 @@ class PrefillWorker(MeshWorker):
             if cached:
                 self._continue_from(kept, rank, task.chain, cached, slot)
             wanted = kept.wanted_snapshots(rank, task.chain, task.prompt.tokens, cached)
-            self._batches.add(task.job(pages, slot, wanted))
+            adapter = self._adapters.table.slot_of(task.call.request)
+            self._batches.add(task.job(pages, slot, wanted, adapter))
 
     def _going_to(self, destinations: frozenset[str]) -> set[int]:
         return {
@@ -280,9 +282,10 @@ class PrefillWorker(MeshWorker):
 
     async def prefill(self, call: PrefillCall) -> PrefillReply:
         await self._compiled(call.request, call.deadline_seconds)
-        self._check(call)
-        task = self._new_task(call, self._clock.now())
-        self._tasks[task.prompt.key] = task
+        async with self._adapters.held(call.request, call.deadline_seconds):
+            self._check(call)
+            task = self._new_task(call, self._clock.now())
+            self._tasks[task.prompt.key] = task
         self._outgoing.open(task.handoff)
         self._shared.begin(task.prompt.key, task.prompt.order, task.chain)
         self._seek(task)
@@ -488,8 +491,12 @@ class PrefillWorker(MeshWorker):
         if error is not None:
             task.fail(error)
         self._seek_again(waited, ended=True)
+        self._adapters.poke()
         self._look()  # the freed pages may admit other prompts
         self._quiet.set()
+
+    def _requests_running(self) -> list[Request]:
+        return [task.call.request for task in self._tasks.values()]
 
     def _forget_extracts(self, task: PrefillTask) -> None:
         for offer_id in task.extracting:

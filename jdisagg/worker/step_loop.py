@@ -16,13 +16,14 @@ from jdisagg.messages.step_commands import (
     DiskCommand,
     ExtractBlock,
     PullBlock,
+    ReadAdapter,
     StepCommand,
     StepResult,
 )
 from jdisagg.scheduler.executor import Executor
 
 DEPTH = 2
-_IN_BACKGROUND = frozenset((PullBlock, *get_args(DiskCommand)))
+_IN_BACKGROUND = frozenset((PullBlock, ReadAdapter, *get_args(DiskCommand)))
 
 _log = logging.getLogger(__name__)
 

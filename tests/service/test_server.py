@@ -57,6 +57,9 @@ async def test_reflection_describes_the_service(door: HttpDoor) -> None:
         "ResetCache",
         "Suspend",
         "Resume",
+        "LoadAdapter",
+        "UnloadAdapter",
+        "ListAdapters",
     ]
 
 

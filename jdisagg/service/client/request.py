@@ -36,6 +36,7 @@ class GenerateOptions(SamplingOptions, total=False):
         tools, tool_choice, parallel_tool_calls: Functions that the model may call.
         request_id, deadline_seconds, tenant, cache_salt, priority: Identity and limits of the
             request.
+        model: Name of the model or of one of its adapters.
     """
 
     token_ids: Sequence[int] | None
@@ -50,6 +51,7 @@ class GenerateOptions(SamplingOptions, total=False):
     tenant: str | None
     cache_salt: str | None
     priority: int | None
+    model: str | None
 
 
 _REQUEST_OPTIONS = frozenset(GenerateOptions.__annotations__) - frozenset(
@@ -74,6 +76,7 @@ def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
         tenant=_text("tenant", options.get("tenant") or ""),
         priority=options.get("priority") or 0,
         cache_salt=_text("cache_salt", options.get("cache_salt") or ""),
+        model=_text("model", options.get("model") or ""),
     )
 
 

@@ -74,6 +74,21 @@ class GenerationServiceStub:
                 request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/jdisagg.v1.GenerationService/LoadAdapter',
+                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/jdisagg.v1.GenerationService/UnloadAdapter',
+                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/jdisagg.v1.GenerationService/ListAdapters',
+                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -132,6 +147,26 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Offers a LoRA adapter under a name, which requests then give as `model`. Refused if the token belongs to a tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Removes an adapter's name. Running requests end with their adapter. Refused if the token belongs to a tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -174,6 +209,21 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResumeRequest.FromString,
                     response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResumeResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -392,6 +442,87 @@ class GenerationService:
             '/jdisagg.v1.GenerationService/Resume',
             jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResumeRequest.SerializeToString,
             jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jdisagg.v1.GenerationService/LoadAdapter',
+            jdisagg_dot_service_dot_grpc_dot_generation__pb2.LoadAdapterRequest.SerializeToString,
+            jdisagg_dot_service_dot_grpc_dot_generation__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jdisagg.v1.GenerationService/UnloadAdapter',
+            jdisagg_dot_service_dot_grpc_dot_generation__pb2.UnloadAdapterRequest.SerializeToString,
+            jdisagg_dot_service_dot_grpc_dot_generation__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jdisagg.v1.GenerationService/ListAdapters',
+            jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersRequest.SerializeToString,
+            jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,6 +12,7 @@ import grpc.aio
 from jdisagg.dispatch.frontend import Frontend, chat_of
 from jdisagg.errors import DeadlineExceededError
 from jdisagg.observe.request_log import RequestLog, RequestRecord
+from jdisagg.request import Adapter
 from jdisagg.service.bearer import Tokens
 from jdisagg.service.calls import read_in_time
 from jdisagg.service.grpc import generation_pb2 as pb
@@ -65,6 +66,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             resumption=asked.resumption,
             life=asked.life,
             cache_salt=asked.cache_salt,
+            model=asked.model,
             **asked.options,
         )
         record.built(built)
@@ -124,6 +126,29 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.ResumeResponse:
         await self._frontend.resume(request.request_id, request.tenant)
         return pb.ResumeResponse()
+
+    async def LoadAdapter(
+        self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.LoadAdapterResponse:
+        adapters, model = self._frontend.adapters, self._frontend.model.name
+        loaded = await adapters.load(request.name, request.path, model, request.replace)
+        return pb.LoadAdapterResponse(adapter=_adapter_to_proto(loaded))
+
+    async def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.UnloadAdapterResponse:
+        self._frontend.adapters.unload(request.name)
+        return pb.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: pb.ListAdaptersRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListAdaptersResponse:
+        listed = map(_adapter_to_proto, self._frontend.adapters.listed)
+        return pb.ListAdaptersResponse(adapters=listed)
+
+
+def _adapter_to_proto(adapter: Adapter) -> pb.Adapter:
+    return pb.Adapter(name=adapter.name, path=adapter.path, digest=adapter.digest)
 
 
 def _deadline(asked_seconds: float | None, call_seconds: float | None) -> float | None:

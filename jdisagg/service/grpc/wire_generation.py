@@ -78,6 +78,7 @@ class ClientRequest:
     resumption: Resumption | None = None
     life: int = 0
     cache_salt: str = ""
+    model: str = ""
 
 
 _SCALARS = (
@@ -127,6 +128,7 @@ def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
         accepted=_accepted_to_proto(request.resumption) if request.resumption is not None else None,
         life=request.life,
         cache_salt=request.cache_salt,
+        model=request.model,
     )
 
 
@@ -150,6 +152,7 @@ def client_request_from_proto(message: pb.GenerateRequest) -> ClientRequest:
         resumption=_resumption_from_proto(message),
         life=message.life,
         cache_salt=message.cache_salt,
+        model=message.model,
     )
 
 

@@ -96,7 +96,7 @@ class HttpGeneration:
             sampling["seed"] = None  # drawn anew for every request
         shown = {
             "object": "chat.completion.render",
-            "model": self._frontend.model.name,
+            "model": asked.model or self._frontend.model.name,
             "prompt": text,
             "prompt_token_ids": built.prompt_token_ids,
             "max_model_len": self._frontend.model.context_tokens,
@@ -129,7 +129,7 @@ class HttpGeneration:
                 heading = Heading(
                     prefix + request_id,
                     int(time.time()),
-                    model.name,
+                    asked.model or model.name,
                     model.version or None,
                     asked.told,
                     asked.keep,
@@ -181,6 +181,7 @@ class HttpGeneration:
             tenant=asked.tenant,
             priority=asked.priority,
             cache_salt=asked.cache_salt,
+            model=asked.model,
             within_context=asked.within_context,
             resumption=asked.resumed and asked.resumed.resumption,
             life=asked.resumed.life if asked.resumed else 0,
@@ -364,12 +365,15 @@ def _sum(runs: Sequence[_Run]) -> Usage:
 
 
 def check_model(name: str, frontend: Frontend) -> None:
-    if name not in ("", frontend.model.name):
-        raise HttpRefusal(
-            f"model must be {frontend.model.name!r}, the served model, got {name[:80]!r}",
-            404,
-            "model_not_found",
-        )
+    """Raises HttpRefusal unless `name` is the served model, one of its adapters, or empty."""
+    if name in ("", frontend.model.name) or name in frontend.adapters:
+        return
+    also = " or one of its adapters (/v1/models)" if frontend.adapters.listed else ""
+    raise HttpRefusal(
+        f"model must be {frontend.model.name!r}, the served model,{also} got {name[:80]!r}",
+        404,
+        "model_not_found",
+    )
 
 
 def _request_id(exchange: Exchange) -> str:

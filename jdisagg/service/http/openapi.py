@@ -117,6 +117,7 @@ _TOKENIZE = {
     **_TOOLS,
     **_fields(string="model", prompt="prompt", boolean="return_token_strs"),
 }
+_LOAD_ADAPTER = _fields(string="lora_name lora_path", boolean="load_inplace")
 _DETOKENIZE = _fields(string="model", integers="tokens", boolean="skip_special_tokens")
 # Path and method: what the endpoint does, the fields of its request, and the required ones.
 _PATHS: dict[str, dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]]] = {
@@ -141,8 +142,14 @@ _PATHS: dict[str, dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]]] = {
     "/v1/messages/count_tokens": {
         "post": ("Counts the input tokens of a message.", _MESSAGE, ("messages",))
     },
-    "/v1/models": {"get": ("Lists the served model.", {}, ())},
-    "/v1/models/{name}": {"get": ("Describes the served model.", {}, ())},
+    "/v1/models": {"get": ("Lists the served model and its adapters.", {}, ())},
+    "/v1/models/{name}": {"get": ("Describes the served model or an adapter.", {}, ())},
+    "/v1/load_lora_adapter": {
+        "post": ("Offers a LoRA adapter.", _LOAD_ADAPTER, ("lora_name", "lora_path"))
+    },
+    "/v1/unload_lora_adapter": {
+        "post": ("Removes a LoRA adapter.", {"lora_name": "string"}, ("lora_name",))
+    },
     "/v1/embeddings": {
         "post": ("Is refused: no embedding model is served.", {"model": "string"}, ())
     },

@@ -13,6 +13,7 @@ from jdisagg import __version__
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.observe.request_log import RequestLog
+from jdisagg.request import Adapter
 from jdisagg.service.http.chat import chat_prompt
 from jdisagg.service.http.errors import MESSAGE_ERRORS, HttpRefusal
 from jdisagg.service.http.exchange import Exchange, Receive, Scope, Send
@@ -99,6 +100,8 @@ class HttpRoutes:
             "/v1/responses/input_tokens": Endpoint(guard, "POST", self._input_tokens),
             "/v1/models": Endpoint(guard, "GET", self._models),
             "/v1/models/{name:path}": Endpoint(guard, "GET", self._model),
+            "/v1/load_lora_adapter": Endpoint(guard, "POST", self._load_adapter),
+            "/v1/unload_lora_adapter": Endpoint(guard, "POST", self._unload_adapter),
             "/tokenize": Endpoint(guard, "POST", self._tokenize),
             "/detokenize": Endpoint(guard, "POST", self._detokenize),
             "/metrics": Endpoint(guard, "GET", self._metrics),
@@ -115,26 +118,48 @@ class HttpRoutes:
         return _Router(routes, redirect_slashes=False, default=unknown)
 
     async def _models(self, exchange: Exchange) -> None:
-        card = self._card()
-        pages = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
-        await exchange.reply(_encode({"object": "list", "data": [card], **pages}))
+        cards = [self._card(), *(self._card(one) for one in self._frontend.adapters.listed)]
+        pages = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+        await exchange.reply(_encode({"object": "list", "data": cards, **pages}))
 
     async def _model(self, exchange: Exchange) -> None:
-        check_model(exchange.scope["path_params"]["name"], self._frontend)
-        await exchange.reply(_encode(self._card()))
+        name = exchange.scope["path_params"]["name"]
+        check_model(name, self._frontend)
+        adapter = self._frontend.adapters.find(name, self._frontend.model.name)
+        await exchange.reply(_encode(self._card(adapter)))
 
-    def _card(self) -> dict[str, object]:
+    async def _load_adapter(self, exchange: Exchange) -> None:
+        fields = Fields.of(await exchange.body(self._limit_bytes))
+        exchange.fields = fields.names
+        name, path = fields.given("lora_name", TEXT), fields.given("lora_path", TEXT)
+        replace = bool(fields.read("load_inplace", YES))
+        _note_ignored(exchange, fields)
+        model = self._frontend.model.name
+        adapter = await self._frontend.adapters.load(name, path, model, replace)
+        await exchange.reply(_encode(self._card(adapter)))
+
+    async def _unload_adapter(self, exchange: Exchange) -> None:
+        fields = Fields.of(await exchange.body(self._limit_bytes))
+        exchange.fields = fields.names
+        name = fields.given("lora_name", TEXT)
+        _note_ignored(exchange, fields)
+        self._frontend.adapters.unload(name)
+        await exchange.reply(_encode({"id": name, "object": "model", "deleted": True}))
+
+    def _card(self, adapter: Adapter | None = None) -> dict[str, object]:
+        """Returns the description of the model, or of one of its adapters."""
         model = self._frontend.model
+        name = model.name if adapter is None else adapter.name
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "type": "model",  # Anthropic's names begin here
-            "display_name": model.name,
+            "display_name": name,
             "created_at": datetime.fromtimestamp(self._since, UTC).isoformat(),
             "created": self._since,
             "owned_by": OWNER,
-            "root": model.name,
-            "parent": None,
+            "root": name if adapter is None else adapter.path,
+            "parent": None if adapter is None else model.name,
             "max_model_len": model.context_tokens,
         }
 

@@ -32,7 +32,7 @@ REFUSED: Refused = {
     "watermark": ((False, {}), "omit it"),
     "watermarking": ((False, {}), "omit it"),
     "stop_regex": (("", []), "send texts as stop"),
-    "lora_path": (("",), "serve the adapted model by itself"),
+    "lora_path": (("",), "load the adapter (/v1/load_lora_adapter) and give its name as model"),
     "session_params": (({},), "send the whole conversation; the prefix cache finds its KV"),
     "task": ((), "describe the task in a message"),
     "separate_reasoning": ((True,), "join reasoning_content and content yourself"),

@@ -43,7 +43,7 @@ async def test_every_described_field_is_read() -> None:
         checked = 0
         for path, methods in (await described(door))["paths"].items():
             body = methods.get("post", {}).get("requestBody")
-            if body is None or path == "/v1/embeddings":
+            if body is None or path == "/v1/embeddings" or path.endswith("lora_adapter"):
                 continue
             schema = body["content"]["application/json"]["schema"]
             fields = dict.fromkeys(schema["properties"]) | {

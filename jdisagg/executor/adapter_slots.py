@@ -1,0 +1,154 @@
+"""The LoRA adapter slots of one mesh: reads adapters into device memory and writes them into slots.
+
+A thread reads the files and puts each device's shards on the device, so that running steps go on.
+`PutAdapter` then writes one slot of every layer's stacks, between two steps. Stacks are leaves of
+the layers' parts (`executor/weights.py`), so that every program gets them with the weights. The
+slots' shapes are fixed, so that no program is compiled for an adapter."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdisagg.errors import InvalidRequestError, JdisaggError
+from jdisagg.executor.programs import Programs
+from jdisagg.executor.weights import Part, Weights
+from jdisagg.messages.step_commands import DiskResult, PutAdapter, ReadAdapter
+from jdisagg.model_api import AdapterContent, AdapterSize, Model
+from jdisagg.scheduler.executor import MeshLimits
+
+# One layer's new slot contents, in the order of `_Stack`s.
+_Staged = list[list[jax.Array]]
+
+
+@dataclass
+class AdapterReading:
+    """A `ReadAdapter` command in progress."""
+
+    step: int
+    done: "Future[_Staged]"
+    in_order: bool = False
+
+    def is_ready(self) -> bool:
+        return self.done.done()
+
+    def result(self) -> DiskResult:
+        try:
+            staged = self.done.result()
+            nbytes = sum(array.nbytes for layer in staged for array in layer)
+            return DiskResult(self.step, bytes_moved=nbytes)
+        except JdisaggError as error:
+            return DiskResult(self.step, error.message)
+        except OSError as error:
+            return DiskResult(self.step, f"adapter: {error}; check the folder on the worker's host")
+
+
+class AdapterSlots:
+    """The adapter slots of one mesh. Used by the dispatch thread; `read` returns at once."""
+
+    def __init__(
+        self, programs: Programs, weights: Weights, model: Model, limits: MeshLimits
+    ) -> None:
+        self._programs, self._weights, self._model = programs, weights, model
+        self._size = adapter_size(limits)
+        self._reads: dict[str, Future[_Staged]] = {}
+        self._thread = ThreadPoolExecutor(1, f"{programs.platform}-adapters")
+
+    def read(self, command: ReadAdapter) -> AdapterReading:
+        """Starts to read an adapter. Refuses content whose digest is not the command's."""
+        reading = self._reads[command.digest] = self._thread.submit(self._read, command)
+        return AdapterReading(command.step, reading)
+
+    def put(self, command: PutAdapter) -> None:
+        """Writes an adapter that was read into its slot. Waits for the read where commands are
+        replayed without waiting for results."""
+        staged = self._reads.pop(command.digest).result()
+        for part, new in zip(self._weights.layers, staged, strict=True):
+            self._put(part, new, command.slot)
+
+    def warm_up(self) -> None:
+        """Compiles the programs of `put`, by writing an adapter of zeros into the last slot."""
+        nothing = AdapterContent("", ({},) * len(self._weights.layers))
+        staged = self._stage(nothing)
+        for part, new in zip(self._weights.layers, staged, strict=True):
+            self._put(part, new, self._size.slots)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, command: ReadAdapter) -> _Staged:
+        content = self._model.read_adapter(Path(command.path), self._size)
+        if content.digest != command.digest:
+            raise changed_error(command.path, content.digest, command.digest)
+        return self._stage(content)
+
+    def _stage(self, content: AdapterContent) -> _Staged:
+        """Puts the contents of one slot on the mesh, padded to the slots' rank."""
+        return [
+            self._staged_layer(part, layer)
+            for part, layer in zip(self._weights.layers, content.layers, strict=True)
+        ]
+
+    def _staged_layer(self, part: Part, layer: Any) -> list[jax.Array]:
+        arrays = []
+        for place in part.stacks:
+            leaf, spec = part.leaves[place.leaf], part.specs[place.leaf]
+            axis = place.slot_axis
+            shape = leaf.shape[:axis] + leaf.shape[axis + 1 :]
+            dims = PartitionSpec(*spec[:axis], *spec[axis + 1 :])
+            found = layer.get(place.module)
+            host = np.zeros(shape, leaf.dtype)
+            if found is not None:
+                rows = found[0] if place.factor == "a" else found[1]
+                # Only the dimension of the rank is padded.
+                host[tuple(slice(0, size) for size in rows.shape)] = rows
+            sharding = NamedSharding(self._programs.mesh, dims)
+            arrays.append(jax.make_array_from_callback(shape, sharding, lambda at, h=host: h[at]))
+        return arrays
+
+    def _put(self, part: Part, new: Sequence[jax.Array], slot: int) -> None:
+        axes = tuple(place.slot_axis for place in part.stacks)
+        stacks = [part.leaves[place.leaf] for place in part.stacks]
+        number = self._programs.put(np.full((self._programs.mesh.shape["dp"],), slot - 1, np.int32))
+
+        def body(stacks: Any, new: Any, slot: jax.Array) -> Any:
+            return [
+                jax.lax.dynamic_update_slice_in_dim(
+                    stack, jnp.expand_dims(each, axis), slot[0], axis
+                )
+                for stack, each, axis in zip(stacks, new, axes, strict=True)
+            ]
+
+        specs = [part.specs[place.leaf] for place in part.stacks]
+        own = [
+            PartitionSpec(*spec[: place.slot_axis], *spec[place.slot_axis + 1 :])
+            for place, spec in zip(part.stacks, specs, strict=True)
+        ]
+        build = lambda: self._programs.compile(  # noqa: E731
+            body, (stacks, list(new), number), (specs, own, PartitionSpec("dp")), specs, donate=(0,)
+        )
+        key = "adapter", tuple((stack.shape, str(stack.dtype)) for stack in stacks), tuple(specs)
+        out = self._programs.get(key, build)(stacks, list(new), number)
+        leaves = list(part.leaves)
+        for place, stack in zip(part.stacks, out, strict=True):
+            leaves[place.leaf] = stack
+        part.leaves = tuple(leaves)
+
+
+def adapter_size(limits: MeshLimits) -> AdapterSize:
+    """Returns the room for adapters on a mesh."""
+    return AdapterSize(limits.adapters, limits.adapter_rank, limits.adapter_experts)
+
+
+def changed_error(path: str, found: str, wanted: str) -> JdisaggError:
+    """Returns the error of an adapter whose files changed after it was loaded by name."""
+    return InvalidRequestError(
+        f"adapter {Path(path).name!r}: its files changed since it was loaded (digest {found[:12]},"
+        f" not {wanted[:12]}); load it again"
+    )

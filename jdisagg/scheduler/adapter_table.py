@@ -1,0 +1,67 @@
+"""Tracks which LoRA adapter is in which slot of a mesh. Pure.
+
+Slots count from 1; 0 is the base model. An adapter is identified by its content's hash. A loaded
+adapter stays until its slot is needed for another one. The least recently used adapter that no
+sequence uses is then evicted.
+
+Invariants (tests/scheduler/test_adapter_table.py): a slot holds one adapter; a used adapter keeps
+its slot."""
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+from jdisagg.request import Request
+
+
+class AdapterTable:
+    """The adapter slots of one mesh, which has `slots` of them."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.evictions = 0
+        self._loaded: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._loading: dict[str, int] = {}
+        self._free = list(range(slots, 0, -1))
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Digests of the loaded adapters."""
+        return tuple(self._loaded)
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._loaded
+
+    def slot_of(self, request: Request) -> int:
+        """Returns the slot of a request's adapter, which must be loaded, or 0 without an
+        adapter."""
+        return 0 if request.adapter is None else self._loaded[request.adapter.digest]
+
+    def use(self, digest: str) -> None:
+        """Marks a loaded adapter as the most recently used one."""
+        self._loaded.move_to_end(digest)
+
+    def take(self, digest: str, used: Collection[str]) -> int | None:
+        """Assigns a slot to an adapter that is about to be loaded.
+
+        Args:
+            used: Digests of adapters that must keep their slots.
+
+        Returns:
+            The slot, or None if every slot is used.
+        """
+        if not self._free:
+            victim = next((one for one in self._loaded if one not in used), None)
+            if victim is None:
+                return None
+            self._free.append(self._loaded.pop(victim))
+            self.evictions += 1
+        self._loading[digest] = slot = self._free.pop()
+        return slot
+
+    def load_ended(self, digest: str, loaded: bool) -> None:
+        """Ends a load that `take` began. A slot whose load failed is free again."""
+        slot = self._loading.pop(digest)
+        if loaded:
+            self._loaded[digest] = slot
+        else:
+            self._free.append(slot)

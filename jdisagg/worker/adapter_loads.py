@@ -1,0 +1,129 @@
+"""Loads the LoRA adapters of requests into the slots of a worker's mesh.
+
+A request names its adapter by the hash of its content and by its folder. If the adapter is not
+loaded, the request waits for the load, and for a slot if all of them are used. Reading the files
+does not block the mesh. A command then writes the slot between two steps, in the mesh's order."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from jdisagg.clock import limit
+from jdisagg.errors import DeadlineExceededError, InvalidRequestError
+from jdisagg.messages.step_commands import DiskResult, PutAdapter, ReadAdapter
+from jdisagg.request import Adapter, Request
+from jdisagg.scheduler.adapter_table import AdapterTable
+from jdisagg.telemetry import Counters
+from jdisagg.worker.step_loop import StepLoop
+
+
+class AdapterLoads:
+    """The adapters of one worker.
+
+    Args:
+        worker: Name of the worker, for errors.
+        slots: Number of adapter slots of the mesh.
+        in_use: Returns the requests whose adapters must stay loaded.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        slots: int,
+        loop: StepLoop,
+        counters: Counters,
+        in_use: Callable[[], Iterable[Request]],
+    ) -> None:
+        self.table = AdapterTable(slots)
+        self._worker, self._loop, self._counters, self._in_use = worker, loop, counters, in_use
+        self._held: Counter[str] = Counter()
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._freed = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def held(self, request: Request, seconds: float) -> AsyncIterator[None]:
+        """Waits until the request's adapter is loaded. The adapter stays loaded until the end of
+        the block, in which the caller makes the request one of `in_use`.
+
+        Raises:
+            InvalidRequestError: The adapter cannot be served.
+            DeadlineExceededError: The adapter was not loaded within `seconds`.
+        """
+        adapter = request.adapter
+        if adapter is None:
+            yield
+            return
+        self._held[adapter.digest] += 1
+        try:
+            try:
+                with limit(seconds):
+                    await self._load(adapter)
+            except TimeoutError:
+                raise DeadlineExceededError(
+                    f"worker {self._worker!r} had no slot for adapter {adapter.name!r} within the"
+                    f" request's {seconds:g} s; all {self.table.slots} of --adapters are used"
+                ) from None
+            yield
+        finally:
+            self._held[adapter.digest] -= 1
+            self.poke()
+
+    def poke(self) -> None:
+        """Lets waiting requests look for a slot again. Called when requests have ended."""
+        self._freed.set()
+
+    def stop(self) -> None:
+        for load in self._loads.values():
+            load.cancel()
+
+    async def _load(self, adapter: Adapter) -> None:
+        if not self.table.slots:
+            raise InvalidRequestError(
+                f"adapter {adapter.name!r}: worker {self._worker!r} has no adapter slots; start it"
+                " with --adapters"
+            )
+        while adapter.digest not in self.table:
+            load = self._loads.get(adapter.digest) or self._begin(adapter)
+            if load is not None:
+                await asyncio.shield(load)
+                continue
+            self._freed.clear()
+            await self._freed.wait()
+        self.table.use(adapter.digest)
+
+    def _begin(self, adapter: Adapter) -> "asyncio.Task[None] | None":
+        """Starts to load an adapter. Returns None if every slot is used."""
+        held = {digest for digest, count in self._held.items() if count}
+        running = {one.adapter.digest for one in self._in_use() if one.adapter is not None}
+        slot = self.table.take(adapter.digest, held | running)
+        if slot is None:
+            return None
+        evicted = self.table.evictions - self._counters["adapter_evictions"]
+        if evicted:
+            self._counters.add("adapter_evictions", evicted)
+        load = asyncio.get_running_loop().create_task(self._run(adapter, slot))
+        self._loads[adapter.digest] = load
+        load.add_done_callback(lambda _: self._ended(adapter.digest))
+        return load
+
+    def _ended(self, digest: str) -> None:
+        load = self._loads.pop(digest)
+        if not load.cancelled():
+            load.exception()  # marks it as retrieved, if all that waited for it have left
+
+    async def _run(self, adapter: Adapter, slot: int) -> None:
+        digest, loaded = adapter.digest, False
+        try:
+            number = self._loop.next_number()
+            result = await self._loop.submit(ReadAdapter(number, digest, adapter.path))
+            assert isinstance(result, DiskResult)
+            if result.error:
+                raise InvalidRequestError(result.error)
+            self._loop.fire(PutAdapter(self._loop.next_number(), digest, slot))
+            self._counters.add("adapter_loads")
+            self._counters.add("adapter_load_bytes", result.bytes_moved)
+            loaded = True
+        finally:
+            self.table.load_ended(digest, loaded)
+            self.poke()

@@ -1,0 +1,72 @@
+"""Logits with a LoRA adapter against PEFT, which merges it into the checkpoint
+(tests/golden/make_adapters.py)."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jdisagg.layout.axes import Layout
+from jdisagg.model_api import AdapterRows, AdapterSize, Shards
+from jdisagg.ops.dense_attention import dense_causal_attend
+from models.checkpoint import load_model
+from models.decoder import Decoder
+from models.linear import AdapterStack
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+FIXTURES = sorted(path.name for path in (GOLDEN / "adapters").iterdir())
+SLOTS, RANK = 2, 8
+
+
+def adapted(model: Decoder, adapter: Path, slot: int) -> Decoder:
+    """The model with an adapter in one of its slots, and another content in the others."""
+    size = AdapterSize(SLOTS, RANK, experts=True)
+
+    def noise(shape: tuple[int, ...], axes: object) -> jax.Array:
+        return jax.random.normal(jax.random.key(len(shape)), shape)
+
+    layers = model.adapted_layers(size, noise)
+    content = model.read_adapter(adapter, size)
+    assert any(content.layers)
+    for layer, factors in zip(layers, content.layers, strict=True):
+        for path, stack in _stacks(layer):
+            a, b = factors.get(path, (np.zeros(0), np.zeros(0)))
+            ours_a, ours_b = np.array(stack.a[...]), np.array(stack.b[...])
+            ours_a[..., slot - 1, :] = 0
+            ours_b[..., slot - 1, :, :] = 0
+            if path in factors:
+                ours_a[..., slot - 1, : a.shape[-1]] = a
+                ours_b[..., slot - 1, : b.shape[-2], :] = b
+            stack.a[...], stack.b[...] = jnp.asarray(ours_a), jnp.asarray(ours_b)
+    model.layers = type(model.layers)(layers)
+    return model
+
+
+def _stacks(layer: nnx.Module) -> list[tuple[tuple[str, ...], AdapterStack]]:
+    return [
+        (tuple(map(str, path)), module)
+        for path, module in nnx.iter_modules(layer)
+        if isinstance(module, AdapterStack)
+    ]
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_logits_equal_those_of_the_merged_checkpoint(name: str) -> None:
+    folder = GOLDEN / "adapters" / name
+    expected = np.load(folder / "expected.npz")
+    model = load_model(GOLDEN / name, Layout(), jax.devices()[:1]).model
+    count = len(expected["prompt"])
+    tokens_T, at_T = jnp.asarray(expected["prompt"], jnp.int32), jnp.arange(count)
+    plain_TV = np.asarray(model(tokens_T, at_T, dense_causal_attend))
+    model = adapted(model, folder, slot=2)
+    for alike in (False, True):
+        rows = AdapterRows(jnp.full(count, 2, jnp.int32), alike)
+        logits_TV = model(tokens_T, at_T, dense_causal_attend, Shards(adapters=rows))
+        ours, theirs = (jax.nn.log_softmax(one) for one in (logits_TV, expected["logits"]))
+        assert np.abs(np.asarray(ours - theirs)).max() < 1e-4
+    nobody = AdapterRows(jnp.zeros(count, jnp.int32))
+    base_TV = model(tokens_T, at_T, dense_causal_attend, Shards(adapters=nobody))
+    np.testing.assert_array_equal(np.asarray(base_TV), plain_TV)
