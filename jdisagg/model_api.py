@@ -92,6 +92,24 @@ class Latent(NamedTuple):
     values_NRH: jax.Array
 
 
+class Index(NamedTuple):
+    """Inputs of an indexer, which selects the positions that each token attends to (DeepSeek Sparse
+    Attention; see `ops/sparse_attention.py`).
+
+    The score of position s for token t is the sum over heads h of `weights_TH[t, h] *
+    relu(queries_THD[t, h] . keys[s])`. Token t attends to the `top` positions with the largest
+    scores of those up to its own; ties go to the smallest position. Heads are not sharded, so that
+    the selection does not depend on the layout.
+
+    `keys_T1D` are the keys of all tokens, which are cached. Queries and weights are of the tokens
+    that `q_TNH` has."""
+
+    queries_THD: jax.Array
+    keys_T1D: jax.Array
+    weights_TH: jax.Array
+    top: int
+
+
 class Attend(Protocol):
     """Attention of one layer over the KV cache: writes k and v to the cache and returns the
     attention output.
@@ -107,6 +125,7 @@ class Attend(Protocol):
             (gpt-oss).
         latent: Matrices of a layer that caches one vector a token. `k_TKH` is then this vector, [T,
             1, rank + rope], and `v_TKH` is None.
+        index: Inputs of the layer's indexer, whose keys are cached too. Only with `latent`.
 
     Returns:
         o_TNH in q's dtype, with heads as wide as the values.
@@ -123,6 +142,7 @@ class Attend(Protocol):
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
         latent: Latent | None = None,
+        index: Index | None = None,
     ) -> jax.Array: ...
 
 

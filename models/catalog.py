@@ -74,6 +74,8 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.read_config),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.read_v2_config),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.read_v3_config),
+    "deepseek_v32": Family("DeepseekV32ForCausalLM", deepseek.read_v32_config),
+    "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", deepseek.read_dsa_config),
     "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.read_v3_config),
     "mistral4": Family("Mistral4ForCausalLM", deepseek.read_mistral4_config),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", deepseek.read_flash_config),

@@ -17,17 +17,31 @@ from jdisagg.ops.rope_frequencies import Rope
 
 
 @dataclass(frozen=True, slots=True)
+class IndexConfig:
+    """Sizes of an indexer, which selects the `top` positions that a token attends to. It has
+    `heads` queries and one key of `dim` values. The rotary positions of their first values are
+    `interleaved` or in halves."""
+
+    heads: int
+    dim: int
+    top: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LatentConfig:
     """Sizes of multi-head latent attention. The cache holds `rank` latent values and `rope_dim`
     values with rotary positions per token, shared by all heads. A head's key has `nope_dim` +
     `rope_dim` values, and its value has `value_dim`. Queries are computed by two projections with
-    `query_rank` values between them, or by one projection if `query_rank` is 0."""
+    `query_rank` values between them, or by one projection if `query_rank` is 0. `index` is the
+    indexer, or None if a token attends to all positions."""
 
     query_rank: int
     rank: int
     rope_dim: int
     nope_dim: int
     value_dim: int
+    index: IndexConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +331,7 @@ class DecoderConfig:
                     latent.rope_dim,
                     latent.nope_dim,
                     latent.value_dim,
+                    *((index.heads, index.dim, index.top) if (index := latent.index) else ()),
                 )
                 if latent
                 else GroupedAttention(
@@ -377,7 +392,9 @@ class DecoderConfig:
     def kv_spec(self, dtype: str) -> KVSpec:
         kept = KEPT_DTYPES.get(self.kv_dtype, "")
         if latent := self.attention.latent:
-            return KVSpec.latent(len(self.layers), latent.rank + latent.rope_dim, dtype, kept)
+            index = latent.index.dim if latent.index else 0
+            width = latent.rank + latent.rope_dim
+            return KVSpec.latent(len(self.layers), width, dtype, kept, index)
         return KVSpec(tuple(self._kept_of(layer, kept) for layer in self.layers), dtype)
 
     def _kept_of(self, layer: LayerConfig, kept: str) -> KVLayer:

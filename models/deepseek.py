@@ -1,10 +1,11 @@
-"""DeepSeek-V2, V3, R1 and models with the same architecture (Kimi K2, GLM-4.7-Flash, Mistral 4):
-latent attention, routed experts in groups with a shared expert, and dense first layers."""
+"""DeepSeek-V2, V3, V3.2, R1 and models with the same architecture (Kimi K2, GLM-4.7-Flash, GLM-5,
+Mistral 4): latent attention, an indexer in some, routed experts in groups with a shared expert, and
+dense first layers."""
 
 import math
 from dataclasses import replace
 
-from models.decoder_config import DecoderConfig, ExpertConfig, LatentConfig
+from models.decoder_config import DecoderConfig, ExpertConfig, IndexConfig, LatentConfig
 from models.glm4_moe import RoutingDefaults, check_groups, read_experts
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder, refuse_windows
@@ -13,11 +14,14 @@ from models.ministral import with_query_growth, without_query_growth
 V2_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=2048)
 V3_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=4096)
 FLASH_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=202752, norm_epsilon=1e-5)
+V32_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=163840)
+DSA_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=202752, norm_epsilon=1e-5)
 V3_ROUTING = RoutingDefaults(256, 8, 2048, groups=8, groups_per_token=4, scaling=2.5)
 MISTRAL_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=1048576)
 # Defaults of transformers for fields missing in config.json.
 SIZES = LatentConfig(query_rank=1536, rank=512, rope_dim=64, nope_dim=128, value_dim=128)
 FLASH_SIZES = LatentConfig(query_rank=768, rank=512, rope_dim=64, nope_dim=192, value_dim=256)
+DSA_SIZES = LatentConfig(query_rank=2048, rank=512, rope_dim=64, nope_dim=192, value_dim=256)
 MISTRAL_SIZES = LatentConfig(query_rank=1024, rank=256, rope_dim=64, nope_dim=64, value_dim=128)
 MISTRAL_ROPE: dict[str, object] = {
     "rope_type": "yarn",
@@ -29,6 +33,7 @@ MISTRAL_ROPE: dict[str, object] = {
     "llama_4_scaling_beta": 0.1,
 }
 FLASH_ROUTING = RoutingDefaults(64, 4, 1536, scaling=1.8)
+DSA_ROUTING = RoutingDefaults(256, 8, 2048, scaling=2.5)
 
 
 def read_v3_config(hf: HfConfig) -> DecoderConfig:
@@ -40,18 +45,71 @@ def read_v3_config(hf: HfConfig) -> DecoderConfig:
 def read_flash_config(hf: HfConfig) -> DecoderConfig:
     """Reads the config.json of GLM-4.7-Flash."""
     config = _read_latent(hf, FLASH_DEFAULTS, FLASH_SIZES)
+    return _sparse(hf, config, read_experts(hf, FLASH_ROUTING), _sparse_layers(hf, config, 1))
+
+
+def _sparse_layers(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
+    """Returns a flag for each layer that is set if the layer has experts, from `mlp_layer_types` or
+    else as `_behind_dense`."""
     count = len(config.layers)
     kinds = hf.names("mlp_layer_types")
     if kinds is None:
-        dense = hf.count("first_k_dense_replace", 1, least=0)
+        dense = hf.count("first_k_dense_replace", usual, least=0)
         kinds = ("dense",) * min(dense, count) + ("sparse",) * (count - dense)
     if len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
         raise hf.error(
             "mlp_layer_types", f"must list dense or sparse for {count} layers", "correct it"
         )
     hf.pass_over("first_k_dense_replace")  # redundant with mlp_layer_types
-    sparse = [kind == "sparse" for kind in kinds]
-    return _sparse(hf, config, read_experts(hf, FLASH_ROUTING), sparse)
+    return [kind == "sparse" for kind in kinds]
+
+
+def read_v32_config(hf: HfConfig) -> DecoderConfig:
+    """Reads the config.json of DeepSeek-V3.2: V3 with an indexer in every layer."""
+    config = _with_indexer(hf, _read_latent(hf, V32_DEFAULTS, SIZES), 64, interleaved=False)
+    return _sparse(hf, config, read_experts(hf, V3_ROUTING), _sparse_layers(hf, config, 3))
+
+
+def read_dsa_config(hf: HfConfig) -> DecoderConfig:
+    """Reads the config.json of GLM-5. Its later versions (5.2, 5.3) share one selection among
+    several layers, which is refused by name."""
+    config = _with_indexer(hf, _read_latent(hf, DSA_DEFAULTS, DSA_SIZES), 32, interleaved=True)
+    kinds = hf.names("indexer_types") or ()
+    shared = any(kind != "full" for kind in kinds) or hf.count("index_topk_freq", 1) > 1
+    shared = shared or "S" in str(hf.raw("index_topk_pattern") or "").upper()
+    hf.pass_over("index_skip_topk_offset")  # of the pattern
+    if shared and not hf.sizes_only:
+        raise hf.error(
+            "indexer_types",
+            "must be 'full' in every layer (index_topk_freq 1)",
+            "a selection that several layers share is not supported",
+        )
+    return _sparse(hf, config, read_experts(hf, DSA_ROUTING), _sparse_layers(hf, config, 3))
+
+
+def _with_indexer(
+    hf: HfConfig, config: DecoderConfig, heads: int, *, interleaved: bool
+) -> DecoderConfig:
+    latent = config.attention.latent
+    assert latent is not None
+    types = hf.names("layer_types")
+    if types and any(kind != "indexed_attention" for kind in types):
+        raise hf.error("layer_types", "must be 'indexed_attention' in every layer", "correct it")
+    index = IndexConfig(
+        hf.count("index_n_heads", heads),
+        hf.count("index_head_dim", 128),
+        hf.count("index_topk", 2048),
+        # GLM-5 publishes the field, of which transformers reads nothing.
+        hf.flag("indexer_rope_interleave", interleaved),
+    )
+    if not latent.query_rank or index.dim < latent.rope_dim:
+        raise hf.error(
+            "index_head_dim",
+            f"must be at least qk_rope_head_dim={latent.rope_dim}, with a q_lora_rank",
+            "correct it",
+        )
+    attention = replace(config.attention, latent=replace(latent, index=index))
+    return replace(config, attention=attention)
 
 
 def read_v2_config(hf: HfConfig) -> DecoderConfig:
@@ -134,7 +192,8 @@ def _check_turned_part(hf: HfConfig) -> None:
 
 def _read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> DecoderConfig:
     """Reads all fields except those that describe experts."""
-    refuse_windows(hf, "this family uses full attention")
+    if hf.raw("index_topk") is None or hf.fields.get("layer_types") is None:
+        refuse_windows(hf, "this family uses full attention")
     hf.pass_over("qk_head_dim")
     rope_dim = hf.count("qk_rope_head_dim", sizes.rope_dim)
     one_step = "q_lora_rank" in hf.fields and hf.raw("q_lora_rank") is None

@@ -57,6 +57,11 @@ LAYER: dict[str, tuple[str, ...]] = {
     "attention.kv_a.kernel": ("self_attn.kv_a_proj_with_mqa.weight",),
     "attention.kv_a.bias": ("self_attn.kv_a_proj_with_mqa.bias",),
     "attention.kv_norm.weight": ("self_attn.kv_a_layernorm.weight",),
+    "attention.index.q.kernel": ("self_attn.indexer.wq_b.weight",),
+    "attention.index.k.kernel": ("self_attn.indexer.wk.weight",),
+    "attention.index.k_norm.weight": ("self_attn.indexer.k_norm.weight",),
+    "attention.index.k_norm.bias": ("self_attn.indexer.k_norm.bias",),
+    "attention.index.weights": ("self_attn.indexer.weights_proj.weight",),
     "mlp.gate.kernel": ("mlp.gate_proj.weight",),
     "mlp.gate.bias": ("mlp.gate_proj.bias",),
     "mlp.up.kernel": ("mlp.up_proj.weight", "mixer.up_proj.weight"),
@@ -134,7 +139,12 @@ EXPERTS: dict[str, tuple[str, ...]] = {
     ),
 }
 # Stored in float32 whatever the model's type.
-IN_FLOAT32 = LAYER["mlp.correction"]
+IN_FLOAT32 = (
+    *LAYER["mlp.correction"],
+    *LAYER["attention.index.weights"],
+    *LAYER["attention.index.k_norm.weight"],
+    *LAYER["attention.index.k_norm.bias"],
+)
 # Tensors of several parameters: queries, keys and values; gate and up.
 LATENT_HEADS = "self_attn.kv_b_proj.weight"
 FUSED_QKV = "self_attn.qkv_proj.weight"

@@ -23,7 +23,7 @@ from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.ops.dense_recurrence import recur_from_the_beginning
 from jdisagg.ops.parameters import param_specs
 from models.checkpoint import LoadedModel
-from models.kv_scales import KVScales
+from models.kv_scales import KVScales, scaled_components
 
 _WHOLE = PartitionSpec()
 
@@ -59,7 +59,7 @@ def largest_kept(loaded: LoadedModel, sequences: Sequence[Sequence[int]]) -> KVS
     stem = nnx.split(model.stem)
     layers = [nnx.split(layer) for layer in model.layers]
     found = [
-        {part.name: np.zeros(max(1, part.heads), np.float32) for part in layer.components}
+        {part.name: np.zeros(max(1, part.heads), np.float32) for part in scaled_components(layer)}
         for layer in model.kv_spec.layers
     ]
     for tokens in sequences:
@@ -96,7 +96,7 @@ def _through(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs one layer. Returns its output and, for keys and for values, the largest magnitude per kv
     head."""
-    names = [part.name for part in kept.components]
+    names = [part.name for part in scaled_components(kept)]
 
     def local(state: nnx.State, x_TD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         sizes: dict[str, jax.Array] = {}
@@ -116,7 +116,8 @@ def _through(
         return layer(x_TD, positions_T, attend, shards, recur=recur), sizes
 
     heads = PartitionSpec("kv")
-    shares = {part.name: heads if part.heads else _WHOLE for part in kept.components}
+    parts = scaled_components(kept)
+    shares = {part.name: heads if part.heads else _WHOLE for part in parts}
     return jax.shard_map(
         local,
         mesh=place.mesh,

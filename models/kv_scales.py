@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jdisagg.errors import CheckpointError, ConfigError
-from jdisagg.layout.kv_spec import KV_SCALES_FILE, KVComponent
+from jdisagg.layout.kv_spec import KV_SCALES_FILE, KVComponent, KVLayer
 from jdisagg.ops.parameters import Make, parameter
 from jdisagg.ops.quantize import FP8_LARGEST
 from models.decoder_config import DecoderConfig
@@ -157,8 +157,14 @@ def _of_file(path: Path, config: DecoderConfig) -> KVScales:
     return found
 
 
+def scaled_components(layer: KVLayer) -> tuple[KVComponent, ...]:
+    """Returns the components of a layer that are stored in the narrow type. The keys of an indexer
+    keep the model's type."""
+    return tuple(part for part in layer.components if part.name != "index")
+
+
 def _kept(config: DecoderConfig) -> list[tuple[KVComponent, ...]]:
-    return [layer.components for layer in config.kv_spec("float32").layers]
+    return [scaled_components(layer) for layer in config.kv_spec("float32").layers]
 
 
 def _fits(value: object) -> bool:

@@ -1,4 +1,5 @@
-"""Multi-head latent attention of DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash and Mistral 4.
+"""Multi-head latent attention of DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash and Mistral 4,
+with the indexer of DeepSeek-V3.2 and GLM-5.
 `jdisagg/ops/latent_attention.py` describes the cache and the computation.
 
 The projection to the cached vector is replicated, and heads are sharded over tp. Queries are
@@ -14,6 +15,7 @@ from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.rope import query_growth, rope_angles, rotate
 from jdisagg.ops.scaled_kv import scaled_attend
 from models.decoder_config import DecoderConfig, LayerConfig
+from models.indexer import Indexer
 from models.kv_scales import scale_parameters
 from models.linear import Linear, Norm, rows_of
 
@@ -57,6 +59,11 @@ class MultiHeadLatentAttention(nnx.Module):
             bias=attention.output_bias,
             form=form,
         )
+        self.index = (
+            Indexer(make, latent.index, width, latent.query_rank, attention.rope, form)
+            if latent.index
+            else None
+        )
         self.config, self.rope = latent, attention.rope
         self.scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
         self.window = layer.window
@@ -74,10 +81,12 @@ class MultiHeadLatentAttention(nnx.Module):
         only; the latents of all tokens are cached."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         of_R = shards.of_rows(rows_R)
-        q_RNH = self._queries(x_RD, positions_R, of_R)
+        latent_RC = self.q_norm(self.q_a(x_RD, of_R)) if self.config.query_rank else x_RD
+        q_RNH = self._queries(latent_RC, positions_R, of_R)
         if self.kv_scales is not None:
             scale_1 = self.kv_scales["latent"][...]
             attend = scaled_attend(attend, scale_1, scale_1)
+        index = self.index and self.index(x_TD, latent_RC, positions_T, rows_R, shards)
         o_RNV = attend(
             q_RNH,
             self._cached(x_TD, positions_T, shards),
@@ -85,18 +94,17 @@ class MultiHeadLatentAttention(nnx.Module):
             scale=self.scale,
             window=self.window,
             latent=Latent(self.keys[...], self.values[...]),
+            index=index,
         )
         if not o_RNV.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing
         return self.o.summed(o_RNV.reshape(o_RNV.shape[0], -1), of_R)
 
-    def _queries(self, x_RD: jax.Array, positions_R: jax.Array, shards: Shards) -> jax.Array:
+    def _queries(self, latent_RC: jax.Array, positions_R: jax.Array, shards: Shards) -> jax.Array:
         """Returns queries [R, N, nope + rope], of which the last `rope` values have rotary
-        positions. Some models scale queries by their position."""
-        if self.config.query_rank:
-            q = self.q_b(self.q_norm(self.q_a(x_RD, shards)), shards)
-        else:
-            q = self.q(x_RD, shards)
+        positions. Some models scale queries by their position. `latent_RC` is the output of the
+        first of the two projections, or the layer's input if there is one projection."""
+        q = (self.q_b if self.config.query_rank else self.q)(latent_RC, shards)
         nope, head = self.config.nope_dim, self.config.nope_dim + self.config.rope_dim
         q_RNH = q.reshape(q.shape[0], q.shape[1] // head, head)
         turned_RNR = self._turned(q_RNH[..., nope:], positions_R)

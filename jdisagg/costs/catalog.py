@@ -101,6 +101,19 @@ CATALOG: dict[str, CostGeometry] = {
             experts=Experts(256, 8, 2048, 2048, groups_of_token=4), expert_layers=58,
             context_tokens=163840,
         ),
+        # deepseek-ai/DeepSeek-V3.2: V3 with an indexer that selects 2,048 positions
+        CostGeometry(
+            "deepseek-v3.2", 7168, 61, 129280,
+            LatentAttention(128, 1536, 512, 64, 128, 128, 64, 128, 2048), 18432,
+            experts=Experts(256, 8, 2048, 2048, groups_of_token=4), expert_layers=58,
+            context_tokens=163840,
+        ),
+        # zai-org/GLM-5: as DeepSeek-V3.2 with 32 heads of the indexer
+        CostGeometry(
+            "glm-5", 6144, 78, 154880,
+            LatentAttention(64, 2048, 512, 64, 192, 256, 32, 128, 2048), 12288,
+            experts=Experts(256, 8, 2048, 2048), expert_layers=75, context_tokens=202752,
+        ),
         # Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen3-14B and -32B
         CostGeometry(
             "qwen2.5-7b", 3584, 28, 152064, GroupedAttention(28, 4, 128), 18944,

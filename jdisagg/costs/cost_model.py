@@ -102,6 +102,7 @@ class CostModel:
         self._overlaps = kernels.overlaps and out and self.layout.ep > self.layout.tp
         self._linear = not (
             windowed
+            or (isinstance(attention, LatentAttention) and attention.index_top)
             or geometry.linear
             or kernels.whole_contexts
             or kernels.draft_tokens
@@ -440,13 +441,15 @@ class CostModel:
 
     def _prefill_attention(self, tokens: float, pairs: float, context_tokens: float) -> Cost:
         shape, attention = self.geometry, self.geometry.attention
+        index_flops = 0.0
         if isinstance(attention, LatentAttention):
             width = attention.nope_dim + attention.rope_dim + attention.value_dim
+            index_flops = 2.0 * pairs * attention.index_heads * attention.index_dim
         else:
             width = 2 * self._mean_head
         heads = attention.query_heads / self.layout.tp
         cost = self._attention(
-            2 * pairs * heads * width,
+            2 * pairs * heads * width + index_flops,
             (context_tokens + tokens) * self._kv_bytes(),
             shape.attention_layers,
         )
@@ -466,6 +469,14 @@ class CostModel:
         shape, attention = self.geometry, self.geometry.attention
         flops, size_bytes, layers = self._attention_of_token()
         flops *= queries
+        if isinstance(attention, LatentAttention) and attention.index_top:
+            # The indexer reads its keys of all positions, attention the latents of the selected.
+            seen, part = min(context_tokens, attention.index_top * sequences), attention.index_dim
+            read = size_bytes * part / attention.kv_values
+            index_flops = 2.0 * queries * attention.index_heads * part
+            return self._attention(
+                index_flops * context_tokens, context_tokens * read, layers
+            ) + self._attention(flops * seen, queries * seen * (size_bytes - read), layers)
         if isinstance(attention, LatentAttention) or attention.window is None:
             return self._attention(flops * context_tokens, context_tokens * size_bytes, layers)
         seen = min(context_tokens, attention.window * sequences)

@@ -43,11 +43,15 @@ def dense_products(
     # parameters that are never quantized)
     if isinstance(attention, LatentAttention):
         down = shape.width * (attention.query_rank + attention.kv_values)
-        up = attention.parameters(shape.width) - down
+        index = attention.index_heads * (attention.query_rank * attention.index_dim + shape.width)
+        up = attention.parameters(shape.width) - down - index
         parts = [
             (down, shape.layers, 1, down / shape.width, 0),
             (up, shape.layers, tp, shape.width, attention.unpacking_parameters),
         ]
+        if index:  # replicated
+            wide = attention.index_heads * (attention.index_dim + 1)
+            parts.append((index, shape.layers, 1, wide, 0))
     else:
         parts = _projections(shape, tp, shards)
     if linear := shape.linear:

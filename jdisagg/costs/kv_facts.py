@@ -105,7 +105,9 @@ def kv_formula(shape: CostGeometry, dtype: str) -> str:
     parts = []
     for kind, layers in shape.attention_kinds:
         if isinstance(kind, LatentAttention):
-            parts.append(f"{layers} layers x ({kind.kv_rank} latent + {kind.rope_dim} rotary)")
+            index = f" + {kind.index_dim} index" if kind.index_dim else ""
+            values = f"{kind.kv_rank} latent + {kind.rope_dim} rotary{index}"
+            parts.append(f"{layers} layers x ({values})")
         else:
             parts.append(f"2 x {layers} layers x {kind.kv_heads} KV heads x {kind.head_dim}")
     values = parts[0] if len(parts) == 1 else f"({' + '.join(parts)})"

@@ -76,7 +76,12 @@ class GroupedAttention(Message, frozen=True):
 
 class LatentAttention(Message, frozen=True):
     """Sizes of MLA (DeepSeek-V2, arXiv 2405.04434). The KV of a token is a latent of `kv_rank`
-    values and a part with rotary embedding; all heads share both."""
+    values and a part with rotary embedding; all heads share both.
+
+    Attributes:
+      index_heads, index_dim, index_top: Heads and key size of an indexer, and number of positions
+        that it selects for each token; 0 without an indexer. Its key is part of the KV.
+    """
 
     query_heads: int
     query_rank: int
@@ -84,6 +89,9 @@ class LatentAttention(Message, frozen=True):
     rope_dim: int
     nope_dim: int
     value_dim: int
+    index_heads: int = 0
+    index_dim: int = 0
+    index_top: int = 0
 
     def parameters(self, width: int) -> int:
         query = width * self.query_rank + self.query_rank * self.query_heads * (
@@ -91,8 +99,10 @@ class LatentAttention(Message, frozen=True):
         )
         if not self.query_rank:
             query = width * self.query_heads * (self.nope_dim + self.rope_dim)
-        keys = width * self.kv_values + self.unpacking_parameters
-        return query + keys + self.query_heads * self.value_dim * width
+        keys = width * (self.kv_rank + self.rope_dim) + self.unpacking_parameters
+        index = self.query_rank * self.index_heads * self.index_dim
+        index += width * (self.index_dim + self.index_heads)
+        return query + keys + self.query_heads * self.value_dim * width + index
 
     @property
     def unpacking_parameters(self) -> int:
@@ -101,7 +111,7 @@ class LatentAttention(Message, frozen=True):
 
     @property
     def kv_values(self) -> int:
-        return self.kv_rank + self.rope_dim
+        return self.kv_rank + self.rope_dim + self.index_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +286,13 @@ class CostGeometry:
         return attention + dense + self.embedding_parameters
 
     def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
-        return self.kv_values * dtype_bytes(self.kv_dtype or dtype)
+        index = sum(
+            layers * kind.index_dim
+            for kind, layers in self.attention_kinds
+            if isinstance(kind, LatentAttention)
+        )
+        kept = (self.kv_values - index) * dtype_bytes(self.kv_dtype or dtype)
+        return kept + index * dtype_bytes(dtype)  # an indexer's keys keep the model's type
 
     def windowed_bytes_per_token(self, dtype: str = "bfloat16") -> int:
         """Returns the KV bytes of one token in layers with a window; 0 if all or no layers have
@@ -364,6 +380,9 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
             count("qk_rope_head_dim"),
             count("qk_nope_head_dim"),
             count("v_head_dim"),
+            count("index_n_heads", default=0, least=0),
+            count("index_head_dim", default=0, least=0),
+            count("index_topk", default=0, least=0),
         )
     else:
         head_dim = count("head_dim", default=max(1, width // heads))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jdisagg.executor.page_pool import LayerPages
-from jdisagg.model_api import Attend, Latent, Shards
+from jdisagg.model_api import Attend, Index, Latent, Shards
 from jdisagg.ops.kv_pages import as_kept, as_read, token_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.prefill_attention import PastPages, prefill_attention
@@ -81,10 +81,11 @@ class ChunkAttention:
             cap: float = 0.0,
             sinks_N: jax.Array | None = None,
             latent: Latent | None = None,
+            index: Index | None = None,
         ) -> jax.Array:
             kept = tuple(
                 as_kept(part, pages.dtype)
-                for part, pages in zip(seal(k_TKH, v_TKH), layer_pages, strict=True)
+                for part, pages in zip(seal(k_TKH, v_TKH, index), layer_pages, strict=True)
             )
             written = self._write(layer_pages, kept)
             self.pages.append(written)
@@ -93,11 +94,14 @@ class ChunkAttention:
             v_TKH, v_pages = (None, None) if latent else (seen[1], written[1])
             how = {"scale": scale, "window": window, "platform": self._shards.platform}
             how |= {"cap": cap, "sinks_N": sinks_N, "latent": latent}
+            i_pages = None if index is None else written[1]
+            how["index"] = None if index is None else index._replace(keys_T1D=seen[1])
             chunk, rows = self._chunk, self._chunk.sampling_R.shape[0]
             if rows_alone and not rows:
                 return q_TNH
             if rows_alone:
                 at_R = jnp.take(chunk.positions_T, chunk.sampling_R, mode="clip")
+                how["index_pages_PKSH"] = i_pages
                 return paged_attention(
                     q_TNH, written[0], v_pages, chunk.table_RN[:rows], at_R, **how
                 )
@@ -107,7 +111,7 @@ class ChunkAttention:
                 v_TKH,
                 chunk.segment_T,
                 chunk.positions_T,
-                self._past(written[0], v_pages),
+                self._past(written[0], v_pages, i_pages),
                 packed=chunk.packed,
                 rows=chunk.table_RN.shape[0],
                 device_kind=self._shards.device_kind,
@@ -124,9 +128,11 @@ class ChunkAttention:
             for pages, part in zip(layer_pages, kept, strict=True)
         )
 
-    def _past(self, k_pages: jax.Array, v_pages: jax.Array | None) -> PastPages | None:
+    def _past(
+        self, k_pages: jax.Array, v_pages: jax.Array | None, i_pages: jax.Array | None
+    ) -> PastPages | None:
         chunk = self._chunk
         if chunk.columns is None:
             return None
         table = chunk.table_RN[:, : chunk.columns or None]
-        return PastPages(k_pages, v_pages, table, chunk.past_R, chunk.continuing)
+        return PastPages(k_pages, v_pages, table, chunk.past_R, chunk.continuing, i_pages)

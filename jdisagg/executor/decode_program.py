@@ -37,7 +37,7 @@ from jdisagg.executor.slot_state import BatchRows, RowFormat
 from jdisagg.executor.state_access import recur_over
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
-from jdisagg.model_api import AdapterRows, Attend, Latent, Shards
+from jdisagg.model_api import AdapterRows, Attend, Index, Latent, Shards
 from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.quarantine import reveal, seal
@@ -70,6 +70,11 @@ def _ring_table(slot_B: jax.Array, columns: int, ring_pages: int) -> jax.Array:
     """Returns a page table in which the ring-buffer pages of each row's slot repeat."""
     turn_N = jnp.arange(columns, dtype=jnp.int32) % max(1, ring_pages)
     return slot_B[:, None] * ring_pages + turn_N[None, :]
+
+
+def _slot_rows(step: DraftRows, of_T: jax.Array) -> jax.Array:
+    """Orders values of a step's rows by slot, the rows of one slot in the order of positions."""
+    return step.by_slot(of_T).reshape(-1, *of_T.shape[1:]) if step.drafts else of_T
 
 
 class SlotState(NamedTuple):
@@ -361,16 +366,21 @@ class DecodePrograms:
                     cap: float = 0.0,
                     sinks_N: jax.Array | None = None,
                     latent: Latent | None = None,
+                    index: Index | None = None,
                 ) -> jax.Array:
-                    sealed = seal(k_TKH, v_TKH)
+                    sealed = seal(k_TKH, v_TKH, index)
                     written = tuple(
                         write_tokens(pages, part, places.page_B, places.slot_B, unique=True)
                         for pages, part in zip(layer_pages, sealed, strict=True)
                     )
                     keep.append(written)
                     drafts = step.drafts
+                    if index is not None:
+                        q_THD, w_TH = index.queries_THD, index.weights_TH
+                        q_THD, w_TH = _slot_rows(step, q_THD), _slot_rows(step, w_TH)
+                        index = index._replace(queries_THD=q_THD, weights_TH=w_TH)
                     o_TNH = paged_attention(
-                        step.by_slot(q_TNH).reshape(-1, *q_TNH.shape[1:]) if drafts else q_TNH,
+                        _slot_rows(step, q_TNH),
                         written[0],
                         None if latent else written[1],
                         places.table_BN[:own],
@@ -380,6 +390,8 @@ class DecodePrograms:
                         cap=cap,
                         sinks_N=sinks_N,
                         latent=latent,
+                        index=index,
+                        index_pages_PKSH=None if index is None else written[1],
                         platform=shards.platform,
                     )
                     if not drafts:

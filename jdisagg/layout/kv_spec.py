@@ -264,8 +264,14 @@ class KVSpec:
         return cls(tuple(KVLayer(components, window) for window in windows), dtype)
 
     @classmethod
-    def latent(cls, layers: int, width: int, dtype: str, kept: str = "") -> "KVSpec":
+    def latent(
+        cls, layers: int, width: int, dtype: str, kept: str = "", index: int = 0
+    ) -> "KVSpec":
         """Returns the spec of multi-head latent attention (MLA): one vector of `width` values per
         token and layer, which holds latent and rope key and is shared by all heads. `kept` is the
-        data type in which the vector is stored, or "" for `dtype`."""
-        return cls((KVLayer((KVComponent("latent", 0, width, kept),)),) * layers, dtype)
+        data type in which the vector is stored, or "" for `dtype`. `index` is the number of values
+        of an indexer's key, which is stored in `dtype`, so that `kept` does not change which
+        positions are selected; 0 without an indexer."""
+        parts = (KVComponent("latent", 0, width, kept),)
+        parts += (KVComponent("index", 0, index),) if index else ()
+        return cls((KVLayer(parts),) * layers, dtype)

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.model_api import Latent
+from jdisagg.model_api import Index, Latent
 from jdisagg.ops.latent_attention import expand
 from jdisagg.ops.online_softmax import capped, grouped_sinks
+from jdisagg.ops.sparse_attention import index_scores, select
 
 
 def dense_causal_attend(
@@ -23,6 +24,7 @@ def dense_causal_attend(
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
     latent: Latent | None = None,
+    index: Index | None = None,
 ) -> jax.Array:
     """Implements `model_api.Attend` for one sequence: token t attends to tokens max(0, t - window +
     1) ... t."""
@@ -36,7 +38,10 @@ def dense_causal_attend(
         jnp.einsum("tkgh,skh->kgts", q_TKGH, k_TKH, preferred_element_type=jnp.float32) * scale
     )
     distance_TS = np.arange(tokens)[:, None] - np.arange(tokens)[None, :]
-    seen_TS = (distance_TS >= 0) & (distance_TS < (window or tokens))
+    seen_TS = jnp.asarray((distance_TS >= 0) & (distance_TS < (window or tokens)))
+    if index is not None and index.top < tokens:
+        scores_TS = index_scores(index.queries_THD, index.weights_TH, index.keys_T1D[:, 0])
+        seen_TS &= select(jnp.where(seen_TS, scores_TS, -jnp.inf), index.top)
     scores_KGTS = jnp.where(seen_TS[None, None], capped(scores_KGTS, cap), -jnp.inf)
     if (sinks_KG11 := grouped_sinks(sinks_N, kv_heads)) is not None:  # as if of one more token
         sinks_KGT1 = jnp.broadcast_to(sinks_KG11, (*scores_KGTS.shape[:3], 1))

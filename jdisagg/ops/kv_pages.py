@@ -63,13 +63,14 @@ def as_read(kept: jax.Array, dtype: jnp.dtype) -> jax.Array:
 class PastPages(NamedTuple):
     """Pages with the earlier ("past") tokens of the sequences in a prefill chunk. Row r is one
     sequence with `lengths_R[r]` past tokens, possibly 0. Rows from `count` on have none. Latent
-    attention has no `v_pages_PKSH`."""
+    attention has no `v_pages_PKSH`. `index_pages_PKSH` holds the keys of an indexer, if any."""
 
     k_pages_PKSH: jax.Array
     v_pages_PKSH: jax.Array | None
     table_RN: jax.Array
     lengths_R: jax.Array
     count: jax.Array
+    index_pages_PKSH: jax.Array | None = None
 
 
 def token_coordinates(

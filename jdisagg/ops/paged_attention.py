@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdisagg.model_api import Latent
+from jdisagg.model_api import Index, Latent
 from jdisagg.ops import latent_attention_pallas, paged_attention_pallas
 from jdisagg.ops.kv_pages import as_read, gather_columns, gather_span, span_rows
 from jdisagg.ops.latent_attention import absorb, release
@@ -41,6 +41,7 @@ from jdisagg.ops.online_softmax import (
     grouped_sinks,
 )
 from jdisagg.ops.quarantine import seen_scores
+from jdisagg.ops.sparse_attention import selected_attention
 
 Implementation = Literal["loop", "gather", "pallas"]
 
@@ -62,6 +63,8 @@ def paged_attention(
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
     latent: Latent | None = None,
+    index: Index | None = None,
+    index_pages_PKSH: jax.Array | None = None,
     platform: str = "cpu",
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -77,6 +80,7 @@ def paged_attention(
         positions: int32 [B, Q], or [B] for one token per sequence. The first token of a sequence
             has the smallest position, and no position lies more than Q - 1 after it.
         cap, sinks_N, latent: See `model_api.Attend`.
+        index, index_pages_PKSH: The layer's indexer, and pages with the keys of all positions.
 
     Returns:
         o_TNH in q's dtype.
@@ -85,6 +89,12 @@ def paged_attention(
     if latent is not None:
         assert not cap and sinks_N is None, "no family has both"
         rank = latent.keys_NRH.shape[1]
+        table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
+        if index is not None and table_BN.shape[1] * k_pages_PKSH.shape[2] > index.top:
+            assert index_pages_PKSH is not None and window is None
+            pages, at_once = (k_pages_PKSH, index_pages_PKSH), platform == "gpu"
+            how = {"scale": scale, "at_once": at_once}
+            return selected_attention(q_TNH, *pages, table_BN, positions_BQ, index, latent, **how)
         q_TNH = absorb(q_TNH, latent)
         kernel = platform == "gpu" and latent_attention_pallas.applies(q_TNH, k_pages_PKSH, rank)
         usual = "pallas" if kernel else "gather" if platform == "gpu" else "loop"
@@ -93,7 +103,6 @@ def paged_attention(
             "gather": gather_attention,
             "pallas": latent_attention_pallas.latent_attention,
         }[implementation or usual]
-        table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
         mixed_TNR = attend(
             q_TNH, k_pages_PKSH, rank, table_BN, positions_BQ, scale=scale, window=window
         )

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdisagg.model_api import Latent
+from jdisagg.model_api import Index, Latent
 from jdisagg.ops import prefill_attention_cudnn
 from jdisagg.ops.kv_pages import PastPages as PastPages
 from jdisagg.ops.kv_pages import as_read, gather_columns
@@ -41,6 +41,7 @@ from jdisagg.ops.online_softmax import (
     merge,
 )
 from jdisagg.ops.quarantine import seen_scores
+from jdisagg.ops.sparse_attention import chosen_positions
 
 # Chunks up to here are dense over the causal prefix. Beyond it scores leave the cache (measured).
 DENSE_TOKENS = 1024
@@ -64,6 +65,7 @@ def prefill_attention(
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
     latent: Latent | None = None,
+    index: Index | None = None,
     platform: str = "cpu",
     device_kind: str = "",
     query_block: int = 128,
@@ -78,7 +80,7 @@ def prefill_attention(
         past: Pages with earlier tokens. None if no sequence has earlier tokens. On a GPU only row
             0, which comes first in the chunk, may have earlier tokens.
         window: Number of latest positions that a token attends to, its own position included.
-        cap, sinks_N, latent: See `model_api.Attend`.
+        cap, sinks_N, latent, index: See `model_api.Attend`.
         packed: Whether the chunk may hold several sequences. If False, all valid tokens must belong
             to row 0 and come first.
         rows: Largest number of sequences in the chunk.
@@ -116,6 +118,7 @@ def prefill_attention(
             positions_T,
             past,
             latent,
+            index if index is not None and _positions(q_TNH, past) > index.top else None,
             scale=scale,
             window=window,
             cap=cap,
@@ -127,6 +130,12 @@ def prefill_attention(
     return jnp.where((segment_T >= 0)[:, None, None], o_TNH, jnp.zeros((), q_TNH.dtype))
 
 
+def _positions(q_TNH: jax.Array, past: PastPages | None) -> int:
+    """Returns the largest number of positions that a token of the chunk may see."""
+    earlier = 0 if past is None else past.table_RN.shape[1] * past.k_pages_PKSH.shape[2]
+    return q_TNH.shape[0] + earlier
+
+
 def _blocks(
     q_TNH: jax.Array,
     k_TKH: jax.Array,
@@ -135,6 +144,7 @@ def _blocks(
     positions_T: jax.Array,
     past: PastPages | None,
     latent: Latent | None,
+    index: Index | None,
     *,
     scale: float,
     window: int | None,
@@ -160,10 +170,14 @@ def _blocks(
     marked = latent is not None
     how = {"scale": scale, "window": window, "cap": cap, "marked": marked, "at_once": at_once}
     sinks_KG11 = grouped_sinks(sinks_N, heads)
-    group = tokens if past is None else PAST_QUERIES // query_block * query_block or query_block
+    whole = past is None and index is None
+    group = tokens if whole else PAST_QUERIES // query_block * query_block or query_block
+    chosen: tuple[jax.Array | None, jax.Array | None] = (None, None)
     outputs: list[jax.Array] = []
     for low in range(0, tokens, group):
         high = min(low + group, tokens)
+        if index is not None:
+            chosen = chosen_positions(index, low, high, start_T, segment_T, past, at_once=at_once)
         blocks = [
             _self_block(
                 q_KGTH,
@@ -172,6 +186,7 @@ def _blocks(
                 start_T,
                 a,
                 min(a + query_block, high),
+                chosen_QS=None if chosen[0] is None else chosen[0][a - low : a - low + query_block],
                 packed=packed,
                 masked=masked,
                 **how,
@@ -185,10 +200,11 @@ def _blocks(
             span = slice(low, high)
             rest = (q_past_KGTH[:, :, span], segment_T[span], positions_T[span], past)
             if latent is None:
-                blocks = [_fold_past(state, *rest, **how)]
+                blocks = [_fold_past(state, *rest, chosen_QS=None, **how)]
             else:
                 rank = latent.keys_NRH.shape[1]
-                cached = _fold_past(empty((*rest[0].shape[:3], rank)), *rest, **how)
+                nothing = empty((*rest[0].shape[:3], rank))
+                cached = _fold_past(nothing, *rest, chosen_QS=chosen[1], **how)
                 blocks = [merge(state, _released(cached, latent))]
         outputs += [finish(block, sinks_KG11).astype(q_TNH.dtype) for block in blocks]
     o_TKGH = jnp.concatenate(outputs, axis=2).transpose(2, 0, 1, 3)
@@ -220,6 +236,7 @@ def _self_block(
     low: int,
     high: int,
     *,
+    chosen_QS: jax.Array | None,
     scale: float,
     window: int | None,
     cap: float,
@@ -229,7 +246,8 @@ def _self_block(
     at_once: bool,
 ) -> Softmax:
     """Computes *self* for one block of queries, rows low..high of the chunk. The last keys are
-    processed at once (dense), and earlier keys in a loop."""
+    processed at once (dense), and earlier keys in a loop. `chosen_QS` are the keys that an indexer
+    selected, None for all."""
     tokens = k_KTH.shape[1]
     q_KGQH, start_Q1 = q_KGTH[:, :, low:high], start_T[low:high, None]
     # Keys outside the window of every row of this block.
@@ -240,6 +258,8 @@ def _self_block(
     seen_QS = key_1S <= jnp.arange(low, high, dtype=jnp.int32)[:, None]
     if masked:
         seen_QS &= key_1S >= start_Q1
+    if chosen_QS is not None:
+        seen_QS &= chosen_QS[:, begin:high]
     state = first(
         _scores(q_KGQH, k_KTH[:, begin:high], seen_QS, scale, cap, marked),
         partial(_mix, v_KSH=v_KTH[:, begin:high]),
@@ -250,14 +270,11 @@ def _self_block(
     def body(index: jax.Array, state: Softmax) -> Softmax:
         at, size = (0, index * KEY_BLOCK, 0), (k_KTH.shape[0], KEY_BLOCK, k_KTH.shape[2])
         key_1S = (index * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32))[None, :]
-        scores = _scores(
-            q_KGQH,
-            lax.dynamic_slice(k_KTH, at, size),
-            key_1S >= start_Q1 if masked else None,
-            scale,
-            cap,
-            marked,
-        )
+        seen_QS = key_1S >= start_Q1 if masked else None
+        if chosen_QS is not None:
+            some_QS = lax.dynamic_slice_in_dim(chosen_QS, index * KEY_BLOCK, KEY_BLOCK, axis=1)
+            seen_QS = some_QS if seen_QS is None else seen_QS & some_QS
+        scores = _scores(q_KGQH, lax.dynamic_slice(k_KTH, at, size), seen_QS, scale, cap, marked)
         return fold(state, scores, partial(_mix, v_KSH=lax.dynamic_slice(v_KTH, at, size)))
 
     # The first trip is traced even for one long sequence: loops of known length are unrolled, and
@@ -272,6 +289,7 @@ def _fold_past(
     positions_Q: jax.Array,
     past: PastPages,
     *,
+    chosen_QS: jax.Array | None,
     scale: float,
     window: int | None,
     cap: float,
@@ -279,7 +297,8 @@ def _fold_past(
     at_once: bool,
 ) -> Softmax:
     """Adds *past*, the attention over tokens in pages, to the online softmax, row by row and
-    several pages at a time. With `at_once` only the first row is processed, without a loop."""
+    several pages at a time. With `at_once` only the first row is processed, without a loop.
+    `chosen_QS` are the positions that an indexer selected, None for all."""
     pages, _, slots, _ = past.k_pages_PKSH.shape
     positions = UNROLLED_POSITIONS if at_once else PAST_POSITIONS
     columns = max(1, min(positions // slots, past.table_RN.shape[1]))
@@ -287,6 +306,10 @@ def _fold_past(
     table_RN = jnp.clip(
         jnp.pad(past.table_RN, ((0, 0), (0, -past.table_RN.shape[1] % columns))), 0, pages - 1
     )
+
+    if chosen_QS is not None:
+        lacking = table_RN.shape[1] * slots - chosen_QS.shape[1]
+        chosen_QS = jnp.pad(chosen_QS, ((0, 0), (0, lacking)))
 
     def row(index: jax.Array, state: Softmax) -> Softmax:
         table_1N = lax.dynamic_slice(table_RN, (index, 0), (1, table_RN.shape[1]))
@@ -307,6 +330,8 @@ def _fold_past(
             seen_QS = mine_Q1 & (position_1S < length)
             if window is not None:
                 seen_QS &= position_1S > positions_Q[:, None] - window
+            if chosen_QS is not None:
+                seen_QS &= lax.dynamic_slice_in_dim(chosen_QS, number * step, step, axis=1)
             scores = _scores(q_KGQH, k_KSH, seen_QS, scale, cap, marked)
             return fold(state, scores, partial(_mix, v_KSH=v_KSH))
 

@@ -8,7 +8,8 @@ sequence itself attends to the marker, which stays visible in the residual strea
 weight. `reveal` detects it before the logits.
 
 In latent attention one vector is both key and value. If it is not finite, the whole vector is
-replaced by the marker, and `seen_scores` replaces its score by zero.
+replaced by the marker, and `seen_scores` replaces its score by zero. If the layer has an indexer,
+the indexer's key is replaced too, and a position with such a key is always selected.
 
 `seal` is elementwise and needs no kernel of its own. `reveal` is one reduction per step, not per
 layer."""
@@ -16,24 +17,30 @@ layer."""
 import jax
 import jax.numpy as jnp
 
+from jdisagg.model_api import Index
+
 MARKER = 1e30
 SHOWS = 1e15
 
 
-def seal(k_TKH: jax.Array, v_TKH: jax.Array | None) -> tuple[jax.Array, ...]:
-    """Returns a layer's keys and values for storage. Non-finite keys become zero, and non-finite
-    values, or vectors of latent attention, become the marker."""
+def seal(
+    k_TKH: jax.Array, v_TKH: jax.Array | None, index: Index | None = None
+) -> tuple[jax.Array, ...]:
+    """Returns a layer's keys and values, and the keys of its indexer, for storage. Non-finite keys
+    become zero, and non-finite values, or vectors of latent attention, become the marker."""
     if v_TKH is None:
-        return (_seal_latent(k_TKH),)
+        return _seal_together(k_TKH) if index is None else _seal_together(k_TKH, index.keys_T1D)
     whole = jnp.isfinite(k_TKH) & jnp.isfinite(v_TKH)
     return jnp.where(whole, k_TKH, jnp.zeros((), k_TKH.dtype)), jnp.where(
         whole, v_TKH, jnp.asarray(MARKER, v_TKH.dtype)
     )
 
 
-def _seal_latent(cached_T1H: jax.Array) -> jax.Array:
-    whole_T11 = jnp.all(jnp.isfinite(cached_T1H), axis=-1, keepdims=True)
-    return jnp.where(whole_T11, cached_T1H, jnp.asarray(MARKER, cached_T1H.dtype))
+def _seal_together(*parts: jax.Array) -> tuple[jax.Array, ...]:
+    """Replaces vectors [T, 1, values] of a token by the marker if any of them is not finite."""
+    whole = [jnp.all(jnp.isfinite(part_T1H), axis=-1, keepdims=True) for part_T1H in parts]
+    whole_T11 = whole[0] if len(parts) == 1 else whole[0] & whole[1]
+    return tuple(jnp.where(whole_T11, part, jnp.asarray(MARKER, part.dtype)) for part in parts)
 
 
 def seen_scores(scores: jax.Array) -> jax.Array:

@@ -303,7 +303,8 @@ def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
     """Returns the KV spec of a model. Workers compare their specs when they connect."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
-        return KVSpec.latent(geometry.layers, attention.kv_values, dtype)
+        index = attention.index_dim
+        return KVSpec.latent(geometry.layers, attention.kv_values - index, dtype, index=index)
     spec = KVSpec.attention(geometry.layers, attention.kv_heads, attention.head_dim, dtype)
     if (full := attention.full) is None:
         return spec

@@ -16,13 +16,14 @@ from models.checkpoint import LoadedModel, load_model
 from tests.end_to_end.clusters import GOLDEN, config, golden_copy, golden_greedy, running
 from tests.end_to_end.test_prefix_reuse import push_out
 
-NAME = "deepseek_v3"
-CACHED, LAYERS = 20 + 6, 3  # values of a token, in each layer
+# The second one has an indexer, whose keys are cached beside the latents.
+NAMES = ("deepseek_v3", "deepseek_v32")
+CACHED, INDEX, LAYERS = 20 + 6, 10, 3  # values of a token, in each layer
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return golden_copy(NAME, tmp_path)
+@pytest.fixture(params=NAMES)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return golden_copy(request.param, tmp_path)
 
 
 @pytest.mark.ci
@@ -63,11 +64,13 @@ async def test_latents_that_stay_serve_later_requests(
 
 
 @pytest.mark.ci
-def test_a_sequence_that_is_moved_midway_goes_on_as_if_it_had_not_been() -> None:
-    prompt, greedy = golden_greedy(GOLDEN / NAME)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sequence_that_is_moved_midway_goes_on_as_if_it_had_not_been(name: str) -> None:
+    prompt, greedy = golden_greedy(GOLDEN / name)
+    kept = {"latent": CACHED} | ({"index": INDEX} if name == "deepseek_v32" else {})
 
     def load(layout: Layout, devices: Sequence[jax.Device]) -> LoadedModel:
-        return load_model(GOLDEN / NAME, layout, devices)
+        return load_model(GOLDEN / name, layout, devices)
 
     sizes = MeshSizes(page_size=8, chunk_tokens=16, context_tokens=112)
     with Engine(load, sizes=sizes) as engine:
@@ -76,15 +79,16 @@ def test_a_sequence_that_is_moved_midway_goes_on_as_if_it_had_not_been() -> None
             session.push(kv)
             found = engine.generate_tokens(session, 20).token_ids
             move = session.push(engine.pull("s"), target_layout=DecoderLayout(dp=2, tp=2))
-            assert move.bytes == 48 * LAYERS * CACHED * 4 * 2
+            assert move.bytes == 48 * LAYERS * sum(kept.values()) * 4 * 2
             found += engine.generate_tokens(session, 20).token_ids
             held = session.pull()
     assert found == tuple(greedy[:40])
-    latent = held.layer(0).components["latent"]
-    assert latent.shape == (1, len(prompt) + 40, CACHED)
-    assert latent.sharding.is_fully_replicated
-    np.testing.assert_allclose(
-        np.asarray(latent)[:, : len(prompt)],
-        np.asarray(kv.layer(0).components["latent"]),
-        atol=1e-6,
-    )
+    for part, width in kept.items():
+        values = held.layer(0).components[part]
+        assert values.shape == (1, len(prompt) + 40, width)
+        assert values.sharding.is_fully_replicated
+        np.testing.assert_allclose(
+            np.asarray(values)[:, : len(prompt)],
+            np.asarray(kv.layer(0).components[part]),
+            atol=1e-6,
+        )

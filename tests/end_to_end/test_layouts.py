@@ -120,6 +120,10 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         pytest.param("deepseek_v3", "tp=2,ep=2", "dp=2,tp=2,ep=4", 16, marks=ci),
         pytest.param("deepseek_v3", "tp=4,ep=4", "dp=4,ep=4", 16, marks=ci),
         pytest.param("deepseek_v3", "dp=2,tp=2", "tp=1", 16, marks=ci),
+        # An indexer that selects 16 of the positions.
+        ("deepseek_v32", "tp=2", "dp=2", 16),
+        pytest.param("deepseek_v32", "tp=1", "tp=4", 64, marks=ci),
+        pytest.param("glm_moe_dsa", "dp=2,tp=2", "tp=2,ep=2", 16, marks=ci),
         # State beside KV. With chunks of 16 the second one starts from a state.
         ("qwen3_5", "tp=2", "dp=2,tp=1", 16),
         pytest.param("granite4_moe", "tp=2", "dp=2,tp=1", 16, marks=ci),
@@ -150,6 +154,8 @@ async def test_a_family_gives_the_tokens_of_transformers(
     [
         pytest.param("deepseek_v3", Mode.UNIFIED, "dp=2,tp=2", marks=ci),
         pytest.param("deepseek_v3", Mode.CHUNKED, "dp=2,tp=2", marks=ci),
+        pytest.param("deepseek_v32", Mode.CHUNKED, "dp=2,tp=2", marks=ci),
+        pytest.param("glm_moe_dsa", Mode.UNIFIED, "tp=2", marks=ci),
         pytest.param("qwen3_next", Mode.CHUNKED, "dp=1,tp=2", marks=ci),
         pytest.param("granite4_moe", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
         pytest.param("granite4_hybrid", Mode.UNIFIED, "tp=2", marks=slow),
@@ -199,6 +205,7 @@ async def check_continuations(
     ("name", "prefill", "slots", "pages"),
     [
         pytest.param("deepseek_v3", "tp=2", 8, 26, marks=ci),
+        pytest.param("deepseek_v32", "tp=2", 8, 26, marks=ci),
         pytest.param("qwen3_5", "dp=2", 6, 22, marks=ci),
         pytest.param("granite4_moe", "dp=2", 6, 22, marks=slow),
         pytest.param("nemotron_h_moe", "dp=2", 6, 22, marks=slow),

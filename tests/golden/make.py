@@ -124,6 +124,16 @@ LATENT = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
+# An indexer of 24 heads of 10 values, of which 6 turn; it selects 16 of up to 87 positions. With
+# few heads many scores are zero, and transformers leaves open which of equal ones it selects.
+INDEXED = {
+    "index_topk": 16,
+    "index_n_heads": 24,
+    "index_head_dim": 10,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 # 6 of the 16 values of a head are turned; queries grow every 16 positions.
 MISTRAL4 = {
     "original_max_position_embeddings": 16,
@@ -242,6 +252,8 @@ VARIANTS: dict[str, Variant] = {
     "kimi_k25": Variant("kimi_k25", LATENT | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}),  # noqa: E501
     "mistral4": Variant("mistral4", LATENT | {"num_hidden_layers": 3, "n_group": 1, "topk_group": 1, "rope_parameters": YARN | MISTRAL4}),  # noqa: E501
     "glm4_moe_lite": Variant("glm4_moe_lite", LATENT | {"num_hidden_layers": 3, "rope_interleave": False}),  # noqa: E501
+    "deepseek_v32": Variant("deepseek_v32", LATENT | INDEXED | {"num_hidden_layers": 3, "n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, legacy=True),  # noqa: E501
+    "glm_moe_dsa": Variant("glm_moe_dsa", LATENT | INDEXED),
     "qwen3_next": Variant("qwen3_next", MOE | DELTA | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1],  # noqa: E501
                                                        "full_attention_interval": 2}),
     "qwen3_5": Variant("qwen3_5", DELTA | {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "linear_conv_kernel_dim": 3}),  # noqa: E501

@@ -425,6 +425,18 @@ def glm4_moe_lite(draw: Draw) -> Fields:
     return fields | {"mlp_layer_types": sparse}
 
 
+def _indexed(draw: Draw) -> Fields:
+    fields = _latent(draw)
+    turned = int(fields["qk_rope_head_dim"])  # type: ignore[call-overload]
+    fields["q_lora_rank"] = draw.one_of(14, 22)
+    fields["rope_parameters"] = draw.rope("default", "yarn")
+    return fields | {
+        "index_topk": draw.one_of(16, 40, 2048),
+        "index_n_heads": draw.one_of(24, 32),
+        "index_head_dim": turned + draw.random.choice((0, 2, 6)),
+    }
+
+
 def kimi_k25(draw: Draw) -> Fields:
     return deepseek_v3(draw) | {"model_type": "deepseek_v3"}
 
@@ -562,6 +574,8 @@ CONFIGS: dict[str, Callable[[Draw], Fields]] = {
     "glm4_moe": glm4_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "deepseek_v32": _indexed,
+    "glm_moe_dsa": _indexed,
     "kimi_k25": kimi_k25,
     "mistral4": mistral4,
     "glm4_moe_lite": glm4_moe_lite,

@@ -1,0 +1,225 @@
+"""DeepSeek Sparse Attention: an indexer selects the positions that each token attends to
+(DeepSeek-V3.2, arXiv 2512.02556, section 2.1). `model_api.Index` defines the scores.
+
+The selection is exact: the `top` largest scores among the positions that the token may see, ties to
+the smallest position. Every device computes the scores of all heads of the indexer, in float32, so
+the selection is the same under every layout. Where no sequence can be longer than `top`, all
+positions are selected and callers leave the indexer out.
+
+Prefill computes the scores of a block of queries over all earlier positions and masks ordinary
+attention (`chosen_positions`). Decode gathers the selected latents of each token, so that the bytes
+that it reads do not grow with the context beyond the indexer's keys (`selected_attention`)."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdisagg.model_api import Index, Latent
+from jdisagg.ops.kv_pages import PastPages, as_read, gather_columns, gather_span, span_rows
+from jdisagg.ops.latent_attention import absorb, release
+from jdisagg.ops.quarantine import SHOWS, seen_scores
+from jdisagg.ops.selection import largest, last_value, separating_value
+
+KEYS_AT_ONCE = 1024  # keys of a chunk whose scores of all heads are in memory
+PAST_POSITIONS = 128  # positions of one step of a loop over pages
+UNROLLED_POSITIONS = 4096  # positions of an unrolled step
+
+
+def index_scores(queries_QHD: jax.Array, weights_QH: jax.Array, keys_SD: jax.Array) -> jax.Array:
+    """Computes the indexer's scores of all keys for all queries, float32 [Q, S]. A key that is the
+    marker of `ops/quarantine.py` has the score infinity."""
+    products_QHS = jnp.einsum(
+        "qhd,sd->qhs",
+        queries_QHD,
+        keys_SD,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    weights_QH1 = weights_QH.astype(jnp.float32)[..., None]
+    scores_QS = jnp.sum(jnp.maximum(products_QHS, 0) * weights_QH1, axis=1)
+    return jnp.where((keys_SD[:, 0] > SHOWS)[None, :], jnp.inf, scores_QS)
+
+
+def select(scores_QS: jax.Array, top: int, *, at_once: bool = False) -> jax.Array:
+    """Selects the `top` largest scores of each row, ties to the smallest index: bool [Q, S]. Scores
+    of -inf are never selected. `at_once` avoids loops."""
+    scores_QS = jnp.where(scores_QS == 0, 0, scores_QS)  # -0 has an order key of its own
+    rows, shape = scores_QS.shape[0], scores_QS.shape[:1]
+    many_Q = jnp.sum((scores_QS > -jnp.inf).astype(jnp.int32), axis=1) > top
+    if at_once:
+        lowest_Q = last_value(
+            lambda asked: [
+                jnp.sum((scores_QS >= each_Q[:, None]).astype(jnp.int32), axis=1) >= top
+                for each_Q in asked
+            ],
+            rows,
+        )
+        lowest_Q = jnp.where(many_Q, lowest_Q, -jnp.inf)
+    else:
+        lowest_Q = separating_value(scores_QS, jnp.full(shape, top, jnp.int32), many_Q)
+    above_QS = scores_QS > lowest_Q[:, None]
+    tied_QS = (scores_QS == lowest_Q[:, None]) & (scores_QS > -jnp.inf)
+    room_Q1 = top - jnp.sum(above_QS.astype(jnp.int32), axis=1, keepdims=True)
+    number_QS = jnp.cumsum(tied_QS.astype(jnp.int32), axis=1)
+    return above_QS | (tied_QS & (number_QS <= room_Q1))
+
+
+def chosen_positions(
+    index: Index,
+    low: int,
+    high: int,
+    start_T: jax.Array,
+    segment_T: jax.Array,
+    past: PastPages | None,
+    *,
+    at_once: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Selects positions for the tokens low..high of a prefill chunk.
+
+    Args:
+        index: Queries, keys and weights of the whole chunk.
+        start_T: Chunk index of the first token of each token's sequence.
+        segment_T: Row of each token.
+        past: Pages with earlier tokens, or None.
+        at_once: See `select`.
+
+    Returns:
+        Which of the chunk's tokens 0..high each token attends to, bool [Q, high], and which
+        positions of its row's pages, bool [Q, columns * slots] or None.
+    """
+    q_QHD, w_QH = index.queries_THD[low:high], index.weights_TH[low:high]
+    keys_SD = index.keys_T1D[:high, 0]
+    scores_QS = jnp.concatenate(
+        [
+            index_scores(q_QHD, w_QH, keys_SD[begin : begin + KEYS_AT_ONCE])
+            for begin in range(0, high, KEYS_AT_ONCE)
+        ],
+        axis=1,
+    )
+    key_1S = jnp.arange(high, dtype=jnp.int32)[None, :]
+    seen_QS = key_1S <= jnp.arange(low, high, dtype=jnp.int32)[:, None]
+    seen_QS &= key_1S >= start_T[low:high, None]
+    scores_QS = jnp.where(seen_QS, scores_QS, -jnp.inf)
+    if past is None:
+        return select(scores_QS, index.top, at_once=at_once), None
+    earlier_QS = _past_scores(q_QHD, w_QH, segment_T[low:high], past, at_once=at_once)
+    positions = earlier_QS.shape[1]
+    both_QS = jnp.concatenate((earlier_QS, scores_QS), axis=1)
+    chosen_QS = select(both_QS, index.top, at_once=at_once)
+    return chosen_QS[:, positions:], chosen_QS[:, :positions]
+
+
+def _past_scores(
+    q_QHD: jax.Array, w_QH: jax.Array, segment_Q: jax.Array, past: PastPages, *, at_once: bool
+) -> jax.Array:
+    """Computes scores of the positions in pages for each token of a chunk, -inf beyond the earlier
+    tokens of the token's row. With `at_once` only the first row has earlier tokens."""
+    pages_PKSH = past.index_pages_PKSH
+    assert pages_PKSH is not None, "a layer with an indexer has pages of its keys"
+    pages, _, slots, _ = pages_PKSH.shape
+    span = UNROLLED_POSITIONS if at_once else PAST_POSITIONS
+    columns = max(1, min(span // slots, past.table_RN.shape[1]))
+    width = past.table_RN.shape[1] * slots
+    table_RN = jnp.pad(past.table_RN, ((0, 0), (0, -past.table_RN.shape[1] % columns)))
+    table_RN, step = jnp.clip(table_RN, 0, pages - 1), columns * slots
+    scores_QS = jnp.full((q_QHD.shape[0], table_RN.shape[1] * slots), -jnp.inf, jnp.float32)
+
+    def row(index: jax.Array, scores_QS: jax.Array) -> jax.Array:
+        table_1N = lax.dynamic_slice(table_RN, (index, 0), (1, table_RN.shape[1]))
+        mine_Q1, length = (segment_Q == index)[:, None], past.lengths_R[index]
+
+        def some(number: jax.Array, scores_QS: jax.Array) -> jax.Array:
+            found = gather_columns(pages_PKSH, table_1N, number * columns, columns)[0, 0]
+            new_QS = index_scores(q_QHD, w_QH, as_read(found, q_QHD.dtype))
+            position_1S = (number * step + jnp.arange(step, dtype=jnp.int32))[None, :]
+            old_QS = lax.dynamic_slice_in_dim(scores_QS, number * step, step, axis=1)
+            new_QS = jnp.where(mine_Q1 & (position_1S < length), new_QS, old_QS)
+            return lax.dynamic_update_slice_in_dim(scores_QS, new_QS, number * step, axis=1)
+
+        if at_once:
+            for number in range(table_RN.shape[1] // columns):
+                scores_QS = some(jnp.int32(number), lax.optimization_barrier(scores_QS))
+            return scores_QS
+        end = jnp.where(jnp.any(mine_Q1), (length + step - 1) // step, 0)
+        end = jnp.minimum(end, table_RN.shape[1] // columns)
+        return lax.fori_loop(0, end, some, scores_QS)
+
+    if at_once:
+        return row(jnp.int32(0), scores_QS)[:, :width]
+    return lax.fori_loop(0, past.count, row, scores_QS)[:, :width]
+
+
+def selected_attention(
+    q_TNH: jax.Array,
+    latent_pages_PKSH: jax.Array,
+    index_pages_PKSH: jax.Array,
+    table_BN: jax.Array,
+    positions_BQ: jax.Array,
+    index: Index,
+    latent: Latent,
+    *,
+    scale: float,
+    at_once: bool,
+) -> jax.Array:
+    """Computes the attention of each new token over the positions that the indexer selects from
+    those up to its own. Arguments as those of `paged_attention`; `table_BN` is in range and has
+    more than `index.top` positions. Returns o [T, N, value]."""
+    per, slots = positions_BQ.shape[1], latent_pages_PKSH.shape[2]
+    scores_TS = _page_scores(index, index_pages_PKSH, table_BN, positions_BQ, at_once=at_once)
+    found_TK, position_TK = largest(scores_TS, index.top)
+    table_TN = jnp.repeat(table_BN, per, axis=0) if per > 1 else table_BN
+    page_TK = jnp.take_along_axis(table_TN, position_TK // slots, axis=1, mode="clip")
+    rows_TKH = latent_pages_PKSH.at[page_TK, 0, position_TK % slots].get(mode="promise_in_bounds")
+    rows_TKH = as_read(rows_TKH, q_TNH.dtype)
+    q_TNR, rank = absorb(q_TNH, latent), latent.keys_NRH.shape[1]
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    s_TNK = seen_scores(product("tnr,tkr->tnk", q_TNR, rows_TKH) * scale)
+    s_TNK = jnp.where((found_TK > -jnp.inf)[:, None], s_TNK, -jnp.inf)
+    mix_TNK = jax.nn.softmax(s_TNK, axis=-1).astype(rows_TKH.dtype)
+    mixed_TNR = product("tnk,tkr->tnr", mix_TNK, rows_TKH[..., :rank]).astype(q_TNH.dtype)
+    return release(mixed_TNR, latent)
+
+
+def _page_scores(
+    index: Index,
+    pages_PKSH: jax.Array,
+    table_BN: jax.Array,
+    positions_BQ: jax.Array,
+    *,
+    at_once: bool,
+) -> jax.Array:
+    """Computes scores of all positions of the page table for each token, float32 [T, columns *
+    slots], -inf beyond the token's own position."""
+    batch, per = positions_BQ.shape
+    slots, columns = pages_PKSH.shape[2], table_BN.shape[1]
+    wanted = (UNROLLED_POSITIONS if at_once else PAST_POSITIONS) // slots
+    each = max(1, min(wanted, columns))
+    step = each * slots
+    table_BN = jnp.pad(table_BN, ((0, 0), (0, -columns % each)))
+    split = lambda of_T: of_T.reshape(batch, per, *of_T.shape[1:])  # noqa: E731
+    q_BQHD, w_BQH = split(index.queries_THD), split(index.weights_TH)
+    scores = jnp.full((batch, per, table_BN.shape[1] * slots), -jnp.inf, jnp.float32)
+
+    def some(keys_BSD: jax.Array, number: jax.Array | int, scores: jax.Array) -> jax.Array:
+        new_BQS = jax.vmap(index_scores)(q_BQHD, w_BQH, as_read(keys_BSD, q_BQHD.dtype))
+        position_11S = (number * step + jnp.arange(step, dtype=jnp.int32))[None, None, :]
+        new_BQS = jnp.where(position_11S <= positions_BQ[..., None], new_BQS, -jnp.inf)
+        return lax.dynamic_update_slice_in_dim(scores, new_BQS, number * step, axis=2)
+
+    if at_once:
+        for number in range(table_BN.shape[1] // each):
+            scores = lax.optimization_barrier(scores)
+            found = gather_columns(pages_PKSH, table_BN, number * each, each)
+            scores = some(found[:, 0], number, scores)
+    else:
+        span = span_rows(pages_PKSH, step)
+        end = jnp.clip((jnp.max(positions_BQ) + step) // step, 1, table_BN.shape[1] // each)
+        scores = lax.fori_loop(
+            0,
+            end,
+            lambda number, scores: some(gather_span(span, table_BN, number)[:, 0], number, scores),
+            scores,
+        )
+    return scores.reshape(batch * per, -1)[:, : columns * slots]

@@ -1,0 +1,78 @@
+"""The indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, GLM-5), which selects the positions that
+each token attends to. `jdisagg/ops/sparse_attention.py` describes the selection.
+
+All parameters are replicated. As in transformers, queries and keys are neither rotated by a
+Hadamard matrix nor rounded to fp8, which the published kernels do and which changes scores by
+rounding only."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jdisagg.model_api import Index, Shards
+from jdisagg.ops.norm import layer_norm
+from jdisagg.ops.parameters import Make, parameter
+from jdisagg.ops.quantized_weights import KernelForm
+from jdisagg.ops.rope import rope_angles, rotate
+from jdisagg.ops.rope_frequencies import Rope
+from models.decoder_config import IndexConfig
+from models.linear import Linear, rows_of
+
+_EPSILON = 1e-6
+
+
+class Indexer(nnx.Module):
+    """Computes queries from the query latent of the attention, and one key and the weights of the
+    heads from the layer's input. The first values of queries and keys have rotary positions."""
+
+    def __init__(
+        self, make: Make, config: IndexConfig, width: int, rank: int, rope: Rope, form: KernelForm
+    ) -> None:
+        size = config.dim
+        self.q = Linear(make, (rank, config.heads * size), ("latent", "latent"), form=form)
+        self.k = Linear(make, (width, size), ("embed", "latent"), form=form.plain())
+        self.k_norm = LayerNorm(make, size)
+        # Float32, as trained.
+        self.weights = parameter(make((width, config.heads), "float32", width), ("embed", "latent"))
+        self.config, self.rope = config, rope
+
+    def __call__(
+        self,
+        x_TD: jax.Array,
+        latent_RC: jax.Array,
+        positions_T: jax.Array,
+        rows_R: jax.Array | None,
+        shards: Shards,
+    ) -> Index:
+        """Returns the inputs of the selection: keys of all tokens, and queries and weights of the
+        tokens `rows_R`, of which `latent_RC` are the query latents."""
+        heads, size = self.config.heads, self.config.dim
+        of_R = shards.of_rows(rows_R)
+        q_RHD = self.q(latent_RC, of_R).reshape(latent_RC.shape[0], heads, size)
+        k_T1D = self.k_norm(self.k(x_TD, shards))[:, None]
+        x_RD = rows_of(x_TD, rows_R).astype(jnp.float32)
+        weights_RH = jnp.matmul(x_RD, self.weights[...]) * (heads * size) ** -0.5
+        return Index(
+            self._turned(q_RHD, rows_of(positions_T, rows_R)),
+            self._turned(k_T1D, positions_T),
+            weights_RH,
+            self.config.top,
+        )
+
+    def _turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        turned = self.rope.head_dim
+        first = rotate(
+            x[..., :turned], rope_angles(positions, self.rope), interleaved=self.config.interleaved
+        )
+        return jnp.concatenate((first, x[..., turned:]), axis=-1)
+
+
+class LayerNorm(nnx.Module):
+    """Norm to zero mean and unit variance, with a weight and a bias."""
+
+    def __init__(self, make: Make, size: int) -> None:
+        self.weight = parameter(make((size,), "norm", size), ("latent",))
+        self.bias = parameter(make((size,), "bias", size), ("latent",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return layer_norm(x, self.weight[...], self.bias[...], _EPSILON)
