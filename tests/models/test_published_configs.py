@@ -2,10 +2,12 @@
 parameter count and KV size."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jdisagg.costs.catalog import CATALOG
 from jdisagg.errors import CheckpointError
 from models.catalog import read_config
 from models.hf_config import HfConfig
@@ -288,3 +290,102 @@ def test_one_kv_head_of_many_queries_is_counted_as_one(tmp_path: Path) -> None:
     geometry = inspect(path).geometry
     assert geometry is not None
     assert geometry.kv_bytes_per_token("bfloat16") == 2 * 32 * 64 * 2
+
+
+DEEPSEEK_V32 = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "attention_bias": False,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": YARN | {"factor": 40, "original_max_position_embeddings": 4096},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+GLM_5 = DEEPSEEK_V32 | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "head_dim": 64,
+    "hidden_size": 6144,
+    "index_n_heads": 32,
+    "indexer_rope_interleave": True,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 202752,
+    "n_group": 1,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "quantization_config": None,
+    "rms_norm_eps": 1e-5,
+    "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "rope_scaling": None,
+    "rope_theta": None,
+    "topk_group": 1,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "latent", "index"),
+    [("deepseek-v3.2", DEEPSEEK_V32, 70272, 15616), ("glm-5", GLM_5, 89856, 19968)],
+)
+def test_models_with_an_indexer_are_in_the_catalogue_as_published(
+    name: str, fields: dict[str, object], latent: int, index: int
+) -> None:
+    config = read_config(HfConfig(fields))
+    assert config.cost_geometry(name) == CATALOG[name]
+    assert CATALOG[name].kv_bytes_per_token("bfloat16") == latent + index
+    parts = config.kv_spec("bfloat16").components
+    for part, kept in (("latent", latent), ("index", index)):
+        assert sum(2 * each.width for each in parts if each.name == part) == kept
+    in_fp8 = replace(config, kv_dtype="fp8")
+    assert in_fp8.kv_spec("bfloat16").bytes_per_token == latent // 2 + index
+
+
+@pytest.mark.parametrize(
+    "shared", [{"index_topk_freq": 4}, {"index_topk_pattern": "FSS"}, {"indexer_types": ["shared"]}]
+)
+def test_a_selection_that_layers_share_is_refused_by_name(shared: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match="a selection that several layers share"):
+        read_config(HfConfig(GLM_5 | shared))
