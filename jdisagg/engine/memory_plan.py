@@ -197,7 +197,8 @@ def fit_instance(
         weights,
         _activations(
             geometry, instance, role, append if role is WorkerRole.DECODE else chunk, model.dtype
-        ),
+        )
+        + _index_scores(geometry, instance, chunk, context, model.dtype),
         # Recurrent states are staged too: one that is packed, and those in transfer.
         tiered + (0 if role is WorkerRole.MIXED else staged),
         0,
@@ -377,6 +378,21 @@ def _activations(
         step += max(LONGEST_RUN - 1, drafts * step)
         tokens, rows = max(tokens, step), max(rows, step)
     return int(tokens * inner * max(dtype_bytes(dtype), 4)) + 3 * 4 * rows * geometry.vocabulary
+
+
+def _index_scores(
+    geometry: CostGeometry, instance: InstanceConfig, chunk: int, context: int, dtype: str
+) -> int:
+    """Returns an upper estimate of the bytes of one layer's indexer: products of all heads with the
+    keys of one step, copies of the scores of all positions, and the selected latents."""
+    attention = geometry.attention
+    if not isinstance(attention, LatentAttention) or not 0 < attention.index_top < context:
+        return 0
+    # `ops/sparse_attention.py` computes 4,096 keys and 512 tokens of a chunk at once.
+    rows, keys = max(min(chunk, 512), instance.slots_per_rank), min(context, 4096)
+    scores = 4 * rows * (attention.index_heads * keys + 4 * context)
+    selected = instance.slots_per_rank * attention.index_top * attention.kv_values
+    return scores + selected * dtype_bytes(dtype)
 
 
 def _refusal(name: str, plan: MemoryPlan) -> str:
