@@ -73,6 +73,7 @@ async def until_all_free(run: Running) -> None:
     ("name", "weights", "prefill", "decode"),
     [
         ("deepseek_v3", "", "tp=2,ep=2", "dp=2,ep=2"),
+        ("deepseek_v32", "", "tp=2", "dp=2,ep=2"),
         ("qwen3_next", "", "tp=2", "dp=2"),
         ("gpt_oss", "", "tp=1", "dp=2"),
         ("gemma4", "", "tp=2", "dp=2"),
