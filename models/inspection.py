@@ -152,6 +152,7 @@ def _kind(layer: LayerConfig, config: DecoderConfig) -> str:
     if layer.recurrent:
         seen = "gated delta net" if layer.delta else "Mamba-2"
     if latent := config.attention.latent:
+        seen = f"attention to {latent.index.top:,} selected positions," if latent.index else seen
         seen += f" to latents of {latent.rank} + {latent.rope_dim}"
     if any(each.attention for each in config.layers):
         attention = config.attention_of(layer)

@@ -113,6 +113,11 @@ class LatentAttention(Message, frozen=True):
     def kv_values(self) -> int:
         return self.kv_rank + self.rope_dim + self.index_dim
 
+    @property
+    def row_values(self) -> int:
+        """Number of values of a row of KV (`layout/kv_spec.py`)."""
+        return math.gcd(self.kv_rank + self.rope_dim, self.index_dim)
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -321,9 +326,10 @@ class CostGeometry:
 
     def kv_rows(self) -> list[tuple[int, int]]:
         """Returns (rows, values in a row) of a token's KV for each kind of layer. A row is a key or
-        a value of one head, or the whole KV of MLA. A codec stores one scale for each row."""
+        a value of one head, or the KV of MLA, cut into equal rows if there is an indexer's key. A
+        codec stores one scale for each row."""
         return [
-            (layers, kind.kv_values)
+            (layers * kind.kv_values // kind.row_values, kind.row_values)
             if isinstance(kind, LatentAttention)
             else (layers * 2 * kind.kv_heads, kind.head_dim)
             for kind, layers in self.attention_kinds
