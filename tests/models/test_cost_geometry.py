@@ -27,6 +27,7 @@ OWN_WORDS = {
     "nemotron_h_moe",
     "qwen3_next",
     "qwen3_5",
+    "qwen3_5_resaved",
     "qwen3_5_moe",
 }
 SIZES = {
