@@ -133,7 +133,7 @@ def test_a_chunk_attends_to_what_is_selected_among_its_own_and_earlier_tokens(
             cached if past else None,
             scale=SCALE,
             latent=latent,
-            index=Index(*of_index, TOP),
+            index=Index(*of_index, TOP),  # pyright: ignore
             platform=platform,
             packed=False,
             rows=1,
@@ -156,7 +156,7 @@ def test_sequences_of_one_chunk_select_among_their_own_tokens() -> None:
         jnp.arange(TOKENS, dtype=jnp.int32),
         scale=SCALE,
         latent=latent,
-        index=Index(*map(jnp.asarray, index[:3]), TOP),
+        index=Index(*map(jnp.asarray, index[:3]), TOP),  # pyright: ignore
     )
     want_TNV = in_words(q_TNH, cached_T1H, latent, chosen_TS)
     np.testing.assert_allclose(got_TNV, want_TNV, atol=2e-5)
@@ -165,7 +165,7 @@ def test_sequences_of_one_chunk_select_among_their_own_tokens() -> None:
 def test_a_broken_token_is_selected_by_all_that_come_after_it() -> None:
     (q_TNH, cached_T1H, latent), index = made(), indexed()
     cached_T1H[3, 0, 2] = np.nan
-    parts = seal(jnp.asarray(cached_T1H), None, Index(*map(jnp.asarray, index[:3]), TOP))
+    parts = seal(jnp.asarray(cached_T1H), None, Index(*map(jnp.asarray, index[:3]), TOP))  # pyright: ignore
     sealed_T1H, keys_T1D = (np.asarray(part) for part in parts)
     assert (keys_T1D[3] == np.float32(MARKER)).all()
     positions = np.array([2, 3, 30, 36], np.int32)
