@@ -1,4 +1,2 @@
-"""Named scripts, one question each. Figures are ratios of interleaved runs in one process.
-
-`results/` keeps them with machine, versions and commit.
-"""
+"""Benchmark scripts. Each answers one question, and its figures are ratios of interleaved runs in
+one process. `results/` has the figures with machine, versions and commit."""

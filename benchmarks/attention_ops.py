@@ -30,7 +30,7 @@ Step = Callable[[], object]
 
 
 def compare(title: str, contenders: dict[str, Step], rounds: int) -> None:
-    """The first contender is the baseline."""
+    """Prints the ratios of all contenders to the first one, the baseline."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for step in contenders.values():
         jax.block_until_ready(step())
@@ -101,7 +101,7 @@ def prefill(tokens: int, dtype: jnp.dtype, rounds: int) -> None:
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """One bfloat16 row is slow on CPU, two are not."""
+    """Multiplies x with a weight. On CPU a single bfloat16 row is slow, so it is computed twice."""
     if x.dtype == jnp.bfloat16 and x.shape[0] == 1:
         return (jax.lax.optimization_barrier(jnp.concatenate([x, x])) @ weight)[:1]
     return x @ weight

@@ -1,14 +1,14 @@
-"""Runs of vLLM that BLIS is held against, as the cost model can be asked for them: requests that
-come at stated rates (benchmarks/data/README.md), and what the model says of each.
+"""Reads the measured runs of vLLM with which BLIS was validated, and predicts each run with the
+cost model. Requests arrive at stated rates (benchmarks/data/README.md).
 
-Stages of a run follow each other (`open_loop.py`); all of its requests have the same lengths, and
-its means are of all of them. Their prompts are one small set that comes again and again, and the
-engine kept prefixes: of a prompt all but its last block of 16 is known when it comes. Engine,
-kernels and hosts are those of `public_engines.py`, which were set by other points.
+A run has several stages, one after the other (`open_loop.py`). All requests of a run have the same
+lengths, and its means are over all of them. The prompts are a small set that repeats, and the
+engine had a prefix cache. So all of a prompt but its last block of 16 tokens is cached. Engine,
+kernels and host times are those of `public_engines.py`, which were chosen with other measurements.
 
-Sixteen runs stand in `data/measured_blis.csv`, the four that were overloaded among them; of three
-of those clients gave up on a third and more of the requests, so that their means are of survivors:
-they are shown and not counted."""
+`data/measured_blis.csv` has sixteen runs, four of them overloaded. In three of the overloaded runs,
+clients gave up a third or more of the requests, so that the means cover only the other requests.
+These runs are shown but not counted."""
 
 import csv
 import re
@@ -32,7 +32,7 @@ COUNTED_LOST_PERCENT = 1.0  # of a run whose means are compared
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Stages of (requests a second, seconds), and the tokens that were asked for."""
+    """Stages as (requests per second, seconds), and the requested numbers of tokens."""
 
     stages: tuple[tuple[float, float], ...]
     prompt: int
@@ -68,8 +68,8 @@ CARDS = {"H100": "h100", "A100-80GB": "a100", "L40S": "l40s"}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Means over all requests of a run, in seconds. `lost_percent`: of those, that clients gave
-    up."""
+    """Means over all requests of a run, in seconds. `lost_percent`: percentage of the requests that
+    clients gave up."""
 
     model: str
     card: str
@@ -95,7 +95,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """A run, and the same means as the model says them."""
+    """A measured run, and the means that the model predicts for it."""
 
     run: Run
     ttft: float
@@ -103,12 +103,12 @@ class Foretold:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Of TTFT and of the whole, in percent, signed."""
+        """Signed errors of TTFT and of the end-to-end time, in percent."""
         return (100 * (self.ttft / self.run.ttft - 1), 100 * (self.whole / self.run.whole - 1))
 
 
 def kept_runs(path: Path = DATA) -> tuple[Run, ...]:
-    """Of the data file, in its order."""
+    """Returns the runs of the data file, in the file's order."""
     with path.open(newline="") as lines:
         return tuple(
             Run(
@@ -126,8 +126,8 @@ def kept_runs(path: Path = DATA) -> tuple[Run, ...]:
 
 
 def recorded_runs(path: Path) -> tuple[Run, ...]:
-    """Of BLIS's records: a line for each simulator, run, stage and metric, of which the measured
-    side of whole runs is read. Runs of a model that is not in our catalogue are left out."""
+    """Returns the measured runs from BLIS's records, which have a line for each simulator, run,
+    stage and metric. Skips runs of models that are not in the catalogue."""
     found: dict[str, dict[str, str]] = {}
     with path.open(newline="") as lines:
         for row in csv.DictReader(lines):
@@ -153,7 +153,7 @@ def _recorded(name: str, row: Mapping[str, str]) -> Run:
 
 
 def foretold(run: Run) -> Foretold:
-    """What the model says of a run, stage by stage."""
+    """Predicts a run, stage by stage."""
     nothing = Devices(0, 0, 0, 0)
     point = Point(
         number=0, origin="blis", engine="vllm", version="0.15.1", model=run.model, card=run.card,
@@ -193,7 +193,7 @@ def errors(found: Sequence[Foretold]) -> dict[str, float | int]:
 
 
 def tables(found: Sequence[Foretold]) -> dict[str, dict[str, dict[str, float | int]]]:
-    """Of all that counts, then by group."""
+    """Returns the errors of all counted runs, and then by group."""
     counted = [item for item in found if item.run.counted]
     said = {"all": {"all": errors(counted)}}
     for group, key in GROUPS.items():
@@ -205,7 +205,7 @@ def tables(found: Sequence[Foretold]) -> dict[str, dict[str, dict[str, float | i
 
 
 def shown(item: Foretold) -> dict[str, float]:
-    """As the results keep a run whose figures may be kept."""
+    """Returns a run in the form of the results file, if its figures may be published."""
     ttft, whole = item.errors
     return {
         "ttft_ms": round(1e3 * item.ttft, 1),
@@ -216,7 +216,7 @@ def shown(item: Foretold) -> dict[str, float]:
 
 
 def markdown(figures: Mapping[str, object]) -> str:
-    """The tables as results/blis_runs.md has them."""
+    """Returns the tables of results/blis_runs.md."""
     lines: list[str] = []
     for title in ("kept", "records"):
         parts = figures.get(title)
@@ -259,5 +259,5 @@ TITLES = {
 
 
 def page(figures: Mapping[str, object]) -> str:
-    """Words and tables."""
+    """Returns the whole page: text and tables."""
     return f"{WORDS.read_text()}\n{markdown(figures)}"

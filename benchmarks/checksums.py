@@ -49,7 +49,7 @@ TOKENS, PAGE, KEY = 512, 128, 0x1234567890ABCDEF
 
 
 class NoSums(PrefillSums):
-    """Blocks are returned and not summed."""
+    """Stands in for the checksum programs: blocks are returned without a checksum."""
 
     def run(
         self, group: int, block: jax.Array, positions: jax.Array, segment: jax.Array, key: jax.Array
@@ -111,7 +111,7 @@ _ids = iter(range(1, 1 << 30))
 
 
 def prefill(mesh: MeshExecutor, keep: bool = False) -> int:
-    """One chunk, offered (and withdrawn)."""
+    """Runs one prefill chunk, and offers and withdraws its KV."""
     offer_ids = (next(_ids), next(_ids))
     offers = tuple(
         OfferSpec(offer_id, group, 0, TOKENS) for group, offer_id in enumerate(offer_ids)
@@ -135,7 +135,7 @@ def prefill(mesh: MeshExecutor, keep: bool = False) -> int:
 def inserts(
     source: MeshExecutor, loaded: LoadedModel, channel: InProcessChannel
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Inserting one pulled block again and again, read back and summed, and not."""
+    """Inserts one pulled block repeatedly, with and without reading back and checksums."""
     offer_id = prefill(source, keep=True)
 
     def inserting(summed: bool) -> Callable[[], None]:

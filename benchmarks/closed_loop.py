@@ -1,20 +1,21 @@
-"""A closed loop of users on one deployment, stepped by the cost model: what benchmarks that state a
-concurrency measure.
+"""Simulates a closed loop of users on one deployment with the cost model, for comparison with
+benchmarks that state a concurrency.
 
-`users` requests are sent at once; whoever has its answer sends the next. So the first of each user
-meet a burst, all later ones what the others leave them; a run of `rounds` requests a user mixes
-both, and means over it are what is given back. Lengths are spread evenly between `shortest` of the
-nominal ones and these: users fall out of step, as they do in reality.
+`users` requests are sent at once, and each user sends the next request when the previous answer
+ends. The first requests form a burst; later requests share the deployment with others. A run has
+`rounds` requests per user, and the returned means are over all of them. Lengths are spread evenly
+between the fraction `shortest` of the nominal lengths and the nominal lengths, so that users do not
+stay in step.
 
-Batching is told as engines do it. "mixed": a step carries all that decode and, within
-`chunk_tokens`, prompts' chunks. "prefill_first": while a prompt waits and has room, steps carry
-prompts alone. Two pools: prompts wait for one of the prefill ranks, which take up to `chunk_tokens`
-together, and join the batch when that is done. A prompt is let in when there is room for it and a
-part of its answer; where the batch outgrows the room, its youngest waits again, before all others,
-and is computed anew.
+Batching follows the engine. "mixed": a step contains all decoding sequences and, within
+`chunk_tokens`, chunks of prompts. "prefill_first": while a prompt waits and has room, steps contain
+only prompts. With two pools, prompts wait for one of the prefill ranks, which prefill up to
+`chunk_tokens` tokens together, and then join the decode batch. A prompt starts when there is room
+for it and for a part of its answer. If the batch exceeds the room, its youngest sequence is
+preempted, waits before all others, and is recomputed.
 
-One rank of one instance is stepped, the others are taken to be as full. No wait of a host outside
-its steps, no network. Pure: the cost model's seconds and this order are all there is."""
+One rank of one instance is simulated, and the other ranks are assumed to be equally full. Host
+times outside the steps and the network take no time. Pure."""
 
 import heapq
 import math
@@ -32,8 +33,8 @@ LATER_ROUNDS = 2  # simulated of those after the burst: they are alike
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of one dp rank: users, nominal lengths, the part of them that the shortest request has, and
-    how many requests a user sends."""
+    """Load of one dp rank: number of users, nominal lengths, the shortest request's fraction of
+    these lengths, and number of requests per user."""
 
     users: int
     prompt: int
@@ -44,12 +45,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How an engine makes its steps. `kv_tokens`: that one rank holds. `front_seconds`: from a
-    client's sending to the queue. `ahead`: steps issued before the one that sees a newcomer, the
-    one under way when it comes not counted. `reserved`: the part of its answer for which a prompt
-    must find room before it begins. `most`: requests that are under way at once; 0: as many as have
-    room. `poll`: decode steps from one look for newcomers to the next, where no prompt was
-    computed meanwhile; 0: before every step."""
+    """How an engine forms its steps. `kv_tokens`: KV capacity of one rank, in tokens.
+    `front_seconds`: seconds from the client's sending to the queue. `ahead`: number of steps issued
+    before the step that a new request can join, without the running step. `reserved`: fraction of
+    the answer for which a prompt needs room before it starts. `most`: largest number of concurrent
+    requests; 0 for as many as have room. `poll`: number of decode steps between two checks for new
+    requests while no prompt is computed; 0 for every step."""
 
     order: Order
     chunk_tokens: int
@@ -77,7 +78,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Means in seconds."""
+    """Mean times in seconds."""
 
     ttft: float
     tpot: float
@@ -85,7 +86,7 @@ class Times:
 
 @dataclass(slots=True)
 class _Record:
-    """What came out, of the burst and of the requests after it."""
+    """The measured times of the burst and of later requests."""
 
     load: Load
     measured: int
@@ -115,8 +116,8 @@ class _Record:
 
 
 class Loop:
-    """Requests on their way. What decodes is kept as a heap of (steps made when it ends, number):
-    a step makes a token of each."""
+    """The requests in progress. Decoding requests are in a heap of (step number at which the
+    request ends, request number), because each step makes one token of each."""
 
     def __init__(self, load: Load, batching: Batching) -> None:
         self.load, self.now, self.steps, self.sent = load, 0.0, 0, 0
@@ -142,8 +143,8 @@ class Loop:
         self.sent += 1
 
     def arrived(self, request: Request) -> bool:
-        """Whether a step that begins now may carry it: it came before the steps that are issued
-        ahead were."""
+        """Returns whether a step that begins now may include the request, which must have arrived
+        before the steps issued ahead."""
         if request.seen > min(self.now, self.looked):
             return False
         if not request.turn:
@@ -151,7 +152,7 @@ class Loop:
         return self.turn + 1 >= request.turn
 
     def fits(self, request: Request, kv_tokens: int) -> bool:
-        """Whether it may begin: somebody must, or nobody ever ends."""
+        """Returns whether the request may start. At least one request may always run."""
         if request.begun:
             return True
         if not self.arrived(request) or 0 < self.batching.most <= self.begun:
@@ -163,7 +164,8 @@ class Loop:
         return request.prompt + self.batching.reserved * request.output
 
     def steps_until_seen(self, step_seconds: float) -> int | None:
-        """Steps until the next in the queue may be carried; None: it may now, or there is none."""
+        """Returns the number of steps until the next queued request may join. None if it may join
+        now or if none is queued."""
         if not self.waiting or self.arrived(self.waiting[0]):
             return None
         head = self.waiting[0]
@@ -176,7 +178,7 @@ class Loop:
         return steps
 
     def look(self) -> None:
-        """For newcomers, if it is time to."""
+        """Checks for new requests, if a check is due."""
         if self.batching.poll and (not self.running or self.unpolled >= self.batching.poll):
             self.looked, self.unpolled = self.now, 0
 
@@ -186,7 +188,7 @@ class Loop:
         self.begun, request.begun = self.begun + 1, True
 
     def join(self, request: Request, first: float) -> None:
-        """Its prompt was done at `first`, and the first token there."""
+        """Adds a request whose prompt was done, and whose first token arrived, at time `first`."""
         if request.first < 0:
             request.first = first
         self.context += request.prompt + 1
@@ -194,7 +196,7 @@ class Loop:
         heapq.heappush(self.running, (self.steps + request.output - 1, request.number, request))
 
     def advance(self, steps: int, seconds: float) -> None:
-        """So many steps of all that decode; who ends sends the next request."""
+        """Runs `steps` decode steps. The user of each request that ends sends the next request."""
         self.now, self.steps, self.turn = self.now + seconds, self.steps + steps, self.turn + steps
         if every := self.batching.poll:  # looks on the way found nobody; one may be due now
             self.unpolled = (self.unpolled + steps) % every or every
@@ -208,7 +210,7 @@ class Loop:
             self.send()
 
     def make_room(self) -> None:
-        """The youngest wait again where one step more would not fit."""
+        """Preempts the youngest requests until one more step fits."""
         while len(self.running) > 1 and self.context + len(self.running) > self.batching.kv_tokens:
             youngest = max(self.running, key=lambda entry: entry[:2])
             self.running.remove(youngest)
@@ -224,8 +226,9 @@ class Loop:
             self.waiting.appendleft(request)
 
     def chunk(self, budget: int, kv_tokens: int) -> tuple[list[tuple[int, int]], list[Request]]:
-        """Rows (new, cached) of what waits, within `budget` tokens and room; and whose prompts end
-        with it, who leave the queue."""
+        """Returns rows (new, cached tokens) of waiting prompts, within `budget` tokens and the
+        room, and the requests whose prompts end in the chunk. Removes these requests from the
+        queue."""
         rows: list[tuple[int, int]] = []
         ended: list[Request] = []
         while self.waiting and budget > 0 and self.fits(self.waiting[0], kv_tokens):
@@ -241,19 +244,18 @@ class Loop:
 
 
 def one_pool(costs: CostModel, load: Load, batching: Batching) -> Times:
-    """Of an instance that computes prompts and decodes.
+    """Returns mean TTFT (from sending to the first token) and mean TPOT, in seconds, of an instance
+    that prefills and decodes.
 
     Args:
-        costs: of one instance.
-        load: of one of its dp ranks.
-        batching: the engine's.
-
-    Returns: mean TTFT, from sending to the first token, and mean TPOT, in seconds."""
+        costs: Cost model of one instance.
+        load: Load of one of its dp ranks.
+        batching: Batching of the engine."""
     return stepped(costs, Loop(load, batching))
 
 
 def stepped(costs: CostModel, loop: Loop) -> Times:
-    """Means of all that `loop` measures, on one instance that computes prompts and decodes."""
+    """Returns the means of all requests of `loop` on one instance that prefills and decodes."""
     batching = loop.batching
     while loop.record.done < loop.record.measured:
         loop.make_room()
@@ -288,8 +290,9 @@ def stepped(costs: CostModel, loop: Loop) -> Times:
 def two_pools(
     prefill: CostModel, decode: CostModel, load: Load, batching: Batching, servers: int, ranks: int
 ) -> Times:
-    """Of prefill and decode instances. `load`: of the whole deployment; `servers`: prefill ranks,
-    `ranks`: decode ranks, of all instances together; `batching.kv_tokens`: of one decode rank."""
+    """Returns the means of prefill and decode instances. `load`: load of the whole deployment.
+    `servers`, `ranks`: number of prefill ranks and of decode ranks of all instances.
+    `batching.kv_tokens`: capacity of one decode rank."""
     loop = Loop(
         load, replace(batching, ahead=0, poll=0)
     )  # prefill ranks have no steps issued ahead
@@ -328,8 +331,8 @@ def two_pools(
 def _decode(
     costs: CostModel, loop: Loop, steps: int, ranks: int = 1, within: float | None = None
 ) -> None:
-    """So many decode steps, fewer where `within` seconds end before, at least one. A step grows
-    with its contexts from the first to the last."""
+    """Runs up to `steps` decode steps, fewer if `within` seconds end earlier, but at least one. The
+    time of a step grows with its contexts from the first to the last step."""
     sequences = -(-len(loop.running) // ranks)
     first = costs.decode_of(sequences, loop.context / ranks).seconds
     if within is not None:

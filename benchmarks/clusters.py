@@ -1,5 +1,5 @@
-"""Real processes to be measured: `launch.cluster` or `launch.serve` as a child, and a client that
-waits until it answers."""
+"""Starts processes to measure: `jdisagg cluster` or `jdisagg serve` as a child process, and a
+client that waits until the process answers."""
 
 import asyncio
 import contextlib
@@ -19,18 +19,19 @@ READY_SECONDS = 240.0
 
 
 def cluster(*arguments: str) -> contextlib.AbstractContextManager[str]:
-    """The address of a running `launch.cluster`."""
+    """Context manager that yields the address of a running `jdisagg cluster`."""
     return _child("launch.cluster", "jdisagg cluster serves on", arguments)
 
 
 def server(*arguments: str) -> contextlib.AbstractContextManager[str]:
-    """The address of a running `launch.serve`."""
+    """Context manager that yields the address of a running `jdisagg serve`."""
     return _child("launch.serve", "jdisagg serves", arguments)
 
 
 @contextlib.contextmanager
 def _child(page: str, said: str, arguments: tuple[str, ...]) -> Iterator[str]:
-    """The address of a page that runs as a child: of the line that begins with `said`."""
+    """Starts a command as a child process. Yields the address in the line that begins with
+    `said`."""
     with tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, "-u", "-m", page, "--port=0", "--http_port=-1", *arguments]
         child = subprocess.Popen(
@@ -53,7 +54,7 @@ def _child(page: str, said: str, arguments: tuple[str, ...]) -> Iterator[str]:
 
 @contextlib.asynccontextmanager
 async def ready(target: str) -> AsyncIterator[AsyncClient]:
-    """A client, once the cluster answers a request."""
+    """Returns a client when the cluster has answered a request."""
     async with AsyncClient(target) as client:
         until = time.monotonic() + READY_SECONDS
         while True:

@@ -48,7 +48,7 @@ KEPT_FP8 = "kept_fp8"
 
 
 def prompts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Beginnings of documents that no shipped model was trained on."""
+    """Returns beginnings of documents that no model of the repository was trained on."""
     ids = [
         tuple(tokenizer.encode(document(0, index, held_out=True)))[:PROMPT_TOKENS]
         for index in range(4 * _PROMPTS.value)
@@ -59,8 +59,8 @@ def prompts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
 def errors(
     directory: Path, dtype: str, texts: list[tuple[int, ...]]
 ) -> dict[str, dict[str, float]]:
-    """For each codec: the error of keys and of values, root mean square over that of the values,
-    and the largest over its row's largest."""
+    """Returns, for each codec, the errors of keys and of values: root mean square relative to the
+    root mean square of the values, and the largest error relative to its row's largest value."""
     model = load_model(directory, Layout(), jax.devices()[:1], dtype=dtype).model
 
     @jax.jit
@@ -108,7 +108,7 @@ Streams = list[tuple[list[int], list[TokenLogprobs]]]
 async def streams(
     directory: Path, dtype: str, name: str, texts: list[tuple[int, ...]], tokenizer: Tokenizer
 ) -> tuple[Streams, float]:
-    """Greedy tokens with their log-probabilities, and the bytes moved for a token of a prompt."""
+    """Returns greedy tokens with log-probabilities, and the bytes transferred per prompt token."""
     common = InstanceConfig(page_size=16, chunk_tokens=128, min_chunk_tokens=128, slots_per_rank=8)
     decode = InstanceConfig(
         page_size=16,
@@ -146,7 +146,8 @@ async def streams(
 
 
 def parting(expected: Streams, others: Streams) -> dict[str, float | None]:
-    """How two sets of streams differ. The first token is the prefill's own and never differs."""
+    """Returns how two sets of streams differ. The first token is sampled by the prefill, so it
+    never differs."""
     at: list[int] = []
     margins: list[float] = []
     for (tokens, logprobs), (others_tokens, _) in zip(expected, others, strict=True):

@@ -22,18 +22,18 @@ _ID = re.compile(r"\b[0-9a-f]{7,40}\b")
 
 
 def commit(tree: Path = RESULTS.parent) -> str:
-    """A working tree's, short; "unknown" where there is no repository."""
+    """Returns the short id of a working tree's commit; "unknown" outside a repository."""
     return _git("rev-parse", "--short", "HEAD", tree=tree) or "unknown"
 
 
 def subject(name: str) -> str:
-    """Day and first line of a commit's message, by which it is found again where a history was
-    written anew and its id is gone; "" where this repository does not know it."""
+    """Returns date and first line of a commit's message, by which the commit is found after a
+    rebase; "" for an unknown commit."""
     return _git("log", "-1", "--format=%cs %s", name)
 
 
 def recorded(folder: Path = RESULTS) -> dict[str, list[str]]:
-    """The ids that stand under `commit` in the results, with the files in which they do."""
+    """Returns the ids under `commit` in the results, with the files that contain them."""
     found: dict[str, list[str]] = {}
     for file in sorted(folder.glob("*.json")):
         if file.name != TABLE:
@@ -43,14 +43,14 @@ def recorded(folder: Path = RESULTS) -> dict[str, list[str]]:
 
 
 def table(folder: Path = RESULTS) -> dict[str, str]:
-    """The subjects of commits by the ids that results know them by; under "after" that of the
-    commit on which this was written down."""
+    """Returns the subjects of the commits, by the ids in the results. The entry "after" has the
+    subject of the current commit."""
     return json.loads((folder / TABLE).read_text())
 
 
 def history() -> dict[str, str] | None:
-    """The subjects of this checkout's commits by their whole ids; None where it has no history, or
-    a part of it."""
+    """Returns the subjects of this checkout's commits by full id; None if the history is missing or
+    incomplete."""
     if _git("rev-parse", "--is-shallow-repository") != "false":
         return None
     lines = _git("log", "--format=%H %s").splitlines()
@@ -60,7 +60,7 @@ def history() -> dict[str, str] | None:
 def lost(
     ids: Mapping[str, object], subjects: Mapping[str, str], past: Mapping[str, str]
 ) -> list[str]:
-    """Those that can be found neither by their id nor by their subject."""
+    """Returns the ids that can be found neither by id nor by subject."""
     said = set(past.values())
     return [
         name

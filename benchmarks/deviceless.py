@@ -1,11 +1,12 @@
-"""Compiles the programs of an executor for GPUs that are not there, and counts what they would run.
+"""Compiles the programs of an executor for GPUs that this machine does not have, and counts their
+operations.
 
-`DevicelessPrograms` stands in for `executor.programs.Programs`: what goes up to the mesh is a
-shape, what is compiled is counted, and a compiled program gives shapes. So a `MeshExecutor` can be
-built around it whole, and its own warm-up runs its own programs. It needs a CUDA plugin of JAX
-(`pip install jax[cuda13]`), and no GPU. XLA compiles without autotuning then: kernels may be
-others than on the GPU; graphs, loops, copies and memory are as they would be. Speed, numbers, and
-whether cuDNN has a plan, cannot be seen."""
+`DevicelessPrograms` replaces `executor.programs.Programs`: arrays are shapes, compiled programs are
+counted, and their results are shapes. A complete `MeshExecutor` can be built with it, and its own
+warm-up compiles its own programs. This needs JAX's CUDA plugin (`pip install jax[cuda13]`), but no
+GPU. XLA compiles without autotuning, so kernels may differ from those on a GPU; graphs, loops,
+copies and memory are the same. Speed, numerical results, and whether cuDNN supports a call cannot
+be determined."""
 
 import enum
 import importlib.util
@@ -36,15 +37,16 @@ PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 def missing() -> str:
-    """What keeps this process from compiling for a GPU, and the remedy; "" where nothing does."""
+    """Returns the reason why this process cannot compile for a GPU, with the remedy; "" if it
+    can."""
     if any(importlib.util.find_spec(name) for name in PLUGINS):
         return ""
     return f"compiling for a GPU needs a CUDA plugin of JAX: {INSTALL}"
 
 
 def without_a_gpu() -> None:
-    """Settings of this process, to be called before JAX is used: it runs on the CPU, and the
-    plugin need not find a driver."""
+    """Applies process settings before the first use of JAX: JAX runs on the CPU, and the plugin
+    needs no driver."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     jax.config.update("jax_platforms", "cpu")
@@ -53,7 +55,7 @@ def without_a_gpu() -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a program gives, or takes, in place of an array."""
+    """Shape and type of a program's argument or result, in place of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -68,12 +70,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class Counted:
-    """One compiled program. graphs: CUDA graphs that it is launched as (0 where it is fewer than
-    the five operations that XLA makes one of); whiles: loops that the host drives, outside of any
-    graph; kernels: launches, a graph's among them, library calls included; copies: of device
-    memory, and `copied_bytes`, the most that a copy writes, those that are kernels included;
-    collectives: between devices, at each of which XLA 0.11 ends a graph; conditionals: choices that
-    the host makes, outside of any graph. Bytes are one device's."""
+    """Operations of one compiled program, on one device.
+
+    Attributes:
+        graphs: Number of CUDA graphs; 0 if the program has fewer than the five operations from
+            which XLA makes a graph.
+        whiles: Number of loops outside of graphs, which the host drives.
+        kernels: Number of kernel launches and library calls, including those in graphs.
+        copies, copied_bytes: Number of copies of device memory, and the largest number of bytes
+            that one copy writes, including copies by kernels.
+        collectives: Number of collectives between devices, each of which ends a graph in XLA 0.11.
+        conditionals: Number of choices outside of graphs, which the host makes."""
 
     program: str
     graphs: int
@@ -90,7 +97,7 @@ class Counted:
 
 
 def topology_mesh(device: GpuDevice, layout: Layout, kv_heads: int) -> Mesh:
-    """The mesh of an instance on so many of these devices, all in one process."""
+    """Returns the mesh of an instance on described devices, all in one process."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=device.target_config(), topology=f"1x1x{layout.devices}"
     )
@@ -99,7 +106,7 @@ def topology_mesh(device: GpuDevice, layout: Layout, kv_heads: int) -> Mesh:
 
 
 class DevicelessPrograms(Programs):
-    """Compiles for a mesh that is described only; hands what it counted to `report`."""
+    """Compiles for a mesh that is only described, and passes the counts to `report`."""
 
     def __init__(self, mesh: Mesh, device: GpuDevice, report: Callable[[Counted], None]) -> None:
         super().__init__(mesh)
@@ -161,7 +168,7 @@ class DevicelessPrograms(Programs):
 
 
 def count_thunks(dump: Path) -> dict[str, int]:
-    """The operations of the program whose dump this is, by XLA's final sequence of them."""
+    """Counts the operations of a program from XLA's dump of its final sequence."""
     for stage in ("thunk_sequence_after_thunk_passes", "thunk_sequence"):
         if found := sorted(dump.glob(f"*{stage}.txt")):
             break
@@ -200,8 +207,8 @@ def count_thunks(dump: Path) -> dict[str, int]:
 
 
 def largest_copy(hlo: str) -> int:
-    """Bytes of the largest array that a copy or a transposition of the optimised program gives.
-    Those inside of a fused product are left out: it keeps them in registers, tile by tile."""
+    """Returns the bytes of the largest array that a copy or transposition of the optimised program
+    writes. Omits copies inside fused products, which stay in registers."""
     found = []
     for computation in hlo.split("\n\n"):
         # XLA of JAX 0.12 puts a word before the name
@@ -219,7 +226,7 @@ def _bytes(kind: str, sizes: str) -> int:
 
 
 def _name(key: Hashable) -> str:
-    """A program's key in words: what tells it from the others of its kind."""
+    """Returns a readable name for a program's key."""
     kind, *rest = key if isinstance(key, tuple) else (key,)
     words = [str(kind)]
     for part in rest:

@@ -51,7 +51,7 @@ INSTANT = Link("none", 1e18, 0.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Of one engine on one machine: what a fit may change."""
+    """Constants of one engine on one machine that a fit may change."""
 
     accelerator: Accelerator
     front_seconds: float = 0.0
@@ -60,9 +60,13 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """How a run is simulated: `stages`, of decode. `kv_tokens`: its KV memory where that was seen,
-    else what the model leaves of the card; `step_seen`: the part of a decode step by which its TTFT
-    starts later than the request came; `weights`: their dtype."""
+    """How a run is simulated.
+
+    Attributes:
+        stages: Number of pipeline stages of decode.
+        kv_tokens: KV capacity if it was observed, otherwise the capacity that the model computes.
+        step_seen: Fraction of a decode step by which TTFT starts later than the arrival.
+        weights: Data type of the weights."""
 
     kind: str
     constants: Constants
@@ -80,7 +84,7 @@ class SimulatedEngine:
 
     @property
     def layout(self) -> Layout:
-        """Of the side that decodes: experts of several ranks lie on all of them."""
+        """Layout of the decode side. Experts are spread over all ranks."""
         return Layout(
             dp=self.ranks,
             tp=self.decode_tp,
@@ -143,8 +147,8 @@ class SimulatedEngine:
         )
 
     def _pool(self, model: CostGeometry, instance: InstanceConfig, stages: int = 1) -> Pool:
-        """One instance. Its costs are given, so that the router knows no hardware and, as those of
-        these engines, predicts nothing."""
+        """Returns one instance. Its costs are given, so the router has no hardware description and,
+        like the routers of these engines, predicts nothing."""
         card = self.constants.accelerator
         costs = self.cost_model(model, card, instance.layout, stages)
         return Pool(
@@ -169,9 +173,9 @@ class SimulatedEngine:
         )
 
     def run(self, arrivals: Sequence[Arrival]) -> tuple[np.ndarray, np.ndarray]:
-        """(TTFT, TPOT) in seconds of each request, as the measured runs define them; nan where a
-        request has no TPOT. With several stages the middle of what runs say whose arrivals differ
-        by less than anybody could have told."""
+        """Returns (TTFT, TPOT) in seconds of each request, as defined by the measured runs; nan for
+        a request without TPOT. With several stages, returns the median of runs with slightly
+        different arrivals."""
         if self.stages == 1:
             return self._run_once(arrivals)
         drawn = [self._run_once(_jittered(arrivals, draw)) for draw in range(DRAWS)]
@@ -202,7 +206,7 @@ class SimulatedEngine:
     def _steps_at(
         self, arrivals: Sequence[Arrival], ttft: np.ndarray, tpot: np.ndarray
     ) -> np.ndarray:
-        """Seconds of the decode step that each request met when it came."""
+        """Returns the seconds of the decode step that was running at each request's arrival."""
         costs = self.cost_model(geometry(self.model), self.constants.accelerator, self.layout)
         at, prompts, outputs = (
             np.array([getattr(item, name) for item in arrivals])
@@ -221,7 +225,7 @@ class SimulatedEngine:
 
 
 def _jittered(arrivals: Sequence[Arrival], draw: int) -> list[Arrival]:
-    """Later by up to a millisecond each, in the same order."""
+    """Returns the arrivals, each delayed by up to a millisecond, in the same order."""
     at = np.array([item.at_seconds for item in arrivals])
     later = np.random.default_rng(draw).uniform(0.0, JITTER_SECONDS, len(at))
     moved = np.maximum.accumulate(at + later)
@@ -232,7 +236,7 @@ def _jittered(arrivals: Sequence[Arrival], draw: int) -> list[Arrival]:
 
 
 def _own_blocks(number: int, arrival: Arrival) -> tuple[int, ...]:
-    """Names that no other request has, of prompt and answer."""
+    """Returns block names for prompt and answer that no other request has."""
     count = -(-(arrival.prompt_tokens + arrival.output_tokens) // BLOCK_TOKENS)
     return tuple(range(1 + (number << 20), 1 + (number << 20) + count))
 
@@ -243,8 +247,8 @@ def _ttft(outcome: RequestOutcome) -> float:
 
 
 def a100() -> Accelerator:
-    """As the table has it, with the memory that the driver shows and, to start fits from, an engine
-    that works from Python."""
+    """Returns the A100 of the hardware table, with the memory that the driver reports and host
+    times of an engine in Python as the start of fits."""
     card = accelerator("a100")
     host = replace(
         card.efficiency,
@@ -257,7 +261,7 @@ def a100() -> Accelerator:
 
 
 def starts() -> dict[str, SimulatedEngine]:
-    """Each engine before it is fitted."""
+    """Returns the start values of each engine before fitting."""
     eager = {"step_seconds": 2e-3, "prefill_seconds": 2e-3, "sequence_seconds": 1e-5}
     # Cards without a link of their own; and steps that carry prompts are no captured graph: PyTorch
     # issues them operation by operation.

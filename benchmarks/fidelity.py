@@ -56,7 +56,7 @@ Figures = dict[str, object]
 def compared(
     measured: Mapping[str, float], ours: Mapping[str, float], constant: Mapping[str, float]
 ) -> Figures:
-    """Errors: points of attainment, percent of the rest."""
+    """Returns the errors: in points for attainment, in percent for the rest."""
 
     def errors(predicted: Mapping[str, float]) -> dict[str, float]:
         points = {
@@ -80,7 +80,7 @@ def compared(
 def run_lone(
     kind: str, engine: SimulatedEngine, runs: Mapping[str, MeasuredRun]
 ) -> dict[str, Figures]:
-    """Every run of an engine of DistServe's paper."""
+    """Runs all measured runs of an engine of DistServe's paper."""
     fitted = runs[FITTED_RUNS[kind]]
     constant = summary(fitted.ttft, fitted.tpot)
     found: dict[str, Figures] = {}
@@ -97,7 +97,7 @@ def run_lone(
 
 
 def run_crowded(name: str, engine: SimulatedEngine, run: MeasuredRun) -> dict[str, Figures]:
-    """The two parts of a vLLM 0.19 run."""
+    """Runs the two parts of a vLLM 0.19 run."""
     ttft, tpot = engine.run(run.arrivals)
     parts = {
         "first 100, fitted": slice(0, FITTED_REQUESTS),
@@ -116,7 +116,8 @@ def run_crowded(name: str, engine: SimulatedEngine, run: MeasuredRun) -> dict[st
 
 
 def attainment_rmse(results: Mapping[str, Figures], prefix: str) -> dict[str, float]:
-    """Over held-out runs: ours, and the constant predictor's."""
+    """Returns the root mean square error of attainment over held-out runs, for our prediction and
+    for the constant one."""
     chosen = [
         figures
         for name, figures in results.items()
@@ -155,7 +156,7 @@ def _tell(name: str, figures: Figures) -> None:
 def _prepared(
     name: str, engine: SimulatedEngine, run: MeasuredRun, known: Mapping[str, Mapping[str, float]]
 ) -> SimulatedEngine:
-    """With its constants: fitted, or as known."""
+    """Returns the engine with its constants, which are fitted or taken from `known`."""
     if name == SHORT_OF_MEMORY:
         engine = replace(engine, kv_tokens=kv_tokens_seen(run, FITTED_REQUESTS))
     if not _FIT.value and name in known:

@@ -107,8 +107,8 @@ class ChatAnswers:
         return call_id(self._form.tools, call.name, earlier + call.index, identity)
 
     def _thinking(self) -> bool:
-        """Returns whether the prompt ends inside reasoning, because some templates write the marker
-        that begins reasoning."""
+        """Returns whether the prompt ends inside reasoning. Some templates end with the marker that
+        begins reasoning."""
         marks, chat = self._form.marks, self._chat
         if marks is None:
             return False
