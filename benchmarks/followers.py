@@ -27,7 +27,7 @@ LEADER, FOLLOWER = "--leader", "--follower"
 
 
 class Noting:
-    """An executor that runs nothing."""
+    """Executor that runs nothing."""
 
     def __init__(self, commands: Any, limits: Any, card: Any) -> None:
         self._commands, self.limits, self.card = commands, limits, card
@@ -42,7 +42,7 @@ class Noting:
 
 
 class Tree:
-    """This one, or an older: what is imported from elsewhere in it."""
+    """This checkout or an older one, from which modules are imported."""
 
     def __init__(self) -> None:
         sys.path.insert(0, os.getcwd())
@@ -86,7 +86,7 @@ class Tree:
 
 
 async def lead() -> dict[str, float]:
-    """Milliseconds of processor a command."""
+    """Returns the leader's processor milliseconds per command."""
     tree = Tree()
     from jdisagg.instance.broadcast import BroadcastExecutor
     from jdisagg.instance.followers import Followers

@@ -1,8 +1,9 @@
-"""What XLA must know of a GPU to compile for it where there is none: NVIDIA's published figures of
-an H200 and of a GB200 device, as the text form of XLA's `GpuTargetConfig`.
+"""Descriptions of GPUs that XLA needs to compile for them without a GPU: NVIDIA's published figures
+of an H200 and of a GB200 device, in the text form of XLA's `GpuTargetConfig`.
 
-A real GPU gives its own: `jaxlib.xla_client.get_topology_for_devices(jax.devices()).target_config`.
-Rates are per multiprocessor and clock; XLA's cost model weighs fusions by them."""
+A GPU provides its own description:
+`jaxlib.xla_client.get_topology_for_devices(jax.devices()).target_config`. Rates are per
+multiprocessor and clock cycle; XLA's cost model uses them to choose fusions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ _S8, _U8, _F16, _F32, _F64, _BF16, _F8E5M2, _F8E4M3FN = 2, 6, 10, 11, 12, 16, 19
 
 @dataclass(frozen=True, slots=True)
 class GpuDevice:
-    """One GPU. `tensor_rates`: operations a clock of one tensor core, by XLA's number of the type
-    multiplied."""
+    """One kind of GPU. `tensor_rates`: operations per clock cycle of one tensor core, by XLA's
+    number of the data type."""
 
     kind: str
     compute_major: int
@@ -26,7 +27,7 @@ class GpuDevice:
     tensor_rates: Mapping[int, int]
 
     def target_config(self) -> str:
-        """Text of the protocol buffer that `topologies.get_topology_desc` takes."""
+        """Returns the text of the protocol buffer that `topologies.get_topology_desc` takes."""
         scalar = {_S8: (64, 1), _F16: (128, 2), _F32: (128, 1), _F64: (64, 1), _BF16: (128, 2)}
         tensor = {kind: (4, rate) for kind, rate in self.tensor_rates.items()}
         return f"""

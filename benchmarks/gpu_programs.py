@@ -128,7 +128,7 @@ WHAT = ("decode", "updates", "prefill", "blocks")
 
 @dataclass(frozen=True)
 class Case:
-    """What is compiled. Sizes in tokens, rows of a batch, and pages of a rank."""
+    """The programs to compile. Sizes are in tokens, rows of a batch, and pages of a rank."""
 
     device: str = "h200"
     model: str = "llama-3-8b"
@@ -157,9 +157,9 @@ class Case:
 
 
 def build(case: Case, report: Callable[[Counted], None]) -> MeshExecutor:
-    """The executor of an instance that prefills, hands off and decodes, on a mesh of devices that
-    are only described. What it compiles goes to `report`. Layers with a window beside others
-    without one lie in rings where nothing is prefilled, as on a decode worker."""
+    """Returns the executor of an instance that prefills, hands off and decodes, on a mesh of
+    described devices. The compiled programs are passed to `report`. If only some layers have a
+    window and the case has no prefill, these layers have ring buffers, as on a decode worker."""
     layout, config, device = Layout.parse(case.layout), case.config(), GPU_DEVICES[case.device]
     layout.check(config.geometry)
     mesh = topology_mesh(device, layout, config.kv_heads)
@@ -196,8 +196,8 @@ def build(case: Case, report: Callable[[Counted], None]) -> MeshExecutor:
 
 
 def compile_all(case: Case, report: Callable[[Counted], None]) -> int:
-    """Compiles what the case names, by the executor's own warm-up. Returns the bytes of one
-    device's part of the pages."""
+    """Compiles the programs that the case names, by the executor's own warm-up. Returns the bytes
+    of the pages on one device."""
     executor = build(case, report)
     try:
         executor.expect(executor.card)

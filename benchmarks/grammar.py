@@ -77,14 +77,14 @@ COMPACT = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(RECORDS))
 
 
 class NoText:
-    """A detokenizer for runs that look at tokens alone."""
+    """Detokenizer that returns no text, for runs that use tokens only."""
 
     def decode(self, ids: object, *, skip_special_tokens: bool = True) -> str:
         return ""
 
 
 def made_up_tokenizer() -> TokenizerText:
-    """All bytes, then random words, half of them behind a blank."""
+    """Returns a tokenizer with all bytes and random words, half of which begin with a space."""
     draw = np.random.default_rng(0)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = dict.fromkeys(["<end>", *letters])
@@ -114,7 +114,8 @@ def shipped() -> tuple[Loaded, GrammarCompiler]:
 
 
 class Measured:
-    """The cluster, and batches through it. `longest_run`: of forced tokens; 1 takes none."""
+    """The cluster, and batches of requests. `longest_run`: largest number of forced tokens per
+    step; 1 disables them."""
 
     def __init__(
         self, loaded: Loaded, grammars: GrammarCompiler, schema: Grammar, longest_run: int
@@ -156,8 +157,9 @@ class Measured:
         executor.run = run  # type: ignore[method-assign]
 
     async def step(self, constrained: int, first: int) -> tuple[float, float]:
-        """Seconds a token of a batch of prompts from the `first` on, of which so many have the
-        grammar; and seconds of a processor a token, its share of the prefill included."""
+        """Returns the seconds and the processor seconds per token of a batch of prompts from index
+        `first` on. `constrained` of them have the grammar. The processor seconds include a share of
+        the prefill."""
         spent = time.process_time()
         streams = await asyncio.gather(
             *(self._stream(first + row, row < constrained) for row in range(BATCH))
@@ -169,7 +171,7 @@ class Measured:
 
     @property
     def forced_tokens(self) -> int:
-        """Taken without a step of their own so far."""
+        """Number of tokens so far that needed no separate step."""
         return self.cluster._workers[-1].counters["forced_tokens"]
 
     async def _stream(self, number: int, constrained: bool) -> list[float]:
@@ -187,7 +189,7 @@ class Measured:
 
 
 def mask_seconds(grammars: GrammarCompiler, vocabulary: int) -> list[float]:
-    """Of making masks along a walk, one token after the other."""
+    """Returns the seconds to compute a mask, along a random sequence of allowed tokens."""
     draw, seconds = np.random.default_rng(0), []
     mask = np.zeros(mask_words(vocabulary), np.uint32)
     matcher = grammars.matcher(SCHEMA, SamplingParams(grammar=SCHEMA), (END,), ())

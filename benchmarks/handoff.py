@@ -104,7 +104,7 @@ SETTLE_SECONDS = 0.02
 
 
 class Receiver:
-    """This process's side of one case."""
+    """The receiving process's side of one case."""
 
     def __init__(
         self, sender: Connection, link: LinkThread, bare_address: str, tcp: socket.socket
@@ -115,7 +115,7 @@ class Receiver:
         self._buffer = memoryview(bytearray(64 << 20))
 
     def prepare(self, case: Case) -> None:
-        """`case`: of one block; there is one for each layer group."""
+        """Prepares for `case`, which describes one block. There is one block per layer group."""
         self.case, self.blocks = case, len(SPEC.layers) // case.layers
         self.mesh = case.mesh(case.destination)
         card = self.order(Prepare(case, self.blocks))
@@ -210,7 +210,8 @@ class Receiver:
         return ended - started
 
     def exposed(self, compute_seconds: float, at_end: bool) -> float:
-        """Seconds between the end of computing and the last block's sum on the host."""
+        """Returns the seconds from the end of the computation to the last block's checksum on the
+        host."""
         ids = tuple(secrets.randbits(63) for _ in range(self.blocks))
         self.receive(ids, True, OfferBlocks(ids, compute_seconds, at_end))
         ended = time.monotonic()
@@ -219,8 +220,9 @@ class Receiver:
         return exposed
 
     def receive(self, ids: tuple[int, ...], insert: bool, order: OfferBlocks | None) -> None:
-        """All pulls at once, and what is ordered then; each block is inserted as it comes, and the
-        sums are read at the end, as the worker's loop does."""
+        """Starts all pulls at once, inserts each block as it arrives, and reads the checksums at
+        the end, as the worker's loop does. `order` is sent to the sender after the pulls have
+        started."""
         pulls = {
             number: self._link.channel.pull(offer_id, self.target, SECONDS)
             for number, offer_id in enumerate(ids)
@@ -246,7 +248,7 @@ class Receiver:
 
 
 def case_of(pair: str, megabytes: float, groups: int) -> Case:
-    """One block of a prompt whose KV is so large."""
+    """Returns one block of a prompt with KV of this size."""
     source, destination = (side.replace(";", ",") for side in pair.split(">"))
     return Case(
         source,

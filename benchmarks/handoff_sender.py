@@ -1,12 +1,15 @@
-"""The sender's process of `benchmarks.handoff`: obeys its parent over a local socket, one command
-at a time.
+"""The sending process of `benchmarks.handoff`. It runs its parent's commands, which arrive over a
+local socket, one at a time:
 
-offer    its blocks under their ids while they are being computed, as a prefill's are offered, or when they are there
-bare     the same pieces, cut before and being computed, posted on a plain transfer server, the way anyone would who knows what the other side wants
-tcp      as many bytes over a plain socket
-The first two answer with two moments (one clock for all processes of a machine): before the first
-block was there, and after the last. Computing is sleep: an accelerator's work costs the host
-nothing."""  # noqa: E501
+    offer    offers its blocks under their ids, before they are computed, as a prefill does, or
+        afterwards
+    bare     posts the same pieces on a plain transfer server, as a program that knows the
+        receiver's layout could
+    tcp      sends the same number of bytes over a plain socket
+
+The first two reply with two times (on a clock that all processes of a machine share): before the
+first block was computed, and after the last. Computation is a sleep, because an accelerator's work
+costs the host nothing."""
 
 import asyncio
 import functools
@@ -44,7 +47,7 @@ TRANSPORTS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A block of `layers` layers' K and V, and how it lies on the two sides."""
+    """A block with K and V of `layers` layers, and its layouts at the sender and the receiver."""
 
     source: str
     destination: str
@@ -78,7 +81,7 @@ class Case:
 
 @dataclass(frozen=True)
 class BarePiece:
-    """`heads` of the block, from one of the sender's devices, as index into its mesh."""
+    """`heads` heads of the block on one of the sender's devices, given by its index in the mesh."""
 
     device: int
     heads: tuple[int, int]
@@ -92,8 +95,9 @@ class Prepare:
 
 @dataclass(frozen=True)
 class OfferBlocks:
-    """`compute_seconds` pass before each block is there; `at_end`: all are offered after the last,
-    else before the first. With more ids than blocks, each block is offered several times."""
+    """Offers the blocks. Each block is computed after `compute_seconds`. `at_end`: all blocks are
+    offered after the last one is computed, otherwise before the first. If there are more ids than
+    blocks, each block is offered several times."""
 
     offer_ids: tuple[int, ...]
     compute_seconds: float = 0.0
@@ -107,7 +111,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Bare:
-    """One posting a block: each under its id."""
+    """Posts the pieces of each block under an id of its own."""
 
     pull_ids: tuple[int, ...]
     pieces: tuple[BarePiece, ...]
@@ -119,17 +123,17 @@ class Tcp:
 
 
 class Gate:
-    """Lets arrays be "computed" at a moment of one's choice, without work: what they wait for is a
-    number that this process pulls from itself."""
+    """Makes arrays that are "computed" at a chosen moment without work: they wait for a number that
+    this process pulls from itself."""
 
     def __init__(self) -> None:
         self._server = EngineOptions().start_server()
         self._inlet = self._server.connect(self._server.address())
 
     def computing(self, sources: Sequence[jax.Array], apart: bool) -> list["Computing"]:
-        """Copies of them that wait, each for itself where they come `apart`, else all for one
-        number: a device of a CPU takes 32 programs that wait, and no more. They run in order, so
-        the copies are made before any waits."""
+        """Returns copies of the sources that wait. With `apart` each copy waits separately,
+        otherwise all wait for one number, because a CPU device runs at most 32 waiting programs.
+        Programs run in order, so all copies are made before any waits."""
         copies = jax.block_until_ready([jnp.negative(source) for source in sources])
         return [
             self._waiting(some) for some in ([[copy] for copy in copies] if apart else [copies])
@@ -162,7 +166,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Computing:
-    """Arrays that are there soon after `finish`."""
+    """Arrays that become available soon after `finish`."""
 
     arrays: Sequence[jax.Array]
     finish: Callable[[], None]
@@ -170,7 +174,7 @@ class Computing:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _behind(parts: dict[int, jax.Array], number: jax.Array) -> dict[int, jax.Array]:
-    """They, where they lie, once the number is there."""
+    """Returns the parts on their devices, available once the number has arrived."""
 
     def touched(part: jax.Array) -> jax.Array:
         first = (0,) * part.ndim
@@ -180,8 +184,8 @@ def _behind(parts: dict[int, jax.Array], number: jax.Array) -> dict[int, jax.Arr
 
 
 def _finish(computing: Sequence[Computing], seconds: float = 0.0) -> tuple[float, float]:
-    """One after another, each after so many seconds. Gives when the first and the last were
-    there."""
+    """Finishes the arrays one after the other, each after `seconds`. Returns the times of the first
+    and of the last."""
     began = finished = 0.0
     for each in computing:
         time.sleep(seconds)
@@ -193,9 +197,9 @@ def _finish(computing: Sequence[Computing], seconds: float = 0.0) -> tuple[float
 
 
 class LinkThread:
-    """An event loop in a thread with this process's KV link and its server, and the channel on
-    it. `channel`: how its KV can be had: "memory", shared as by workers of one host; "cuda", from
-    device to device; "nixl"; else through the engine."""
+    """A thread with an event loop, on which this process's KV link, its server and its channel run.
+    `channel` selects the backend: "memory" (shared memory), "cuda" (CUDA IPC), "nixl", or the JAX
+    transfer engine."""
 
     def __init__(self, channel: str) -> None:
         self._channel = channel

@@ -46,7 +46,7 @@ MODEL = ModelInfo("fake", "fake", 1000, 1 << 16, "float32", Mode.UNIFIED, None, 
 
 
 class FakeCodec:
-    """Tokens that are all one word."""
+    """Tokenizer in which every token is the same word."""
 
     eos_ids: tuple[int, ...] = ()
     sampling_defaults = SamplingDefaults()
@@ -66,7 +66,8 @@ class FakeCodec:
 
 
 class FakePath:
-    """All streams get their next span together, when the last of them has asked for it."""
+    """Request path that sends the next span to all streams together, when the last of them has
+    requested it."""
 
     def __init__(self) -> None:
         self.span = 1
@@ -96,7 +97,7 @@ class FakePath:
             self._running -= 1
 
     async def _step(self) -> None:
-        """Returns when all that run are here, and all that will have begun."""
+        """Returns when all running and expected streams wait for the next span."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         waiting, self._asking = self._next, self._asking + 1
@@ -109,7 +110,7 @@ class FakePath:
         return ()
 
     async def drain(self) -> None:
-        """Nothing is kept."""
+        """Does nothing, because the path keeps no state."""
 
 
 async def _no_door(frontend: Frontend) -> None:
@@ -172,7 +173,7 @@ async def _measure() -> dict[str, object]:
 
 
 def _cpu_seconds() -> tuple[float, float]:
-    """Of this process's own work, and of the kernel's for it."""
+    """Returns the processor seconds of this process, and of the kernel on its behalf."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime, used.ru_stime
 

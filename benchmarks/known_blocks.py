@@ -43,7 +43,7 @@ Conversation = tuple[int, int, int]  # system prompt, seed, blocks
 
 
 class Prompts:
-    """Token ids of conversations, made again when they are wanted."""
+    """Token ids of conversations, generated again when they are needed."""
 
     def __init__(self, draw: random.Random) -> None:
         self._systems = [
@@ -61,7 +61,7 @@ class Prompts:
 def fill(
     known: KnownBlocks, workers: list[str], blocks: int, prompts: Prompts, draw: random.Random
 ) -> list[Conversation]:
-    """Tells `known` of so many blocks; returns the conversations that they are of."""
+    """Reports this many blocks to `known`. Returns the conversations that they belong to."""
     conversations: list[Conversation] = []
     for worker in workers:
         known.joined(worker, SCHEME)

@@ -105,7 +105,7 @@ def made(name: str, folder: Path) -> Path:
 
 
 def logits(directory: Path, texts: Sequence[Sequence[int]], kv_dtype: str) -> np.ndarray:
-    """Float32 [texts, T, V]."""
+    """Returns logits, float32 [texts, T, V]."""
     model = load_model(directory, Layout(), jax.devices()[:1], kv_dtype=kv_dtype).model
     attend: Attend = _attend_to_kept if kv_dtype else dense_causal_attend
     positions_T = jnp.arange(PROMPT_TOKENS, dtype=jnp.int32)

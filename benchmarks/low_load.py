@@ -39,7 +39,8 @@ _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints onl
 
 
 async def once(client: AsyncClient, prompt: list[int]) -> tuple[float, float, float]:
-    """Seconds to the first token, to the second from there, and the median of the gaps after."""
+    """Returns the seconds to the first token, the seconds from the first to the second token, and
+    the median of the later gaps."""
     started, times = time.perf_counter(), []
     async for event in client.generate(
         token_ids=prompt, max_tokens=_TOKENS.value, temperature=0.0, ignore_eos=True
@@ -50,8 +51,8 @@ async def once(client: AsyncClient, prompt: list[int]) -> tuple[float, float, fl
 
 
 def bare_seconds(nbytes: int, rounds: int) -> list[float]:
-    """The transfer engine alone, within this process but over its sockets: one posting of so many
-    bytes, pulled until it is there."""
+    """Returns the seconds of the transfer engine alone, within this process but over sockets: one
+    posting of `nbytes` bytes, pulled until it has arrived."""
     options = EngineOptions()
     sender, receiver = options.start_server(), options.start_server()
     connection = receiver.connect(sender.address())

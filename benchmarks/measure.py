@@ -1,5 +1,5 @@
-"""What benchmarks share: the machine in words, medians of interleaved rounds, results as JSON
-beside the figures in the log."""
+"""Functions that benchmarks share: a description of the machine, medians of interleaved rounds, and
+results as JSON files."""
 
 import json
 import os
@@ -20,8 +20,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def machine() -> dict[str, object]:
-    """Processor, its widest vectors, cores, load, versions and commit: what a figure means nothing
-    without."""
+    """Returns processor, vector width, cores, load, versions and commit, without which figures are
+    meaningless."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -46,7 +46,7 @@ def machine() -> dict[str, object]:
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
-    """Median, fastest and slowest, in milliseconds."""
+    """Returns median, fastest and slowest, in milliseconds."""
     return {
         "median_ms": 1e3 * statistics.median(seconds),
         "min_ms": 1e3 * min(seconds),
@@ -55,7 +55,8 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, object]:
-    """`speed`: median over rounds of theirs / ours: 1 is as fast, above 1 is faster than they."""
+    """Returns the speed: the median over rounds of theirs / ours. 1 is equally fast, and above 1
+    ours is faster."""
     ratios = [other / own for own, other in zip(ours, theirs, strict=True)]
     return {
         "speed": statistics.median(ratios),

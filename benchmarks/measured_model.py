@@ -16,7 +16,7 @@ from models.hf_config import HfConfig
 
 
 class NoText:
-    """A detokenizer for runs that look at tokens alone."""
+    """Detokenizer that returns no text, for runs that use tokens only."""
 
     def decode(self, ids: object, *, skip_special_tokens: bool = True) -> str:
         return ""
@@ -26,7 +26,7 @@ _LOADED: dict[Device, LoadedModel] = {}
 
 
 def load(layout: Layout, devices: Sequence[Device]) -> LoadedModel:
-    """On the first of `devices`; once for each."""
+    """Returns the model on the first of `devices`. Builds it once per device."""
     device = devices[0]
     if device not in _LOADED:
         with jax.default_device(device):

@@ -28,19 +28,18 @@ TTFT_SLO, TPOT_SLO = 0.2, 0.1  # seconds: DistServe's for OPT-13B and ShareGPT
 
 
 def attainment(ttft: np.ndarray, tpot: np.ndarray) -> float:
-    """Percent of the requests within both of DistServe's limits; a request of one token has no TPOT
-    to miss.
+    """Returns the percentage of requests that meet both of DistServe's limits. A request with one
+    token has no TPOT and meets the TPOT limit.
 
     Args:
         ttft: [requests] seconds.
-        tpot: [requests] seconds, nan where there was one token.
-    """
+        tpot: [requests] seconds, nan for requests with one token."""
     return 100 * float(np.mean((ttft <= TTFT_SLO) & (np.nan_to_num(tpot) <= TPOT_SLO)))
 
 
 def summary(ttft: np.ndarray, tpot: np.ndarray) -> dict[str, float]:
-    """Attainment in percent, and means and percentiles in milliseconds; arguments as in
-    `attainment`."""
+    """Returns attainment in percent, and means and percentiles in milliseconds. The arguments are
+    those of `attainment`."""
     found = {"attainment_percent": attainment(ttft, tpot)}
     for name, values in (("ttft", ttft), ("tpot", tpot)):
         found[f"{name}_mean_ms"] = 1e3 * float(np.nanmean(values))
@@ -51,8 +50,8 @@ def summary(ttft: np.ndarray, tpot: np.ndarray) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """One run, in order of arrival. Arrays [requests] of seconds; TPOT is nan where there was one
-    token."""
+    """One measured run, in order of arrival. Arrays are [requests], in seconds; TPOT is nan for
+    requests with one token."""
 
     name: str
     arrivals: tuple[Arrival, ...]

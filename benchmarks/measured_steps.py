@@ -1,5 +1,5 @@
-"""Reads the measured steps of `data/splitwise_perf_model.csv.gz` as observations a cost model can
-be fitted to or held against."""
+"""Reads the measured steps of `data/splitwise_perf_model.csv.gz` as observations for fitting and
+validating a cost model."""
 
 import csv
 import gzip
@@ -25,15 +25,15 @@ LARGE_BYTES = float(1 << 26)
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Of one model on one machine: every row of the file, as it is."""
+    """Measured steps of one model on one machine: every row of the file."""
 
     prefill: tuple[Observation, ...]
     decode: tuple[Observation, ...]
 
     @property
     def cells(self) -> "Steps":
-        """Each setting once, with the median of its repetitions: what fits are made of, so that
-        settings repeated more count no more."""
+        """Returns each setting once, with the median of its repetitions. Fits use these, so that
+        repeated settings do not count more."""
         return Steps(_medians(self.prefill), _medians(self.decode))
 
     @property
@@ -42,8 +42,8 @@ class Steps:
 
 
 def measured_steps(path: Path = DATA) -> dict[tuple[str, str], Steps]:
-    """(model, machine) -> its steps. A decode step's context is the prompt and half of what was
-    generated."""
+    """Returns the steps by (model, machine). The context of a decode step is the prompt and half of
+    the generated tokens."""
     prefill: defaultdict[tuple[str, str], list[Observation]] = defaultdict(list)
     decode: defaultdict[tuple[str, str], list[Observation]] = defaultdict(list)
     with gzip.open(path, "rt", newline="") as lines:
@@ -75,8 +75,9 @@ def measured_steps(path: Path = DATA) -> dict[tuple[str, str], Steps]:
 
 
 def eager_accelerator(machine: str) -> Accelerator:
-    """Where a fit of these runs starts: the published fractions. Their engine issues every
-    operation from Python: what it costs is a floor a layer and not a time a step."""
+    """Returns the start of a fit of these runs: the published fractions. The measured engine issues
+    every operation from Python, so its host time is a minimum per layer rather than a time per
+    step."""
     known = accelerator(MACHINES[machine])
     start = replace(
         known.efficiency,

@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def _alone(part: str, arguments: list[str]) -> int:
-    """One part in a process of its own: each needs the device's memory."""
+    """Runs one part in a separate process, because each part needs the device's memory."""
     rest = [part if word == "all" else word for word in arguments]
     print(f"== {part}", flush=True)
     return subprocess.run(
@@ -47,7 +47,7 @@ def _alone(part: str, arguments: list[str]) -> int:
 
 
 def _run(part: str, out: Path, small: bool, seconds: float, programs: str) -> int:
-    """0 where no row failed."""
+    """Runs a part. Returns 0 if no row failed."""
     if small:
         os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, for children too
     from benchmarks.gpu_day.day import Day, table

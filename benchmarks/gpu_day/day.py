@@ -1,4 +1,5 @@
-"""The rows of one part: each is run, timed and written down at once, whatever becomes of it."""
+"""The rows of one part. Each row is run, measured and written to the file at once, even if it
+fails."""
 
 import json
 import os
@@ -16,14 +17,13 @@ ERROR_CHARACTERS = 2000
 
 @dataclass
 class Day:
-    """One part under way.
+    """One part in progress.
 
     Args:
-        part: its name.
-        out: the folder that gets `PART.json` and what else a part leaves.
-        small: sizes for a CPU, so that all of it can be tried anywhere.
-        seconds: after which no further row is begun.
-    """
+        part: Name of the part.
+        out: Folder for `PART.json` and other files of the part.
+        small: Whether to use sizes for a CPU, so that every row can be tried on any machine.
+        seconds: Time after which no further row is started."""
 
     part: str
     out: Path
@@ -38,12 +38,12 @@ class Day:
 
     @property
     def left(self) -> float:
-        """Seconds, at least 0."""
+        """Returns the seconds left, at least 0."""
         return max(0.0, self.began + self.seconds - time.monotonic())
 
     def row(self, name: str, measure: Callable[[], Figures], *, gpu: bool = False) -> None:
-        """Runs `measure` and keeps its figures, or its error, as a row. `gpu`: it means nothing
-        elsewhere."""
+        """Runs `measure` and stores its figures, or its error, as a row. `gpu`: whether the row is
+        meaningful on a GPU only."""
         if gpu and self.small:
             return self._keep(name, 0.0, {"skipped": "only on a GPU"})
         if not self.left:
@@ -61,7 +61,7 @@ class Day:
         return None
 
     def write(self, machine: Mapping[str, object]) -> None:
-        """Puts the machine at the head of the file."""
+        """Writes the description of the machine at the head of the file."""
         self._machine = dict(machine)
         self._write()
 
@@ -74,7 +74,7 @@ class Day:
         self._write()
 
     def _write(self) -> None:
-        """Whole, by a rename: a part that is killed leaves the rows it had."""
+        """Writes the whole file by a rename, so that a killed part leaves its complete rows."""
         text = json.dumps({"machine": self._machine, "rows": self.rows}, indent=1, default=str)
         with _replaced(self.path) as file:
             file.write_text(text + "\n")
@@ -89,7 +89,7 @@ def _replaced(path: Path) -> Iterator[Path]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each row: its name, what became of it, its figures."""
+    """Returns a line for each row: name, outcome and figures."""
     lines = []
     for row in rows:
         figures = {key: value for key, value in row.items() if key not in ("row", "seconds", "at")}

@@ -1,8 +1,8 @@
-"""Decode steps of our own executor: milliseconds a step, the part of the memory's bandwidth that
-its bytes take, and what the host needs to issue it.
+"""Measures decode steps of our own executor: milliseconds per step, fraction of the memory
+bandwidth, and host time to issue a step.
 
-`of copy`: (bytes of the weights and of the KV seen) / seconds, over what a copy on this device
-reaches. All sequences stand near the end of their context."""
+`of copy`: (bytes of weights and of KV read) / seconds, divided by the rate that a copy reaches on
+this device. All sequences are near the end of their context."""
 
 from functools import partial
 
@@ -43,7 +43,7 @@ def run(day: Day) -> None:
 
 
 def measured(day: Day, sizes: Sizes, ceiling: float) -> None:
-    """The rows of one model and batch."""
+    """Measures the rows of one model and batch."""
     name = f"{sizes.model}, {sizes.layers} layers, B={sizes.batch}"
     engines: list[Engine] = []
 
@@ -89,7 +89,8 @@ def steps_of(
 
 
 def with_capture(sizes: Sizes, ceiling: float, tokens: dict[str, list[tuple[int, ...]]]) -> Figures:
-    """Sampled decode with its loops in the graph: the same tokens, and how long they take."""
+    """Measures sampled decode with its loops captured in the graph. Checks that the tokens are
+    equal."""
     jax.clear_caches()
     engine = Engine(sizes, dict(CAPTURE))
     try:

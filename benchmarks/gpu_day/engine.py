@@ -1,5 +1,5 @@
-"""An executor of random weights on one device, commanded by hand: what decode, prefill and hand-off
-rows run."""
+"""An executor with random weights on one device, driven by explicit commands, for the rows of
+decode, prefill and hand-off."""
 
 import asyncio
 import time
@@ -42,7 +42,8 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """`model` of `gpu_programs.MODELS`, with so many layers; `small`: with dimensions for a CPU."""
+    """Sizes of an engine: `model` of `gpu_programs.MODELS`, with the given number of layers.
+    `small`: dimensions for a CPU."""
 
     model: str = "llama-3-8b"
     layers: int = 32
@@ -65,7 +66,8 @@ class Sizes:
 
 
 class Engine:
-    """Prefill, hand-off and decode on the first device. `options`: XLA's, for all programs."""
+    """Runs prefill, hand-off and decode on the first device. `options`: XLA options of all
+    programs."""
 
     def __init__(self, sizes: Sizes, options: dict[str, str | bool] | None = None) -> None:
         self.sizes = sizes
@@ -97,18 +99,19 @@ class Engine:
 
     @property
     def columns(self) -> int:
-        """Pages of a sequence that fills its context."""
+        """Number of pages of a sequence that fills its context."""
         return -(-self.sizes.context // PAGE)
 
     def pages(self, row: int) -> tuple[int, ...]:
-        """Of the sequence in slot `row`."""
+        """Returns the pages of the sequence in slot `row`."""
         return tuple(range(row * self.columns, (row + 1) * self.columns))
 
     def prompt(self, tokens: int) -> tuple[int, ...]:
         return tuple(self._rng.integers(3, self.config.vocabulary, tokens).tolist())
 
     def admits(self, batch: int, position: int, sampling: SamplingParams) -> tuple[SlotAdmit, ...]:
-        """As many sequences, each with `position` tokens of (empty) KV behind it."""
+        """Returns commands that admit `batch` sequences, each with `position` tokens of (zero)
+        KV."""
         return tuple(
             SlotAdmit(
                 row, 0, row, 7 + row, position, self.sizes.context, self.pages(row),
@@ -118,7 +121,8 @@ class Engine:
         )  # fmt: skip
 
     def chunk(self, lengths: tuple[int, ...], past: int = 0) -> PrefillChunk:
-        """Prompts of these lengths, packed; `past`: tokens already in pages before the first."""
+        """Returns a chunk of packed prompts of these lengths. `past`: number of tokens in pages
+        before the first prompt."""
         rows, offset = [], 0
         for row, tokens in enumerate(lengths):
             start = past if row == 0 else 0
@@ -131,9 +135,9 @@ class Engine:
     def decode(
         self, batch: int, steps: int, dispatches: int, sampling: SamplingParams = GREEDY
     ) -> tuple[list[tuple[int, ...]], float, float]:
-        """Tokens of each row, seconds a step, and the host's seconds to issue a step. All
-        dispatches are issued before the first is read, as the step policy does while nobody
-        waits."""
+        """Returns the tokens of each row, the seconds per step, and the host's seconds to issue a
+        step. Issues all commands before it reads the first result, as the step policy does if no
+        other work waits."""
         return asyncio.run(self._decode(batch, steps, dispatches, sampling))
 
     async def _decode(
@@ -164,7 +168,8 @@ class Engine:
         return tokens, device_seconds / count, host_seconds[0] / count
 
     def prefill(self, chunk: PrefillChunk, count: int) -> float:
-        """Seconds of a chunk, of `count` that are issued one behind the other."""
+        """Returns the seconds of a chunk, measured over `count` chunks that are issued one after
+        the other."""
 
         async def run() -> float:
             await self.executor.run(chunk)  # compiles

@@ -1,7 +1,6 @@
-"""KV that moves: between two processes on one device, and into the pages of an engine that decodes.
-
-The processes share the device's memory (`XLA_PYTHON_CLIENT_MEM_FRACTION`), so they come before this
-process touches it."""
+"""Measures KV transfers: between two processes on one device, and into the pages of an engine that
+decodes. The processes share the device's memory (`XLA_PYTHON_CLIENT_MEM_FRACTION`), so they run
+before this process uses the device."""
 
 import json
 import os
@@ -50,7 +49,8 @@ def run(day: Day) -> None:
 
 
 def processes(day: Day, channel: str) -> Figures:
-    """`benchmarks.handoff`: pulled, inserted and hidden, against the bare transfer engine."""
+    """Runs `benchmarks.handoff`: pulled, inserted and overlapped transfers, compared with the bare
+    transfer engine."""
     megabytes, rounds = ("0.5", "1") if day.small else ("16,64,256", "5")
     command = (
         *(sys.executable, "-m", "benchmarks.handoff", f"--channel={channel}"),
@@ -60,8 +60,8 @@ def processes(day: Day, channel: str) -> Figures:
 
 
 def lent(day: Day, allocator: str) -> Figures:
-    """Between two processes by CUDA memory handles alone, and when one of them is killed. That
-    memory of some allocators cannot be lent is an answer, too."""
+    """Measures transfers between two processes by CUDA memory handles, also if one process is
+    killed. Reports if memory of an allocator cannot be exported."""
     command = (
         *(sys.executable, "-m", "benchmarks.gpu_day.lent"),
         *(f"--megabytes={1 if day.small else 1024}", f"--allocator={allocator}"),
@@ -70,7 +70,8 @@ def lent(day: Day, allocator: str) -> Figures:
 
 
 def said(day: Day, command: tuple[str, ...]) -> str:
-    """By a command that leaves room on the device for a second process."""
+    """Runs a command that leaves room on the device for a second process, and returns its
+    output."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": ".4"}
     ended = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=max(1.0, day.left)
@@ -81,14 +82,14 @@ def said(day: Day, command: tuple[str, ...]) -> str:
 
 
 def blocks_of(engine: Engine, tokens: int) -> list[OfferSpec]:
-    """A prompt of the largest bucket, cut as serving cuts it."""
+    """Returns the blocks of a prompt of the largest bucket, cut as in serving."""
     bands = engine.executor.limits.bands(tokens)
     return [OfferSpec(100 + i, b.start, 0, tokens, len(b)) for i, b in enumerate(bands)]
 
 
 def handed_off(engine: Engine) -> Figures:
-    """A prompt's KV is computed, offered, pulled and inserted into other pages: what lies there has
-    the sums that were taken where it was computed."""
+    """Computes a prompt's KV, offers, pulls and inserts it into other pages, and checks that the
+    checksums are equal."""
     executor, tokens = engine.executor, engine.sizes.chunk
     executor.issue_and_wait(ConnectPeer(0, PEER, executor.card))
     offers = blocks_of(engine, tokens)
@@ -105,7 +106,7 @@ def handed_off(engine: Engine) -> Figures:
 
 
 def inserted(engine: Engine, offer: OfferSpec, tokens: int) -> int:
-    """The sum of an offered block in the second sequence's pages."""
+    """Inserts an offered block into the second sequence's pages and returns the checksum."""
     pull = PullBlock(2, offer.offer_id, 0, offer.group, tokens, 30.0, PEER, groups=offer.groups)
     pulled = engine.executor.issue_and_wait(pull)
     assert isinstance(pulled, PullResult)
@@ -124,8 +125,8 @@ def insertion(engine: Engine, offer: OfferSpec, tokens: int) -> InsertBlock:
 
 
 def stall(engine: Engine) -> Figures:
-    """How much later a decode step comes when a block is inserted before it: milliseconds, over
-    the sequences in slots 2 and on."""
+    """Returns the milliseconds by which a decode step is delayed if a block is inserted before it,
+    with sequences in slots 2 and above."""
     executor, tokens = engine.executor, engine.sizes.chunk
     slots = tuple(range(2, engine.sizes.batch))
     admits = tuple(

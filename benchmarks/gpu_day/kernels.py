@@ -1,8 +1,8 @@
-"""Each op as the platform compiles it against the same op in float32 (matrix products "highest"),
-with the bytes that it reads or the products that it makes a second.
+"""Compares each op, compiled for the platform, with the same op in float32 (matrix products
+"highest"), and reports bytes read or operations per second.
 
-`worst`: the largest difference, over the largest magnitude of the right answer. A row fails where
-it is beyond what the type allows, or where integers differ."""
+`worst`: largest difference, divided by the largest magnitude of the right result. A row fails if
+this exceeds the data type's bound, or if integers differ."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ FULL, STAGES = "even", (3, 4, 5)
 
 
 class WrongAnswer(AssertionError):
-    """An op whose numbers are not what they should be."""
+    """Raised if the results of an op are wrong."""
 
 
 def run(day: Day) -> None:
@@ -67,8 +67,8 @@ def run(day: Day) -> None:
 
 
 def difference(got: jax.Array, right: jax.Array, dtype: str) -> float:
-    """The largest, over the largest magnitude of what is right. Raises WrongAnswer where that is
-    too much."""
+    """Returns the largest difference, divided by the largest magnitude of `right`. Raises
+    WrongAnswer if it exceeds the bound of the data type."""
     ours, theirs = (np.asarray(array, np.float64) for array in (got, right))
     worst = float(np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs)))
     if not worst <= TOLERANCE[dtype]:
@@ -99,8 +99,8 @@ def decode_attention(
     window: int | None = None,
     width: int | None = None,
 ) -> Figures:
-    """One token of each of 32 sequences of 2,048 positions (lengths "one long": of 128, one of
-    them 32,768), against another form."""
+    """Compares attention of one token of each of 32 sequences of 2,048 positions with another
+    implementation. With lengths "one long", 31 sequences have 128 positions and one has 32,768."""
     batch, context, heads, usual = (4, 256, 2, 64) if day.small else (32, 2048, 8, 128)
     width = width or usual
     longest = context
@@ -148,7 +148,8 @@ def chunk_attention(
     sinks: bool = False,
     width: int | None = None,
 ) -> Figures:
-    """A chunk: one prompt, eight packed ones, the first of them behind as many tokens in pages."""
+    """Compares attention of a chunk: one prompt, or eight packed prompts of which the first
+    continues cached tokens."""
     tokens, heads, groups = (128, 2, 2) if day.small else (4096, 8, 4)
     width = width or (32 if day.small else 128)
     page, packed, behind = 16, "packed" in form, tokens if "past" in form else 0
@@ -183,7 +184,8 @@ def chunk_attention(
 
 
 def experts(day: Day, platform: str, tokens: int) -> Figures:
-    """Tokens through their eight experts (two, small) of Qwen3-30B-A3B's sizes."""
+    """Compares the expert layer for tokens that each use eight experts (two if small), with the
+    sizes of Qwen3-30B-A3B."""
     held, width, ffn, choices = (8, 64, 64, 2) if day.small else (128, 2048, 768, 8)
     x = normal(0, (tokens, width), "bfloat16")
     shapes = (held, width, ffn), (held, width, ffn), (held, ffn, width)
@@ -198,7 +200,7 @@ def experts(day: Day, platform: str, tokens: int) -> Figures:
     )
 
     def dense(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        """Every token by every expert, one at a time."""
+        """Computes every expert for every token, one expert at a time."""
         weight_TE = jnp.zeros((tokens, held)).at[
             jnp.arange(tokens)[:, None], routing.experts_TJ
         ].set(routing.weights_TJ)  # fmt: skip
@@ -219,7 +221,7 @@ def experts(day: Day, platform: str, tokens: int) -> Figures:
 
 
 def sampling(day: Day, platform: str) -> Figures:
-    """The same logits and seeds here and on the CPU: the same tokens (rule 10)."""
+    """Checks that equal logits and seeds give the same tokens on the device and on the CPU."""
     batch, vocabulary = (8, 1000) if day.small else (64, 128256)
     logits = np.random.default_rng(0).normal(size=(batch, vocabulary)).astype(np.float32)
     forms = {"greedy": None, "top_p": {"top_p": 0.9}, "top_k": {"top_k": 50, "min_p": 0.01}}
@@ -244,7 +246,7 @@ def sampling(day: Day, platform: str) -> Figures:
 
 
 def packed(day: Day, name: str) -> Figures:
-    """A block packed and unpacked here gives the bits that the CPU gives."""
+    """Checks that packing and unpacking a block gives the same bits as on the CPU."""
     shape = (1, 4, 2, 64, 64) if day.small else (1, 16, 8, 512, 128)
     values = np.random.default_rng(0).normal(size=shape).astype(jnp.bfloat16)
     stamp = stamp_array(BlockStamp(key=7, valid_tokens=shape[3]))

@@ -1,10 +1,11 @@
 """Can two processes on one GPU read each other's arrays by CUDA memory handles, how fast, and what
-becomes of the reader when the lender is killed meanwhile?
+does the reader see if the exporting process is killed?
 
     python -m benchmarks.gpu_day.lent --megabytes=1024 [--allocator=platform]
 
-This process reads, a child lends; each has its share of the device's memory. One line of JSON. On a
-CPU the tests' stand-in plays the driver, so that it still runs."""
+This process reads and a child process exports; each has its share of the device's memory. Prints
+one line of JSON. On a CPU the tests' imitation of the driver is used, so that the script runs
+everywhere."""
 
 import argparse
 import json
@@ -37,12 +38,13 @@ def driver() -> Driver:
 
 
 def values(count: int) -> jax.Array:
-    """Exact in float32, and different everywhere nearby."""
+    """Returns values that float32 represents exactly and that differ between neighbours."""
     return jax.jit(lambda: jnp.arange(count, dtype=jnp.float32) % 65521)()
 
 
 def lend(port: int, count: int) -> None:
-    """The child's life: says where its array lies, or why it cannot be lent, and keeps it."""
+    """Main function of the child: reports where its array is, or why it cannot be exported, and
+    keeps it."""
     parent = Client(("127.0.0.1", port))
     try:
         memory = LentMemory(driver())

@@ -1,7 +1,8 @@
-"""Chunks of our own executor: one prompt, one behind a past, eight packed.
+"""Measures chunks of our own executor: one prompt, one prompt after cached tokens, and eight packed
+prompts.
 
-`MFU`: 2 products a weight and token (of experts, those that a token takes) and those of attention,
-over the seconds and what a large product reaches on this device."""
+`MFU`: 2 operations per weight and token (only weights of experts that the token uses) plus those of
+attention, divided by the seconds and by the rate that a large product reaches on this device."""
 
 from functools import partial
 

@@ -1,5 +1,5 @@
-"""The machine: versions, what a GPU is to XLA, ceilings of copies and products, and whether its
-driver lets a process share an array's memory with another one."""
+"""Probes the machine: versions, XLA's description of the GPU, ceilings of copies and products, and
+whether the driver lets processes share an array's memory."""
 
 import ctypes
 import shutil
@@ -63,8 +63,8 @@ def smi() -> Figures:
 
 
 def target_config(day: Day) -> Figures:
-    """Saved as it is: with it programs compile for this very GPU where there is none
-    (benchmarks/gpu_devices.py)."""
+    """Saves XLA's target configuration, with which programs can be compiled for this GPU on other
+    machines (benchmarks/gpu_devices.py)."""
     from jaxlib import xla_client
 
     config = str(xla_client.get_topology_for_devices(jax.devices()).target_config)
@@ -74,8 +74,8 @@ def target_config(day: Day) -> Figures:
 
 
 def sharing() -> Figures:
-    """Whether the memory of a JAX array can be exported: by the old IPC calls, and by which kinds
-    of handle (a mask of CUmemAllocationHandleType)."""
+    """Returns whether the memory of a JAX array can be exported: by CUDA IPC, and by which kinds of
+    handle (a mask of CUmemAllocationHandleType)."""
     cuda = ctypes.CDLL("libcuda.so.1")
     array = jax.block_until_ready(jnp.ones((1 << 20,), jnp.uint8))
     pointer = ctypes.c_uint64(array.unsafe_buffer_pointer())

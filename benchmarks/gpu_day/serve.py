@@ -1,5 +1,6 @@
-"""Serving over gRPC on one device: `launch.serve` in unified mode under 1, 32 and 128 streams, and
-a cluster of one prefill and one decode worker, whose greedy tokens are those of the one mesh."""
+"""Measures serving over gRPC on one device: `jdisagg serve` in unified mode with 1, 32 and 128
+streams, and a cluster of one prefill and one decode worker. The cluster's greedy tokens must equal
+those of the unified mode."""
 
 import asyncio
 import statistics
@@ -46,7 +47,7 @@ async def under_load(
 
 
 async def stream(client: AsyncClient, number: int, tokens: int) -> list[float]:
-    """Seconds between the events of one stream, a token each."""
+    """Returns the seconds between the events of one stream, with one token per event."""
     times: list[float] = []
     async for event in client.generate(
         PROMPTS[number % len(PROMPTS)], max_tokens=tokens, seed=number, ignore_eos=True
@@ -56,7 +57,7 @@ async def stream(client: AsyncClient, number: int, tokens: int) -> list[float]:
 
 
 async def answers(client: AsyncClient) -> list[str]:
-    """Greedy texts."""
+    """Returns greedy answers."""
     return [
         (await client.complete(prompt, max_tokens=SMALL_TOKENS, temperature=0.0)).text
         for prompt in PROMPTS
@@ -77,7 +78,8 @@ def split(day: Day, texts: dict[str, list[str]]) -> Figures:
 
 
 def split_flags(small: bool) -> tuple[str, ...]:
-    """Of `launch.cluster`: two workers, which share the one GPU where there is one."""
+    """Returns the flags of `jdisagg cluster` for two workers, which share the GPU if there is only
+    one."""
     layouts = ("--prefill=tp=1", "--decode=tp=1")
     shared = () if small else ("--gpus=0,0",)
     return ("--prefill_workers=1", "--decode_workers=1", *layouts, *shared)

@@ -1,4 +1,4 @@
-"""The tests that need one device, on it: `pytest -m one_device`."""
+"""Runs the tests that need one device: `pytest -m one_device`."""
 
 import os
 import re

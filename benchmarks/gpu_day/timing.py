@@ -1,4 +1,4 @@
-"""Seconds of a call on the device."""
+"""Measures the seconds of a call on the device."""
 
 import statistics
 import time
@@ -8,9 +8,9 @@ import jax
 
 
 def seconds_of(call: Callable[[], object], *, rounds: int = 5, calls: int = 4) -> float:
-    """Median over rounds of the seconds of one of `calls` calls that are issued one behind the
-    other, so that what the host needs to issue them is hidden where the device takes longer. The
-    first call, which compiles, is not counted."""
+    """Returns the seconds of one call, as the median over rounds of `calls` calls that are issued
+    one after the other. The host's work to issue calls is thus hidden if the device takes longer.
+    The first call, which compiles, is not counted."""
     jax.block_until_ready(call())
     times = []
     for _ in range(rounds):
