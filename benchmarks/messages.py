@@ -22,8 +22,8 @@ SIDE, BATCHES, BATCH_SECONDS = "--one-side", 60, 0.004
 
 
 def one_side() -> dict[str, dict[str, float]]:
-    """By message: bytes, and microseconds to make and to encode and decode it. Runs in either
-    tree."""
+    """Returns, by message, the bytes and the microseconds to make, and to encode and decode it.
+    Runs in either checkout."""
     sys.path.insert(0, os.getcwd())
     from jdisagg.request import SamplingParams
 
@@ -57,7 +57,8 @@ def one_side() -> dict[str, dict[str, float]]:
 
 
 def _codec() -> tuple[Any, Callable[..., bytes], Callable[..., Any], Callable[..., Any]]:
-    """The classes, and how this tree encodes any, decodes a command, and decodes a result."""
+    """Returns the message classes, and this checkout's functions to encode a message, decode a
+    command, and decode a result."""
     try:
         from jdisagg.messages import step_commands
         from jdisagg.messages.packed import Unpacker, pack
@@ -100,7 +101,7 @@ def chunk(commands: Any, sampling: object) -> object:
 
 
 def _microseconds(call: Callable[[], object]) -> float:
-    """The fastest batch's, a call."""
+    """Returns the microseconds per call of the fastest batch."""
     count = 1
     while True:
         start = time.perf_counter()

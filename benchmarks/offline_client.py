@@ -1,5 +1,5 @@
-"""The client of the gRPC part of `benchmarks.throughput`: on each line of stdin it sends all
-requests at once and prints the seconds."""
+"""Client of the gRPC part of `benchmarks.throughput`. For each line of stdin it sends all requests
+at once and prints the seconds."""
 
 import asyncio
 import sys

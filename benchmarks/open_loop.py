@@ -1,9 +1,9 @@
-"""Requests that come whether or not others were answered, on one deployment, stepped by the cost
-model: what benchmarks that state a rate measure.
+"""Simulates an open loop of requests on one deployment with the cost model, for comparison with
+benchmarks that state a request rate.
 
-Intervals are exponential, scaled so that they fill the stage, as inference-perf draws them. Of each
-prompt `cached` tokens are known before it comes. All else, the order of steps, room and waits, is
-`closed_loop.py`'s. Pure: a seed decides."""
+Intervals are exponential and scaled so that they fill the stage, as in inference-perf. `cached`
+tokens of each prompt are in the prefix cache. Everything else (order of steps, room, waits) is as
+in `closed_loop.py`. Pure; results depend only on the seed."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ SEED = 20260217
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Of one dp rank: so many requests a second for so many seconds, all with these tokens."""
+    """Arrivals at one dp rank: requests per second, seconds, and the lengths of all requests."""
 
     rate: float
     seconds: float
@@ -31,8 +31,8 @@ class Arrivals:
 
 
 class ArrivingLoop(Loop):
-    """All of the stage's requests wait from the beginning, each to be seen when it comes; ends send
-    none."""
+    """A loop in which all requests of a stage are queued from the start, and become visible at
+    their arrival. A request that ends sends no other request."""
 
     def __init__(self, arrivals: Arrivals, batching: Batching) -> None:
         super().__init__(Load(0, arrivals.prompt, arrivals.output), batching)
@@ -53,12 +53,11 @@ class ArrivingLoop(Loop):
 
 
 def one_pool_at(costs: CostModel, arrivals: Arrivals, batching: Batching) -> Times:
-    """Of an instance that computes prompts and decodes.
+    """Returns mean TTFT (from sending to the first token) and mean TPOT, in seconds, of an instance
+    that prefills and decodes.
 
     Args:
-        costs: of one instance.
-        arrivals: at one of its dp ranks.
-        batching: the engine's.
-
-    Returns: mean TTFT, from sending to the first token, and mean TPOT, in seconds."""
+        costs: Cost model of one instance.
+        arrivals: Arrivals at one of its dp ranks.
+        batching: Batching of the engine."""
     return stepped(costs, ArrivingLoop(arrivals, batching))

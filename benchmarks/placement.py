@@ -79,7 +79,7 @@ def cluster(instances: int, draw: random.Random) -> tuple[Accounts, list[tuple[s
 
 
 def measure(instances: int, rounds: int) -> dict[str, float]:
-    """Seconds: p50 and p99 of each part."""
+    """Returns p50 and p99 of each part, in seconds."""
     draw = random.Random(instances)
     accounts, workers = cluster(instances, draw)
     decisions, charges, words = [], [], []

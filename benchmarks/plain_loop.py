@@ -1,12 +1,12 @@
-"""The yardstick: a plain jitted loop over the measured model, without a server, pages, slots or
+"""The baseline: a plain jitted loop over the measured model, without a server, pages, slots or
 sampling.
 
-Fixed cache slots [B, K, S, H] per layer, all S positions attended to; prefill of one sequence at a
-time, attention in query blocks of 256 rows over causal prefixes; unrolled layers; everything
-donated; greedy. Written independently of the engine's programs, with the same tuning that is known
-to be best on CPU: kernels [in, out] in float32 and [out, in] in bfloat16, two rows behind a barrier
-where bfloat16 has one. Weights are taken from an engine model, so that both must give the same
-tokens."""
+Each layer has fixed cache slots [B, K, S, H], and decode attends to all S positions. Prefill runs
+one sequence at a time, with attention in query blocks of 256 rows over causal prefixes. Layers are
+unrolled, all state is donated, and decoding is greedy. The loop is written independently of the
+engine's programs, with the tuning that is known to be best on CPU: kernels [in, out] in float32 and
+[out, in] in bfloat16, and a duplicated row behind a barrier for a single bfloat16 row. Weights are
+taken from an engine model, so both must give the same tokens."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,7 +48,8 @@ class LoopWeights(NamedTuple):
 
 
 def weights_of(model: Any) -> LoopWeights:
-    """The arrays of an engine model (models.decoder.Decoder), kernels as they lie there."""
+    """Returns the arrays of an engine model (models.decoder.Decoder), with kernels in their stored
+    orientation."""
 
     def layer(one: Any) -> dict[str, jax.Array]:
         names = {
@@ -128,7 +129,7 @@ def _token(x: jax.Array, weights: LoopWeights) -> jax.Array:
 def prefill(
     weights: LoopWeights, cache: Cache, tokens_T: jax.Array, row: jax.Array
 ) -> tuple[Cache, jax.Array]:
-    """One sequence into cache row `row`, from position 0; returns the next token [1]."""
+    """Prefills one sequence into cache row `row` from position 0. Returns the next token [1]."""
     count = tokens_T.shape[0]
     positions = jnp.arange(count, dtype=jnp.int32)
     x = weights.embedding[tokens_T]
@@ -169,8 +170,8 @@ def prefill(
 def decode(
     weights: LoopWeights, cache: Cache, tokens_B: jax.Array, positions_B: jax.Array
 ) -> tuple[Cache, jax.Array]:
-    """One step of all rows: writes each row's position, attends to the whole slot under a mask,
-    returns the next tokens [B]."""
+    """Runs one step of all rows: writes each row's position, attends to the whole slot under a
+    mask, and returns the next tokens [B]."""
     batch = tokens_B.shape[0]
     rows = jnp.arange(batch)
     x = weights.embedding[tokens_B]

@@ -37,7 +37,7 @@ MARGIN = 1.05
 
 @dataclass(frozen=True)
 class Case:
-    """`every`: all candidates are simulated, too."""
+    """One site to plan. `every`: whether all candidates are simulated too."""
 
     model: str
     hardware: str
@@ -77,7 +77,7 @@ _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints onl
 
 
 def planned(case: Case) -> dict[str, object]:
-    """Figures of `launch.plan` in a process of its own."""
+    """Returns the figures of `jdisagg plan`, run in a separate process."""
     before, began = _children_seconds(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
@@ -121,7 +121,7 @@ def planned(case: Case) -> dict[str, object]:
 
 
 def every_candidate(case: Case, rate: float) -> dict[str, object]:
-    """All candidates against MARGIN of `rate`, requests a second in all."""
+    """Simulates all candidates at MARGIN times `rate`, in requests per second of the whole site."""
     model, site = (geometry(case.model), Site(accelerator(case.hardware), case.accelerators))
     maker = FleetMaker(model, site, hardware=case.hardware)
     goal = Goal(case.ttft, case.tpot)
@@ -144,7 +144,7 @@ def every_candidate(case: Case, rate: float) -> dict[str, object]:
 
 
 def _workload(case: Case) -> list[Arrival]:
-    """As `launch.plan_inputs` makes it of the same flags."""
+    """Returns the workload that `launch.plan_inputs` makes from the same flags."""
     return within_context(
         poisson(1.0, 4000, mixture(case.mixture), 0), geometry(case.model).context_tokens
     )

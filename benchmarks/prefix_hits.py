@@ -26,13 +26,12 @@ PUBLISHED = {
 
 
 class BlockStore:
-    """An LRU of named blocks.
+    """An LRU cache of block names.
 
     Args:
-        capacity: Blocks that it holds; None is without limit.
-        children_first: Count a chain's end as used before its start, so that eviction never cuts a
-            chain in its middle.
-    """
+        capacity: Largest number of blocks; None is no limit.
+        children_first: Whether the end of a chain counts as used before its start, so that eviction
+            never removes a block in the middle of a chain."""
 
     def __init__(self, capacity: int | None = None, *, children_first: bool = True) -> None:
         self._capacity = capacity
@@ -40,11 +39,11 @@ class BlockStore:
         self._blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     def match(self, chain: Sequence[int]) -> int:
-        """Returns how many leading blocks of a chain are here."""
+        """Returns the number of leading blocks of a chain that are cached."""
         return next((at for at, one in enumerate(chain) if one not in self._blocks), len(chain))
 
     def touch(self, chain: Sequence[int]) -> None:
-        """Uses a whole chain and adds what is missing of it."""
+        """Uses all blocks of a chain and adds missing ones."""
         for block in reversed(chain) if self._children_first else chain:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -55,7 +54,7 @@ class BlockStore:
 def hit_percent(
     requests: list[list[int]], capacity: int | None, children_first: bool
 ) -> tuple[float, float]:
-    """Returns the percentage of blocks found, and seconds."""
+    """Returns the percentage of blocks found, and the seconds taken."""
     store = BlockStore(capacity, children_first=children_first)
     started, hits = time.perf_counter(), 0
     for blocks in requests:

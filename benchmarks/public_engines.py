@@ -20,8 +20,8 @@ COLD = {"trtllm": (0.0, 1.5), "sglang": (2.0, 2.0)}
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """As a run's own script sets it: chunk_tokens and poll as `Batching` has them, KV in bfloat16
-    or in 8 bits, captured_tokens as `Kernels` has them."""
+    """Settings of a run's own script: chunk_tokens and poll (see `Batching`), KV in bfloat16 or 8
+    bits, captured_tokens (see `Kernels`)."""
 
     chunk_tokens: int
     poll: int
@@ -36,8 +36,8 @@ def engine_of(point: Point) -> GpuEngine:
 
 
 def setting(point: Point) -> Setting:
-    """InferenceX's scripts (SemiAnalysisAI/InferenceX at 843c625, benchmarks/single_node); of what
-    they leave alone the engine's own."""
+    """Returns the settings of InferenceX's scripts (SemiAnalysisAI/InferenceX at 843c625,
+    benchmarks/single_node), with the engine's defaults for the rest."""
     blackwell, model = point.card in BLACKWELL, point.model
     chunk, poll = engine_of(point).chunk_tokens, 0
     kv_dtype = "bfloat16" if point.precision == "bf16" else "int8"
@@ -69,7 +69,7 @@ def setting(point: Point) -> Setting:
 
 
 def cold_seconds(point: Point) -> float:
-    """What the first burst waited for."""
+    """Returns the seconds by which the first burst of a run was delayed."""
     if point.origin != "inferencex":
         return 0.0
     latent = isinstance(CATALOG[point.model].attention, LatentAttention)
@@ -77,7 +77,7 @@ def cold_seconds(point: Point) -> float:
 
 
 def batching(point: Point, kv_tokens: int, chunk_tokens: int, *, poll: int = 0) -> Batching:
-    """How the engine makes its steps."""
+    """Returns how the engine forms its steps."""
     engine = engine_of(point)
     return Batching(
         engine.order,
@@ -91,13 +91,14 @@ def batching(point: Point, kv_tokens: int, chunk_tokens: int, *, poll: int = 0) 
 
 
 def kv_tokens(costs: CostModel) -> int:
-    """Of one rank: a tenth of memory is left alone where that leaves any."""
+    """Returns the KV capacity of one rank, in tokens. A tenth of the memory is kept free if
+    possible."""
     return costs.kv_tokens_per_rank() or costs.kv_tokens_per_rank(0.02)
 
 
 def cost_model(point: Point, devices: Devices, captured_tokens: int | None = None) -> CostModel:
-    """Weights and KV in what the point says. `captured_tokens`: as `Kernels` has it, where it is
-    not as `setting` says."""
+    """Returns the cost model with the point's types of weights and KV. `captured_tokens`: as in
+    `Kernels`, if it differs from `setting`."""
     engine, weights = engine_of(point), "" if point.precision == "bf16" else point.precision
     geometry = CATALOG[point.model]
     layout = devices.layout(experts=bool(geometry.experts))

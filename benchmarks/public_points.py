@@ -72,7 +72,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """A layout as the source states it; 0 where it does not."""
+    """A layout as the source states it; 0 for sizes that it does not state."""
 
     tp: int
     dp: int
@@ -80,8 +80,9 @@ class Devices:
     moe_ep: int
 
     def layout(self, *, experts: bool) -> Layout | str:
-        """Ours, or why there is none. Experts that are cut over several devices of several groups
-        have ours of one group: as many bytes and products a device."""
+        """Returns our layout, or the reason why there is none. If experts are sharded over several
+        devices of several groups, returns our layout of one group, which has the same bytes and
+        operations per device."""
         dp = max(1, self.dp)
         devices = dp * self.tp
         if not experts:
@@ -96,9 +97,10 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured closed loop. `users`: requests under way at any time; `batch`: sequences of one
-    dp rank, as the source has it (0: not stated). Seconds are means over the requests, TTFT from
-    sending to the first token. `prefill` where prefill has instances of its own."""
+    """One measured closed loop. `users`: number of concurrent requests. `batch`: number of
+    sequences of one dp rank, 0 if the source does not state it. Seconds are means over the
+    requests; TTFT is from sending to the first token. `prefill` is set if prefill has separate
+    instances."""
 
     number: int
     origin: str
@@ -121,14 +123,16 @@ class Point:
 
     @property
     def series(self) -> str:
-        """All of a deployment, a prompt and an output: concurrencies differ alone."""
+        """Returns the key of all points with the same deployment, prompt and output, which differ
+        only in concurrency."""
         layouts = (self.devices, self.prefill, self.workers, self.prefill_workers)
         said = (self.engine, self.model, self.card, self.precision, self.prompt, self.output)
         return repr((*said, *layouts))
 
     @property
     def looked_at(self) -> bool:
-        """In the half that mechanisms were mended with; the other half is held out."""
+        """Returns whether the point is in the half with which mechanisms were adjusted; the other
+        half is held out."""
         return zlib.crc32(self.series.encode()) % 2 == 0
 
     @property
@@ -137,7 +141,7 @@ class Point:
 
     @property
     def refusal(self) -> str:
-        """Why the model cannot be asked for it; "" where it can."""
+        """Returns the reason why the model cannot predict the point; "" if it can."""
         if self.model not in CATALOG:
             return f"model not in the catalogue: {self.model}"
         if self.card not in HARDWARE:
@@ -160,7 +164,7 @@ class Point:
 
 
 def public_points(path: Path = DATA) -> tuple[Point, ...]:
-    """Every point of the data file, in its order."""
+    """Returns all points of the data file, in order."""
     with gzip.open(path, "rt", newline="") as lines:
         return tuple(_point(number, row) for number, row in enumerate(csv.DictReader(lines)))
 
@@ -197,7 +201,7 @@ def _point(number: int, row: Mapping[str, str]) -> Point:
 
 
 def condensed(rows: Iterable[Mapping[str, str]]) -> list[dict[str, object]]:
-    """Each measurement of silicon_sample.csv once, in our columns."""
+    """Returns each measurement of silicon_sample.csv once, with our columns."""
     same: defaultdict[tuple[str, ...], list[tuple[_Doubt, dict[str, object]]]] = defaultdict(list)
     for row in rows:
         key = ("system", "backend", "isl", "osl", "silicon_ttft_ms", "silicon_tpot_ms")
@@ -246,8 +250,8 @@ def _read(row: Mapping[str, str]) -> tuple[_Doubt, dict[str, object]]:
 
 
 def _devices_counted_once(tp: int, dp: int, moe_tp: int, moe_ep: int) -> tuple[int, int, int, int]:
-    """Where n devices are stated as n x n: 66 measurements stand twice in the source, once as tp
-    (or dp) n^2 with experts n x n, once as n with experts 1 x n."""
+    """Corrects points in which n devices are stated as n x n: 66 measurements are in the source
+    twice, once with tp (or dp) n^2 and experts n x n, and once with n devices and experts 1 x n."""
     if moe_tp == moe_ep > 1 and moe_tp * moe_ep == tp * max(1, dp) and 1 in (tp, max(1, dp)):
         return (tp, dp // moe_tp, 1, moe_ep) if dp > 1 else (tp // moe_tp, dp, 1, moe_ep)
     if tp == dp > 1 and (moe_tp, moe_ep) == (1, tp * dp):

@@ -38,7 +38,7 @@ BATCHES = (1, 8, 32, 128, 512)  # lower ends of the table's groups
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """One point, and what the model says of it."""
+    """One point and the model's prediction."""
 
     point: Point
     times: Times
@@ -53,7 +53,7 @@ class Predicted:
 
 
 def predict(point: Point) -> Predicted:
-    """Of a point that is not refused."""
+    """Predicts a point that is not refused."""
     costs = cost_model(point, point.devices)
     users, dp = point.users, max(1, point.devices.dp)
     shortest = INFERENCEX_SHORTEST if point.origin == "inferencex" else 1.0
@@ -72,19 +72,20 @@ def predict(point: Point) -> Predicted:
 
 
 def _warmed(point: Point, times: Times, load: Load) -> Predicted:
-    """With what the first burst of a run waited for."""
+    """Returns the times with the delay of a run's first burst included."""
     return Predicted(point, replace(times, ttft=times.ttft + cold_seconds(point) / load.rounds))
 
 
 def refusal(point: Point) -> str:
-    """As the point's own, and where its weights have no room on what its source states."""
+    """Returns the point's own refusal, or a text if its weights do not fit on the stated
+    devices."""
     if point.refusal:
         return point.refusal
     return "" if kv_tokens(cost_model(point, point.devices)) else NO_ROOM
 
 
 def errors(found: Sequence[Predicted]) -> dict[str, float | int]:
-    """Percent."""
+    """Returns the errors in percent."""
     said: dict[str, float | int] = {"points": len(found)}
     for name in ("tpot", "ttft"):
         values = sorted(100 * getattr(item, f"{name}_error") for item in found)
@@ -96,12 +97,12 @@ def errors(found: Sequence[Predicted]) -> dict[str, float | int]:
 
 
 def shown(item: Predicted) -> list[float]:
-    """Its TTFT and TPOT in ms, as the results keep them."""
+    """Returns TTFT and TPOT in ms, in the form of the results file."""
     return [float(f"{1e3 * seconds:.5g}") for seconds in (item.times.ttft, item.times.tpot)]
 
 
 def batch_group(point: Point) -> str:
-    """By sequences of one dp rank."""
+    """Returns the point's group by number of sequences per dp rank."""
     batch = point.users / max(1, point.devices.dp) / point.workers
     low = max(edge for edge in BATCHES if edge <= max(1, batch))
     above = [edge for edge in BATCHES if edge > low]
@@ -121,7 +122,7 @@ GROUPS: dict[str, Callable[[Point], str]] = {
 
 
 def tables(found: Sequence[Predicted]) -> dict[str, dict[str, dict[str, float | int]]]:
-    """Errors of both halves, then of all by group."""
+    """Returns the errors of both halves, and then of all points by group."""
     halves = {
         "all": found,
         "looked at": [item for item in found if item.point.looked_at],
@@ -137,7 +138,7 @@ def tables(found: Sequence[Predicted]) -> dict[str, dict[str, dict[str, float | 
 
 
 def coverage(points: Sequence[Point]) -> dict[str, object]:
-    """How many can be asked for, and why the others cannot."""
+    """Returns how many points can be predicted, and the reasons for the others."""
     why = [refusal(point) for point in points]
     known = [reason for reason in why if "catalogue" not in reason]
     stated = [reason for reason in known if not reason.startswith("its ")]
@@ -152,7 +153,7 @@ def coverage(points: Sequence[Point]) -> dict[str, object]:
 
 
 def markdown(figures: dict[str, object]) -> str:
-    """The tables as results/public_runs.md has them, without what is said of them."""
+    """Returns the tables of results/public_runs.md, without the text."""
     errors_of, covered = figures["errors"], figures["coverage"]
     assert isinstance(errors_of, dict) and isinstance(covered, dict)
     lines = []
@@ -174,7 +175,7 @@ def markdown(figures: dict[str, object]) -> str:
 
 
 def page(figures: dict[str, object]) -> str:
-    """Words and tables."""
+    """Returns the whole page: text and tables."""
     return f"{WORDS.read_text()}\n## Tables\n\n{markdown(figures)}"
 
 

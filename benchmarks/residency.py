@@ -56,12 +56,12 @@ LENGTHS = (384, 1024, 2048)
 
 
 class Contender:
-    """A cluster of one device a mesh, with or without reuse."""
+    """A cluster with one device per mesh, with or without a prefix cache."""
 
     def __init__(
         self, mode: Mode, reuse: bool, host_gib: float = 0.0, pages: int = 160, disk: str = ""
     ) -> None:
-        """`disk`: a folder, which also stands for the model's."""
+        """`disk`: folder of the disk tier, which also serves as the model directory."""
         instance = InstanceConfig(
             layout=Layout(),
             slots_per_rank=8,
@@ -91,7 +91,7 @@ class Contender:
         self._count = 0
 
     async def ask(self, prompt: tuple[int, ...], tokens: int) -> tuple[float, tuple[int, ...]]:
-        """Seconds to the first token, and the answer."""
+        """Returns the seconds to the first token, and the answer."""
         self._count += 1
         params = SamplingParams(max_tokens=tokens, temperature=0.0)
         began, first, answer = time.perf_counter(), 0.0, []
@@ -105,7 +105,7 @@ class Contender:
         return first, tuple(answer)
 
     async def converse(self, words: np.ndarray) -> None:
-        """One conversation; `words` are what its user says in all turns."""
+        """Runs one conversation. `words`: the user's messages, one per turn."""
         history: tuple[int, ...] = tuple(words[:FIRST].tolist())
         began = time.perf_counter()
         for turn in range(TURNS):
@@ -126,7 +126,7 @@ class Contender:
         self.fresh_seconds.append(time.perf_counter() - began)
 
     def forget(self) -> None:
-        """What warm rounds measured does not count."""
+        """Discards the measurements of warm-up rounds."""
         for seconds in (self.conversation_seconds, self.ttft_seconds, self.fresh_seconds):
             seconds.clear()
         self.prompt_tokens = self.cached_tokens = 0
@@ -184,7 +184,8 @@ async def compare(mode: Mode) -> dict[str, object]:
 
 
 async def tiers() -> dict[str, object]:
-    """Pages for one prompt of the whole context, host memory and disk for all that are asked."""
+    """Returns the number of pages for one prompt of full context, and host memory and disk for all
+    prompts."""
     disk = tempfile.TemporaryDirectory(dir=_DISK.value or None)
     pages = CONTEXT // InstanceConfig.page_size
     one = Contender(Mode.DISAGGREGATED, True, 2.0, pages, disk.name)
@@ -246,7 +247,8 @@ async def tiers() -> dict[str, object]:
 
 
 async def back(one: Contender, prompt: tuple[int, ...]) -> float:
-    """Seconds from when a sequence that was set aside may go on until its next token."""
+    """Returns the seconds from the moment when a swapped-out sequence may continue until its next
+    token."""
     params = SamplingParams(max_tokens=ANSWER, temperature=0.0)
     resumed, waited, tokens = 0.0, 0.0, 0
     worker = one.cluster._workers[-1]

@@ -58,7 +58,7 @@ MODEL = geometry("llama-3.1-70b")
 
 
 def workloads() -> dict[str, Workload]:
-    """Those that can be had, by their names."""
+    """Returns the available workloads by name."""
     words = LogNormal(3000, 1.0, 200, 0.8, longest=16_000)
     turns = ConversationTurns(6.0, 30.0, 2048, BLOCK, MODEL.context_tokens)
     count = _REQUESTS.value or 6000
@@ -94,8 +94,8 @@ def fleet_of(prefix: PrefixConfig, fetches: bool = False, returns: bool = False)
 
 
 def one_store(arrivals: Sequence[Arrival], blocks: int | None) -> list[int]:
-    """Tokens of each prompt that one store of so many blocks knows when it comes; of its own prompt
-    a request computes one token at least."""
+    """Returns, for each prompt, the number of tokens that one cache of this many blocks has at its
+    arrival. At least one token of each prompt is computed."""
     tree = BlockStore(blocks)
     found = []
     for item in arrivals:
@@ -107,7 +107,7 @@ def one_store(arrivals: Sequence[Arrival], blocks: int | None) -> list[int]:
 
 
 def speed_of(arrivals: Sequence[Arrival], load: float) -> float:
-    """How much faster they must come."""
+    """Returns the factor by which arrivals must be accelerated."""
     fleet = fleet_of(PrefixConfig())
     assert fleet.prefill is not None
     costs = fleet.costs_of(fleet.prefill)

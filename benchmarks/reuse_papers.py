@@ -25,7 +25,7 @@ _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints onl
 
 
 def made(case: Case) -> dict[str, object]:
-    """The runs of a case. Where throughput is counted, rates go up until one misses the limit."""
+    """Runs the cases' runs. If throughput is counted, rates increase until one misses the limit."""
     rows: dict[str, object] = {}
     for run in case.runs():
         points: list[dict[str, object]] = []

@@ -1,4 +1,4 @@
-"""The page of `reuse_papers.py`: a table a case, from its JSON alone."""
+"""Writes the page of `reuse_papers.py`, with one table per case, from the JSON results alone."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -78,7 +78,7 @@ def _row(run: str, point: Figures, base: Figures | None) -> str:
 
 
 def _kept(points: list[Figures], limit: float) -> str:
-    """Rates went up until one missed the limit."""
+    """Returns the points within the limit. Rates increased until one missed the limit."""
     kept = [one["rate"] for one in points if one["ttft_seconds"]["p90"] <= limit]
     if not kept:
         return f"less than {points[0]['rate']:g}"

@@ -29,8 +29,9 @@ H20 = replace(
 
 @dataclass(frozen=True)
 class Talk:
-    """What is asked: conversations at `rate` requests a second. `words`: of a turn and of its
-    answer. `opening_tokens`: of its own that each begins with, whole blocks."""
+    """The workload: conversations at `rate` requests per second. `words`: numbers of tokens of a
+    turn and of its answer. `opening_tokens`: tokens that only this conversation has at its start,
+    in whole blocks."""
 
     words: LogNormal
     turns: ConversationTurns
@@ -44,8 +45,8 @@ class Talk:
 
 @dataclass(frozen=True)
 class Run:
-    """One of a case: a fleet, what is asked of it, how often. `differs`: in what from the one that
-    it is held against."""
+    """One run of a case: a fleet, its workload, and the number of repetitions. `differs`: how it
+    differs from the run with which it is compared."""
 
     name: str
     differs: str
@@ -56,8 +57,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """`claim`: what the paper says, and how it is known. `limit`: seconds of TTFT at p90 within
-    which throughput is counted; None: none is."""
+    """`claim`: the paper's claim, and its evidence. `limit`: limit on the p90 of TTFT in seconds
+    within which throughput is counted; None if it is not counted."""
 
     claim: str
     setting: str
@@ -80,7 +81,7 @@ def two_pools(
 
 
 def ppd() -> list[Run]:
-    """Chats of eight turns, histories of a few thousand tokens."""
+    """Chats of eight turns with histories of a few thousand tokens."""
     model, card = geometry("llama-3.1-8b"), accelerator("h100")
     turns = ConversationTurns(8.0, 15.0, 0, GRAIN, 32_000)
     talk = Talk(LogNormal(300, 1.5, 250, 0.6, longest=16_000), turns, 700)
@@ -113,7 +114,7 @@ STORED_GIB = 16_000.0
 
 
 def dualpath() -> list[Run]:
-    """Agents with long contexts: prefill workers' pages hold what is under way and no more."""
+    """Agents with long contexts, where prefill workers' pages hold only running prompts."""
     model = geometry("llama-3.1-70b")
     card = replace(accelerator("h200"), host=STORAGE)
     turns = ConversationTurns(20.0, 5.0, 0, 512, 64_000)
@@ -148,7 +149,7 @@ def dualpath() -> list[Run]:
 
 
 def agentic() -> list[Run]:
-    """Agents with tools on eight H20: prompts of some 25,000 tokens, answers of 150."""
+    """Agents with tools on eight H20, with prompts of about 25,000 tokens and answers of 150."""
     model = geometry("qwen3-30b-a3b")
     turns = ConversationTurns(12.0, 8.0, 64 * GRAIN, GRAIN, 79_000)
     talk = Talk(LogNormal(1500, 0.8, 150, 0.6, longest=30_000), turns, 300)
@@ -221,7 +222,7 @@ CASES = {
 
 
 def opened(item: Arrival, tokens: int, block_tokens: int) -> Arrival:
-    """With so many tokens in front that are its conversation's own."""
+    """Returns the request with additional tokens at the start that only its conversation has."""
     whose = item.block_hashes[-1] >> BLOCKS_OF_ONE
     first = (whose << BLOCKS_OF_ONE) + (1 << BLOCKS_OF_ONE - 1)
     names = tuple(range(first, first + tokens // block_tokens))
@@ -239,7 +240,7 @@ def percentiles(values: Sequence[float | None]) -> dict[str, float | None]:
 
 
 def later_turns(arrivals: Sequence[Arrival]) -> list[bool]:
-    """Of each, whether its conversation has come before."""
+    """Returns, for each arrival, whether its conversation has occurred before."""
     seen: set[int] = set()
     found = []
     for item in arrivals:
@@ -286,7 +287,7 @@ def busy_of(result: Result, role: str) -> float:
 
 
 def storage_busy(fleet: Fleet, result: Result) -> float | None:
-    """The part of the time that the prefill workers' way back from storage is in use."""
+    """Returns the fraction of time in which the prefill workers' link from storage is in use."""
     if not fleet.tiers.host_bytes or fleet.prefill is None:
         return None
     tokens = result.counters.get("host_tokens_restored", 0)

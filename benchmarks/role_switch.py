@@ -59,7 +59,7 @@ def longest_gap(streams: Load, begin: float, end: float) -> float:
 
 
 def resident_bytes() -> dict[str, int]:
-    """Of each worker of our cluster."""
+    """Returns the resident memory of each worker of our cluster."""
     found = {}
     for child in psutil.Process().children(recursive=True):
         name = next(

@@ -59,7 +59,8 @@ LONG_WAIT = 5.0  # seconds that no engine with room lets a request wait
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How many decoded, their tokens, and the tokens of the longest, at every tick."""
+    """Number of decoding sequences, their tokens, and the tokens of the longest sequence, at every
+    tick."""
 
     at: np.ndarray
     sequences: np.ndarray
@@ -82,7 +83,7 @@ class Load:
         return cls(at, sequences, contexts, longest)
 
     def during(self, first: float, finish: float) -> tuple[float, float, float]:
-        """Means of (sequences, their tokens, tokens of the longest)."""
+        """Returns means of (sequences, tokens, tokens of the longest sequence) over an interval."""
         within = slice(int(first / TICK), int(finish / TICK) + 1)
         each = (self.sequences, self.contexts, self.longest)
         sequences, contexts, longest = (float(values[within].mean()) for values in each)
@@ -91,8 +92,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPrefills:
-    """(prompt tokens, seconds) of those that were prefilled alone, and of those that followed right
-    behind another."""
+    """(prompt tokens, seconds) of prompts that were prefilled alone, and of prompts that followed
+    directly after another one."""
 
     alone: tuple[tuple[int, float], ...]
     behind: tuple[tuple[int, float], ...]
@@ -128,9 +129,9 @@ def prefills_of(run: MeasuredRun, one_pool: bool) -> MeasuredPrefills:
 def steps_of(
     run: MeasuredRun, load: Load, stall: Callable[[int], float], one_pool: bool
 ) -> list[tuple[float, float, float, float]]:
-    """(sequences, their tokens, the longest's, seconds) of mean steps. `stall`: how long nobody
-    steps when a prompt of so many tokens joins them: while it is computed in one pool, while its KV
-    is fetched in two."""
+    """Returns (sequences, their tokens, tokens of the longest, seconds) of mean steps. `stall`:
+    seconds for which decode pauses when a prompt joins: while it is computed in one pool, or while
+    its KV is fetched with two pools."""
     found = []
     half = 0.0 if one_pool else 0.5  # a hand-off waits for the step under way, and for its own KV
     for index in np.flatnonzero(run.outputs >= LEAST_TOKENS):
@@ -149,7 +150,7 @@ def steps_of(
 
 
 def from_lone_steps(engine: SimulatedEngine, run: MeasuredRun, rounds: int = 3) -> SimulatedEngine:
-    """The engine with constants fitted to a run at a low rate."""
+    """Returns the engine with constants fitted to a run at a low rate."""
     one_pool = engine.kind == "vllm"
     layouts = Layout(tp=1 if one_pool else engine.prefill_tp), Layout(tp=engine.decode_tp)
     names = tuple(name for name in FREE[engine.kind] if name not in OUTSIDE + SETTLED)
@@ -209,9 +210,9 @@ def from_lone_steps(engine: SimulatedEngine, run: MeasuredRun, rounds: int = 3) 
 
 
 def _link_speed(run: MeasuredRun, load: Load, decode: CostModel) -> float:
-    """From requests of few tokens: what is left of their decode when the steps and half a step of
-    waiting are taken off, over the bytes that were fetched meanwhile, theirs and others'. The line
-    through both, by least squares through the origin."""
+    """Fits the speed of the link from requests with few tokens. The time that remains of their
+    decode without the steps and half a step of waiting is divided by the bytes fetched meanwhile,
+    by least squares through the origin."""
     bytes_per_token = wire_bytes_per_token(decode.geometry, decode.kv_value_bytes)
     moved, left = [], []
     for index in np.flatnonzero((run.outputs >= 2) & (run.outputs <= 16)):
@@ -227,15 +228,15 @@ def _link_speed(run: MeasuredRun, load: Load, decode: CostModel) -> float:
 
 
 def _rows(batch: int, tokens: float, longest: float) -> tuple[tuple[int, int], ...]:
-    """Of a batch's contexts: the longest, and the others, taken to be as long."""
+    """Returns a batch's contexts: the longest one, and equal lengths for the others."""
     if batch == 1:
         return ((1, int(tokens)),)
     return ((1, int(longest)), (batch - 1, max(1, int((tokens - longest) / (batch - 1)))))
 
 
 def published_steps(engine: SimulatedEngine, layout: Layout) -> list[Observation]:
-    """Decode steps by the profile that the engine's authors published: of sequences that are
-    equally long, and as many as memory held."""
+    """Returns decode steps from the profile that the engine's authors published, for equally long
+    sequences, as many as memory holds."""
     base, each_token, each_sequence = PROFILES[engine.kind]
     return [
         Observation(
@@ -262,9 +263,10 @@ def from_replay(
     rounds: int = 5,
     start: SimulatedEngine | None = None,
 ) -> SimulatedEngine:
-    """The engine with constants whose simulated run is nearest to the first `count` requests of a
-    measured one. Errors count in logarithms, TTFT by 10 %, TPOT by 5 %; constants are pulled to
-    those of `engine`, as in costs/fitting.py. `start`: where the search begins, if not there."""
+    """Returns the engine with the constants whose simulated run is nearest to the first `count`
+    requests of a measured run. Errors are logarithmic, TTFT with a scale of 10 % and TPOT of 5 %. A
+    prior pulls constants to those of `engine`, as in costs/fitting.py. `start`: start of the
+    search, if not `engine`."""
     names = _free(engine)
     centre = _logarithms(engine, names)
     width = np.array([sigma(name) for name in names])
@@ -280,9 +282,9 @@ def from_replay(
 
 
 def kv_tokens_seen(run: MeasuredRun, count: int) -> int:
-    """The most KV that an engine held when it admitted one of the first `count` requests, before
-    any of them had to wait: what its memory has room for. (Later some may hold none for a while,
-    preempted.) Contexts grow evenly between first and last token."""
+    """Returns the most KV, in tokens, that an engine held when it admitted one of the first `count`
+    requests, before any of them had to wait. This estimates its capacity. (Later, preempted
+    requests may hold none.) Contexts are assumed to grow evenly between first and last token."""
     late = np.flatnonzero(run.queued[:count] > LONG_WAIT)
     known = int(late[0]) if len(late) else count
     admitted, most = run.at + run.queued, 0.0
@@ -324,7 +326,7 @@ def report_constants(engine: SimulatedEngine) -> dict[str, float]:
 
 
 def from_report(engine: SimulatedEngine, values: dict[str, float]) -> SimulatedEngine:
-    """The engine with constants as `report_constants` wrote them."""
+    """Returns the engine with constants in the form of `report_constants`."""
     names = tuple(values)
     return with_constants(engine, names, np.log([values[name] for name in names]))
 

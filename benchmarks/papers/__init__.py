@@ -1,1 +1,1 @@
-"""Published studies of disaggregated serving, asked again of the simulator (`__main__`)."""
+"""Published studies of disaggregated serving, repeated with the simulator (`__main__`)."""

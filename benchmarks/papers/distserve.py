@@ -33,7 +33,7 @@ QUICK_START = Goal(0.2, 0.1)  # of DistServe's README, which says 1.56 requests 
 
 @dataclass(frozen=True)
 class Instance:
-    """Of one pool: tensor parallelism, pipeline stages, how many."""
+    """Instances of one pool: tensor parallelism, number of pipeline stages, number of instances."""
 
     tp: int
     stages: int = 1
@@ -56,8 +56,10 @@ class Instance:
 
 @dataclass(frozen=True)
 class Case:
-    """An application of the paper: its limits, its published gain over vLLM, what it was served
-    with there (one pool; two pools), and other divisions of two pools."""
+    """An application of the paper.
+
+    Attributes include its limits, the published gain over vLLM, the deployments of the paper (one
+    pool and two pools), and other divisions of two pools."""
 
     name: str
     model: str
@@ -70,18 +72,19 @@ class Case:
 
 
 def sharegpt(count: int) -> Sequence[Arrival]:
-    """Lengths of the measured runs, in their order, over again."""
+    """Returns the lengths of the measured runs in order, repeated."""
     known = distserve_runs()["distserve-c21d12-600-6"].arrivals
     return [known[index % len(known)] for index in range(count)]
 
 
 def humaneval(count: int) -> Sequence[Arrival]:
-    """Means of 171 and 98 tokens; the spread is ours."""
+    """Returns requests with means of 171 and 98 tokens; the spread is our assumption."""
     return poisson(1.0, count, LogNormal(158, 0.4, 82, 0.6), seed=1)
 
 
 def longbench(count: int) -> Sequence[Arrival]:
-    """Means of 1,738 (before the context cuts) and 91 tokens; the spread is ours."""
+    """Returns requests with means of 1,738 tokens (before truncation to the context) and 91 tokens;
+    the spread is our assumption."""
     drawn = poisson(1.0, count, LogNormal(1690, 0.25, 76, 0.6), seed=2)
     return [
         replace(item, prompt_tokens=min(item.prompt_tokens, CONTEXT - item.output_tokens - 1))
@@ -127,7 +130,8 @@ CASES = (
 
 
 def one_pool(shape: CostGeometry, one: Instance, chunk: int | None) -> Fleet:
-    """`chunk` None: whole prompts before any decode step."""
+    """Returns a fleet with one pool. With `chunk` None, whole prompts run before any decode
+    step."""
     mode = Mode.CHUNKED if chunk else Mode.UNIFIED
     return Fleet(shape, one.pool(chunk or CONTEXT), mode=mode, fused=mode is Mode.CHUNKED)
 
@@ -140,7 +144,7 @@ Contenders = dict[str, dict[str, tuple[Serve, int]]]
 
 
 def contenders(case: Case, tally: Tally) -> Contenders:
-    """By mode, what stands for it."""
+    """Returns the deployments that are compared, by mode."""
     one, shape = case.one.devices, geometry(case.model)
     return {
         "unified": {str(case.one): (tally.server(one_pool(shape, case.one, None)), one)},
@@ -159,8 +163,8 @@ def contenders(case: Case, tally: Tally) -> Contenders:
 
 
 def compared(case: Case, requests: int, tally: Tally) -> list[list[object]]:
-    """Rows, one for each scale of the limits. What stands for a mode is searched under the paper's
-    limits."""
+    """Returns a row for each scale of the limits. The deployment of each mode is chosen under the
+    paper's own limits."""
     load = Load(within_context(case.lengths(requests), CONTEXT), case.goal, requests)
     modes, chosen, rates = contenders(case, tally), {}, {1.0: {}}
     for mode, some in modes.items():
@@ -187,7 +191,8 @@ def compared(case: Case, requests: int, tally: Tally) -> list[list[object]]:
 
 
 def engine_server(engine: SimulatedEngine, tally: Tally) -> Serve:
-    """One of the measured engines: its time outside the device counts to the first token."""
+    """Simulates one of the measured engines. Its time outside the device counts towards the first
+    token."""
     front, fleet = engine.constants.front_seconds, engine.fleet()
 
     def serve(
@@ -209,8 +214,8 @@ Step = tuple[str, Serve, int]
 
 
 def steps(tally: Tally) -> list[Step]:
-    """What serves OPT-13B, and on how many GPUs: from the paper's two engines to one on both sides;
-    each says what it changes."""
+    """Returns the deployments of OPT-13B, with their numbers of GPUs, from the paper's two engines
+    to one engine on both sides. Each entry states what it changes."""
     constants = json.loads((RESULTS / "fidelity.json").read_text())["constants"]
     theirs = {name: from_report(starts()[name], constants[name]) for name in ("distserve", "vllm")}
     same = replace(theirs["vllm"], constants=theirs["distserve"].constants)
@@ -247,7 +252,7 @@ def steps(tally: Tally) -> list[Step]:
 
 
 def stepped(some: Sequence[Step], requests: int) -> list[list[object]]:
-    """Rows of what they carry of ShareGPT, under several limits."""
+    """Returns rows with the ShareGPT rates of these deployments, under several limits."""
     case, rows = CASES[0], []
     for name, serve, devices in some:
         row: list[object] = [name]

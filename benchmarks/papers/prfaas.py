@@ -40,8 +40,8 @@ GUESS = 5.0
 
 
 def workload(count: int) -> Sequence[Arrival]:
-    """Log-normal prompts (mu 9.9, sigma 1.0) of 128 to 131,072 tokens, others left out: 27,000 in
-    the mean; answers of 1,024 tokens."""
+    """Returns requests with log-normal prompts (mu 9.9, sigma 1.0) of 128 to 131,072 tokens; longer
+    and shorter prompts are omitted. The mean is 27,000 tokens. Answers have 1,024 tokens."""
     lengths = LogNormal(np.exp(9.9), 1.0, 1024, 0.0, longest=1 << 24)
     drawn = poisson(1.0, 2 * count, lengths, seed=3)
     return [item for item in drawn if 128 <= item.prompt_tokens <= 131072][:count]
@@ -59,13 +59,14 @@ def homogeneous(prefills: int, instances: int = HOMOGENEOUS) -> StudyFleet:
 
 
 def naive(link: Link = ETHERNET) -> StudyFleet:
-    """Every prompt is prefilled far away."""
+    """Returns a fleet in which all prompts are prefilled at the far site."""
     far = pool(REMOTE, H200, "far")
     return StudyFleet(MODEL, pool(LOCAL, H20), far, site_link=link, overlap=OVERLAP)
 
 
 def selective(prefills: int, threshold: int = 0, link: Link = ETHERNET) -> StudyFleet:
-    """`prefills` of the near instances prefill, too; `threshold` 0: the router's price decides."""
+    """Returns a fleet in which `prefills` near instances prefill too. With `threshold` 0, the
+    router's predicted times decide."""
     return StudyFleet(
         MODEL,
         pool(LOCAL - prefills, H20),
@@ -89,8 +90,9 @@ def went_far(outcome: RequestOutcome, fleet: StudyFleet) -> bool:
 
 
 def divided(outcomes: Sequence[RequestOutcome], fleet: StudyFleet) -> tuple[float, int, float]:
-    """(part of the prompts that went far, the threshold that says best which, the part that it says
-    rightly)."""
+    """Returns the fraction of prompts prefilled at the far site, the prompt length that separates
+    far from near prompts best, and the fraction of prompts that this length classifies
+    correctly."""
     lengths = np.array([item.prompt_tokens for item in outcomes])
     far = np.array([went_far(item, fleet) for item in outcomes])
     marks = np.unique(np.concatenate([[0], np.quantile(lengths, np.linspace(0, 1, 101))]))
@@ -102,7 +104,8 @@ def divided(outcomes: Sequence[RequestOutcome], fleet: StudyFleet) -> tuple[floa
 def told(
     name: str, fleet: StudyFleet, load: Load, rate: float, at: float, tally: Tally
 ) -> list[object]:
-    """A row: goodput, and at one rate for all the first tokens and who went where."""
+    """Returns a row: goodput, and, at a common rate, the times to first token and the division of
+    prompts."""
     tally.runs += 1
     outcomes = served(fleet, load, at, min(load.requests, 800))
     ttft = [item.ttft for item in outcomes if item.ttft is not None]
@@ -117,8 +120,8 @@ def told(
 
 @dataclass(frozen=True)
 class Chosen:
-    """Of the deployment by price: how many near instances prefill, and what it carries; `rate`:
-    that at which all are told of."""
+    """The best deployment that routes by predicted times: number of near prefill instances, its
+    goodput, and the common `rate` at which all deployments are reported."""
 
     prefills: int
     rate: float
@@ -126,7 +129,8 @@ class Chosen:
 
 
 def compared(load: Load, tally: Tally) -> tuple[list[list[object]], Chosen]:
-    """Rows of all deployments, and what the others are compared with."""
+    """Returns the rows of all deployments, and the deployment with which the others are
+    compared."""
 
     def servers(fleets: dict[str, StudyFleet]) -> dict[str, tuple[Serve, int]]:
         return {name: (tally.server(fleet), 1) for name, fleet in fleets.items()}
@@ -151,7 +155,8 @@ def compared(load: Load, tally: Tally) -> tuple[list[list[object]], Chosen]:
 
 
 def thresholds(load: Load, tally: Tally, chosen: Chosen) -> list[list[object]]:
-    """The same instances, by price (told of at two rates) and by fixed thresholds."""
+    """Returns rows of the same instances, routed by predicted times (at two rates) and by fixed
+    thresholds."""
     fleet, carried = selective(chosen.prefills), chosen.carried
     rows = [
         told("price", fleet, load, carried, chosen.rate, tally),
@@ -165,7 +170,7 @@ def thresholds(load: Load, tally: Tally, chosen: Chosen) -> list[list[object]]:
 
 
 def links(load: Load, tally: Tally, chosen: Chosen) -> list[list[object]]:
-    """By price and by a threshold over slower links."""
+    """Returns rows for slower links, routed by predicted times and by a threshold."""
     rows: list[list[object]] = []
     for gigabits in (25,):
         link = replace(

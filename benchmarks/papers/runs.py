@@ -1,8 +1,9 @@
-"""What the studies of this folder share: one run, the highest rate that keeps a goal, and the page
-that tells it.
+"""Functions that the studies of this folder share: one run, the search for the highest rate that
+attains a goal, and the page with the results.
 
-A run is some hundred requests of a workload at a rate, with the same random numbers for all that
-are compared; those that arrive while the empty cluster fills are not judged. Knows no paper."""
+A run is some hundred requests of a workload at one rate, with the same random numbers for all
+compared deployments. Requests that arrive while the empty cluster fills are not counted. Must not
+depend on a particular paper."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +28,12 @@ Serve = Callable[[Sequence[Arrival], Callable[[RequestOutcome], bool]], Sequence
 
 @dataclass
 class Tally:
-    """How many runs a study took."""
+    """Counts the runs of a study."""
 
     runs: int = 0
 
     def server(self, fleet: Fleet) -> Serve:
-        """What serves arrivals until all have ended or the goal is lost."""
+        """Returns a function that serves arrivals until all have ended or the goal is missed."""
 
         def serve(
             arrivals: Sequence[Arrival], lost: Callable[[RequestOutcome], bool]
@@ -45,9 +46,9 @@ class Tally:
 
 @dataclass(frozen=True)
 class Load:
-    """A workload under a goal. `requests`: of one run at most; fewer where fewer outlast the limit
-    on the first token OUTLASTS times, so that an overload shows, and the stay of a request thrice.
-    """
+    """A workload with a goal. `requests`: largest number of requests of one run. A run has fewer if
+    fewer last OUTLASTS times as long as the TTFT limit (so that an overload becomes visible) and
+    three times as long as a request."""
 
     workload: Sequence[Arrival]
     goal: Goal
@@ -55,8 +56,9 @@ class Load:
     seed: int = 0
 
     def attained(self, serve: Serve, rate: float) -> float:
-        """The part of the judged requests within the limits, at `rate` a second; where the goal is
-        lost before the end, of those that had ended."""
+        """Returns the fraction of the counted requests within the limits, at `rate` requests per
+        second. If the run ended early because the goal was missed, counts the requests that had
+        ended."""
         goal = self.goal
         filling = goal.ttft_seconds + Demand.of(self.workload).steps_mean * goal.tpot_seconds
         seconds = max(OUTLASTS * goal.ttft_seconds, 3 * filling)
@@ -68,8 +70,8 @@ class Load:
         return attainment(judged, goal.slo)
 
     def goodput(self, serve: Serve, guess: float, above: float = 0.0) -> float:
-        """Requests a second that `serve` carries at most with the goal kept; 0 where it does not
-        carry `above`, or nothing near the guess."""
+        """Returns the highest rate, in requests per second, at which `serve` attains the goal.
+        Returns 0 if `serve` does not exceed `above`, or if it attains no rate near the guess."""
         wanted = self.goal.attainment
         return highest(lambda rate: self.attained(serve, rate) >= wanted, guess, above)
 
@@ -78,9 +80,9 @@ class Load:
 
 
 def highest(met: Callable[[float], bool], guess: float, above: float = 0.0) -> float:
-    """The highest rate tried that is `met`, within TOLERANCE of one that is not; 0 where none is
-    down to a sixteenth of the guess. `above`: a rate that is to be beaten, where the search begins
-    and, if it is missed, ends with 0."""
+    """Returns the highest tried rate that is `met`, within TOLERANCE of one that is not. Returns 0
+    if no rate down to a sixteenth of the guess is met. `above`: rate to exceed; the search begins
+    there and returns 0 if it is not met."""
     low = high = 0.0
     runs, rate = 0, above * (1 + TOLERANCE) or guess
     while runs < MOST_RUNS and not (low and high):
@@ -102,8 +104,8 @@ def highest(met: Callable[[float], bool], guess: float, above: float = 0.0) -> f
 def best(
     load: Load, contenders: Mapping[str, tuple[Serve, int]], guess: float
 ) -> tuple[str, float]:
-    """The name and the goodput, a second and device, of the contender that has most of it;
-    `contenders`: what serves, and on how many devices. `guess`: a second and device."""
+    """Returns name and goodput, per second and device, of the best contender. `contenders`:
+    function that serves, and number of devices. `guess`: rate per second and device."""
     found, most = "none", 0.0
     for name, (serve, devices) in contenders.items():
         rate = load.goodput(serve, guess * devices, most * devices) / devices
@@ -113,7 +115,7 @@ def best(
 
 
 def page(results: Mapping[str, object], words: str) -> str:
-    """What is said of a study, by hand, and its tables."""
+    """Returns the page of a study: its handwritten text and its tables."""
     machine: Mapping[str, object] = results["machine"]  # type: ignore[assignment]
     tables: Sequence[Mapping[str, object]] = results["tables"]  # type: ignore[assignment]
     lines = [words.strip(), "", "## Figures", ""]

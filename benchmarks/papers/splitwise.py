@@ -44,8 +44,9 @@ LOOSE = ((50, 2.0), (90, 3.0), (99, 10.0))
 
 @dataclass(frozen=True)
 class Design:
-    """Machines by what they do; `tokens` None: all machines do both. `capped`: token machines are
-    held at CAP of their power, which costs decode no time by the paper's measurement."""
+    """Numbers of machines by role; `tokens` None means that all machines do both. `capped`: token
+    machines are limited to the fraction CAP of their power, which does not slow decode down
+    according to the paper's measurement."""
 
     name: str
     prompts: Accelerator
@@ -58,7 +59,8 @@ class Design:
         return COST if unit == "cost" else POWER * (CAP if capped else 1.0)
 
     def divisions(self, budget: float, unit: str) -> list[tuple[int, int]]:
-        """(prompt machines, token machines) within the budget; (0, all) where they do both."""
+        """Returns the divisions within the budget as (prompt machines, token machines), or (0, all)
+        if machines do both."""
         first = self.weight(self.prompts, unit)
         if self.tokens is None:
             return [(0, int(budget / first + 1e-9))]
@@ -87,10 +89,14 @@ TOLD = (*BASELINES, AA, HA, HHCAP)  # of what is changed
 
 @dataclass(frozen=True)
 class Setting:
-    """What a design is tried with. `batching`: of machines that do both: "mixed" (prompts of up to
-    PROMPT_BATCH tokens in a step together with all decodes), "chunks" of 512 likewise, or "prompts
-    first". `rest`: the limits on all but the first token. `slowed`: token machines' arithmetic goes
-    at CAP of its speed. `between`: the link of each GPU between machines."""
+    """Assumptions of a comparison.
+
+    Attributes:
+        batching: Batching of machines that do both: "mixed" (prompts of up to PROMPT_BATCH tokens
+            in a step with all decodes), "chunks" (the same with 512 tokens), or "prompts first".
+        rest: Limits on all tokens but the first.
+        slowed: Whether the arithmetic of capped token machines runs at CAP of its speed.
+        between: Link of each GPU between machines."""
 
     model: str = "bloom-176b"
     trace: str = "conversation"
@@ -130,14 +136,15 @@ class Setting:
 
 
 class Slowdowns:
-    """Of requests against the same ones alone on an A100 machine of the same cost model."""
+    """Slowdowns of requests relative to the same requests alone on an A100 machine of the same cost
+    model."""
 
     def __init__(self, model: str) -> None:
         self._alone = CostModel(geometry(model), A, TP)
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def alone(self, prompt: int, output: int) -> tuple[float, float]:
-        """(seconds to the first token, seconds of a token after it)."""
+        """Returns (seconds to the first token, seconds per later token)."""
         key = prompt, output
         if key not in self._known:
             whole, rest = divmod(prompt, PROMPT_BATCH)
@@ -150,7 +157,8 @@ class Slowdowns:
     def kept(
         self, outcomes: Sequence[RequestOutcome], rest: Sequence[tuple[int, float]]
     ) -> dict[str, float]:
-        """Of each limit, the slowdown there is over the one allowed: 1 or less keeps it."""
+        """Returns, for each limit, the slowdown divided by the allowed slowdown. 1 or less meets
+        the limit."""
         firsts, tokens, wholes = [], [], []
         for outcome in outcomes:
             first, token = self.alone(outcome.prompt_tokens, outcome.output_tokens)
@@ -172,7 +180,7 @@ class Slowdowns:
 
 
 class Bench:
-    """Finds what designs carry; `most`: requests of a run."""
+    """Finds the rates that designs sustain. `most`: number of requests of a run."""
 
     def __init__(self, most: int) -> None:
         self.tally, self.most = Tally(), most
@@ -193,7 +201,8 @@ class Bench:
     def carried(
         self, setting: Setting, design: Design, divisions: Sequence[tuple[int, int]]
     ) -> tuple[tuple[int, int], float, str]:
-        """The division that carries most, requests a second, and what breaks first beyond."""
+        """Returns the division with the highest rate, the rate in requests per second, and the
+        limit that is missed beyond it."""
         found, most, broken = divisions[0], 0.0, ""
         for division in divisions:
             first: dict[float, str] = {}
@@ -217,7 +226,7 @@ Found = dict[str, tuple[tuple[int, int], float]]  # by design: its best division
 
 
 def compared(bench: Bench, setting: Setting, unit: str) -> tuple[list[list[object]], Found]:
-    """Rows of all designs within the budget of power or cost, for one trace."""
+    """Returns rows of all designs within the budget of power or cost, for one trace."""
     budget = BUDGET_POWER if unit == "power" else BUDGET_COST
     designs = (*BASELINES, AA, HH, HA, HHCAP) if unit == "power" else (*BASELINES, AA, HA)
     rows: list[list[object]] = []
@@ -245,8 +254,9 @@ CHANGES: tuple[tuple[str, Setting], ...] = (
 
 
 def changed(bench: Bench, known: Found) -> list[list[object]]:
-    """The conversation under one power budget, one thing changed at a time, each design in the
-    division that was its best; one that the change does not touch is not run again."""
+    """Returns rows for the conversation trace under one power budget, with one assumption changed
+    at a time. Each design keeps its best division. A design that a change does not affect is not
+    run again."""
     rows: list[list[object]] = []
     for name, setting in CHANGES:
         rates: list[float] = []

@@ -56,7 +56,8 @@ def two_pools(prefills: int) -> Fleet:
 
 
 def two_kinds(prefills: int, chunk: int, bound: float | None, fused: bool = True) -> Fleet:
-    """`bound`: seconds that the router lets a step of a decode worker take with a chunk in it."""
+    """Returns a fleet with two kinds of instances. `bound`: longest step, in seconds, that the
+    router allows on a decode worker that runs a chunk."""
     routing = RoutingConfig(tpot_slo_seconds=bound)
     decode = pool(DEVICES - prefills, chunk, prefills=True)
     return StudyFleet(
@@ -65,7 +66,7 @@ def two_kinds(prefills: int, chunk: int, bound: float | None, fused: bool = True
 
 
 def contenders(tally: Tally, goal: Goal) -> dict[str, dict[str, tuple[Serve, int]]]:
-    """By kind."""
+    """Returns the deployments that are compared, by kind."""
 
     def serve(fleet: Fleet) -> tuple[Serve, int]:
         return tally.server(fleet), DEVICES
@@ -84,14 +85,14 @@ def contenders(tally: Tally, goal: Goal) -> dict[str, dict[str, tuple[Serve, int
 
 
 def at_decode(fleet: Fleet, load: Load, rate: float) -> float:
-    """The part of the prompts that decode workers prefilled."""
+    """Returns the fraction of prompts that decode workers prefilled."""
     arrivals = requests_at(load.workload, rate, min(load.requests, 800), "poisson", load.seed)
     judged = settled(simulate(fleet, arrivals).outcomes, 10.0)
     return sum(item.prefill == item.decode for item in judged) / len(judged)
 
 
 def regimes(requests: int, tally: Tally) -> tuple[list[list[object]], str]:
-    """Rows, and which two kinds carry most under balanced limits."""
+    """Returns the rows, and the best deployment with two kinds under balanced limits."""
     rows: list[list[object]] = []
     chosen = ""
     for name, goal in REGIMES.items():
@@ -115,7 +116,8 @@ def regimes(requests: int, tally: Tally) -> tuple[list[list[object]], str]:
 
 
 def changed(requests: int, tally: Tally, chosen: str) -> list[list[object]]:
-    """Balanced limits, the chosen two kinds and what they are made of, one thing at a time."""
+    """Returns rows under balanced limits, for the chosen deployment and for changes of one property
+    at a time."""
     goal = REGIMES["balanced"]
     load = Load(workload(), goal, requests)
     count, chunk = _parsed(chosen) if chosen != "none" else (3, 256)
@@ -139,7 +141,7 @@ def changed(requests: int, tally: Tally, chosen: str) -> list[list[object]]:
 
 
 def _parsed(name: str) -> tuple[int, int]:
-    """(prefill workers, chunk) of two kinds' name."""
+    """Returns (prefill workers, chunk) from the name of a deployment with two kinds."""
     split, _, chunk = name.partition(", chunk ")
     return int(split.split(" ")[0]), int(chunk)
 

@@ -1,2 +1,2 @@
-"""Other projects' engines, measured beside ours: each in a process of its own, under its own
-Python. Nothing of them is imported here, and no other part of the repository needs them."""
+"""Other projects' engines, measured beside ours. Each runs in a separate process under its own
+Python. Their code is not imported here, and no other part of the repository depends on them."""

@@ -1,5 +1,5 @@
-"""`vllm bench serve` as it is, from the peer's environment, against any server; and what its
-figures are called here."""
+"""Runs the unchanged `vllm bench serve` of the peer's environment against any server, and renames
+its figures."""
 
 import json
 import os
@@ -26,8 +26,8 @@ NAMES = {
 
 
 class Load(NamedTuple):
-    """Prompts of `input` random tokens that want `output`; `rate` a second by a Poisson process,
-    inf: all at once."""
+    """Prompts of `input` random tokens with answers of `output` tokens, at `rate` requests per
+    second (Poisson process; inf sends all at once)."""
 
     rate: str
     requests: int = 40
@@ -37,7 +37,7 @@ class Load(NamedTuple):
 
 
 def measured(python: str, url: str, sizes: Sizes, load: Load) -> Figures:
-    """One run of the client. Raises `UnavailableError` where it or a request failed."""
+    """Runs the client once. Raises `UnavailableError` if the client or a request failed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.TemporaryDirectory() as scratch:
@@ -64,7 +64,8 @@ def command(python: str, url: str, sizes: Sizes, load: Load, result: Path) -> li
 
 
 def figures(found: Mapping[str, float], requests: int) -> Figures:
-    """Of what it wrote. Raises `UnavailableError` where not all requests were served."""
+    """Returns the figures from the client's output. Raises `UnavailableError` unless all requests
+    were served."""
     if found["failed"] or found["completed"] != requests:
         raise UnavailableError(
             f"{found['completed']} of {requests} requests were served and {found['failed']} failed:"
@@ -74,12 +75,12 @@ def figures(found: Mapping[str, float], requests: int) -> Figures:
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
-    """Of each figure, over the rounds."""
+    """Returns the median of each figure over the rounds."""
     return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
 
 def against_peer(by_server: Mapping[str, Figures]) -> dict[str, Figures]:
-    """Each server's figures, and its tokens a second over the peer's."""
+    """Returns each server's figures, and its tokens per second divided by the peer's."""
     if PEER not in by_server:
         return {**by_server}
     rate, peer = "tokens_per_second", by_server[PEER]
@@ -89,6 +90,7 @@ def against_peer(by_server: Mapping[str, Figures]) -> dict[str, Figures]:
 
 
 def storm_figures(idle: Figures, storm: Figures) -> dict[str, object]:
-    """Both, and how many times as long the long gaps are in the storm."""
+    """Returns the figures of both runs, and the factor by which the long gaps grow during the
+    storm."""
     ratio = storm["tbt_p99_ms"] / idle["tbt_p99_ms"]
     return {"idle": idle, "storm": storm, "p99_of_idle": round(ratio, 3)}

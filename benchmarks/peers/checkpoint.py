@@ -25,7 +25,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + ' ' }}{% e
 def measured_checkpoint(
     folder: Path = FOLDER, config: dict[str, object] = MEASURED_MODEL, seed: int = 0
 ) -> Path:
-    """The folder, written where it is not there yet."""
+    """Returns the folder. Writes the checkpoint if it does not exist yet."""
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def measured_checkpoint(
 
 
 def _tensors(config: dict[str, object], seed: int) -> dict[str, np.ndarray]:
-    """All weights under their published names, kernels [out, in]."""
+    """Returns all weights under their published names, kernels [out, in]."""
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     width, heads, kv_heads, head = (int(str(config[name])) for name in names)
     ffn, vocabulary = int(str(config["intermediate_size"])), int(str(config["vocab_size"]))

@@ -1,6 +1,6 @@
-"""A peer's engine as a contender of `benchmarks.throughput`: seconds of a prefill, of a decode step
-and of a batch, from the times of its tokens; whether its tokens are ours; and whether one was idle
-while the other worked."""
+"""A peer's engine as a contender of `benchmarks.throughput`: the seconds of a prefill, of a decode
+step and of a batch, from the times of its tokens. Checks that its tokens equal ours, and that one
+engine was idle while the other worked."""
 
 import asyncio
 import resource
@@ -20,7 +20,8 @@ Tokens = list[list[int]]
 
 
 def step_seconds(times: Sequence[Sequence[float]]) -> float:
-    """Seconds a decode step while all streams decode, from the times of each stream's tokens."""
+    """Returns the seconds of a decode step while all streams decode, from the times of each
+    stream's tokens."""
     low = max(stream[2] for stream in times)
     high = min(stream[-2] for stream in times)
     inside = [when for when in times[0] if low <= when <= high]
@@ -30,7 +31,8 @@ def step_seconds(times: Sequence[Sequence[float]]) -> float:
 
 
 def check_same(ours: Tokens, theirs: Tokens) -> None:
-    """Raises `ConfigError` where greedy streams differ: then two models would be compared."""
+    """Raises `ConfigError` if greedy streams differ, because then two different models would be
+    compared."""
     for number, (own, other) in enumerate(zip(ours, theirs, strict=True)):
         if own != other:
             places = (at for at, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
@@ -42,8 +44,9 @@ def check_same(ours: Tokens, theirs: Tokens) -> None:
 
 
 class PeerEngine:
-    """`started`: what the driver says of itself. While it works, our event loop runs on: one that
-    stood still for minutes would take its own mesh for a broken one."""
+    """A peer's engine. `started`: the driver's description of itself. While the peer works, our
+    event loop keeps running, because our engine would otherwise report its mesh as broken after
+    some minutes."""
 
     def __init__(self, peer: Peer, **start: object) -> None:
         self._peer = peer
@@ -56,7 +59,8 @@ class PeerEngine:
         return (await asyncio.to_thread(self._generate, prompt[None], 1))["seconds"]
 
     async def batch(self, prompts: np.ndarray, count: int) -> tuple[float, float, Tokens]:
-        """Seconds for all, seconds a decode step while all of them run, and their tokens."""
+        """Returns the seconds for all prompts, the seconds of a decode step while all run, and the
+        tokens."""
         answer = await asyncio.to_thread(self._generate, prompts, count)
         return answer["seconds"], step_seconds(answer["times"]), answer["tokens"]
 
@@ -64,7 +68,8 @@ class PeerEngine:
         return (await asyncio.to_thread(self._generate, prompts, count))["tokens"]
 
     def busy(self) -> dict[str, float]:
-        """Cores that each kept busy while the other had its turn: near 0, or it was no turn."""
+        """Returns the number of cores that each engine used while the other one was measured.
+        Values near 0 mean an undisturbed measurement."""
         return {
             "theirs in our turns": round(self._theirs / max(self._our_turns, 1e-9), 3),
             "ours in their turns": round(self._ours / max(self._their_turns, 1e-9), 3),
@@ -82,8 +87,8 @@ class PeerEngine:
         return answer
 
     def _settle(self) -> None:
-        """Until the peer has come to rest: some spin for a second after their last step, on a core
-        that our turn would lack."""
+        """Waits until the peer is idle. Some engines spin for a second after their last step, on a
+        core that our measurement needs."""
         for _ in range(SETTLE_LOOKS):
             before = self._peer.cpu_seconds()
             time.sleep(LOOK_SECONDS)

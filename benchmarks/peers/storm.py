@@ -1,5 +1,5 @@
-"""Streams that decode while long prompts storm in: a small client of any OpenAI-compatible server,
-the same for all. A gap is the time between two frames of one stream, as its reader feels it."""
+"""Measures decoding streams while long prompts arrive (a storm), with a small client for any
+OpenAI-compatible server. A gap is the time between two events of one stream at the client."""
 
 import http.client
 import json
@@ -18,9 +18,9 @@ ANSWER_SECONDS = 300.0
 
 
 class Storm(NamedTuple):
-    """`streams` decode for `seconds`, each beginning again when it has had `stream_tokens`; of what
-    they feel the first `settle_seconds` do not count. Prompts of `prompt_tokens` come `rate` times
-    a second by a Poisson process and want one token each; 0: none."""
+    """`streams` streams decode for `seconds`; each starts again after `stream_tokens` tokens. The
+    first `settle_seconds` are not counted. Prompts of `prompt_tokens` tokens arrive `rate` times
+    per second (Poisson process) and request one token each; a rate of 0 sends none."""
 
     streams: int = 4
     stream_tokens: int = 512
@@ -31,7 +31,8 @@ class Storm(NamedTuple):
 
 
 def measured(url: str, model: str, storm: Storm, seed: int = 0) -> dict[str, float]:
-    """Figures of one storm; the same seed gives each server the same prompts at the same times."""
+    """Returns the figures of one storm. Equal seeds give each server the same prompts at the same
+    times."""
     rng = np.random.default_rng(seed)
     prompts = rng.integers(FIRST_ID, VOCABULARY, (storm.streams, 64)).tolist()
     arrivals = list(_arrivals(rng, storm))
@@ -78,7 +79,7 @@ def measured(url: str, model: str, storm: Storm, seed: int = 0) -> dict[str, flo
 def frames(
     url: str, model: str, prompt: list[int], tokens: int, until: float | None = None
 ) -> Iterator[float]:
-    """When each frame of a stream came; the connection is closed after `until`."""
+    """Returns the time of each event of a stream. Closes the connection after `until`."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -110,13 +111,13 @@ def frames(
 
 
 def counted_gaps(times: Sequence[float], low: float, high: float) -> list[float]:
-    """Gaps that ended between `low` and `high`."""
+    """Returns the gaps that ended between `low` and `high`."""
     gaps = zip(times, times[1:], strict=False)
     return [after - before for before, after in gaps if low <= after <= high]
 
 
 def gap_figures(gaps: Sequence[float]) -> dict[str, float]:
-    """Of the time between tokens, in milliseconds."""
+    """Returns figures of the gaps, in milliseconds."""
     if not gaps:
         raise ConfigError(
             "no stream had two frames in the time that counts; give the storm more seconds, or"

@@ -19,7 +19,7 @@ class Driver:
         self._count = 0
 
     def start(self, model, dtype, context_tokens, sequences, cores):
-        """Reads the model, compiles, and says what it is."""
+        """Loads and compiles the model, and returns a description of the engine."""
         os.environ.update(
             {
                 "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
@@ -42,7 +42,7 @@ class Driver:
         return {"versions": {**versions, "python": platform.python_version()}, "cores": cores}
 
     def generate(self, prompts, tokens):
-        """All prompts at once, `tokens` of each, greedy."""
+        """Runs all prompts at once, greedily, with `tokens` tokens each."""
         sampling = importlib.import_module("vllm").SamplingParams(
             temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
         )
