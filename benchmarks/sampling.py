@@ -73,8 +73,8 @@ def variants(batch: int, vocabulary: int) -> dict[str, Variant]:
 
 
 def shaped(batch: int, vocabulary: int) -> Variant:
-    """The whole of the slower program: penalties, bias, minimum length, top_p, log-probabilities,
-    counts (donated)."""
+    """Returns the whole slower program: penalties, bias, minimum length, top_p, log-probabilities
+    and counts (donated)."""
     rows = rows_of(batch, 0, top_p=0.95)
     ones = jnp.ones(batch, jnp.float32)
     shaping = ShapingRows(
@@ -107,7 +107,8 @@ def shaped(batch: int, vocabulary: int) -> Variant:
 def measure(
     batch: int, spread: float, rounds: int, vocabulary: int
 ) -> dict[str, tuple[float, ...]]:
-    """Per variant: wall 10th percentile, median and mean, and mean processor time; milliseconds."""
+    """Returns, per variant, the 10th percentile, median and mean of wall-clock time, and mean
+    processor time, in milliseconds."""
     logits = jnp.asarray(
         (np.random.default_rng(0).standard_normal((batch, vocabulary)) * spread).astype(np.float32)
     )

@@ -63,7 +63,7 @@ WORKLOAD = ("requests", "input", "output", "storm_input", "storm_rate", "storm_s
 
 
 def poisson(urls: Mapping[str, str], sizes: Sizes) -> dict[str, object]:
-    """By rate and server."""
+    """Returns figures by rate and server."""
     figures: dict[str, object] = {}
     for rate in _RATES.value:
         found: dict[str, list[Figures]] = {kind: [] for kind in urls}
@@ -79,7 +79,7 @@ def poisson(urls: Mapping[str, str], sizes: Sizes) -> dict[str, object]:
 
 
 def storms(urls: Mapping[str, str], sizes: Sizes) -> dict[str, object]:
-    """By server."""
+    """Returns figures by server."""
     storm = Storm(
         streams=_STREAMS.value,
         prompt_tokens=_STORM_INPUT.value,
@@ -104,7 +104,7 @@ def storms(urls: Mapping[str, str], sizes: Sizes) -> dict[str, object]:
 
 
 def run() -> dict[str, object]:
-    """All figures of the parts asked for."""
+    """Returns all figures of the requested parts."""
     parts = {"poisson": poisson, "storm": storms}
     for name, known in (("parts", [*parts]), ("servers", KINDS)):
         if unknown := sorted({*flags.FLAGS[name].value} - {*known}):

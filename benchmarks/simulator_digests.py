@@ -45,7 +45,7 @@ Simulation = Callable[["Decisions"], tuple[Result, int]]
 
 
 class Decisions(NoRouterEvents):
-    """Takes every decision and every prediction that was measured into a digest."""
+    """Adds every decision, and every measured prediction, to a digest."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
@@ -71,7 +71,8 @@ CONVERSATION = read_trace(Path(__file__).parent / "data/azure2023_conv_slice.csv
 
 
 def trace(events: NoRouterEvents) -> tuple[Result, int]:
-    """Azure's conversation at 70 requests a second on 26 + 14 instances of 8 H100."""
+    """Simulates Azure's conversation trace at 70 requests per second on 26 + 14 instances of 8
+    H100."""
     arrivals = at_rate(CONVERSATION, 70.0)
     instance = replace(INSTANCE, layout=Layout(tp=8))
     pools = [Pool(many, accelerator("h100"), instance) for many in (26, 14)]
@@ -80,13 +81,14 @@ def trace(events: NoRouterEvents) -> tuple[Result, int]:
 
 
 def ranks(fleet: Fleet) -> Fleet:
-    """Its instances of two dp ranks each."""
+    """Returns the fleet with two dp ranks in each instance."""
     wide = replace(fleet.decode, instance=replace(fleet.decode.instance, layout=Layout(dp=2)))
     return replace(fleet, decode=wide, prefill=wide if fleet.prefill else None)
 
 
 def late(fleet: Fleet) -> Fleet:
-    """The same fleet, whose decode pages are reserved after the prefill, by a loop that drains."""
+    """Returns the fleet with decode pages reserved after the prefill, and with a loop that
+    drains."""
     same = {spec.name: getattr(fleet, spec.name) for spec in fields(fleet)}
     return StudyFleet(**same, late_reservation=True, drains=True)
 

@@ -19,12 +19,10 @@ PAGE = Path(__file__).resolve().parent / "STATUS.md"
 
 
 class Metric(NamedTuple):
-    """Where a figure is: `path` leads through the keys of `results/<results>.json`, by patterns.
-
-    A `goal` bounds every value that the path leads to. With `minus`, a second path, the values are
-    differences. The steps of a path are separated by "|"; -1 is the last of a list. What is
-    not there was not measured yet, and the page says so.
-    """
+    """Where a figure is in the results. `path` leads through the keys of `results/<results>.json`,
+    by patterns that "|" separates; -1 is the last entry of a list. A `goal` bounds every value that
+    the path selects. With `minus`, a second path, the values are differences. If a value is
+    missing, the page states that it was not measured."""
 
     name: str
     goal: str
@@ -35,7 +33,7 @@ class Metric(NamedTuple):
 
 
 def page(results: Path = RESULTS) -> str:
-    """The text of STATUS.md for the files of `results`."""
+    """Returns the text of STATUS.md for the results in `results`."""
     lines = [_HEAD]
     for subject, metrics in METRICS.items():
         lines += [f"\n## {subject}\n", "| metric | goal | latest | met | from |"]
@@ -127,7 +125,7 @@ def _throughput(dtype: str, batch_32: float) -> list[Metric]:
 
 
 def _peer(dtype: str) -> list[Metric]:
-    """No goals: what is wanted is said against the plain loop."""
+    """Returns rows without goals, because goals are stated relative to the plain loop."""
     parts = [*(f"prefill {n}" for n in (512, 2048)), *(f"decode B={n}" for n in (1, 8, 32))]
     paths = {part: part for part in parts} | {"32 x (512 in, 64 out)": "offline*"}
     return [

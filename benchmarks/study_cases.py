@@ -1,10 +1,11 @@
-"""What the study compares: models on their hardware, workloads with their limits, and which
-candidates stand for each mode.
+"""The cases of the study: models with their hardware, workloads with their limits, and the
+candidates of each mode.
 
-The candidates are the planner's: of each mode the best by arithmetic under each of the limits.
-Chunked prefill is priced as in engines that run a chunk and a decode step as one (`fused`), which
-is the strongest rival, and searched like two pools: under each of the limits the best layouts, wide
-expert parallelism included, each with its best chunk. All else is the same engine on all sides."""
+The candidates are the planner's: for each mode the best ones according to the cost model, under
+each of the limits. Chunked prefill is estimated as in engines that run a chunk and a decode step as
+one program (`fused`), because this is the strongest alternative. It is searched like two pools:
+under each of the limits the best layouts, including wide expert parallelism, each with its best
+chunk size. Everything else is the same engine for all modes."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,8 +35,8 @@ MOST_LAYOUTS = 2
 
 @dataclass(frozen=True)
 class Limits:
-    """One SLO of the study; `longest_gap` bounds every gap between tokens, the hand-off's
-    included."""
+    """One SLO of the study. `longest_gap` bounds every gap between tokens, including the
+    hand-off's."""
 
     name: str
     ttft: float
@@ -57,8 +58,8 @@ LONG = (Limits("tight", 5.0, 0.03), Limits("usual", 10.0, 0.05), Limits("smooth"
 
 @dataclass(frozen=True)
 class Workload:
-    """Every so-and-so-many-th request of a published trace, in order (`data/README.md`); or, where
-    it has `lengths` instead of a file, requests that are all alike (prompt and output tokens)."""
+    """Every n-th request of a published trace, in order (`data/README.md`). With `lengths` instead
+    of a file, all requests have the same prompt and output lengths."""
 
     name: str
     file: str
@@ -67,8 +68,8 @@ class Workload:
 
     @property
     def arrivals(self) -> list[Arrival]:
-        """Their times are of no account: each run has a rate of its own. Nor are the blocks that
-        they name: nothing is cached, and so they may be sent again."""
+        """Returns the requests. Their times do not matter, because each run has its own rate. Their
+        block names do not matter, because there is no prefix cache, so requests may be repeated."""
         if self.lengths:
             return [Arrival(0.0, *self.lengths)]
         return [replace(arrival, block_hashes=()) for arrival in read_trace(DATA / self.file)]
@@ -88,7 +89,7 @@ DATA_SHEET_BYTES = {"h100": 80e9}
 
 @dataclass(frozen=True)
 class Setting:
-    """`requests`: of one run, at most; fewer where fewer settle."""
+    """`requests`: largest number of requests of one run; a run may need fewer."""
 
     name: str
     model: str
@@ -98,7 +99,8 @@ class Setting:
 
     @property
     def site(self) -> Site:
-        """With the memory of data sheets, which the committed results were computed with."""
+        """Returns the site with the memory of data sheets, with which the committed results were
+        computed."""
         card = accelerator(self.hardware)
         memory = DATA_SHEET_BYTES.get(self.hardware, card.memory_bytes)
         return Site(replace(card, memory_bytes=memory), self.accelerators)

@@ -23,8 +23,9 @@ WANTED = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A mode's best candidate under some limits, and the highest rate an accelerator at which
-    `WANTED` of its requests keep them. `at_least`: no run failed, so the true rate is higher."""
+    """A mode's best candidate under some limits, and the highest rate per accelerator at which the
+    fraction `WANTED` of its requests meets them. `at_least`: no run missed the limits, so the true
+    rate is higher."""
 
     name: str
     rate: float
@@ -37,7 +38,7 @@ class Best:
 
 
 def points_of(curve: Mapping[str, object], limits: str) -> list[tuple[float, float]]:
-    """(rate an accelerator, attainment) of each run."""
+    """Returns (rate per accelerator, attainment) of each run."""
     runs: Sequence[Mapping[str, object]] = curve["runs"]  # type: ignore[assignment]
     return [(run["per_accelerator"], run["attainment"][limits]) for run in runs]  # type: ignore[index,misc]
 
@@ -55,7 +56,8 @@ def best_of(case: Mapping[str, object], mode: str, limits: str) -> Best | None:
 
 
 def table(case: Mapping[str, object]) -> list[str]:
-    """Rows: limits; columns: modes, and disaggregated against the best of one pool."""
+    """Returns a table with one row per limits, and columns for the modes and for disaggregated
+    compared with the best single pool."""
     lines = [
         (
             "| limits: TTFT, TPOT, longest gap | unified | chunked | disaggregated | against the"
@@ -91,7 +93,8 @@ def _compared(two: Best | None, one: Best | None) -> str:
 
 
 def tails(case: Mapping[str, object], limits: str = "usual") -> list[str]:
-    """Percentiles in milliseconds at the highest common rate at which all modes keep the limits."""
+    """Returns percentiles in milliseconds, at the highest common rate at which all modes meet the
+    limits."""
     best = {mode: best_of(case, mode, limits) for mode in MODES}
     if any(item is None for item in best.values()):
         return []
@@ -124,7 +127,7 @@ def _three(values: object) -> str:
 
 
 def page(results: Mapping[str, object], folder: Path, words: str) -> str:
-    """The page; draws the plots beside it."""
+    """Returns the page, and draws its plots."""
     cases: Mapping[str, Mapping[str, object]] = results["cases"]  # type: ignore[assignment]
     made: Mapping[str, str] = results["made"]  # type: ignore[assignment]
     curves = [curve for case in cases.values() for curve in case["curves"].values()]  # type: ignore[attr-defined]
@@ -165,7 +168,8 @@ def page(results: Mapping[str, object], folder: Path, words: str) -> str:
 
 
 def searched(case: Mapping[str, object]) -> str:
-    """What was simulated: how many accelerators, which candidates, up to which rate."""
+    """Returns a description of the simulated runs: number of accelerators, candidates, and highest
+    rate."""
     curves: Mapping[str, Mapping[str, object]] = case["curves"]  # type: ignore[assignment]
     names = {
         mode: [str(curve["name"]) for curve in curves.values() if curve["mode"] == mode]
@@ -183,7 +187,8 @@ def searched(case: Mapping[str, object]) -> str:
 
 
 def covered(case: Mapping[str, object]) -> bool:
-    """Each mode has a curve that goes from the usual limits kept to the usual limits missed."""
+    """Returns whether each mode has a curve from rates that meet the usual limits to rates that
+    miss them."""
     curves: Mapping[str, Mapping[str, object]] = case.get("curves", {})  # type: ignore[assignment]
     points = {
         mode: [points_of(curve, "usual") for curve in curves.values() if curve["mode"] == mode]
@@ -196,7 +201,8 @@ def covered(case: Mapping[str, object]) -> bool:
 
 
 def draw(name: str, case: Mapping[str, object], limits: str, folder: Path) -> str:
-    """Attainment over rate of each mode's best under these limits; the file's name."""
+    """Plots attainment over rate for each mode's best candidate under these limits. Returns the
+    file's name."""
     curves: Mapping[str, Mapping[str, object]] = case["curves"]  # type: ignore[assignment]
     lines: dict[str, list[tuple[float, float]]] = {}
     for mode in MODES:

@@ -1,5 +1,5 @@
-"""One run of the study, and the runs that a curve still lacks. Knows no flags and no files, so that
-notebooks and tests can use it."""
+"""Simulates one run of the study, and determines which runs a curve still needs. Uses no flags and
+no files, so that notebooks and tests can use it."""
 
 import math
 import time
@@ -27,8 +27,8 @@ OUTLASTS = round(1 / TOLERANCE)
 def measured(
     case: StudyCase, candidate: Candidate, rate: float, requests: int | None = None
 ) -> dict[str, object]:
-    """One run: the parts that keep each of the limits, and percentiles in seconds. `requests`: how
-    many, in place of enough."""
+    """Simulates one run. Returns the fractions of requests that meet each of the limits, and
+    percentiles in seconds. `requests`: number of requests, instead of the usual number."""
     steps = Demand.of(case.arrivals).steps_mean
     tightest = min(case.workload.limits, key=lambda limits: limits.tpot)
     filling = min(limits.ttft for limits in case.workload.limits) + steps * tightest.tpot
@@ -65,7 +65,7 @@ def measured(
 
 
 def _missed(judged: Sequence[RequestOutcome], limits: Limits) -> dict[str, float]:
-    """Parts of them that miss each of the limits."""
+    """Returns the fractions of the requests that miss each of the limits."""
     alone = {
         "ttft": SloLimits(limits.ttft),
         "tpot": SloLimits(None, limits.tpot),
@@ -106,7 +106,7 @@ def from_text(text: str) -> Candidate:
 
 
 def steps_of(case: StudyCase, known: dict[str, object]) -> Iterator[dict[str, object]]:
-    """The runs of a case that `known` lacks; puts each into it."""
+    """Yields the runs of a case that `known` lacks, and adds each to `known`."""
     curves: dict[str, dict[str, object]] = known.setdefault("curves", {})  # type: ignore[assignment]
     # Arithmetic over thousands of candidates takes a while: kept with the results.
     if "estimates" not in known:
@@ -130,8 +130,8 @@ def steps_of(case: StudyCase, known: dict[str, object]) -> Iterator[dict[str, ob
 
 
 def next_rung(runs: Sequence[Mapping[str, object]], limits: str, estimate: float) -> float | None:
-    """The rung of LADDER that a curve lacks to say where its attainment under `limits` crosses;
-    None where it lacks none. The first is the one at or below `estimate`."""
+    """Returns the rate of LADDER that a curve still needs to show where attainment under `limits`
+    falls below the goal, or None. The first rate is the one at or below `estimate`."""
     kept = [run["part"] for run in runs if run["attainment"][limits] >= ENOUGH]  # type: ignore[index]
     missed = [run["part"] for run in runs if run["part"] not in kept]
     if not runs:

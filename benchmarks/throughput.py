@@ -74,14 +74,14 @@ CHECKED_PROMPTS, CHECKED_TOKENS = 4, 16
 
 
 class NoText:
-    """A detokenizer for runs that look at tokens alone."""
+    """Detokenizer that returns no text, for runs that use tokens only."""
 
     def decode(self, ids: object, *, skip_special_tokens: bool = True) -> str:
         return ""
 
 
 class MeasuredEngine:
-    """The embedded cluster over the measured model."""
+    """The embedded cluster with the measured model."""
 
     def __init__(self, loaded: LoadedModel, dtype: str) -> None:
         config = EngineConfig(
@@ -106,7 +106,7 @@ class MeasuredEngine:
     async def stream(
         self, prompt: np.ndarray, count: int, **sampling: object
     ) -> tuple[list[int], list[float]]:
-        """Tokens, and when each came."""
+        """Returns the tokens, and the time of each."""
         self._count += 1
         params = SamplingParams(
             **{"max_tokens": count, "temperature": 0.0, "seed": self._count, **sampling}
@@ -123,7 +123,8 @@ class MeasuredEngine:
     async def batch(
         self, prompts: np.ndarray, count: int, **sampling: object
     ) -> tuple[float, float, Tokens]:
-        """Seconds for all, seconds a decode step while all of them run, and their tokens."""
+        """Returns the seconds for all prompts, the seconds of a decode step while all run, and the
+        tokens."""
         started = time.perf_counter()
         streams = await asyncio.gather(
             *(self.stream(prompt, count, **sampling) for prompt in prompts)
@@ -134,12 +135,12 @@ class MeasuredEngine:
 
 
 class Contender(Protocol):
-    """What the engine is measured against."""
+    """Interface of the engine or loop with which our engine is compared."""
 
     async def first_seconds(self, prompt: np.ndarray) -> float: ...
 
     async def batch(self, prompts: np.ndarray, count: int) -> tuple[float, float, Tokens]:
-        """As `MeasuredEngine.batch`."""
+        """See `MeasuredEngine.batch`."""
         ...
 
 
@@ -151,7 +152,8 @@ class Loop:
         self._caches: dict[int, plain_loop.Cache] = {}
 
     async def first_seconds(self, prompt: np.ndarray) -> float:
-        """Into a cache that is there already, as the engine's pages are."""
+        """Returns the seconds of a prefill into an existing cache, as our engine's pages exist
+        already."""
         started = time.perf_counter()
         cache = self._caches.pop(len(prompt), None) or plain_loop.new_cache(
             1, len(prompt), self.dtype
@@ -163,8 +165,8 @@ class Loop:
         return time.perf_counter() - started
 
     async def batch(self, prompts: np.ndarray, count: int) -> tuple[float, float, Tokens]:
-        """As `MeasuredEngine.batch`: prompts one after the other, then all rows step together,
-        tokens read one step late."""
+        """Like `MeasuredEngine.batch`: prefills prompts one after the other, then runs all rows
+        together. Reads tokens one step late."""
         batch = len(prompts)
         cache = plain_loop.new_cache(batch, SLOT, self.dtype)
         jax.block_until_ready(cache)
@@ -193,7 +195,7 @@ class Loop:
 
 
 async def run() -> dict[str, object]:
-    """All figures of the parts asked for."""
+    """Returns all figures of the requested parts."""
     parts, figures = parts_asked(), dict[str, object](dtype=_DTYPE.value)
     with contestants() as (loaded, theirs):
         engine = MeasuredEngine(loaded, _DTYPE.value)
@@ -234,7 +236,7 @@ async def run() -> dict[str, object]:
 
 
 def parts_asked() -> tuple[str, ...]:
-    """Raises ConfigError for parts that there are none of."""
+    """Returns the requested parts. Raises ConfigError for unknown parts."""
     possible = AGAINST_PEER if _PEER.value else AGAINST_LOOP
     parts = tuple(_PARTS.value or possible)
     if unknown := sorted({*parts} - {*possible}):
@@ -248,7 +250,7 @@ def parts_asked() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def contestants() -> Iterator[tuple[LoadedModel, Contender]]:
-    """The model that the engine serves, and what it is measured against."""
+    """Returns the engine, and the loop or peer with which it is compared."""
     dtype, devices = _DTYPE.value, jax.devices()[:1]
     if not _PEER.value:
         config = read_config(HfConfig(plain_loop.MEASURED_MODEL, "the measured model"))
@@ -276,7 +278,8 @@ def contestants() -> Iterator[tuple[LoadedModel, Contender]]:
 async def introduced(
     engine: MeasuredEngine, theirs: PeerEngine, prompts: np.ndarray
 ) -> dict[str, object]:
-    """What the peer is; in float32 only once its first tokens are found to be ours."""
+    """Returns a description of the peer. In float32, first checks that its first tokens equal
+    ours."""
     some = prompts[:CHECKED_PROMPTS]
     ours = [await engine.stream(prompt, CHECKED_TOKENS) for prompt in some]
     other = await theirs.tokens(some, CHECKED_TOKENS)
@@ -288,8 +291,8 @@ async def introduced(
 async def offline(
     engine: MeasuredEngine, theirs: Contender, prompts: np.ndarray
 ) -> dict[str, object]:
-    """All prompts at once: seconds for all, and a step's. The first round, which warms both up,
-    says how many streams are the same."""
+    """Measures all prompts at once: seconds for all, and seconds of a step. The first round warms
+    both up and counts the equal streams."""
     ours: list[tuple[float, float]] = []
     others: list[tuple[float, float]] = []
     same = 0
@@ -310,7 +313,8 @@ async def offline(
 
 
 async def grpc_cost(engine: MeasuredEngine, prompts: np.ndarray) -> dict[str, object]:
-    """The offline workload by a client process over gRPC, against the same called directly."""
+    """Compares the offline workload sent by a client process over gRPC with the same workload
+    called directly."""
     from jdisagg.config import LimitsConfig, ServiceConfig
     from jdisagg.service.server import GenerationServer
 
@@ -359,7 +363,7 @@ async def grpc_cost(engine: MeasuredEngine, prompts: np.ndarray) -> dict[str, ob
 async def rounds(
     ours: Callable[[], Awaitable[float]], theirs: Callable[[], Awaitable[float]]
 ) -> dict[str, object]:
-    """One warm-up of each, then rounds in turn."""
+    """Runs one warm-up of each, and then alternating rounds."""
     pairs = [(await ours(), await theirs()) for _ in range(_ROUNDS.value + 1)][1:]
     return paired([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 

@@ -75,7 +75,7 @@ ROTATED = (
 
 
 class FromDecode:
-    """Says of each prompt that the decode worker keeps all of it."""
+    """Index that reports, for each prompt, that the decode worker has all of it cached."""
 
     def __init__(self, new_id: Callable[[], int]) -> None:
         self._new_id = new_id
@@ -89,8 +89,8 @@ class FromDecode:
 
 
 class ByWay(EmbeddedCluster):
-    """Its prefill worker may fetch from its decode worker. `ways`: a path over the same workers for
-    each way that the router takes when it is told no more than that."""
+    """A cluster whose prefill worker may fetch from its decode worker. `ways`: one request path
+    over the same workers for each way, which limits the router to this way."""
 
     def _make_ports(self) -> ClusterPorts:
         ports = self.ports = super()._make_ports()
@@ -153,7 +153,7 @@ def cluster() -> ByWay:
 
 
 class Conversations:
-    """Asks, and keeps what was measured by (way, first prompt, new tokens, busy)."""
+    """Sends conversations, and stores the measurements by (way, first prompt, new tokens, busy)."""
 
     def __init__(self, made: ByWay) -> None:
         self.cluster = made
@@ -177,8 +177,8 @@ class Conversations:
     async def _ask(
         self, path: RequestPath, prompt: tuple[int, ...], tokens: int
     ) -> tuple[list[float], list[int]]:
-        """Seconds to each token, and the tokens. Last of the seconds: those of all processors
-        until the first token."""
+        """Returns the seconds to each token, and the tokens. The last entry of the seconds is the
+        processor seconds until the first token."""
         began, times, answer = time.perf_counter(), [], []
         used, until_first = time.process_time(), 0.0
         async for event in path.stream(self._request(prompt, tokens)):
@@ -190,7 +190,7 @@ class Conversations:
 
     @asynccontextmanager
     async def _streams(self, count: int) -> AsyncIterator[list[list[float]]]:
-        """So many others run on the decode mesh meanwhile; when each token came."""
+        """Runs `count` other streams on the decode mesh. Returns the time of each token."""
         times: list[list[float]] = [[] for _ in range(count)]
 
         async def run(at: int, prompt: tuple[int, ...]) -> None:
@@ -208,7 +208,8 @@ class Conversations:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def cell(self, first_tokens: int, new_tokens: int, busy: int, order: int) -> None:
-        """One first turn, and a second one of its own each way. `order`: turns the ways around."""
+        """Runs one first turn, and a separate second turn for each way. `order` rotates the
+        ways."""
         prompt = self._words(first_tokens)
         _, answer = await self._ask(self.cluster.ways["reuse"], prompt, ANSWER)
         history = (*prompt, *answer)

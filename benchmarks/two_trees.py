@@ -1,4 +1,4 @@
-"""This tree and another checkout of this project, measured in turn."""
+"""Measures this checkout and another checkout of this project in alternating rounds."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def in_turn(argv: list[str], run: Callable[[Path], T]) -> tuple[list[T], list[T], str]:
-    """Defines and reads --against, --rounds and --name, and runs this tree and the other checkout
-    in turn. Gives what each round gave of ours, of the other (nothing without one), and the other's
-    commit, "" without one."""
+    """Defines and reads --against, --rounds and --name, and runs both checkouts in alternating
+    rounds. Returns the results of each round of this checkout and of the other one (none without
+    --against), and the other's commit ("" without --against)."""
     flags.DEFINE_string("against", "", "Another checkout of this project; '' measures this one.")
     flags.DEFINE_integer("rounds", 5, "Rounds, in turn.")
     flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")

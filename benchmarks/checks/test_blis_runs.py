@@ -1,5 +1,5 @@
-"""Runs at stated rates: the committed table is what the code gives, and the loop agrees with closed
-forms (benchmarks/blis_points.py, benchmarks/open_loop.py)."""
+"""Runs at stated rates: the committed table equals the code's output, and the loop agrees with
+closed forms (benchmarks/blis_points.py, benchmarks/open_loop.py)."""
 
 import csv
 import json

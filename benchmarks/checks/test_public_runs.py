@@ -1,5 +1,5 @@
-"""Public measurements: the loader reads them all, the committed table is what the code gives, and
-the closed loop agrees with closed forms (benchmarks/public_runs.py)."""
+"""Public measurements: the loader reads all of them, the committed table equals the code's output,
+and the closed loop agrees with closed forms (benchmarks/public_runs.py)."""
 
 import json
 

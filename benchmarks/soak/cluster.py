@@ -1,7 +1,7 @@
-"""A cluster of real processes that can be hurt: router and workers as `launch.cluster` starts them,
-the workers taking orders.
+"""A cluster of real processes that faults can be injected into: router and workers as in `jdisagg
+cluster`, with workers that take orders from the test.
 
-Processes are restarted by the supervisor, as they are there. What they say goes to one log file."""
+The supervisor restarts processes as usual. All output is written to one log file."""
 
 import asyncio
 import os
@@ -39,8 +39,8 @@ PAUSE_SECONDS = 0.4
 
 @dataclass(frozen=True)
 class Shape:
-    """What to start. `rate`: of faults in every worker's channel. Without `warm_up` processes serve
-    sooner and compile as they go."""
+    """The cluster to start. `rate`: fault rate of every worker's channel. Without `warm_up`,
+    processes serve earlier and compile when a program is needed."""
 
     prefill: int = 2
     decode: int = 2
@@ -57,7 +57,8 @@ class Shape:
 
 
 class ChaosCluster:
-    """`folder` holds the log and the socket of orders; `cache` the compiled programs."""
+    """The running cluster. `folder` has the log and the socket of orders; `cache` has the compiled
+    programs."""
 
     def __init__(self, shape: Shape, folder: Path, cache: str) -> None:
         self.shape = shape
@@ -113,7 +114,7 @@ class ChaosCluster:
 
     @property
     def control_ports(self) -> set[int]:
-        """Where gRPC listens; the others that a worker opens are the transfer engine's."""
+        """Returns the gRPC ports. Other ports of a worker belong to the transfer engine."""
         return {
             *self.plan.ports,
             *(port for instance in self.plan.instances for port in instance.ports),
@@ -152,7 +153,8 @@ class ChaosCluster:
     def signal(
         self, name: str, number: signal.Signals, member: int | None = None
     ) -> list[psutil.Process]:
-        """To one process of a group, or to all of them; those that were signalled."""
+        """Sends a signal to one process of a group, or to all. Returns the processes that received
+        it."""
         pids = list(self.groups[name].pids)
         # before they can be gone
         hit = [
@@ -163,17 +165,18 @@ class ChaosCluster:
         return hit
 
     async def stop_process(self, name: str) -> None:
-        """SIGSTOP, and waits until it stands still; `signal(name, SIGCONT)` lets it go on."""
+        """Sends SIGSTOP and waits until the process has stopped. `signal(name, SIGCONT)` continues
+        it."""
         assert self.signal(name, signal.SIGSTOP), f"{name} does not run"
         assert await stand_still(self.processes(name)), f"{name} goes on after SIGSTOP"
 
     def forget_start(self, name: str) -> None:
-        """Its present start is over, or will be: the next must say that it serves before the worker
-        counts as live."""
+        """Marks the worker's current start as ended: the worker counts as live only after the next
+        start has reported that it serves."""
         self._serving.pop(name, None)
 
     async def statuses(self) -> dict[str, WorkerStatus]:
-        """What the router says of its workers; none where it does not answer."""
+        """Returns the statuses of the workers from the router, or none if it does not answer."""
         async with AsyncClient(self.address, connect_seconds=1.0, timeout_seconds=2.0) as client:
             try:
                 return {status.name: status for status in await client.status()}
@@ -181,11 +184,11 @@ class ChaosCluster:
                 return {}
 
     async def until_live(self, names: Sequence[str], seconds: float) -> float:
-        """Waits until the router knows all of them as serving; how long that took."""
+        """Waits until the router lists all these workers as serving. Returns the seconds."""
 
         def live(statuses: dict[str, WorkerStatus]) -> bool:
-            """The router may not have noticed yet that one has died: the newest start must have
-            said that it serves."""
+            """Returns the live workers. A worker counts only if its newest start has reported that
+            it serves, because the router may not have detected a death yet."""
             started = all(self._serving.get(name) == self.groups[name].restarts for name in names)
             return started and all(
                 name in statuses and not statuses[name].draining for name in names
@@ -194,8 +197,8 @@ class ChaosCluster:
         return await self.until(live, seconds, f"{', '.join(names)} should serve")
 
     async def until_warm(self, names: Sequence[str], seconds: float) -> float:
-        """Waits until all of them have their programs in memory; one that was warm before serves
-        sooner, and slowly at first."""
+        """Waits until all these workers have loaded their programs. A worker that was warm before
+        serves earlier, and slowly at first."""
 
         def warm(_: dict[str, WorkerStatus]) -> bool:
             return all(self._warm.get(name) == self.groups[name].restarts for name in names)
@@ -207,7 +210,8 @@ class ChaosCluster:
         )
 
     async def until_quiet(self, seconds: float) -> float:
-        """Waits until every live worker has all its pages and runs nothing; how long that took."""
+        """Waits until every live worker has all its pages free and runs no work. Returns the
+        seconds."""
 
         def quiet(statuses: dict[str, WorkerStatus]) -> bool:
             busy = [
@@ -275,8 +279,8 @@ class ChaosCluster:
 
 
 async def stand_still(processes: Sequence[psutil.Process]) -> bool:
-    """Whether all of them come to a stop: on a busy machine one that was told to must be given its
-    turn first."""
+    """Returns whether all processes have stopped. On a busy machine a signalled process must first
+    be scheduled."""
     for _ in range(300):
         if all(process.status() == psutil.STATUS_STOPPED for process in processes):
             return True

@@ -45,9 +45,9 @@ OF_OFFERS = frozenset({Fault.DROP, Fault.DELAY, Fault.DUPLICATE, Fault.ERROR})
 
 @dataclass
 class FaultPlan:
-    """Which calls go wrong. `rates`: probability of each fault, for each call. `forced`:
-    (operation, n from 1) -> fault, before any draw; operations are "pull" and "offer".
-    `delay_seconds`: the longest delay. May be asked from any thread."""
+    """Which calls get faults. `rates`: probability of each fault per call. `forced`: (operation,
+    call number from 1) -> fault, applied before any random draw; operations are "pull" and "offer".
+    `delay_seconds`: longest delay. Thread-safe."""
 
     seed: int = 0
     rates: Mapping[Fault, float] = field(default_factory=dict)
@@ -76,8 +76,8 @@ class FaultPlan:
             return None
 
     def put_off(self, operation: str, fault: Fault) -> None:
-        """A forced fault that could not take effect (its pull ended before, on a busy machine): the
-        next call gets it."""
+        """Moves a forced fault that could not take effect (its pull ended earlier, on a busy
+        machine) to the next call."""
         with self._lock:
             if self.forced:
                 self._put_off.append((operation, fault))
@@ -95,13 +95,14 @@ class FaultPlan:
 
 
 def everything(rate: float) -> dict[Fault, float]:
-    """Rates that let `rate` of all pulls go wrong, one kind as often as another."""
+    """Returns rates by which the fraction `rate` of all pulls gets a fault, with all kinds equally
+    likely."""
     return {fault: rate / len(Fault) for fault in Fault}
 
 
 class FaultyChannel:
-    """`Channel` with faults. What it does not know (`warm_up`) is the inner channel's. `watch` sees
-    each pull, and may hold it."""
+    """A `Channel` with faults. Other attributes (`warm_up`) are those of the inner channel. `watch`
+    receives each pull and may delay it."""
 
     def __init__(
         self,
@@ -218,7 +219,7 @@ class FaultyChannel:
 
 
 class _LostPull:
-    """Fails after a while, and moved nothing."""
+    """A pull that fails after a while and transfers nothing."""
 
     bytes_moved = 0
 
@@ -241,7 +242,7 @@ class _LostPull:
 
 
 class AroundPull:
-    """A pull as it is; to be made worse."""
+    """Base class: a pull that behaves like the inner pull."""
 
     def __init__(self, inner: Pull) -> None:
         self._inner = inner
@@ -264,7 +265,8 @@ class AroundPull:
 
 
 class _FaultyPull(AroundPull):
-    """Its fault takes effect later, or is put off to another pull when this one ends before."""
+    """A pull whose fault takes effect later. If the pull ends earlier, the fault is moved to
+    another pull."""
 
     def __init__(self, inner: Pull, plan: FaultPlan, fault: Fault) -> None:
         super().__init__(inner)
@@ -292,7 +294,7 @@ class _FaultyPull(AroundPull):
 
 
 class _LatePull(_FaultyPull):
-    """Arrives later than it could have."""
+    """A pull that ends later than the inner pull."""
 
     def __init__(self, inner: Pull, plan: FaultPlan, clock: Clock) -> None:
         super().__init__(inner, plan, Fault.DELAY)
@@ -310,7 +312,7 @@ class _LatePull(_FaultyPull):
 
 
 class _GarbledPull(_FaultyPull):
-    """Hands out arrays of which one byte is another."""
+    """A pull whose result has one wrong byte."""
 
     def __init__(self, inner: Pull, plan: FaultPlan, rank: int) -> None:
         super().__init__(inner, plan, Fault.CORRUPT)
@@ -323,8 +325,8 @@ class _GarbledPull(_FaultyPull):
 
 
 def garbled(array: jax.Array, rank: int, rng: random.Random) -> jax.Array:
-    """`array` [dp, C, K, T, x] with one byte changed: of the first token, which counts in any
-    block, in one shard of dp rank `rank`."""
+    """Returns `array` [dp, C, K, T, x] with one byte of the first token changed, in one shard of dp
+    rank `rank`. The first token is valid in every block."""
     shards = list(array.addressable_shards)
     hit = next(index for index, shard in enumerate(shards) if (shard.index[0].start or 0) == rank)
     values = np.array(jax.device_get(shards[hit].data))

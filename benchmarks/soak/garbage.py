@@ -1,8 +1,8 @@
-"""What a stranger may send to a port: nothing, zeros, another protocol, noise, a connection that is
-never finished, a thousand of them.
+"""Bytes that an unrelated program may send to a port: nothing, zeros, another protocol, noise, an
+unfinished connection, or a thousand connections.
 
-Plain sockets; knows neither gRPC nor the transfer engine. Nothing here judges: who is attacked must
-go on serving others."""
+Uses plain sockets, neither gRPC nor the transfer engine. Checks nothing itself; the attacked
+process must keep serving others."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ LINGER_SECONDS = 0.2
 
 
 def tls_hello() -> bytes:
-    """The first message of a TLS client."""
+    """Returns the first message of a TLS client."""
     context, into, out = ssl.create_default_context(), ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
         context.wrap_bio(into, out, server_hostname="localhost").do_handshake()
@@ -46,7 +46,7 @@ ENDS = ("close", "half open", "reset")
 
 
 def listening_ports(processes: list[psutil.Process]) -> list[int]:
-    """Every TCP port on which one of them listens."""
+    """Returns all TCP ports on which these processes listen."""
     ports = set()
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -59,8 +59,8 @@ def listening_ports(processes: list[psutil.Process]) -> list[int]:
 
 
 async def send(port: int, message: bytes, end: str, host: str = "127.0.0.1") -> bool:
-    """One connection; False when nobody let it in (the process may just have died of the one
-    before)."""
+    """Sends a message over one connection. Returns False if the connection was refused (the process
+    may have died of the previous message)."""
     loop = asyncio.get_running_loop()
     connection = socket.socket()
     connection.setblocking(False)
@@ -82,7 +82,8 @@ async def send(port: int, message: bytes, end: str, host: str = "127.0.0.1") -> 
 
 @asynccontextmanager
 async def idle_connections(port: int, count: int, host: str = "127.0.0.1") -> AsyncIterator[int]:
-    """Keeps `count` connections open and says nothing on them; gives how many were let in."""
+    """Keeps `count` connections open without sending. Returns the number of accepted
+    connections."""
     loop = asyncio.get_running_loop()
     held: list[socket.socket] = []
     try:

@@ -1,7 +1,8 @@
-"""Streams whose every token is known beforehand: what the harness sends, and what must come back.
+"""Streams with expected tokens: the requests that the tests send, and the tokens that each request
+must return.
 
-The oracle is one instance on one device, request by request, in this process: no hand-off, no
-batch, no fault."""
+The expected tokens come from one instance on one device in this process, one request at a time,
+without hand-offs, batches or faults."""
 
 import asyncio
 import random
@@ -21,7 +22,7 @@ DEADLINE_SECONDS = 90.0
 
 @dataclass(frozen=True)
 class Kind:
-    """A request and its answer."""
+    """A request and its expected answer."""
 
     token_ids: tuple[int, ...]
     max_tokens: int
@@ -48,8 +49,8 @@ async def known_kinds(
     tokens: Sequence[int] = (24, 60, 300),
     prompts: Sequence[int] = (3, 40, 70, 150, 200),
 ) -> list[Kind]:
-    """Greedy and seeded, prompts within one chunk and over several, with the tokens that each must
-    give."""
+    """Returns greedy and seeded requests, with prompts of one and of several chunks, and the
+    expected tokens of each."""
     rng = random.Random(seed)
     kinds = []
     async with running(config(Mode.UNIFIED, decode="tp=1", slots=1)) as run:
@@ -70,7 +71,7 @@ async def known_kinds(
 
 @dataclass
 class Stream:
-    """One request as its client saw it."""
+    """One request as its client observed it."""
 
     kind: Kind
     tokens: list[int] = field(default_factory=list)
@@ -83,7 +84,7 @@ class Stream:
 
     @property
     def wrong(self) -> str:
-        """What is not as it must be; "" for a whole, right stream."""
+        """Returns a description of what is wrong; "" for a complete, correct stream."""
         if self.error is not None:
             return f"after {len(self.tokens)} tokens: {type(self.error).__name__}: {self.error}"
         if tuple(self.tokens) != self.kind.expected:
@@ -98,8 +99,8 @@ class Stream:
         return "" if self.text == self.kind.text else f"right tokens, wrong text {self.text!r}"
 
     def pause_after(self, instant: float) -> float | None:
-        """From the instant to the first sign of life after it; None when the request came later or
-        had ended by then."""
+        """Returns the seconds from `instant` to the next event. None if the request was sent later
+        or had already ended."""
         if (
             self.asked_at is None
             or self.asked_at > instant
@@ -112,8 +113,8 @@ class Stream:
     async def run(
         self, client: AsyncClient, deadline_seconds: float = DEADLINE_SECONDS
     ) -> "Stream":
-        """Never raises: how it ended is what is asked for. A server that shuts down may refuse what
-        is new to it: it is asked again."""
+        """Runs the request and records how it ended. Never raises. If a server that shuts down
+        refuses the request, sends it again."""
         self.asked_at = time.monotonic()
         while True:
             try:

@@ -48,7 +48,7 @@ class Moment(enum.Enum):
 
 @dataclass(frozen=True)
 class Order:
-    """Hold the next hand-off that comes to `moment`, for `seconds` at most."""
+    """Holds the next hand-off that reaches `moment`, for at most `seconds`."""
 
     number: int
     moment: Moment
@@ -63,9 +63,9 @@ class _Held:
 
 
 class Moments:
-    """The orders of one process. `report(order, other)` is called when an order's moment has come;
-    `other` is the worker on the other side, "" where it is not known there. May be used from any
-    thread."""
+    """The orders of one process. `report(order, other)` is called when a hand-off reaches an
+    order's moment; `other` is the worker on the other side, or "" if it is unknown there.
+    Thread-safe."""
 
     def __init__(self, report: Callable[[Order, str], None]) -> None:
         self._report = report
@@ -78,7 +78,8 @@ class Moments:
             self._orders[order.moment] = order
 
     def let_go(self, number: int) -> None:
-        """Also of an order whose moment has not come: it is withdrawn. Idempotent."""
+        """Releases a held hand-off, or withdraws an order whose moment was not reached.
+        Idempotent."""
         with self._lock:
             self._orders = {
                 moment: order for moment, order in self._orders.items() if order.number != number
@@ -107,7 +108,7 @@ class Moments:
 
 
 class _HeldPull(AroundPull):
-    """On its way until it is let go."""
+    """A pull that does not end until it is released."""
 
     def __init__(self, inner: Pull, held: _Held) -> None:
         super().__init__(inner)
@@ -120,8 +121,8 @@ class _HeldPull(AroundPull):
 
 
 def watch_workers(moments: Moments) -> None:
-    """For the rest of this process's life, around the classes themselves: whoever assembles the
-    worker need not know."""
+    """Wraps methods of the worker classes for the life of this process, so that the code that
+    assembles workers needs no change."""
 
     from jdisagg.worker.decode_worker import DecodeWorker
     from jdisagg.worker.outgoing_kv import OutgoingKv
@@ -172,7 +173,7 @@ def watch_workers(moments: Moments) -> None:
 
 
 def before(owner: type, name: str, what: Callable[..., Awaitable[None]]) -> None:
-    """`what(*arguments)` precedes each call of an async method."""
+    """Calls `what(*arguments)` before each call of an async method."""
     inner = getattr(owner, name)
 
     @functools.wraps(inner)
@@ -184,8 +185,8 @@ def before(owner: type, name: str, what: Callable[..., Awaitable[None]]) -> None
 
 
 def one_by_one(owner: type, name: str, what: Callable[..., Awaitable[None]]) -> None:
-    """As `before`, for a method of (id, blocks): each block by itself, for a quick receiver tells
-    of several together, and no moment lies between them then."""
+    """Like `before`, for a method with arguments (id, blocks), with one call per block. A fast
+    receiver reports several blocks together, and no moment would lie between them."""
     inner = getattr(owner, name)
 
     @functools.wraps(inner)
@@ -198,7 +199,7 @@ def one_by_one(owner: type, name: str, what: Callable[..., Awaitable[None]]) -> 
 
 
 def after(owner: type, name: str, what: Callable[..., Awaitable[None]]) -> None:
-    """`what(*arguments, result)` follows each call of an async method that returned."""
+    """Calls `what(*arguments, result)` after each successful call of an async method."""
     inner = getattr(owner, name)
 
     @functools.wraps(inner)
@@ -211,7 +212,7 @@ def after(owner: type, name: str, what: Callable[..., Awaitable[None]]) -> None:
 
 
 def each(owner: type, name: str, what: Callable[..., Awaitable[None]]) -> None:
-    """`what(*arguments, item)` precedes each item of an async iterator."""
+    """Calls `what(*arguments, item)` before each item of an async iterator."""
     inner = getattr(owner, name)
 
     @functools.wraps(inner)

@@ -1,9 +1,9 @@
-"""Orders from the harness to the worker processes that it started, over a Unix socket: one line of
-JSON a message.
+"""Orders from the test to the worker processes that it started, over a Unix socket with one JSON
+object per line.
 
-A worker connects when it starts and says its name and process id; `order` and `let_go` go to it,
-`reached` comes back. The worker's end is a thread of its own, so that it answers whatever its event
-loop does; a process that cannot connect is no test process."""
+A worker connects at its start and sends its name and process id. The test sends `order` and
+`let_go`, and the worker replies with `reached`. The worker's end is a separate thread, so that it
+answers even if the event loop is blocked. A process that cannot connect is not part of a test."""
 
 import asyncio
 import json
@@ -18,8 +18,8 @@ from benchmarks.soak.moments import Moment, Moments, Order
 
 @dataclass(frozen=True)
 class Reached:
-    """`worker` holds a hand-off at the order's moment; `other` is the worker on its other side, ""
-    where that is not known."""
+    """`worker` holds a hand-off at the order's moment. `other` is the worker on the other side, or
+    "" if unknown."""
 
     number: int
     worker: str
@@ -27,7 +27,7 @@ class Reached:
 
 
 class OrderDesk:
-    """The harness's end. On one event loop."""
+    """The test's end. Used on one event loop."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class OrderDesk:
     def hold(
         self, workers: Iterable[str], moment: Moment, seconds: float
     ) -> "tuple[int, asyncio.Future[Reached]]":
-        """The first of `workers` to come to the moment holds one hand-off there."""
+        """Orders that the first of `workers` to reach the moment holds one hand-off there."""
         self._numbers += 1
         self._reached[self._numbers] = asyncio.get_running_loop().create_future()
         for worker in workers:
@@ -106,7 +106,7 @@ class OrderTaker:
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
 
     def count(self, counts: dict[str, int]) -> None:
-        """Tells which faults have taken effect so far."""
+        """Sends the numbers of faults that have taken effect so far."""
         self._send({"counts": counts, "pid": os.getpid()})
 
     def _send(self, message: dict[str, object]) -> None:

@@ -1,5 +1,4 @@
-"""Outcomes as a table: how long streams paused and until all was well again, scenario by
-scenario."""
+"""Formats outcomes as a table of stream pauses and recovery times per scenario."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,7 +7,7 @@ from benchmarks.soak.scenarios import Outcome
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One line a scenario; runs of the same scenario are put together."""
+    """Returns one line per scenario; runs of the same scenario are combined."""
     lines = [
         f"{'scenario':58} {'runs':>4} {'wrong':>5} {'streams':>7} {'pause median':>12} {'max':>6}"
         f" {'quiet max':>9} {'back max':>8}"
@@ -36,8 +35,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """All of them in figures: seconds are of the streams' pauses, of the time until all was free,
-    of the victims' way back."""
+    """Returns figures over all outcomes: seconds of stream pauses, of the time until all pages were
+    free, and of the victims' recovery."""
     pauses = [pause for outcome in outcomes for pause in outcome.pauses]
     quiet = [outcome.quiet_seconds for outcome in outcomes if outcome.quiet_seconds is not None]
     back = [outcome.back_seconds for outcome in outcomes if outcome.back_seconds is not None]

@@ -26,7 +26,7 @@ PROMPT = list(range(40))
 
 
 async def restart(cluster: ChaosCluster, name: str) -> dict[str, float]:
-    """Kills all processes of one worker; seconds until each step of its way back."""
+    """Kills all processes of one worker. Returns the seconds until each step of its recovery."""
     await cluster.until_warm(cluster.workers, AWAY_SECONDS)
     cluster.forget_start(name)
     at = time.monotonic()

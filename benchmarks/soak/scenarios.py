@@ -1,9 +1,9 @@
-"""One fault at one moment under load: what is done to whom, and whether the service kept its word.
+"""One fault at one moment under load, and checks that the service kept its guarantees.
 
-A scenario starts a batch of streams, waits until a hand-off is held at its moment, kills or stops a
-process, lets go, and then asks: did the fault take effect, did every stream come to its end with
-the right tokens, are all pages free within ten seconds, and is the victim back. How long streams
-paused is reported, not judged."""
+A scenario starts a batch of streams, waits until a hand-off is held at a given moment, kills or
+stops a process, and releases the hand-off. Then it checks that the fault took effect, that every
+stream ended with the right tokens, that all pages are free within ten seconds, and that the victim
+serves again. The pauses of streams are reported but not checked."""
 
 import asyncio
 import contextlib
@@ -50,10 +50,8 @@ HOLDERS = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """`victim`: a role, "router" or "client". `deed`: SIGKILL, SIGSTOP (SIGCONT follows) or
-    SIGTERM.
-
-    `member`: which process of the victim; None: all."""
+    """`victim`: a role, "router" or "client". `deed`: SIGKILL, SIGSTOP (followed by SIGCONT) or
+    SIGTERM. `member`: index of the victim's process; None for all."""
 
     moment: Moment
     victim: str
@@ -68,7 +66,8 @@ class Scenario:
 
 @dataclass
 class Outcome:
-    """What came of a scenario. `faults`: what is wrong, empty when all is well."""
+    """The result of a scenario. `faults`: descriptions of broken guarantees, empty if there are
+    none."""
 
     scenario: str
     faults: list[str] = field(default_factory=list)
@@ -93,8 +92,8 @@ class Outcome:
 
 
 def all_scenarios(processes: int = 1) -> Iterator[Scenario]:
-    """Every moment, victim and deed. SIGTERM goes to all processes of an instance: to end is not
-    for one to decide."""
+    """Returns all combinations of moment, victim and signal. SIGTERM is sent to all processes of an
+    instance, because a single process cannot drain alone."""
     for moment, deed in product(Moment, (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)):
         members = [None] if processes == 1 or deed is signal.SIGTERM else list(range(processes))
         if moment is not Moment.MIGRATING:
@@ -171,7 +170,8 @@ class Harness:
         return outcome
 
     def _choose(self, moment: Moment) -> list[Stream]:
-        """What is to move, or to be interrupted while it decodes, must not have ended by then."""
+        """Chooses the stream for the moment. A stream that is to migrate, or to be interrupted
+        while it decodes, must not have ended by then."""
         most = max(kind.max_tokens for kind in self._kinds)
         lasting = [
             kind
@@ -183,9 +183,9 @@ class Harness:
     async def _until_one_moves(
         self, streams: list[Stream], tasks: "list[asyncio.Task[Stream]]", client: AsyncClient
     ) -> tuple[int, Reached]:
-        """A worker is sent away, and another takes over from it; where it ended all that it had
-        before anybody came, again. With few streams, so that there is room where they go. Raises
-        TimeoutError when none moves."""
+        """Drains a worker until one of its sequences migrates to another. If all its sequences end
+        before that, tries again. Few streams run, so that the other workers have room. Raises
+        TimeoutError if no sequence migrates."""
         for _ in range(MOVE_TRIES):
             await self._cluster.until_live(self._cluster.workers, BACK_SECONDS)
             await self._cluster.until_warm(self._cluster.workers, BACK_SECONDS)
@@ -208,8 +208,8 @@ class Harness:
         raise TimeoutError
 
     def _own_client(self) -> "subprocess.Popen[bytes]":
-        """A client in a process of its own, alone for now: the hand-off that is held is its, of 180
-        tokens, which are several chunks."""
+        """Starts a client in a separate process as the only client, so that the held hand-off is
+        its own. The prompt has 180 tokens, which are several chunks."""
         prompt = "Once upon a time there was a little dog who liked to play " * 12
         flags = (
             f"--target={self._cluster.address}",
@@ -232,12 +232,12 @@ class Harness:
         ]
 
     def _members(self, worker: str) -> list[str]:
-        """Its processes, as they are named where orders are given."""
+        """Returns the worker's processes, under the names by which orders address them."""
         count = self._cluster.shape.processes
         return [worker] if count == 1 else [f"{worker}.{process}" for process in range(count)]
 
     def _victim(self, scenario: Scenario, holder: str, other: str) -> str:
-        """The worker that takes part in the held hand-off, where it is known."""
+        """Returns the worker that takes part in the held hand-off, if it is known."""
         if scenario.victim in (ROUTER, CLIENT):
             return scenario.victim
         known = [
@@ -253,7 +253,7 @@ class Harness:
         number: int,
         outcome: Outcome,
     ) -> None:
-        """Does it, lets the hand-off go, and sees to it that it took effect."""
+        """Injects the fault, releases the hand-off, and ensures that the fault took effect."""
         if own is not None:
             assert own.poll() is None, "the client had ended before it could be killed"
             own.kill()

@@ -1,11 +1,11 @@
-"""`launch.worker` that takes orders from the chaos harness, and whose channel may go wrong by
-itself.
+"""`jdisagg worker` that takes orders from the chaos tests, and whose channel may have random
+faults.
 
     python -m benchmarks.soak.worker_main --chaos_socket=PATH [--chaos_rate=0.05 --chaos_seed=1]
     ...flags of launch.worker
 
-The first arguments are this file's own; the rest is launch.worker's, which runs as it is, with its
-classes watched."""
+The first arguments belong to this file; the others are passed to launch.worker, whose classes are
+wrapped."""
 
 import sys
 import threading
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _watch_channels(taker: OrderTaker, plan: FaultPlan) -> None:
-    """Before launch.worker imports the channel's class."""
+    """Wraps the channel's class before launch.worker imports it."""
     inner = negotiated_channel.NegotiatedChannel
 
     def watched(*arguments: object, **named: object) -> Channel:
