@@ -1,11 +1,11 @@
-"""How near does the cost model come to the runs of vLLM that BLIS is held against, with nothing
-fitted to them?
+"""How near does the cost model come to the runs of vLLM with which BLIS was validated, without
+fitting to them?
 
     python -m benchmarks.blis_runs --name=blis_runs [--records=error_records.csv,...]
 
-What the runs are and how they are predicted: `blis_points.py`. `--records`: BLIS's later runs,
-whose repository states no licence; their figures are therefore read from a copy of the reader's and
-not kept here, the errors are."""
+`blis_points.py` describes the runs and their prediction. `--records`: files of BLIS's later runs.
+Their repository states no licence, so their figures are read from your copy and not stored here;
+only the errors are stored."""
 
 import datetime
 import json

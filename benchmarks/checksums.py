@@ -3,10 +3,10 @@ inserts it?
 
     python -m benchmarks.checksums --dtype=float32 --rounds=9 --name=checksums
 
-Prefill: one chunk of 512 tokens of the 124.7M model on one CPU device, whose KV is returned and
-summed, against the same chunk with the sums left out. Insert: one block of 512 tokens of half the
-model's layers into pages, read back and summed, against the write alone. Both sides run round by
-round in turn; a figure is the median over rounds of (without / with): 1 is free."""
+Prefill: one chunk of 512 tokens of the 124.7M model on one CPU device, with and without the
+checksums of its KV. Insert: one block of 512 tokens of half the model's layers, written to pages
+and read back for the checksum, compared with the write alone. Both variants alternate round by
+round. A figure is the median over rounds of (without / with), so 1 means no cost."""
 
 import time
 from collections.abc import Callable

@@ -1,13 +1,13 @@
-"""What do the codecs of a hand-off save, and what do they cost in precision and in tokens?
+"""How many bytes do the codecs of a hand-off save, and how do they change precision and tokens?
 
     python -m benchmarks.codecs --prompts=24 --tokens=64 --name=codecs
 
-For each shipped model and dtype. Bytes: what the hand-offs really moved, a token of the prompt,
-against codec "none". Error: of the model's own keys and values over held-out text, packed and
-unpacked, against full precision. Tokens: greedy streams of an embedded cluster whose KV came by the
-codec, against the same cluster without: how many streams are the same, how many tokens pass until
-they part, and how close the choice was where they parted (log-probability of the first over the
-second token). `kept_fp8` is no codec: KV is kept in fp8 on both sides (`--kv_dtype=fp8`)."""
+Measures each model of the repository in each dtype. Bytes: bytes that hand-offs transferred per
+prompt token, compared with codec "none". Error: error of the model's own keys and values over
+held-out text after packing and unpacking. Tokens: greedy streams of an embedded cluster with the
+codec, compared with a cluster without it: the number of equal streams, the number of tokens until
+streams diverge, and the difference of log-probability between the two best tokens where they
+diverge. `kept_fp8` is not a codec: both sides store KV in fp8 (`--kv_dtype=fp8`)."""
 
 import asyncio
 import math

@@ -1,13 +1,12 @@
-"""Which commit a figure is of, and whether it can still be found. Imports nothing heavy, so that
-what only simulates can ask.
+"""Finds the commit of a figure in the results. Imports only light modules, so that simulations can
+use it.
 
-    python -m benchmarks.commits     # when figures were recorded: what their ids are called
+    python -m benchmarks.commits     # after new results: records the subjects of their commits
 
-An id says nothing any more where a history is written anew (a rebase is enough). So
-`results/commits.json` has the subject of each commit whose id stands in the results: by that it is
-found again. Where neither is there any more, the record's `commit` is the one that brought its
-figures into this history, and `commit_then` the id that it had. `tests/docs/test_commits.py` holds
-that each can be found."""
+A rebase changes the ids of commits. `results/commits.json` therefore has the subject of each commit
+whose id is in the results, by which the commit is found again. If neither id nor subject exists any
+more, the record's `commit` is the commit that added the figures to this history, and `commit_then`
+is the original id. `tests/docs/test_commits.py` checks that every commit can be found."""
 
 import json
 import re

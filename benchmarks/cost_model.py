@@ -1,14 +1,14 @@
-"""How well does the cost model predict measured steps: those it was fitted to, another model's, and
-the other way round?
+"""How well does the cost model predict measured steps: of the model to which it was fitted, and of
+another model?
 
     python -m benchmarks.cost_model --name=cost_model
 
-The measurements are other people's (data/README.md): Llama2-70B at tensor-parallel 2, 4 and 8 and
-BLOOM-176B at 8, on A100, H100 and H100 with capped power. Eight constants a machine are fitted to
-one model over all its layouts and both phases at once; the other model is predicted with them.
-"rows": every measurement; "settings": each setting once (its median), for in the file one prompt of
-512 tokens is 45 of 105 rows. Nothing is left out, not even Llama2-70B at TP 2 with 64 prompts of
-512, which ran out of memory and measured something else."""
+The measurements were published by others (data/README.md): Llama2-70B with tensor parallelism 2, 4
+and 8, and BLOOM-176B with 8, on A100, H100 and H100 with capped power. Eight constants per machine
+are fitted to one model, over all layouts and both phases at once, and the other model is predicted
+with them. "rows": every measurement. "settings": each setting once (its median), because one prompt
+of 512 tokens is 45 of 105 rows of the file. No measurement is omitted, not even Llama2-70B at TP 2
+with 64 prompts of 512 tokens, which ran out of memory."""
 
 import dataclasses
 

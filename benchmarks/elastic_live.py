@@ -1,18 +1,18 @@
-"""Does `launch.cluster --elastic` follow a load that shifts, how soon, and what do the streams feel
-of it?
+"""Does `jdisagg cluster --elastic` follow a changing load, how soon, and how long do streams pause?
 
     python -m benchmarks.elastic_live --name=elastic_live
 
-A cluster of real processes (2 + 2, the shipped model, warm) under a closed loop of clients: long
-prompts with short answers, then short prompts with long answers. Nobody asks for a change: the
-router's controller sees TTFT missed while prompts wait, or slots full, and moves a worker. Every
-token is held against an oracle made before. On a machine whose processes share few cores a worker
-more is no processor more: what is shown is that and how soon the ratio follows, not what it gains
-(docs/elastic.md has that, simulated).
-- decided: from the load's beginning until a worker gave its role up; patience and window are
-  settings of the run, given in the results.
-- changed: from there until the router places requests on it in its new role.
-- TTFT of requests sent before the change was begun, and after it was made."""
+A cluster of real processes (2 + 2, the shipped model, warm) serves a closed loop of clients: first
+long prompts with short answers, then short prompts with long answers. The router's controller
+detects missed TTFT or full slots and changes the role of a worker. All tokens are compared with
+expected tokens. If processes share few cores, an additional worker adds no computing power. The
+figures therefore show whether and how soon the ratio of roles follows, and not the gain
+(docs/elastic.md has a simulated gain).
+
+- decided: seconds from the change of load until a worker starts to change its role; patience and
+  window are settings in the results.
+- changed: seconds from there until the router places requests on the worker in its new role.
+- TTFT of requests sent before the role change began, and after it ended."""
 
 import asyncio
 import os

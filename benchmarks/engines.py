@@ -1,15 +1,15 @@
-"""The engines of the measured runs (measured_runs.py), told as fleets of our simulator: how each
-batches, admits and hands over.
+"""The engines of the measured runs (measured_runs.py), modelled as fleets of our simulator:
+batching, admission and hand-off of each.
 
-DistServe: prefill first come first served, whole prompts, as many as wait; their KV lies with the
-prefill side until the decode side has pages for it. One loop reads tokens, fetches KV, waiting for
-it, and issues steps: a newcomer delays all others. The vLLM of its time: one pool, whole prompts of
-up to 2048 tokens together before any decode step. vLLM 0.19: a step is planned while the one before
-runs, chunks of a prompt ride on decode steps, a prompt is admitted when its own pages are free, and
-the youngest is preempted when none are; several ranks step together.
+DistServe prefills whole prompts in order of arrival, as many as wait. Their KV stays on the prefill
+side until the decode side has pages for it. One loop reads tokens, fetches KV (and waits for it)
+and issues steps, so a new sequence delays all others. The vLLM of that time has one pool and
+prefills whole prompts, up to 2048 tokens together, before any decode step. vLLM 0.19 plans a step
+while the previous one runs, and runs chunks of prompts in decode steps. It admits a prompt when its
+pages are free, and preempts the youngest when none are. Its ranks step together.
 
-What no cost model of a device knows is in `Constants`: a part of TTFT that keeps no device busy
-(the client, the API, polls), and the speed that a hand-off reaches."""
+`Constants` has the values that a cost model of devices cannot determine: a part of TTFT in which no
+device is busy (client, API, polling), and the achieved speed of hand-offs."""
 
 import math
 from collections.abc import Sequence

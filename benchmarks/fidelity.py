@@ -1,16 +1,15 @@
-"""How near does the simulator come to measured runs of other engines: those it was fitted to, and
-those it never saw?
+"""How near does the simulator come to measured runs of other engines: fitted runs and held-out
+runs?
 
     python -m benchmarks.fidelity [--only=distserve,vllm] [--fit] --name=fidelity
 
-The split is in `measured_runs.py`: constants of each engine are fitted to its run at the lowest
-rate, on one layout; higher rates and decode through two pipeline stages are predicted. vLLM 0.19's
-two runs are fitted to their first 100 requests, the other 200 predicted. Without --fit the
-constants of the results file are taken; with it the search for those of vLLM 0.19 begins there.
-Beside every prediction stands a constant one: what the fitted part itself had.
-
-The engines are told as fleets (engines.py): the same request path, workers and schedulers that
-serve, on virtual time."""
+`measured_runs.py` defines the split. The constants of each engine are fitted to its run at the
+lowest rate on one layout. Higher rates, and decode with two pipeline stages, are predicted. vLLM
+0.19's two runs are fitted to their first 100 requests, and the other 200 are predicted. Without
+--fit, constants are read from the results file; with --fit, the search for vLLM 0.19's constants
+starts there. Each prediction is compared with a constant one: the figures of the fitted part. The
+engines are fleets (engines.py) with the live request path, workers and schedulers in virtual
+time."""
 
 import json
 import math

@@ -1,9 +1,8 @@
-"""The results of `benchmarks.fidelity` as a table for people.
+"""Formats the results of `benchmarks.fidelity` as a table.
 
     python -m benchmarks.fidelity_table --name=fidelity
 
-What the figures mean is said in `results/fidelity.md`, written by hand.
-"""
+The handwritten `results/fidelity.md` explains the figures."""
 
 import json
 from collections.abc import Sequence

@@ -1,13 +1,14 @@
-"""What does a step command cost the leader of an instance of 64 processes: processor milliseconds
-to send it to 63 followers?
+"""How many processor milliseconds does the leader of an instance of 64 processes need to send a
+step command to 63 followers?
 
     python -m benchmarks.followers [--against=CHECKOUT] --name=followers
 
-The leader is this project's, over real gRPC; the followers are 63 streams of one other process,
-which read what they are told and run nothing. Three commands, one at a time: a step of 128 slots on
-each of 16 ranks, a chunk of 512 tokens, a block to insert. Each round starts the two processes of
-each tree in turn; a command's figure is the leader's processor time over 100 of them, less what the
-same seconds cost idle. `CHECKOUT`: see `benchmarks.messages`."""
+The leader is this project's, over real gRPC. The followers are 63 streams of one other process,
+which read commands and run nothing. There are three commands, sent one at a time: a step of 128
+slots on each of 16 ranks, a chunk of 512 tokens, and a block to insert. Each round starts the two
+processes of each checkout in turn. A figure is the leader's processor time over 100 commands, minus
+the processor time of the same seconds without commands. `benchmarks.messages` describes
+`CHECKOUT`."""
 
 import asyncio
 import importlib

@@ -1,15 +1,15 @@
-"""What does a token cost the process of the doors, over HTTP and over gRPC?
+"""How much processor time does the HTTP or gRPC server need per token?
 
     python -m benchmarks.http_door --streams=512 --tokens=200 --spans=1,4,16 --rounds=3
     --name=http_door
 
-One process is the server with both doors over a `Frontend`; instead of an engine there is a path
-that gives all streams their next span at once, as a decode step does, as soon as the last one of
-them has asked for it. Clients are a process of their own that reads and throws away. A figure is
-the server's CPU seconds, all threads, over the tokens of a round (of them the kernel's, for the
-sockets): over HTTP, over gRPC, and of the same streams read in the server's own process ("no
-door"), whose seconds are the path's. Per span of 1, 4 or 16 tokens: what workers send together is
-one event and one frame. --uvloop: on that loop instead of asyncio's own."""
+One process runs both servers over a `Frontend`. A fake request path replaces the engine: it sends
+all streams their next span at once, like a decode step, when the last stream has requested it.
+Clients run in a separate process and discard what they read. A figure is the server's CPU seconds
+(all threads; kernel time for sockets also separately) divided by the tokens of a round. It is
+measured over HTTP, over gRPC, and for streams that are read within the server's process ("no
+door"), which is the cost of the path itself. With spans of 1, 4 or 16 tokens, each span is one
+event and one frame. --uvloop uses uvloop instead of asyncio's event loop."""
 
 import asyncio
 import importlib

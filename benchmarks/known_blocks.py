@@ -1,15 +1,14 @@
-"""How long does a placement decision take that counts on what a thousand workers keep?
+"""How long does a placement decision take with an index of the cached blocks of a thousand workers?
 
     python -m benchmarks.known_blocks --name=known_blocks
 
-The cluster of benchmarks/placement.py, whose workers told the router of a million blocks (of 128
-tokens, each counted for each worker): chains of conversations of 10 to 60 blocks, all of which
-begin with one of 20 system prompts of 4 to 24 blocks, so that a request's first blocks are known
-to many workers and the rest to one or two. Requests go on with a conversation, or begin one, in
-equal parts. Timed apart, in seconds of the thread on a CPU
-(what other processes take of a shared machine is left out): hashing the prompt (once a request,
-however often it is decided on), the match with the index, and the decision. Memory is that of the
-process before and after the index."""
+The cluster is that of benchmarks/placement.py. Its workers have reported a million blocks (of 128
+tokens, counted per worker): chains of conversations of 10 to 60 blocks. All chains begin with one
+of 20 system prompts of 4 to 24 blocks, so many workers have cached a request's first blocks, and
+one or two workers the rest. Half of the requests continue a conversation and half begin one. Three
+parts are measured separately, in CPU seconds of the thread: hashing the prompt (once per request),
+matching it with the index, and the decision. Memory is that of the process before and after the
+index is built."""
 
 import gc
 import os

@@ -1,14 +1,15 @@
-"""What do scales keep of a model whose KV is kept in fp8?
+"""How much precision do scales preserve if KV is stored in fp8?
 
     python -m benchmarks.kv_scales --prompts=24 --name=kv_scales
 
-Of the shipped models, and of four others made from the shipped Llama: the same model with keys 256
-times as large and queries as much smaller; the same with values 2^-14 as large; and one whose keys
-have biases of +-1000 in two pairs of channels of each head, as Qwen2 has some, where its queries
-are as they were, or 2^-8 as large (scores as training leaves them). Each is judged against itself
-with KV unrounded over held-out text, teacher-forced: logits' root mean square error over their
-deviation, Kullback-Leibler divergence, and how often the likeliest token is the same; with KV in
-e4m3 without scales, and with those that `launch.calibrate_kv` would choose."""
+Measures the shipped models, and four models derived from the shipped Llama. In the first, keys are
+256 times as large and queries correspondingly smaller. In the second, values are smaller by 2^-14.
+In the other two, keys have biases of +-1000 in two pairs of channels of each head, as in some Qwen2
+models; queries are unchanged, or smaller by 2^-8 (scores as after training). Each model is compared
+with itself without rounding of KV, over held-out text with teacher forcing: root mean square error
+of logits relative to their deviation, Kullback-Leibler divergence, and how often the most likely
+token is the same. KV is in e4m3 without scales, and with the scales that `jdisagg calibrate_kv`
+would choose."""
 
 import json
 import shutil

@@ -1,15 +1,16 @@
-"""What does splitting cost when nothing else runs? One request at a time, a disaggregated cluster
-of real processes against a mixed one.
+"""What does disaggregation cost without other load? One request at a time, on a disaggregated
+cluster of real processes and on a mixed one.
 
     python -m benchmarks.low_load --requests=40 --name=low_load
 
-Two clusters of `launch.cluster` stand side by side with the shipped model: one prefill and one
-decode worker (one device each), and one mixed worker in unified mode (one device). The same prompts
-go to both in turn, one at a time, through gRPC.
-- ttft: to the first token at the client. The goal is unified + 10 % + 5 ms: the transfer is not on
-  the way of the first token.
-- gap: first to second token at the client. The goal is one decode step + 1.5 x the bare transfer
-  engine's time for those bytes + 10 ms.
+Two clusters (`jdisagg cluster`) with the shipped model run side by side: one prefill and one decode
+worker (one device each), and one mixed worker in unified mode (one device). The same prompts are
+sent to both in turn, one at a time, over gRPC.
+
+- ttft: time to the first token at the client. The goal is unified + 10 % + 5 ms, because the first
+  token does not wait for the transfer.
+- gap: time from the first to the second token at the client. The goal is one decode step + 1.5 x
+  the bare transfer engine's time for the same bytes + 10 ms.
 - step: median of the later gaps."""
 
 import asyncio

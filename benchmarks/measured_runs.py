@@ -1,14 +1,12 @@
-"""Measured runs of two serving systems, request by request, and which of them constants are fitted
-to (benchmarks/data/README.md).
+"""Measured runs of two serving systems, request by request, and the split into runs that constants
+are fitted to and held-out runs (benchmarks/data/README.md).
 
-DistServe's: OPT-13B on A100, lengths of ShareGPT, Poisson arrivals. `distserve-c21d11-N-R`: N
-requests at R a second, prefill with tensor parallelism 2, decode on one device; `c21d12`: decode
-through two pipeline stages; `vllm-N-R`: an old vLLM on one device. Of each engine the run at the
-lowest rate is fitted, all others are held out: higher rates, and another layout. vLLM 0.19's: one
-run on each of two machines, fitted to its first 100 requests; the 200 after them are held out.
-
-Their TTFT counts from when a request was sent (DistServe) or seen by the scheduler between two
-steps (vLLM 0.19)."""
+DistServe: OPT-13B on A100, lengths of ShareGPT, Poisson arrivals. `distserve-c21d11-N-R`: N
+requests at R per second, prefill with tensor parallelism 2, decode on one device. `c21d12`: decode
+with two pipeline stages. `vllm-N-R`: an old vLLM on one device. Each engine is fitted to its run at
+the lowest rate; higher rates and the other layout are held out. vLLM 0.19: one run on each of two
+machines, fitted to its first 100 requests; the next 200 are held out. TTFT counts from the sending
+of a request (DistServe), or from the scheduler's first look at it between two steps (vLLM 0.19)."""
 
 import csv
 import gzip

@@ -1,12 +1,12 @@
-"""What does it cost to send a step command: microseconds to make, encode and decode it?
+"""How many microseconds does it take to make, encode and decode a step command?
 
     python -m benchmarks.messages [--against=CHECKOUT] --name=messages
 
-Four commands and results of a busy worker: 32 slots decoding, a chunk of 512 tokens of two prompts,
-a block to insert, and the tokens of 32 slots. Each round starts one process for this tree and one
-for the other checkout, in turn; a process gives its fastest of many batches, so that a busy machine
-disturbs little. `CHECKOUT` is another commit of this project (`git worktree add`), 1d26cd8 or
-later: the commit before the messages were structs encoded them as protocol buffers."""
+There are four commands and results of a busy worker: 32 decoding slots, a chunk of 512 tokens of
+two prompts, a block to insert, and the tokens of 32 slots. Each round starts one process of this
+checkout and one of the other, in turn. A process reports its fastest of many batches, so that other
+load disturbs little. `CHECKOUT` is another commit of this project (`git worktree add`), 1d26cd8 or
+later. Commits before the messages were structs encoded them as protocol buffers."""
 
 import json
 import os

@@ -3,11 +3,11 @@
     python -m benchmarks.placement --name=placement
 
 A thousand instances (half prefill, half decode on two dp ranks, Llama-3-70B on H100, 64 to a rack
-of 32 hosts) with random loads. Each round decides for a request of random lengths, charges it to
-its workers, and lets one worker speak; every tenth request knows beginnings of prompts at forty
-workers. Timed apart: the decision; the account of it; taking in a status. Without garbage
-collection: a pause of the interpreter is no decision's. Smaller clusters show what does not grow
-with their number."""
+of 32 hosts) have random loads. Each round decides for a request of random lengths, charges it to
+its workers, and processes one worker's status. For every tenth request, forty workers have cached a
+prefix. Three parts are measured separately: the decision, its accounting, and a status. Garbage
+collection is off, because its pauses do not belong to a decision. Smaller clusters show which times
+do not grow with the number of instances."""
 
 import gc
 import random

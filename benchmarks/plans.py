@@ -1,12 +1,12 @@
-"""Is `launch.plan` quick, readable, and right? Plans of four sites as users start them; of the two
-smaller ones every candidate is simulated afterwards.
+"""Is `jdisagg plan` quick, readable and right? Plans four sites as users would. For the two smaller
+sites, every candidate is simulated afterwards.
 
     python -m benchmarks.plans [--sites=llama-3-8b on 4 l40s,...] [--name=plans]
 
-Of each: seconds until the first answer and until the table, processor seconds, columns of the
-widest line, what wins. Where `every` is there: how many candidates were simulated, and those that
-carry at least 5 % more than the winner (none, where the search misses nothing); each is tried at
-1.05 of the winner's rate, so that most end soon. Loads no model."""
+Reports for each site: seconds until the first answer and until the table, processor seconds, width
+of the widest line, and the best candidate. With `every`: the number of simulated candidates, and
+those that exceed the best rate by at least 5 % (none, if the search misses nothing). Each is
+simulated at 1.05 times the best rate, so that most runs end soon. Loads no model."""
 
 import json
 import re

@@ -1,13 +1,13 @@
-"""How near does the cost model come to what others published of other engines, with nothing fitted
-to it?
+"""How near does the cost model come to published measurements of other engines, without fitting to
+them?
 
     python -m benchmarks.public_runs --name=public_runs [--only=model,card,engine] [--worst=20]
 
-Every measured point of `public_points.py` that the model can be asked for is predicted: its closed
-loop of users (`closed_loop.py`) on the accelerator's row of the hardware table, batched as its
-engine does. Errors are predicted over measured, less one: median and 90th percentile of their size,
-and the median with its sign, by model, hardware, engine, precision and batch, apart for the half
-that mechanisms were mended with and the other half."""
+Predicts every measured point of `public_points.py` that the model supports: its closed loop of
+users (`closed_loop.py`), on the accelerator of the hardware table, with the engine's batching. An
+error is predicted / measured - 1. Reports the median and the 90th percentile of the magnitudes and
+the median of the signed errors, by model, hardware, engine, precision and batch. The half with
+which mechanisms were adjusted and the held-out half are reported separately."""
 
 import datetime
 import json

@@ -1,14 +1,15 @@
-"""Do three papers about KV that is found again hold in the simulator, and what explains the rest?
+"""Do the claims of three papers about reuse of KV hold in the simulator, and what explains the
+differences?
 
     python -m benchmarks.reuse_papers [ppd] [dualpath] [agentic] [--small] [--name=reuse_papers]
 
-PPD (arXiv 2603.13358): later turns computed at the decode worker that holds the history. DualPath
-(2602.21548): KV loaded through decode workers besides, where the prefill workers' storage is what
-all wait for. agentic-kvc (gahow/agentic-kvc): with agents, prefill and decode apart lose to one
-pool. Each is a list of runs of the live code on virtual time that differ in one thing; which, and
-what the papers say, is in `reuse_papers_runs.CASES`. `--small`: fewer requests, to see that it
-works. With a name the cases that were run take the place of those in results/, and the page is
-written anew (`reuse_papers_page.py`)."""
+PPD (arXiv 2603.13358): later turns are computed on the decode worker that holds the history.
+DualPath (2602.21548): KV is also loaded through decode workers if the prefill workers' storage is
+the bottleneck. agentic-kvc (gahow/agentic-kvc): for agents, one pool is better than separate
+prefill and decode. Each is a list of runs of the live code in virtual time that differ in one
+property; `reuse_papers_runs.CASES` has the runs and the papers' claims. `--small`: fewer requests,
+to test the script. With a name, the results of the cases replace those in results/, and the page is
+written again (`reuse_papers_page.py`)."""
 
 import json
 import time

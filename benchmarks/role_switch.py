@@ -1,17 +1,17 @@
-"""How long does a worker take to change its role under load, and what do the streams feel of it?
+"""How long does a worker take to change its role under load, and how long do streams pause?
 
     python -m benchmarks.role_switch --rounds=3 --concurrent=6 --name=role_switch
 
-A cluster of real processes (`launch.cluster`, 2 + 2, the shipped model; workers compile before they
-serve) with streams under way all the time. A prefill worker becomes a decode worker and back, a
-decode worker a prefill worker and back, several rounds; every token is held against an oracle made
-before. The first round meets programs that this machine never compiled for that worker's role and
-layout unless --cache names a folder that has them; the later ones load what was compiled.
-- seconds: from the request to the router until it places requests on the worker in its new role;
-  their parts as the worker says them.
-- longest pause: the longest gap between two deliveries to any stream from a second before the
-  change to half a second after it, beside the longest gap in the same load while nothing changes.
-"""
+A cluster of real processes (`jdisagg cluster`, 2 + 2, the shipped model, programs compiled) serves
+streams all the time. A prefill worker changes to decode and back, and a decode worker to prefill
+and back, in several rounds. All tokens are compared with expected tokens. In the first round,
+programs of a worker's new role and layout must be compiled, unless the folder of --cache has them.
+Later rounds load compiled programs.
+
+- seconds: from the request to the router until it places requests on the worker in its new role,
+  with the parts that the worker reports.
+- longest pause: longest gap between two deliveries of any stream, from a second before the change
+  to half a second after it, beside the longest gap under the same load without a change."""
 
 import asyncio
 import itertools

@@ -1,17 +1,17 @@
 """Fits an engine's constants to one measured run.
 
-From a run at a low rate steps can be seen one by one (`from_lone_steps`): a request that came while
-no prefill was under way was prefilled alone, and its TTFT is that prefill and what keeps no device
-busy; one that came in the midst of another's prefill had its first token a whole prefill after the
-other's, without that part: so the two are told apart. A request's TPOT is the mean step of the
-batches that it was in, which the run's own times tell; what others cost who came in its life is
-taken off: their prefills in one pool, the fetching of their KV in two. A first token waits for half
-a step. How a step grows with its batch is not left to so few batches: the device's part is from the
-engine's published profile. These are observations as `costs/fitting.py` takes them. From a crowded
-run (`from_replay`) the constants are sought whose simulated run has the measured TTFT and TPOT,
-request by request.
+In a run at a low rate, single steps can be identified (`from_lone_steps`). A request that arrived
+while no prefill ran was prefilled alone, and its TTFT is the prefill plus the time in which no
+device is busy. A request that arrived during another prefill got its first token one whole prefill
+after the other request's, without this extra time, which separates the two parts. A request's TPOT
+is the mean step of its batches, whose sizes follow from the run's times. The cost of requests that
+arrived meanwhile is subtracted: their prefills in one pool, the fetches of their KV in two. A first
+token waits for half a step. These few batches do not show how a step grows with its batch, so the
+device's part is taken from the engine's published profile. The observations have the form of
+`costs/fitting.py`.
 
-Knows engines and runs, no held-out data."""
+In a crowded run (`from_replay`), the fit searches for the constants whose simulated run has the
+measured TTFT and TPOT, request by request. Must not use held-out data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

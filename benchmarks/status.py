@@ -2,9 +2,8 @@
 
     python -m benchmarks.status
 
-One row of `METRICS` is one row of the page. When a benchmark has been run again, run this, too:
-`tests/docs/test_status.py` compares the committed page with what it would write.
-"""
+Each row of `METRICS` is one row of the page. Run this script after every new benchmark result:
+`tests/docs/test_status.py` compares the committed page with its output."""
 
 import json
 from collections.abc import Iterator

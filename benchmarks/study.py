@@ -1,16 +1,17 @@
 """Does disaggregation pay? Goodput of unified, chunked and disaggregated serving of the same
 models, hardware, workloads and engine.
 
-    python -m benchmarks.study                     # all cases; goes on where it stopped, results/study.json
-    python -m benchmarks.study --seconds=80        # as far as that goes
-    python -m benchmarks.study --only=azure-code   # cases whose name holds this
+    python -m benchmarks.study                     # all cases; continues where it stopped,
+        results/study.json
+    python -m benchmarks.study --seconds=80        # stops after this time
+    python -m benchmarks.study --only=azure-code   # cases whose name contains this text
     python -m benchmarks.study_report              # results/study.md and its plots
 
-Each candidate (`study_cases`) is simulated at a ladder of rates until less than three quarters of
-its requests keep any of the limits; each run is judged under all limits at once. Arrivals are
-Poisson, with the same random numbers at every rate and for every candidate; requests that arrive
-while the empty cluster fills are not judged. One process, one core; some hundred thousand simulated
-requests in all."""  # noqa: E501
+Each candidate (`study_cases`) is simulated at increasing rates until less than three quarters of
+its requests meet any of the limits. Each run is evaluated under all limits at once. Arrivals are
+Poisson, with the same random numbers at every rate and for every candidate. Requests that arrive
+while the empty cluster fills are not counted. Uses one process and one core; some hundred thousand
+simulated requests in total."""
 
 import json
 import platform

@@ -1,11 +1,10 @@
-"""The study's results as a page: tables, plots and the published figures beside them. Only reads
-`results/study.json`.
+"""Formats the study's results as a page: tables, plots and the published figures beside them. Reads
+only `results/study.json`.
 
     python -m benchmarks.study_report          # writes results/study.md and results/study_*.png
 
-A mode's goodput under limits is that of its best candidate: the best chunk size, the best ratio and
-layouts among those simulated. What the page says in words is in `study_words.md`, written by hand
-after looking at the figures, and is put into the page as it is."""
+A mode's goodput under some limits is that of its best candidate: the best chunk size, ratio and
+layouts among those simulated. The text of the page is in the handwritten `study_words.md`."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,10 @@
-"""DistServe (Zhong et al., OSDI'24, arXiv 2401.09670): two pools of A100-80G against one pool of
-vLLM as it was then, OPT models, requests a second and GPU at which 90 % keep TTFT and TPOT.
+"""DistServe (Zhong et al., OSDI'24, arXiv 2401.09670): two pools of A100-80G compared with one pool
+of the vLLM of that time, for OPT models. The figure is the request rate per GPU at which 90 % of
+requests meet TTFT and TPOT.
 
-Asked here with one engine on all sides, ours; and for OPT-13B with the two engines of the paper as
-their own published runs show them (`benchmarks/engines.py`), so that what the engines differ in and
-what the pools differ in are told apart."""
+Simulated here with our engine on all sides. For OPT-13B also with the paper's two engines, modelled
+from their published runs (`benchmarks/engines.py`), which separates the effect of the engines from
+the effect of the pools."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,10 +1,10 @@
-"""PrfaaS (Qin et al., arXiv 2604.15039): long prompts are prefilled in another data centre, on
-faster cards, and their KV comes over Ethernet; short ones stay.
+"""PrfaaS (Qin et al., arXiv 2604.15039): long prompts are prefilled in another data centre on
+faster cards, and their KV is sent over Ethernet. Short prompts are prefilled locally.
 
-A model with attention in every fourth layer, so that its KV is small; 32 H200 that prefill at one
-site and 64 H20 at another, joined by a link that all hand-offs share, against 96 H20 at one site.
-Who prefills what is the live router's price, or a threshold on the prompt's unknown tokens
-(`routing.far_prefill_tokens`)."""
+The model has attention in every fourth layer, so its KV is small. 32 H200 prefill at one site and
+64 H20 are at another, with a link that all hand-offs share. They are compared with 96 H20 at one
+site. The live router chooses the prefill site by predicted times, or by a threshold on the prompt's
+uncached tokens (`routing.far_prefill_tokens`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

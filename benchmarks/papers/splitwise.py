@@ -1,9 +1,9 @@
-"""Splitwise (Patel et al., ISCA'24, arXiv 2311.18677): prompts and tokens on machines of their own,
-of one kind or of two, within one budget of power or of money.
+"""Splitwise (Patel et al., ISCA'24, arXiv 2311.18677): separate machines for prompts and for
+tokens, of one kind or of two, within one budget of power or money.
 
-A machine has eight GPUs and one instance (tp8); machines are counted in units of a DGX-A100's power
-or price. The budgets are a fifth of the paper's. Its SLO is asked as it is: medians and tails of
-each request's slowdown against the same request alone on an A100 machine."""
+A machine has eight GPUs and one instance (tp8). Budgets are in units of a DGX-A100's power or
+price, and are a fifth of the paper's. The SLO is the paper's: medians and tails of each request's
+slowdown relative to the same request alone on an A100 machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

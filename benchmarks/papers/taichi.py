@@ -1,11 +1,10 @@
-"""TaiChi (arXiv 2508.01989): instances of two kinds, both able to do both, against one pool with
-chunks and against two pools, under limits that lean to the first token, to the tokens, or to
-neither.
+"""TaiChi (arXiv 2508.01989): instances of two kinds that both prefill and decode, compared with one
+chunked pool and with two pools, under limits that stress TTFT, TPOT, or neither.
 
-Ours: prefill workers, which take long chunks and do not decode, and decode workers that prefill in
-short chunks what the router leaves to them (`StudyPool.prefills`), within the bound on a step. What
-TaiChi has besides, decoding on the instances with long chunks and sequences that move between the
-kinds while they run, is not here."""
+Our version has prefill workers, which run long chunks and do not decode, and decode workers that
+prefill in short chunks what the router leaves to them (`StudyPool.prefills`), within the bound on a
+step. Two features of TaiChi are missing here: decoding on the instances with long chunks, and
+sequences that move between the kinds while they run."""
 
 from collections.abc import Sequence
 from dataclasses import replace

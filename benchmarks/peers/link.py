@@ -1,14 +1,15 @@
-"""A peer's engine as a child process: one JSON object a line to its stdin, one a line back.
+"""A peer's engine as a child process: it reads one JSON object per line from stdin and answers each
+with one line.
 
     {"do": "start", "model": FOLDER, "dtype": "float32", "context_tokens": 2304, "sequences": 32,
      "cores": [0, 1]}                       -> {"versions": {"vllm": "0.32.0", ...}, ...}
     {"do": "generate", "prompts": [[5, 9, 7]], "tokens": 64}
-                                            -> {"seconds": 1.5, "tokens": [[...]], "times": [[...]]}
+    -> {"seconds": 1.5, "tokens": [[...]], "times": [[...]]}
     {"do": "stop"}                          -> {}
 
 `times` are seconds from the question to each token of each stream, measured in the peer's process.
-Whatever goes wrong there comes back as {"error": "..."}. The driver is a script of ours that runs
-under the peer's Python and imports nothing of ours, such as `vllm_driver.py`."""
+An error is answered as {"error": "..."}. The driver is our script, such as `vllm_driver.py`. It
+runs under the peer's Python and does not import our code."""
 
 import contextlib
 import json

@@ -1,8 +1,9 @@
-"""vLLM as the peer of `link.py`: run by vLLM's own Python, knows nothing of ours.
+"""vLLM as the peer of `link.py`, run by vLLM's own Python. Does not import our code.
 
-Offline engine, greedy, without text; prefix caching is off, so that a prompt that comes again is
-computed again. All else is vLLM's default for a CPU, but for the threads: they are bound to the
-cores that the question names. The engine steps in this process, so that each token has its time."""
+The offline engine decodes greedily, without text. Prefix caching is off, so that a repeated prompt
+is computed again. Everything else is vLLM's default for a CPU, except that threads are bound to the
+cores that the question lists. The engine steps in this process, so that the time of each token can
+be measured."""
 
 import importlib
 import importlib.metadata

@@ -1,15 +1,15 @@
-"""A channel across a bad network: pulls and offers are lost, late, doubled, garbled, mistaken for
-another's, or fail.
+"""A channel with the faults of a bad network: pulls and offers are lost, late, duplicated,
+corrupted, mixed up, or fail.
 
-Around any `Channel`. Which call gets which fault is drawn from a seeded generator, or forced at the
-n-th call, so that a run can be repeated as far as the threads' order allows. A fault is counted
-when it took effect (a garbled array was handed out, a late one was withheld), never when it was
-only drawn: a test that injects faults asserts on `FaultPlan.took_effect`.
+Wraps any `Channel`. The calls with faults are drawn from a seeded generator, or forced at the n-th
+call, so that a run can be repeated as far as the order of threads allows. A fault is counted when
+it took effect (a corrupted array was returned, a late one was withheld), not when it was drawn. A
+test that injects faults asserts on `FaultPlan.took_effect`.
 
-Faults of a pull: DROP (never arrives: fails at its deadline), DELAY, DUPLICATE (a second pull of
-the same offer, given up when it has come), CORRUPT (one byte of the first token of one shard),
-WRONG_ID (another offer's block, or nobody's), ERROR (fails at once). Faults of an offer: DROP (not
-made), DELAY (made later), DUPLICATE (made twice), ERROR (made, then revoked)."""
+Faults of a pull: DROP (never arrives and fails at its deadline), DELAY, DUPLICATE (a second pull of
+the same offer, cancelled when the first has arrived), CORRUPT (one byte of the first token of one
+shard), WRONG_ID (another offer's block, or no block), ERROR (fails at once). Faults of an offer:
+DROP (not made), DELAY (made later), DUPLICATE (made twice), ERROR (made, then revoked)."""
 
 import enum
 import random
