@@ -170,6 +170,8 @@ def _statuses(prefix: str, statuses: Sequence[WorkerStatus]) -> list[Metric]:
             "Hand-written kernels that failed their check and were replaced by plain XLA.",
             lambda s: len(s.kernels),
         ),
+        ("adapters", "LoRA adapters in the worker's slots.", lambda s: len(s.adapters)),
+        ("adapter_slots", "Slots for LoRA adapters.", lambda s: s.adapter_slots),
     )
     places = [((status.name, status.role.value), status) for status in statuses]
     families = [
