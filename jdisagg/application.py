@@ -1,5 +1,5 @@
 """Finds the folders `models`, `launch` and `configs`. They form the application on top of this
-package, which therefore loads their modules by name only.
+package. To avoid an upward import, this package loads their modules by name.
 
 In a checkout the three folders are at the top level. A wheel has them in `jdisagg/_app`, so that it
 installs no packages with such general names. Imports nothing heavy."""

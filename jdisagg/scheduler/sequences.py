@@ -34,8 +34,8 @@ def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> Sam
 
 def wanted_of_prompt(request: Request, accepted: tuple[int, ...]) -> int | None:
     """Returns the number of log-probabilities per prompt token that a prefill must return, or None
-    for no log-probabilities. If the request has tokens from an earlier attempt, it has received the
-    log-probabilities already."""
+    for no log-probabilities. Returns None if the request has tokens from an earlier attempt,
+    because that attempt has returned the log-probabilities."""
     return None if accepted else request.sampling.prompt_logprobs
 
 
