@@ -2,8 +2,8 @@
 
 The queue tries to place its first request again whenever a worker has reported its status, a prompt
 was prefilled, or an attempt (one execution of a request on chosen workers) ended. No request
-overtakes the first one, so small requests do not starve a large one. The constructor's `place`
-decides whether a request is placed."""
+overtakes the first one, so small requests do not starve a large one, except one of higher priority.
+The constructor's `place` decides whether a request is placed."""
 
 import asyncio
 import contextlib
@@ -84,6 +84,10 @@ class AdmissionQueue(Generic[Item, PlacedT]):
             return 0.0
         return self._drain.seconds(self._queue.ahead(tenant, cost, due, priority))
 
+    def overtakes(self, priority: int) -> bool:
+        """Returns whether all waiting requests have a lower priority."""
+        return self._queue.overtakes(priority)
+
     def first(self, most: int) -> list[Item]:
         """Returns at most `most` waiting requests, in the order in which they would be served if
         no other request arrived."""
@@ -137,16 +141,25 @@ class AdmissionQueue(Generic[Item, PlacedT]):
             self._drain.idle(self._clock.now())
 
     def _serve_heads(self) -> None:
-        while (ticket := self._queue.head()) is not None:
-            waiting = self._waiting[ticket.key]
-            try:
-                placed = self._place(waiting.item)
-            except Exception as error:  # a refusal or a bug is raised at the caller
-                self._queue.remove(ticket.key)
-                waiting.fail(error)
+        while (head := self._queue.head()) is not None:
+            if self._serve_one(head):
                 continue
-            if placed is None:
+            pressing = self._queue.pressing()
+            if pressing is None or not self._serve_one(pressing):
                 return
-            self._queue.serve()
-            self._drain.served(ticket.cost, self._clock.now())
-            waiting.answer.set_result(placed)
+
+    def _serve_one(self, ticket: Ticket) -> bool:
+        """Tries to place a request. Returns whether it has left the queue."""
+        waiting = self._waiting[ticket.key]
+        try:
+            placed = self._place(waiting.item)
+        except Exception as error:  # a refusal or a bug is raised at the caller
+            self._queue.remove(ticket.key)
+            waiting.fail(error)
+            return True
+        if placed is None:
+            return False
+        self._queue.serve(ticket)
+        self._drain.served(ticket.cost, self._clock.now())
+        waiting.answer.set_result(placed)
+        return True

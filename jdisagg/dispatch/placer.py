@@ -340,8 +340,10 @@ class Placer:
         self._take_quota(request.tenant, cost, now)
         try:
             due = asked.arrived_at + self._limit(asked)
-            ahead = self._queue.seconds_ahead(request.tenant, cost, due, request.priority)
-            handle = self._try(sized, now, ahead, beside_queue=bool(self._queue))
+            ahead, beside_queue = 0.0, not self._queue.overtakes(request.priority)
+            if beside_queue:
+                ahead = self._queue.seconds_ahead(request.tenant, cost, due, request.priority)
+            handle = self._try(sized, now, ahead, beside_queue)
             if handle is not None:
                 return handle
             self._counters.add("requests_held")
@@ -525,6 +527,7 @@ class Placer:
             self._pairs.broken(self.accounts.state.life, now),
             self.coming.known(sized.blocks, now),
             {} if adapter is None else self.accounts.state.adapter_loads(adapter.digest),
+            self.accounts.state.yielding(asked.request.priority),
         )
 
     def _charge(

@@ -92,6 +92,7 @@ class RequestPath:
         self._new_text = new_text
         self._running = 0
         self._waiting: Counter[str] = Counter()  # requests before their first token, by tenant
+        self._priorities: Counter[int] = Counter()  # the same requests by priority
         self._draining = False
         self._runs: dict[tuple[str, str], RequestRun] = {}  # by tenant and id
         self._quiet = asyncio.Event()
@@ -269,13 +270,18 @@ class RequestPath:
         limit, own = self._context.limits.max_waiting_requests, self._waiting[request.tenant]
         self._first_tokens.busy(self._context.clock.now())
         try:
-            admit(self._waiting.total(), limit, self._first_tokens.seconds_each(), own, tenants)
+            lower = sum(
+                [count for one, count in self._priorities.items() if one < request.priority]
+            )
+            seconds = self._first_tokens.seconds_each()
+            admit(self._waiting.total(), limit, seconds, own, tenants, lower)
         except OverloadedError as error:
             if self.placer.waits and (missing := self.placer.missing()):
                 error.retry_after_seconds = missing.retry_after_seconds
             raise
         self._running += 1
         self._waiting[request.tenant] += 1
+        self._priorities[request.priority] += 1
         self.counters.add("requests_started")
 
     def _leave(self, request: Request, waits: bool) -> None:
@@ -287,8 +293,11 @@ class RequestPath:
 
     def _waits_no_more(self, request: Request) -> None:
         self._waiting[request.tenant] -= 1
+        self._priorities[request.priority] -= 1
         if not self._waiting[request.tenant]:
             del self._waiting[request.tenant]
+        if not self._priorities[request.priority]:
+            del self._priorities[request.priority]
         if not self._waiting:
             self._first_tokens.idle(self._context.clock.now())
 

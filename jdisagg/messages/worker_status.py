@@ -32,6 +32,18 @@ class LinkTimes(Message, frozen=True):
     byte_seconds: float
 
 
+class PriorityLoad(Message, frozen=True):
+    """The part of a worker's load that belongs to requests of one priority: number of sequences
+    with pages, number of these pages (a shared page counts for each sequence), number of requests
+    that wait, and number of prompt tokens in the queue."""
+
+    priority: int
+    sequences: int = 0
+    pages: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+
+
 class WorkerStatus(Message, frozen=True):
     """Snapshot of a worker's load and capacity. Each tuple of numbers has one entry per dp rank.
 
@@ -64,6 +76,8 @@ class WorkerStatus(Message, frozen=True):
             start (docs/speculation.md).
         adapter_slots: Number of slots for LoRA adapters.
         adapters: Digests of the loaded adapters.
+        priorities: The load by priority, lowest first. Requests of higher priority take the room of
+            lower ones.
     """
 
     name: str
@@ -98,3 +112,4 @@ class WorkerStatus(Message, frozen=True):
     accepted_tokens: int = 0
     adapter_slots: int = 0
     adapters: tuple[str, ...] = ()
+    priorities: tuple[PriorityLoad, ...] = ()

@@ -30,6 +30,7 @@ def admit(
     seconds_per_request: float | None,
     own_waiting: int | None = None,
     tenants: int = 1,
+    lower_waiting: int = 0,
 ) -> None:
     """Refuses a request if too many requests already wait for their first token.
 
@@ -40,12 +41,16 @@ def admit(
             `tenants` is still admitted until twice `max_waiting_requests` wait, because other
             tenants filled the queue. Twice the limit is never exceeded, even if many tenants arrive
             one after another.
+        lower_waiting: Number of waiting requests of lower priority. They count only towards twice
+            the limit.
 
     Raises:
         OverloadedError: `max_waiting_requests` requests wait.
     """
     within_share = own_waiting is not None and own_waiting < max_waiting_requests // tenants
-    if waiting_requests < (2 if within_share else 1) * max_waiting_requests:
+    before = waiting_requests - (0 if within_share else lower_waiting)
+    most = (2 if within_share else 1) * max_waiting_requests
+    if before < most and waiting_requests < 2 * max_waiting_requests:
         return
     known = seconds_per_request is not None
     wait_seconds = retry_after(

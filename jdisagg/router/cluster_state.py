@@ -169,6 +169,7 @@ class ClusterState:
         # Valid until a worker comes, goes or changes its description.
         self._sides: tuple[Side, Side] | None = None
         self._heard_since = -math.inf  # every worker was heard after this time
+        self._least_priority = 0  # no worker reported a lower one
         self.barred_until = 0.0  # no worker is barred for longer
         self._link_costs: dict[Link, LinkCosts] = {}  # link costs, valid as long
         self._measured: dict[tuple[str, str], tuple[float, float]] = {}  # links, see LinkCosts
@@ -259,6 +260,20 @@ class ClusterState:
             if digest not in status.adapters
         }
 
+    def yielding(self, priority: int) -> dict[str, tuple[int, int, int, int]]:
+        """Returns each worker's load of lower priority, as in `PlacementQuery.yielding`."""
+        found: dict[str, tuple[int, int, int, int]] = {}
+        for name, status in self._statuses.items() if priority > self._least_priority else ():
+            lower = [load for load in status.priorities if load.priority < priority]
+            if lower:
+                found[name] = (
+                    sum([load.sequences for load in lower]),
+                    sum([load.pages for load in lower]),
+                    sum([load.waiting for load in lower]),
+                    sum([load.queued_tokens for load in lower]),
+                )
+        return found
+
     def description(self, name: str) -> Description:
         return self._descriptions.get(name, Description())
 
@@ -285,6 +300,8 @@ class ClusterState:
                 *(status.page_size, status.context_tokens, status.chunk_tokens),
             )
         self._statuses[status.name] = status
+        if status.priorities:
+            self._least_priority = min(self._least_priority, status.priorities[0].priority)
         self._update_prices(status, row)
         free, sequences, contexts = status.free_pages, status.rank_sequences, status.rank_contexts
         best = max(range(len(free)), key=free.__getitem__) if len(free) > 1 else 0

@@ -6,7 +6,8 @@ part of the KV transfer that remains after the prefill.
 
 A decode worker has room if it has a free slot, enough free pages on the rank with the most free
 pages, pages for the expected growth of this router's sequences, an empty queue, and a step within
-the TPOT bound. Otherwise running sequences must end first. By Little's law they end at the rate
+the TPOT bound. What sequences of lower priority hold counts as free, because the worker sets them
+aside. Otherwise running sequences must end first. By Little's law they end at the rate
 running / (mean length x step)."""
 
 import math
@@ -35,6 +36,7 @@ STEPS_ALONE = 1.0
 PACED_SHARE = 0.9
 LEAST_PACED_SHARE = 0.05  # of all time, where a step alone takes nearly the whole bound
 _NOWHERE, _NOTHING, _NO_FLAG = np.empty(0, np.intp), np.empty(0), np.zeros(1, bool)
+_NO_LOAD = np.zeros((4, 1))
 
 
 @plain
@@ -142,6 +144,9 @@ def prefills_of(
     """Returns the costs of the prefill workers `rows`, which are some or all workers of `side`."""
     tokens = table["queued_tokens"] + table["own_tokens"]
     pairs = table["queued_pairs"] + table["own_pairs"]
+    if query.yielding:
+        rest = np.maximum(0.0, tokens - yielding_at(state, rows, query)[3])
+        pairs, tokens = pairs * rest / np.maximum(1.0, tokens), rest
     if side.speed is not None and side.chunk_tokens is not None and len(rows):
         per_token, per_pair = side.speed.backlog_rates(side.chunk_tokens)
         queue = tokens * per_token + pairs * per_pair
@@ -209,6 +214,11 @@ def decodes_of(
     ranks = table["ranks"] if side.several_ranks else 1
     ours, waiting = table["own_sequences"], table["waiting"]
     here = table["running"] + ours
+    yielding, staying = _NO_LOAD, 1.0
+    if query.yielding:
+        yielding = yielding_at(state, rows, query)
+        waiting = np.maximum(0.0, waiting - yielding[2])
+        staying = 1.0 - np.minimum(1.0, yielding[0] / np.maximum(1.0, here))
     busy = here > 0
     sequences = table["best_sequences"] + _each(ours, ranks) + work.children
     contexts = (
@@ -232,20 +242,25 @@ def decodes_of(
     total, own_pages = table["total_pages"], table["own_pages"]
     used = total - table["free_pages"] + own_pages
     now_short = (
-        _pages(work, page, GROWTH_TOKENS) - table["best_free_pages"] + _each(own_pages, ranks)
+        _pages(work, page, GROWTH_TOKENS)
+        - table["best_free_pages"]
+        + _each(own_pages, ranks)
+        - _each(yielding[1], ranks)
     )
     later_short = (
-        np.maximum(used, table["committed_pages"])
+        np.maximum(used, table["committed_pages"]) * staying
         + _pages(work, page, work.expected_tokens)
         - total
     )
     slots_short = (
         here
+        - yielding[0]
         + work.children
         - (side.room if rows is side.rows else side.room.take(side.rows.searchsorted(rows)))
     )
     later_short = _each(later_short, ranks)
     slow = step > policy.tpot_slo_seconds if policy.tpot_slo_seconds < np.inf else _NO_FLAG
+    slow = slow & (yielding[0] < work.children)
     shortest = np.maximum(np.maximum(now_short, later_short), slots_short)
     late = np.count_nonzero(slow) or np.count_nonzero(waiting)
     if not late and np.maximum.reduce(shortest, initial=0.0) <= 0:
@@ -372,6 +387,15 @@ def paced_until(
     )
     part = max(LEAST_PACED_SHARE, PACED_SHARE * (1.0 - decision.terms.step / bound))
     return max(before, now) + seconds / part
+
+
+def yielding_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> Array:
+    """Returns `query.yielding` as an array [4, workers] for the workers `rows`."""
+    found = np.zeros((4, len(rows)))
+    for at, row in enumerate(rows):
+        if (load := query.yielding.get(state.name(int(row)))) is not None:
+            found[:, at] = load
+    return found
 
 
 def known_to(worker: str, query: PlacementQuery) -> int:

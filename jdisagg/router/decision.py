@@ -63,6 +63,8 @@ class PlacementQuery:
             tokens will be cached when the worker reaches this prompt.
         loads: Seconds that each worker needs to load the request's adapter. Workers that have the
             adapter are left out.
+        yielding: For each worker, the load of lower priority: sequences, pages, waiting requests
+            and queued prompt tokens. The worker preempts it for this attempt.
     """
 
     work: Work
@@ -79,6 +81,7 @@ class PlacementQuery:
     broken: frozenset[tuple[str, str]] = frozenset()
     coming: Mapping[str, int] = field(default_factory=dict)
     loads: Mapping[str, float] = field(default_factory=dict)
+    yielding: Mapping[str, tuple[int, int, int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

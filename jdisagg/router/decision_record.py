@@ -69,11 +69,13 @@ def record_of(
         workers.append(
             {"name": name, "place": description.place, "kind": kind, "numbers": state.numbers(name)}
         )
-    cached, coming, loads = (
+    cached, coming, loads, yielding = (
         {name: of_worker[name] for name in names if name in of_worker}
-        for of_worker in (query.cached, query.coming, query.loads)
+        for of_worker in (query.cached, query.coming, query.loads, query.yielding)
     )
-    few = dataclasses.replace(query, cached=cached, coming=coming, loads=loads)  # type: ignore[arg-type]
+    few = dataclasses.replace(  # type: ignore[arg-type]
+        query, cached=cached, coming=coming, loads=loads, yielding=yielding
+    )
     asked = dataclasses.asdict(few) | {
         "avoid": sorted(query.avoid & mattered),
         "broken": sorted(pair for pair in query.broken if mattered.issuperset(pair)),

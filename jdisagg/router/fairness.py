@@ -11,15 +11,18 @@ that arrive one after another would all be served before tenants that already wa
 each other tenant gets at most one request beyond its fair share before a waiting tenant is served.
 
 Within a tenant: requests are ordered by the time at which their first token is due, minus
-`PRIORITY_SECONDS` for each step of priority, at most `MOST_PRIORITY` steps. An old request of low
-priority therefore eventually precedes new requests of high priority."""
+the seconds that its priority counts as (`scheduler/priorities.py`). An old request of low priority
+therefore eventually precedes new requests of high priority.
+
+A request of higher priority may overtake a head that no worker has room for (`pressing`), because
+workers set sequences of lower priority aside for it."""
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-PRIORITY_SECONDS = 5.0
-MOST_PRIORITY = 10
+from jdisagg.scheduler.priorities import head_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,7 @@ class Ticket:
     @property
     def urgency(self) -> tuple[float, int]:
         """Sort key within a tenant. Entries with smaller values are served sooner."""
-        steps = max(-MOST_PRIORITY, min(MOST_PRIORITY, self.priority))
-        return self.due - PRIORITY_SECONDS * steps, self.key
+        return self.due - head_start(self.priority), self.key
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class FairQueue:
         self._order: list[tuple[float, int, str]] = []
         self._turns = 0
         self._tickets: dict[int, Ticket] = {}
+        self._priorities: Counter[int] = Counter()
         self._passed = 0.0
         self._ends: dict[str, float] = {}
 
@@ -77,6 +80,19 @@ class FairQueue:
         tenant.cost += ticket.cost
         tenant.count += 1
         self._tickets[ticket.key] = ticket
+        self._priorities[ticket.priority] += 1
+
+    def overtakes(self, priority: int) -> bool:
+        """Returns whether all entries have a lower priority."""
+        return all(other < priority for other in self._priorities)
+
+    def pressing(self) -> Ticket | None:
+        """Returns the most urgent entry whose priority is higher than the head's, or None."""
+        head = self.head()
+        if head is None or max(self._priorities) <= head.priority:
+            return None
+        higher = [one for one in self._tickets.values() if one.priority > head.priority]
+        return min(higher, key=lambda one: one.urgency)
 
     def head(self) -> Ticket | None:
         """Returns the next entry without removing it, or None if the queue is empty."""
@@ -116,17 +132,22 @@ class FairQueue:
             order.append(ticket)
         return order
 
-    def serve(self) -> Ticket:
-        """Removes the head and charges its cost to its tenant."""
-        ticket = self.head()
-        assert ticket is not None, "nobody waits"
+    def serve(self, ticket: Ticket | None = None) -> Ticket:
+        """Removes an entry, by default the head, and charges its cost to its tenant."""
+        head = self.head()
+        assert head is not None, "nobody waits"
+        ticket = ticket or head
         tenant = self._tenants[ticket.tenant]
         weights = sum(self._weight(name) for name, other in self._tenants.items() if other.count)
-        heapq.heappop(tenant.waiting)
         self._drop(ticket, tenant)
         self._passed = max(self._passed, tenant.passed) + ticket.cost / weights
         tenant.passed += ticket.cost / self._weight(ticket.tenant)
-        heapq.heapreplace(self._order, self._turn(ticket.tenant, tenant))
+        if ticket.tenant == head.tenant:
+            heapq.heappop(self._order)
+        else:
+            self._order = [turn for turn in self._order if turn[-1] != ticket.tenant]
+            heapq.heapify(self._order)
+        heapq.heappush(self._order, self._turn(ticket.tenant, tenant))
         self.head()  # removes tenants without waiting requests
         return ticket
 
@@ -171,6 +192,9 @@ class FairQueue:
 
     def _drop(self, ticket: Ticket, tenant: _Tenant) -> None:
         del self._tickets[ticket.key]
+        self._priorities[ticket.priority] -= 1
+        if not self._priorities[ticket.priority]:
+            del self._priorities[ticket.priority]
         tenant.cost -= ticket.cost
         tenant.count -= 1
 

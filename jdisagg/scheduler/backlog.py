@@ -4,6 +4,8 @@
 causal attention whose query is an uncomputed position. `pairs` estimates the cost of attention;
 sliding windows are ignored. Invariant: both sums are zero when no work is left."""
 
+from collections import Counter
+
 
 def causal_pairs(start: int, end: int) -> float:
     """Returns the number of (query, key) pairs of causal attention for the queries at positions
@@ -18,12 +20,20 @@ class Backlog:
         self.tokens = 0
         self.pairs = 0.0
         self._prompts: dict[int, tuple[int, int]] = {}
+        self._priorities: dict[int, int] = {}
 
-    def add(self, key: int, tokens: int, cached_tokens: int = 0) -> None:
+    def add(self, key: int, tokens: int, cached_tokens: int = 0, priority: int = 0) -> None:
         """Adds or replaces a prompt. Its first `cached_tokens` tokens need no computing."""
         self.forget(key)
-        self._prompts[key] = (cached_tokens, tokens)
+        self._prompts[key], self._priorities[key] = (cached_tokens, tokens), priority
         self._count(cached_tokens, tokens, 1)
+
+    def by_priority(self) -> dict[int, int]:
+        """Returns the number of uncomputed tokens by priority."""
+        tokens: Counter[int] = Counter()
+        for key, (start, end) in self._prompts.items():
+            tokens[self._priorities[key]] += end - start
+        return tokens
 
     def computed(self, key: int, tokens: int) -> None:
         """Records that a prompt's next `tokens` tokens were computed. Ignores unknown keys."""
@@ -34,13 +44,14 @@ class Backlog:
         until = min(end, start + tokens)
         self._count(start, until, -1)
         if until == end:
-            del self._prompts[key]
+            del self._prompts[key], self._priorities[key]
         else:
             self._prompts[key] = (until, end)
 
     def forget(self, key: int) -> None:
         """Removes a prompt and its uncomputed rest. Idempotent."""
         known = self._prompts.pop(key, None)
+        self._priorities.pop(key, None)
         if known is not None:
             self._count(*known, -1)
 

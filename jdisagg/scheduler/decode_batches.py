@@ -8,11 +8,11 @@ allows only one continuation. With drafts (`speculation.py`) it returns a token 
 draft, too. It may also return no token, if an earlier step reached the sequence's limit. In these
 cases `apply` corrects `issued_position`.
 
-Order of a plan: running sequences first get the pages they need, oldest sequence first. If no page
-is free, the youngest sequence of the rank that has pages is preempted. Then ready sequences take
-free slots. A command has several steps only if no other work waits. On an interruptible mesh a
-command of several steps is called a span. A span has as many steps as all its sequences have page
-room for, and returns fewer tokens if it is interrupted.
+Order of a plan: running sequences first get the pages they need, highest priority and oldest
+sequence first. If no page is free, the youngest sequence of the lowest priority is preempted. Then
+ready sequences take free slots. A command has several steps only if no other work waits. On an
+interruptible mesh a command of several steps is called a span. A span has as many steps as all its
+sequences have page room for, and returns fewer tokens if it is interrupted.
 
 Invariants: a slot has at most one sequence; a sequence is decoded only up to its limit and within
 its pages; tokens of a child are accepted once, in order."""
@@ -163,6 +163,27 @@ class DecodeBatches:
                 return True
         frozen = [child for rank in self._state.running for child in rank if child.frozen]
         return bool(frozen) and any([child.issued_position > child.position for child in frozen])
+
+    def yielding_slots(self) -> list[Sequence]:
+        """Returns the running sequences whose slots ready sequences of higher priority need."""
+        yielding: list[Sequence] = []
+        if self._state.one_priority:
+            return yielding
+        free = [slots.count(None) for slots in self._state.slots]
+        running = [list(rank) for rank in self._state.running]
+        for child in self._state.ready:
+            priority = child.group.request.priority
+            if child.frozen:
+                continue
+            if free[child.rank]:
+                free[child.rank] -= 1
+                continue
+            able = [one for one in running[child.rank] if one.yields_to(priority)]
+            if able:
+                last = max(able, key=lambda one: one.precedence)
+                running[child.rank].remove(last)
+                yielding.append(last)
+        return yielding
 
     def _waiting(self) -> bool:
         return any(not child.frozen for child in self._state.ready)
@@ -344,8 +365,9 @@ class DecodeBatches:
             )
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
-        """Gives pages to running sequences that need them, oldest sequence first. If no page is
-        free, preempts the youngest sequence, which has not received pages in this pass yet."""
+        """Gives pages to running sequences that need them, highest priority and oldest sequence
+        first. If no page is free, preempts the last sequence in this order, which has not received
+        pages in this pass yet."""
         grows: list[SlotGrow] = []
         needy = [
             child
@@ -354,7 +376,7 @@ class DecodeBatches:
             if child.issued_position + steps + 2 * child.drafting > child.issued_limit < child.limit
             and not child.frozen
         ]
-        for child in sorted(needy, key=lambda child: child.age_key):
+        for child in sorted(needy, key=lambda child: child.precedence):
             if child.stage is not Stage.RUNNING or child.issued_position >= child.limit:
                 continue
             if self._grow(child):

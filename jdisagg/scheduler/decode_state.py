@@ -20,6 +20,7 @@ from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.prefill_batches import PrefillJob
+from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
 from jdisagg.scheduler.sequences import (
     ChildProgress,
@@ -56,7 +57,7 @@ class DecodeState:
             [None] * limits.slots_per_rank for _ in range(limits.ranks)
         ]
         self.groups: dict[int, SequenceGroup] = {}
-        self.ready: list[Sequence] = []  # READY, oldest first
+        self.ready: list[Sequence] = []  # READY, in the order in which they get slots
         # RUNNING sequences of each rank, in order of their slots
         self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]
         # numbers of running sequences with shaped logits, with non-greedy sampling, with a grammar
@@ -95,12 +96,13 @@ class DecodeState:
             known,
             self.ledgers[rank].pages(group.key),
             tuple([child.sample_spec() for child in group.alive]),
-            group.arrival,
+            group.arrival - head_start(group.request.priority),
             cached_tokens=cached,
             state=self.states.slot(rank, group.key),
             prompt_logprobs=wanted_of_prompt(group.request, tuple(group.children[0].generated)),
             snapshots=self.residency.wanted_snapshots(rank, group.chain, len(known), cached),
             adapter=self.adapters.slot_of(group.request),
+            priority=group.request.priority,
         )
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
@@ -119,7 +121,7 @@ class DecodeState:
     def become_ready(self, child: Sequence) -> None:
         """Marks a child as READY, because all its KV is in this mesh's pages."""
         child.stage = Stage.READY
-        bisect.insort(self.ready, child, key=_age)
+        bisect.insort(self.ready, child, key=_order)
 
     def take_slot(self, child: Sequence, slot: int) -> None:
         """Assigns a batch slot to a READY child, which is then RUNNING."""
@@ -161,6 +163,27 @@ class DecodeState:
                 if child.stage is Stage.RESERVED:
                     pages[group.rank].update(self.ledgers[group.rank].pages(child.key))
         return tuple(map(len, pages))
+
+    @property
+    def one_priority(self) -> bool:
+        """Whether all requests have the same priority, so that none yields to another."""
+        groups = iter(self.groups.values())
+        first = next(groups, None)
+        return first is None or all(
+            group.request.priority == first.request.priority for group in groups
+        )
+
+    def priorities(self) -> dict[int, tuple[int, int]]:
+        """Returns the numbers of sequences with pages, and of their pages, by priority."""
+        shares: dict[int, tuple[int, int]] = {}
+        absent = (Stage.ENDED, Stage.SPILLED)
+        for group in self.groups.values():
+            ledger, priority = self.ledgers[group.rank], group.request.priority
+            for child in group.children:
+                if child.stage not in absent:
+                    sequences, pages = shares.get(priority, (0, 0))
+                    shares[priority] = sequences + 1, pages + ledger.count(child.key)
+        return shares
 
     def take_news(self) -> list[ChildProgress]:
         news, self.news = self.news, []
@@ -285,10 +308,10 @@ class DecodeState:
 
     def preempt_for(self, needy: Sequence) -> bool:
         """Frees at least one page on the rank of `needy`. First ends transfers of cached blocks to
-        other workers, then preempts the youngest sequence. Returns False if the youngest sequence
-        is `needy` itself.
+        other workers, then preempts the youngest sequence of the lowest priority. Returns False if
+        this sequence is `needy` itself.
 
-        If the youngest child's KV is still arriving, its whole group is ended."""
+        If the preempted child's KV is still arriving, its whole group is ended."""
         ledger = self.ledgers[needy.rank]
         while not ledger.free_pages:
             if self.give_way(needy.rank):
@@ -301,7 +324,7 @@ class DecodeState:
                     for child in group.alive
                     if child.stage is not Stage.SPILLED
                 ),
-                key=_age,
+                key=_precedence,
             )
             if victim.stage is Stage.RESERVED:
                 self.end_group(victim.group, preempted=True)
@@ -325,8 +348,12 @@ class DecodeState:
         self.advance(group, event, group.handoff.deadline)
 
 
-def _age(child: Sequence) -> tuple[float, int, int]:
-    return child.age_key
+def _order(child: Sequence) -> tuple[float, int, int]:
+    return (*child.order, child.child)
+
+
+def _precedence(child: Sequence) -> tuple[int, float, int, int]:
+    return child.precedence
 
 
 def _slot(child: Sequence) -> int:

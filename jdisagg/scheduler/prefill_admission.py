@@ -1,10 +1,12 @@
 """Decides which waiting prompts get pages on a prefill mesh, and on which data-parallel rank. Pure.
 
-Prompts are served by arrival. Among the ranks with room for the whole prompt, the oldest prompt
-gets pages on the rank that would finish it first. No prompt overtakes another, with one exception.
-A decode worker that is too slow to fetch its prompts' KV is called a stalled destination. Prompts
-of a stalled destination are not computed, and those not begun return their pages, so that prompts
-of other destinations overtake them. No chunk is issued if the unfetched tokens of all destinations
+Prompts are served by arrival, and a unit of priority counts as waiting (`scheduler/priorities.py`).
+Among the ranks with room for the whole prompt, the oldest prompt gets pages on the rank that would
+finish it first. If no rank has room, prompts of lower priority that are not begun return their
+pages. No prompt overtakes another, with one exception. A decode worker that is too slow to fetch
+its prompts' KV is called a stalled destination. Prompts of a stalled destination are not computed,
+and those not begun return their pages, so that prompts of other destinations overtake them. No
+chunk is issued if the unfetched tokens of all destinations
 together reach `STALLED_TOTAL` times the limit of one destination.
 
 `admit` depends only on its snapshot, so that recorded snapshots can be replayed."""
@@ -24,6 +26,7 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
         cached_tokens: For each rank, the number of the prompt's leading tokens that the rank
             caches; empty if no rank caches any.
         states: Number of slots for recurrent state that the prompt needs.
+        arrival: Time of arrival, earlier by `head_start` of the priority.
     """
 
     key: int
@@ -33,6 +36,7 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
     pages: int
     cached_tokens: tuple[int, ...] = ()
     states: int = 0
+    priority: int = 0
 
     @property
     def known_tokens(self) -> int:
@@ -46,6 +50,9 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
     @property
     def order(self) -> tuple[float, int]:
         return (self.arrival, self.key)
+
+
+_Begun = tuple[QueuedPrompt, int]  # a prompt that has pages, and its rank
 
 
 class RankLoad(msgspec.Struct, frozen=True, gc=False):
@@ -115,18 +122,29 @@ def admit(now: AdmissionSnapshot) -> Admission:
     free = [rank.free_pages for rank in now.ranks]
     queued = [rank.queued_tokens for rank in now.ranks]
     states = [rank.free_states for rank in now.ranks]
-    withdrawn = []
+    withdrawn: list[int] = []
+
+    def withdraw(prompt: QueuedPrompt, rank: int) -> None:
+        withdrawn.append(prompt.key)
+        free[rank] += prompt.pages
+        states[rank] += prompt.states
+        queued[rank] -= prompt.left_tokens(rank)
+
+    unbegun = list(now.unbegun)
     for prompt, rank in now.unbegun if stalled else ():
         if prompt.destination in stalled:
-            withdrawn.append(prompt.key)
-            free[rank] += prompt.pages
-            states[rank] += prompt.states
-            queued[rank] -= prompt.left_tokens(rank)
+            withdraw(prompt, rank)
+            unbegun.remove((prompt, rank))
     placed, blocked = [], None
     for prompt in now.waiting:
         if prompt.destination in stalled:
             continue
         rank = _rank_with_room(prompt, free, queued, states)
+        if rank is None:
+            for other in _giving_way(prompt, unbegun, free, states):
+                withdraw(*other)
+                unbegun.remove(other)
+            rank = _rank_with_room(prompt, free, queued, states)
         if rank is None:
             blocked = prompt.key
             break
@@ -143,6 +161,24 @@ def _stalled(offered_tokens: Mapping[str, int], most: int) -> tuple[frozenset[st
         return frozenset(), False
     stalled = frozenset([name for name, tokens in offered_tokens.items() if tokens >= most])
     return stalled, total >= STALLED_TOTAL * most
+
+
+def _giving_way(
+    prompt: QueuedPrompt, unbegun: list[_Begun], free: list[int], states: list[int]
+) -> list[_Begun]:
+    """Returns the prompts of lower priority that must return their pages, so that some rank has
+    room for `prompt`: those of the lowest priority first, and of these the newest."""
+    lower = [one for one in unbegun if one[0].priority < prompt.priority]
+    lower.sort(key=lambda one: one[0].order, reverse=True)
+    lower.sort(key=lambda one: one[0].priority)
+    for rank in range(len(free)):
+        pages, slots, few = free[rank], states[rank], []
+        for other in [one for one in lower if one[1] == rank]:
+            few.append(other)
+            pages, slots = pages + other[0].pages, slots + other[0].states
+            if pages >= prompt.pages and slots >= prompt.states:
+                return few
+    return []
 
 
 def _rank_with_room(

@@ -1,5 +1,5 @@
 """Packs prompts into prefill chunks. Each data-parallel rank serves its prompts in order of
-arrival. Pure.
+arrival, or of priority, which counts as waiting (`scheduler/priorities.py`). Pure.
 
 A chunk contains, per rank, at most one row that continues a long prompt, then a few rows that start
 after cached positions, then rows of new prompts. Each row starts at a multiple of `granule_tokens`.
@@ -8,8 +8,8 @@ than the room left is split and continues in the next chunk. Prompts are split o
 `cut_tokens`. A prompt waits for the next chunk if the room left is too small for a split.
 
 Invariants: a prompt's rows are issued in order and without gap after its cached positions; a token
-is sampled only in the prompt's last row; a rank has at most one partly issued prompt, apart from
-those excluded by `held`."""
+is sampled only in the prompt's last row; a rank has at most one partly issued prompt of each
+priority, apart from those excluded by `held`."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ class PrefillJob:
             set, no positions are cached.
         snapshots: Positions, ascending, at which snapshots of the state are wanted.
         adapter: Slot of the sequence's adapter.
+        arrival: Time of arrival, earlier by `head_start` of the priority.
     """
 
     sequence: int
@@ -50,6 +51,7 @@ class PrefillJob:
     prompt_logprobs: int | None = None
     snapshots: tuple[int, ...] = ()
     adapter: int = 0
+    priority: int = 0
 
     def __post_init__(self) -> None:
         self.issued_tokens = max(self.issued_tokens, self.cached_tokens)
@@ -105,10 +107,11 @@ class PrefillBatches:
         return sum(job.left_tokens for job in self._queues[rank])
 
     def add(self, job: PrefillJob) -> None:
-        """Queues a job by arrival, but never before a job that is partly issued."""
+        """Queues a job by arrival, but never before a job of the same priority that is partly
+        issued. A job of lower priority that is partly issued continues after this one."""
         queue = self._queues[job.rank]
         place = len(queue)
-        while place and not queue[place - 1].begun and queue[place - 1].arrival > job.arrival:
+        while place and _precedes(job, queue[place - 1]):
             place -= 1
         queue.insert(place, job)
 
@@ -255,3 +258,7 @@ class PrefillBatches:
         return [
             OfferSpec(self._new_id(), band.start, offset, block_tokens, len(band)) for band in bands
         ]
+
+
+def _precedes(job: PrefillJob, other: PrefillJob) -> bool:
+    return job.arrival < other.arrival and (not other.begun or job.priority > other.priority)

@@ -1,17 +1,20 @@
 """Decides which requests get pages on a decode worker. Requests wait in a queue in order of
-arrival, and the head of the queue is served first. Pure.
+arrival, and the head of the queue is served first. A unit of priority counts as waiting
+(`scheduler/priorities.py`). Pure.
 
 A reservation has pages for the prompt, the accepted tokens, and up to `growth_tokens` further
 tokens of each child. Children (the samples of a request with n > 1) share the full pages of the
 prompt. Each child gets its own copy of the last, partly filled page when the KV has arrived. Pages
 of cached blocks are shared, and only the other pages are newly reserved. No request overtakes the
-head of the queue, so that small requests never starve an old large request. A preempted request
-keeps its arrival time and precedes later requests.
+head of the queue, so that small requests never starve an old large request, except a request of
+higher priority for which others are set aside (`pressing`). A preempted request keeps its arrival
+time and precedes later requests.
 
 After a grant, at least one page is free for each sequence that may still need pages. A few more
 sequences than batch slots may get pages, so that a freed slot is refilled at once."""
 
 import bisect
+from collections import Counter
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
@@ -21,9 +24,13 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import sequences_ahead
 from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
+from jdisagg.scheduler.priorities import Holder, head_start, to_set_aside
 from jdisagg.scheduler.residency import Chain
-from jdisagg.scheduler.sequences import Sequence, SequenceGroup, wanted_of_prompt
+from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage, wanted_of_prompt
 from jdisagg.scheduler.spills import Spill
+
+# stages in which a sequence has pages and may lose them
+_HOLDING = (Stage.RESERVED, Stage.READY, Stage.RUNNING)
 
 
 @dataclass(slots=True)
@@ -48,7 +55,11 @@ class WaitingReservation:
 
     @property
     def order(self) -> tuple[float, int]:
-        return (self.arrival, self.ticket)
+        return (self.arrival - head_start(self.priority), self.ticket)
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
 
     @property
     def known_tokens(self) -> int:
@@ -79,6 +90,14 @@ class Reservations:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def waiting_with(self, priority: int) -> int:
+        """Returns the number of waiting requests of at least this priority."""
+        return sum([waiting.priority >= priority for waiting in self._queue])
+
+    def priorities(self) -> Counter[int]:
+        """Returns the number of waiting requests by priority."""
+        return Counter([waiting.priority for waiting in self._queue])
 
     def check(self, request: Request, children: Sized[tuple[int, tuple[int, ...]]]) -> None:
         """Raises InvalidRequestError if even an idle mesh has no room for the request."""
@@ -168,13 +187,92 @@ class Reservations:
         """
         granted: list[SequenceGroup] = []
         while self.waits(before):
-            waiting = self._queue[0]
-            choice = self._rank_with_room(waiting)
-            if choice is None:
+            group = self.grant_one(self._queue[0], lease_until)
+            if group is None:
                 break
-            self._queue.pop(0)
-            granted.append(self._reserve(waiting, *choice, lease_until))
+            granted.append(group)
         return granted
+
+    def grant_one(self, waiting: WaitingReservation, lease_until: float) -> SequenceGroup | None:
+        """Reserves pages for one waiting request. Returns None if there is no room."""
+        choice = self._rank_with_room(waiting)
+        if choice is None:
+            return None
+        self._queue.remove(waiting)
+        return self._reserve(waiting, *choice, lease_until)
+
+    # ---- sequences that yield
+
+    def pressing(self) -> WaitingReservation | None:
+        """Returns the first waiting request for which sequences of lower priority may be set
+        aside, or None."""
+        groups = self._state.groups.values()
+        if not self._queue or not groups:
+            return None
+        lowest = min([group.request.priority for group in groups])
+        for waiting in self._queue:
+            if waiting.priority > lowest and any(
+                self._holders(rank, waiting.priority) for rank in range(self._state.limits.ranks)
+            ):
+                return waiting
+        return None
+
+    def to_set_aside(self, waiting: WaitingReservation, coming: Sized[int]) -> list[Sequence]:
+        """Returns the sequences that must be set aside so that a rank has room for a request.
+        Chooses the rank on which the priorities of these are lowest and their number is smallest.
+        Returns none if some rank has room, or none could have.
+
+        Args:
+            coming: For each rank, the number of pages that become free when copies have ended.
+        """
+        best: list[Holder] | None = None
+        for rank in range(self._state.limits.ranks):
+            able = self._holders(rank, waiting.priority)
+            pages, sequences = self._short(waiting, rank)
+            few = to_set_aside(able, pages - coming[rank], sequences)
+            if few is not None and (best is None or _worth(few) < _worth(best)):
+                best = few
+        keys = {one.key: number for number, one in enumerate(best or ())}
+        found = [
+            child
+            for group in self._state.groups.values()
+            for child in group.alive
+            if child.key in keys
+        ]
+        return sorted(found, key=lambda child: keys[child.key])
+
+    def _holders(self, rank: int, priority: int) -> list[Holder]:
+        """Returns the sequences of a rank that yield to a request of this priority."""
+        state, ledger = self._state, self._state.ledgers[rank]
+        return [
+            Holder(
+                child.key,
+                group.request.priority,
+                child.age_key,
+                sum([ledger.references(page) == 1 for page in ledger.pages(child.key)])
+                + (child.key in state.growing[rank]),
+                child.stage is not Stage.RESERVED,
+            )
+            for group in state.groups.values()
+            if group.rank == rank and group.request.priority < priority
+            for child in group.alive
+            if child.stage in _HOLDING and child.yields_to(priority)
+        ]
+
+    def _short(self, waiting: WaitingReservation, rank: int) -> tuple[int, int]:
+        """Returns how many pages and how many places for sequences a request lacks on a rank."""
+        state, limits = self._state, self._state.limits
+        cached = self._cached_tokens(waiting, rank)
+        need = self._pages(waiting, self._growth_tokens)
+        if need > limits.pages_per_rank:
+            need = self._pages(waiting, 1)
+        need -= state.residency.held_pages(rank, waiting.chain, cached)
+        pages = need + len(state.growing[rank]) - state.ledgers[rank].free_pages
+        children, held = len(waiting.children), state.living[rank]
+        sequences = held + children - limits.slots_per_rank - self._ahead if held else 0
+        if state.states.on:
+            sequences = max(sequences, children - state.states.free_slots(rank))
+        return pages, sequences
 
     def spares(self, rank: int, pages: int) -> bool:
         """Returns whether `pages` pages of a rank are spare: no request waits for pages, and each
@@ -321,3 +419,7 @@ class Reservations:
             group.children.append(child)
         self._state.add_group(group)
         return group
+
+
+def _worth(few: Sized[Holder]) -> tuple[int, int]:
+    return max([one.priority for one in few], default=0), len(few)

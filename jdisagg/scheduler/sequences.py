@@ -15,6 +15,7 @@ from jdisagg.request import FinishReason, Request, TokenLogprobs
 from jdisagg.scheduler.acceptance import Acceptance
 from jdisagg.scheduler.handoff import Handoff
 from jdisagg.scheduler.ngram import NgramIndex
+from jdisagg.scheduler.priorities import head_start, yields
 from jdisagg.scheduler.residency import Chain
 
 
@@ -72,6 +73,10 @@ class Sequence:
         drafting: Number of the sequence's draft tokens in steps in flight.
         predicted: Latest prediction that is not counted yet: its kind, the number of generated
             tokens before it, and its tokens.
+        yielded_at: Time when it was set aside for a request of higher priority; None if it was not,
+            or has come back.
+        aside_seconds: Seconds for which it was set aside for such requests before.
+        returned_with: Number of generated tokens when it came back last; -1 before.
     """
 
     key: int
@@ -92,6 +97,9 @@ class Sequence:
     acceptance: list[Acceptance] = field(default_factory=list)
     drafting: int = 0
     predicted: tuple[int, int, tuple[int, ...]] | None = None
+    yielded_at: float | None = None
+    aside_seconds: float = 0.0
+    returned_with: int = -1
     # as long as there are fewer generated tokens than this, none ends the sequence or is reported
     uneventful: int = 0
 
@@ -106,8 +114,35 @@ class Sequence:
 
     @property
     def age_key(self) -> tuple[float, int, int]:
-        """Sort key by age, oldest sequence first. The youngest sequence is preempted first."""
+        """Sort key by age, oldest sequence first."""
         return (self.group.arrival, self.group.key, self.child)
+
+    @property
+    def precedence(self) -> tuple[int, float, int, int]:
+        """Sort key by priority and age. The last sequence is preempted first."""
+        return (-self.group.request.priority, *self.age_key)
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Sort key of its place among waiting requests, comparable with
+        `WaitingReservation.order`. A sequence that yielded waits since then."""
+        since = self.group.arrival
+        if self.yielded_at is not None:
+            since = max(since, self.yielded_at - self.aside_seconds)
+        return (since - head_start(self.group.request.priority), self.group.key)
+
+    def yields_to(self, priority: int) -> bool:
+        """Returns whether the sequence is set aside for a request of this priority."""
+        return len(self.generated) > self.returned_with and yields(
+            self.group.request.priority, self.aside_seconds, priority
+        )
+
+    def came_back(self, now: float) -> None:
+        """Records that a sequence that was set aside has pages again."""
+        self.returned_with = len(self.generated)
+        if self.yielded_at is not None:
+            self.aside_seconds += now - self.yielded_at
+            self.yielded_at = None
 
     def sample_spec(self) -> SampleSpec:
         return sample_spec(self.group.request, self.child, tuple(self.generated))

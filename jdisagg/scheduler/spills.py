@@ -60,7 +60,7 @@ class Spill:
     @property
     def order(self) -> tuple[float, int]:
         """Sort key by age, comparable with `WaitingReservation.order`."""
-        return (self.child.group.arrival, self.child.group.key)
+        return self.child.order
 
     @property
     def offer_ids(self) -> tuple[int, ...]:

@@ -46,10 +46,10 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.host_blocks import MOST_WRITING_OF_DECODE, TierRoom
+from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup
-from jdisagg.scheduler.spills import SPILLS_AT_ONCE
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.incoming_handoff import Received
@@ -59,6 +59,7 @@ from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.own_prefills import OwnPrefills
+from jdisagg.worker.page_grants import PageGrants
 from jdisagg.worker.page_requests import PageRequests, overdue_error
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.reserved_prefixes import ReservedPrefixes
@@ -145,6 +146,15 @@ class DecodeWorker(MeshWorker):
         )
         self._spilled.lend = self._host.lend
         self._state.spill = self._spill
+        self._grants = PageGrants(
+            self._state,
+            self._batches,
+            self._reservations,
+            self._spilled,
+            self._migration,
+            context.clock.now,
+            self.counters,
+        )
 
     # ---- the loop
 
@@ -204,6 +214,9 @@ class DecodeWorker(MeshWorker):
     def _settle(self) -> None:
         """Sends new tokens to callers, grants free pages and wakes the step loop."""
         self._spilled.rest()
+        seconds, serves = self._limits.reservation_lease_seconds, self._loop.failure is None
+        if serves and (self._state.ready or len(self._reservations)):
+            self._grants.make_room(seconds, self._granted)
         for progress in self._state.take_news() if self._state.news else ():
             if (stream := self._streams.get(progress.group_key)) is not None:
                 stream.put(progress)
@@ -214,36 +227,19 @@ class DecodeWorker(MeshWorker):
                 self._prefills.forget(progress.group_key)
                 self._prefixes.forget(progress.group_key)
         self._spilled.settle()
-        if self._loop.failure is None and (len(self._reservations) or len(self._spilled)):
-            self._give_pages()
+        if serves and (len(self._reservations) or len(self._spilled)):
+            self._grants.give_free(seconds, self._granted)
         if not self._span_goes_on():
             self._loop.wake()
         self._quiet.set()
 
-    def _give_pages(self) -> None:
-        """Gives free pages to swapped-out and waiting sequences, oldest request first."""
-        spills = self._spilled.spills
-        while (spill := spills.next()) is not None:
-            self._grant(spill.order)
-            if not spill.written or self._reservations.waits(spill.order):
-                return
-            if spills.returning() >= SPILLS_AT_ONCE:
-                return
-            back = self._reservations.take_back(spill)
-            if back is None:
-                return
-            self._spilled.bring_back(spill, *back)
-        self._grant()
-
-    def _grant(self, before: tuple[float, int] | None = None) -> None:
-        lease_until = self._clock.now() + self._limits.reservation_lease_seconds
-        for group in self._reservations.grant(lease_until, before):
-            self._streams[group.key] = SpanStream(group)
-            if group.computes and group.cached_tokens:
-                slot = self._state.states.slot(group.rank, group.key)
-                kept, chain = self._state.residency, group.chain
-                self._continue_from(kept, group.rank, chain, group.cached_tokens, slot)
-            self._requests.grant(group)
+    def _granted(self, group: SequenceGroup) -> None:
+        self._streams[group.key] = SpanStream(group)
+        if group.computes and group.cached_tokens:
+            slot = self._state.states.slot(group.rank, group.key)
+            kept, chain = self._state.residency, group.chain
+            self._continue_from(kept, group.rank, chain, group.cached_tokens, slot)
+        self._requests.grant(group)
 
     def _spill(self, child: Sequence) -> bool:
         """Swaps out a sequence. Returns False if it should be recomputed later instead."""
@@ -322,7 +318,7 @@ class DecodeWorker(MeshWorker):
         if self._mode is Mode.DISAGGREGATED or not self._kept.on:
             return self._requests.enqueue(call, arrival)
         waits = self._prefills.waits
-        key = await waits.join(call, arrival)
+        key = await waits.join(call, arrival - head_start(call.request.priority))
         try:
             self._take(call)  # again: a later attempt may have come meanwhile
             ticket, granted = self._requests.enqueue(call, arrival)
@@ -596,4 +592,5 @@ class DecodeWorker(MeshWorker):
             kept=self._kept_tiers(*self._spilled.stats()),
             drafted_tokens=self.counters["drafted_tokens"],
             accepted_tokens=self.counters["accepted_tokens"],
+            priorities=self._grants.loads(self._prefills.backlog.by_priority()),
         )

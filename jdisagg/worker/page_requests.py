@@ -31,7 +31,8 @@ class PageRequests:
 
     Args:
         worker: Name of the worker, for error messages.
-        limit: Largest number of waiting requests.
+        limit: Largest number of waiting requests. Requests of lower priority do not count, up to
+            twice this number altogether.
         drop: Function that is called with the ticket of an abandoned request, which may already
             have pages.
     """
@@ -49,7 +50,8 @@ class PageRequests:
         """Raises InvalidRequestError if the request never fits, OverloadedError if too many
         wait."""
         self._reservations.check(call.request, _children(call))
-        if len(self._reservations) >= self._limit:
+        waiting, before = len(self._reservations), self._reservations
+        if before.waiting_with(call.request.priority) >= self._limit or waiting >= 2 * self._limit:
             raise OverloadedError(
                 f"worker {self._worker!r}: {len(self._reservations)} requests wait for pages, the"
                 " queue's limit; try again later",

@@ -108,6 +108,7 @@ class PrefillTask:
             prompt_logprobs=self.of_prompt,
             snapshots=snapshots,
             adapter=adapter,
+            priority=self.prompt.priority,
         )
 
     def end(self, offers: int) -> HandoffEnd:

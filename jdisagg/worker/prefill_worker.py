@@ -14,7 +14,7 @@ prompt that shares a prefix with an earlier one waits for the earlier one's bloc
 
 import asyncio
 import bisect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 
 import msgspec
@@ -52,7 +52,7 @@ from jdisagg.messages.step_commands import (
     StepCommand,
     StepResult,
 )
-from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
+from jdisagg.messages.worker_status import PriorityLoad, WorkerRole, WorkerStatus
 from jdisagg.request import Request
 from jdisagg.scheduler.backlog import Backlog
 from jdisagg.scheduler.executor import Executor
@@ -66,6 +66,7 @@ from jdisagg.scheduler.prefill_admission import (
     admit,
 )
 from jdisagg.scheduler.prefill_batches import PrefillBatches
+from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
 from jdisagg.scheduler.state_slots import StateSlots, snapshots_of
@@ -213,7 +214,7 @@ class PrefillWorker(MeshWorker):
             self._count_reuse(task.prompt.tokens, task.restored.split(rank, cached))
             if cached:
                 self._sources.used(rank, task.chain[: cached // self._residency.block_tokens])
-            self._backlog.add(key, task.prompt.tokens, cached)
+            self._backlog.add(key, task.prompt.tokens, cached, task.prompt.priority)
             self._computing[key] = task
             self._shared.started(key)
             self._states.take(rank, key)
@@ -328,7 +329,9 @@ class PrefillWorker(MeshWorker):
                 f"n={len(call.children)} exceeds the {mesh.samples_per_chunk} samples of one"
                 " prefill; ask for fewer"
             )
-        if len(self._waiting) >= self._config.queue_limit:
+        priority, limit = call.request.priority, self._config.queue_limit
+        before = sum([one.priority >= priority for one in self._waiting])
+        if before >= limit or len(self._waiting) >= 2 * limit:
             raise OverloadedError(
                 f"worker {self.name!r}: {len(self._waiting)} prompts wait, the queue's limit; try"
                 " again later",
@@ -341,11 +344,12 @@ class PrefillWorker(MeshWorker):
         chain, tokens = kept.chain(call.request, known), len(known)
         prompt = QueuedPrompt(
             key=self._last_key,
-            arrival=now - call.age_seconds,
+            arrival=now - call.age_seconds - head_start(call.request.priority),
             destination=call.destination,
             tokens=tokens,
             pages=pages_for(tokens, self._mesh.page_size),
             states=int(self._states.on),
+            priority=call.request.priority,
         )
         restored = RestoredBlocks(kept.block_tokens)
         task = PrefillTask(prompt, call, chain, restored, now + call.deadline_seconds, now)
@@ -375,7 +379,7 @@ class PrefillWorker(MeshWorker):
         prompt = task.prompt
         if self._follow(task):
             return
-        self._backlog.add(prompt.key, prompt.tokens, prompt.known_tokens)
+        self._backlog.add(prompt.key, prompt.tokens, prompt.known_tokens, prompt.priority)
         plan = self._sources.best(self._query(task))
         if plan is not None:
             task.restoring = self._sources.begin(plan, task.restored, lambda: self._restored(task))
@@ -399,7 +403,7 @@ class PrefillWorker(MeshWorker):
         if common < 1 or not waiting_pays(self._chunk_times, queued, rank, ahead, left, common):
             return False
         self._shared.follow(prompt.key, leader)
-        self._backlog.add(prompt.key, prompt.tokens, reuse)
+        self._backlog.add(prompt.key, prompt.tokens, reuse, prompt.priority)
         self.counters.add("prefix_waits")
         return True
 
@@ -419,8 +423,9 @@ class PrefillWorker(MeshWorker):
         """Queues a prompt whose restore has ended."""
         if self._tasks.get(task.prompt.key) is task:
             self._look_up(task)
-            self._backlog.add(task.prompt.key, task.prompt.tokens, task.prompt.known_tokens)
-            self._queue(task.prompt)
+            prompt = task.prompt
+            self._backlog.add(prompt.key, prompt.tokens, prompt.known_tokens, prompt.priority)
+            self._queue(prompt)
             known = max(task.known, default=0)
             self._seek_again(self._shared.reached(task.prompt.key, known))
             self._look()
@@ -551,6 +556,18 @@ class PrefillWorker(MeshWorker):
             free_states=self._states.free_by_rank(),
             total_states=self._states.total_by_rank(),
             kept=self._kept_tiers(),
+            priorities=self._loads(),
+        )
+
+    def _loads(self) -> tuple[PriorityLoad, ...]:
+        """Returns the load by priority."""
+        waiting = Counter([one.priority for one in self._waiting])
+        queued = self._backlog.by_priority()
+        return tuple(
+            [
+                PriorityLoad(one, waiting=waiting[one], queued_tokens=queued.get(one, 0))
+                for one in sorted({*waiting, *queued})
+            ]
         )
 
 

@@ -1,4 +1,5 @@
-"""Swaps the KV of preempted and suspended sequences out to host memory and back in.
+"""Swaps the KV of preempted and suspended sequences out to host memory and back in, also of those
+that yield to a request of higher priority.
 
 `scheduler/spills.py` decides which sequences are swapped; this module issues the copy commands. The
 last positions are copied first: their copy is queued on the mesh when the sequence loses its pages,
@@ -82,6 +83,14 @@ class SpilledKv:
             return ()
         pieces = sum([len(spill.offer_ids) for spill in spills])
         return (KeptTier("host", pieces, spills.bytes, spills.room_bytes),)
+
+    def coming_pages(self) -> tuple[int, ...]:
+        """Returns, for each rank, the number of pages held until they are copied."""
+        pages = [0] * self._mesh.ranks
+        for spill in self.spills:
+            if spill.guest:
+                pages[spill.rank] += self._state.ledgers[spill.rank].count(spill.guest)
+        return tuple(pages)
 
     def stop(self) -> None:
         self._tasks.cancel()
@@ -169,6 +178,8 @@ class SpilledKv:
             for batch in batch_ranges(self._mesh, len(chain) * size, size, tokens)
         ]
         until = child.group.suspended_until or self._context.clock.now() + self._most_seconds
+        if child.yielded_at is not None:
+            until = max(until, child.group.until)  # higher priorities may last as long
         offers = [*state_offers(mesh, child.rank, self._context.ids)]
         if mesh.ring_pages:
             offers += window_offers(mesh, child.rank, tokens, self._context.ids)

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from jdisagg.router.fairness import MOST_PRIORITY, PRIORITY_SECONDS, FairQueue, Ticket
+from jdisagg.router.fairness import FairQueue, Ticket
+from jdisagg.scheduler.priorities import MOST_PRIORITY, PRIORITY_SECONDS
 
 
 def fill(queue: FairQueue, tenant: str, count: int, cost: float = 100.0, first: int = 0) -> None:
@@ -86,7 +87,7 @@ def test_within_a_tenant_the_most_urgent_goes_first_and_priority_is_worth_second
     queue = FairQueue()
     queue.add(Ticket(1, "t", due=10.0, cost=1.0))
     queue.add(Ticket(2, "t", due=4.0, cost=1.0))
-    queue.add(Ticket(3, "t", due=10.0 + PRIORITY_SECONDS, cost=1.0, priority=2))
+    queue.add(Ticket(3, "t", due=9.0 + 2 * PRIORITY_SECONDS, cost=1.0, priority=2))
     assert [ticket.key for ticket in served(queue, 3)] == [2, 3, 1]
 
 

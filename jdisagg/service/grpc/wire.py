@@ -27,7 +27,13 @@ from jdisagg.errors import (
 )
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.spans import WireStatus
-from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerRole, WorkerStatus
+from jdisagg.messages.worker_status import (
+    KeptTier,
+    LinkTimes,
+    PriorityLoad,
+    WorkerRole,
+    WorkerStatus,
+)
 from jdisagg.request import TokenLogprobs
 from jdisagg.service.grpc import common_pb2 as pb
 
@@ -172,6 +178,9 @@ def worker_status_to_proto(status: WorkerStatus) -> pb.WorkerStatus:
     fields["role"] = role_to_proto(status.role)
     fields["kept"] = [pb.KeptTier(**msgspec.structs.asdict(tier)) for tier in status.kept]
     fields["links"] = [pb.LinkTimes(**msgspec.structs.asdict(link)) for link in status.links]
+    fields["priorities"] = [
+        pb.PriorityLoad(**msgspec.structs.asdict(load)) for load in status.priorities
+    ]
     fields["times"] = status.times and _times_to_proto(status.times)
     return pb.WorkerStatus(**fields)
 
@@ -181,7 +190,11 @@ def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
     kept = tuple([flat_from_proto(KeptTier, tier) for tier in message.kept])
     links = tuple([flat_from_proto(LinkTimes, link) for link in message.links])
     times = _times_from_proto(message.times) if message.HasField("times") else None
-    return flat_from_proto(WorkerStatus, message, role=role, kept=kept, links=links, times=times)
+    known = {
+        "priorities": tuple([flat_from_proto(PriorityLoad, load) for load in message.priorities]),
+        **{"role": role, "kept": kept, "links": links, "times": times},
+    }
+    return flat_from_proto(WorkerStatus, message, **known)
 
 
 def _times_to_proto(times: StepTimes) -> pb.StepTimes:

@@ -1,0 +1,81 @@
+"""Decides which sequences are set aside for a waiting request of higher priority. Pure.
+
+A request of higher priority takes the batch slots and KV pages that sequences of lower priority
+hold. Their KV is swapped out (`worker/spilled_kv.py`) and they continue when there is room. Of the
+sequences that yield, those of the lowest priority are set aside first, and among these the newest.
+No sequence yields to an equal or lower priority.
+
+A step of priority counts as `PRIORITY_SECONDS` of waiting, up to `MOST_PRIORITY` steps. So requests
+of low priority do not starve: one that waits is served before newer requests of higher priority,
+and a sequence that was set aside for this long altogether yields no more. A sequence that came back
+yields again only after a new token, so every return brings the request forward.
+
+Invariants (each is a test of the same name in tests/scheduler/test_priorities.py):
+- only_a_lower_priority_yields_and_not_for_ever
+- the_lowest_and_newest_are_set_aside_and_no_more_than_needed"""
+
+from collections.abc import Sequence as Sized
+
+from jdisagg.plain import plain
+
+PRIORITY_SECONDS = 30.0
+MOST_PRIORITY = 10
+
+
+def head_start(priority: int) -> float:
+    """Returns the seconds of waiting that a priority counts as."""
+    return PRIORITY_SECONDS * max(-MOST_PRIORITY, min(MOST_PRIORITY, priority))
+
+
+def yields(priority: int, aside_seconds: float, to_priority: int) -> bool:
+    """Returns whether a sequence is set aside for a request of `to_priority`.
+
+    Args:
+        aside_seconds: Seconds for which the sequence was set aside before.
+    """
+    return aside_seconds < head_start(to_priority) - head_start(priority)
+
+
+@plain
+class Holder:
+    """A sequence that yields.
+
+    Attributes:
+        newness: Sort key by age, newest sequence last.
+        pages: Number of pages that become free if it is set aside.
+        computed: Whether all its KV is in pages. Otherwise what was computed of it is lost.
+    """
+
+    key: int
+    priority: int
+    newness: tuple[float, int, int]
+    pages: int
+    computed: bool = True
+
+
+def to_set_aside(holders: Sized[Holder], pages: int, sequences: int) -> list[Holder] | None:
+    """Chooses the sequences that are set aside on one rank.
+
+    Args:
+        holders: The sequences of the rank that yield.
+        pages: Number of pages to free; 0 or less if enough are free.
+        sequences: Number of sequences that are too many.
+
+    Returns:
+        The fewest that suffice in the order of choice, or None if all together do not suffice.
+    """
+    order = sorted(holders, key=lambda one: one.newness, reverse=True)
+    order.sort(key=lambda one: (one.priority, not one.computed))
+    chosen: list[Holder] = []
+    for holder in order:
+        if pages <= 0 and sequences <= 0:
+            break
+        chosen.append(holder)
+        pages, sequences = pages - holder.pages, sequences - 1
+    if pages > 0 or sequences > 0:
+        return None
+    for holder in reversed(chosen):  # an early choice may be spared by a later, larger one
+        if pages + holder.pages <= 0 and sequences + 1 <= 0:
+            chosen.remove(holder)
+            pages, sequences = pages + holder.pages, sequences + 1
+    return chosen

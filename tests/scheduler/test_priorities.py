@@ -1,0 +1,164 @@
+"""Who is set aside for a request of higher priority, on which rank, and in which order prompts of
+several priorities are computed."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdisagg.messages.step_commands import SampledToken
+from jdisagg.scheduler.handoff import HandoffEvent
+from jdisagg.scheduler.prefill_admission import QueuedPrompt, RankLoad, admit
+from jdisagg.scheduler.priorities import (
+    MOST_PRIORITY,
+    PRIORITY_SECONDS,
+    Holder,
+    to_set_aside,
+    yields,
+)
+from jdisagg.scheduler.reservations import WaitingReservation
+from jdisagg.scheduler.sequences import Sequence, SequenceGroup
+from tests.fakes.cluster import toy_request
+from tests.fakes.fake_executor import toy_limits
+from tests.scheduler.test_decode_batches import Bench
+from tests.scheduler.test_prefill_admission import snapshot
+from tests.scheduler.test_prefill_batches import batches, job
+
+NUMBERS = st.integers(-20, 20)
+
+
+@given(NUMBERS, NUMBERS, st.floats(0.0, 1000.0))
+def test_only_a_lower_priority_yields_and_not_for_ever(mine: int, other: int, aside: float) -> None:
+    if yields(mine, aside, other):
+        assert mine < other
+        assert aside < 2 * MOST_PRIORITY * PRIORITY_SECONDS
+        assert yields(mine, aside / 2, other)
+    assert yields(0, PRIORITY_SECONDS - 1, 1) and not yields(0, PRIORITY_SECONDS, 1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.booleans()), max_size=8),
+    st.integers(-3, 20),
+    st.integers(-2, 6),
+)
+def test_the_lowest_and_newest_are_set_aside_and_no_more_than_needed(
+    shapes: list[tuple[int, int, bool]], pages: int, sequences: int
+) -> None:
+    holders = [
+        Holder(key, priority, (float(key), key, 0), count, computed)
+        for key, (priority, count, computed) in enumerate(shapes)
+    ]
+    chosen = to_set_aside(holders, pages, sequences)
+    if chosen is None:
+        assert sum(one.pages for one in holders) < pages or len(holders) < sequences
+        return
+    assert sum(one.pages for one in chosen) >= pages and len(chosen) >= sequences
+    for one in chosen:
+        rest = [other for other in chosen if other is not one]
+        assert sum(other.pages for other in rest) < pages or len(rest) < sequences
+    if pages <= 0 < sequences:  # each of them would do as well
+        ranked = sorted(holders, key=lambda one: (one.priority, not one.computed, -one.key))
+        assert chosen == ranked[:sequences]
+
+
+def ready(bench: Bench, number: int, priority: int, prompt_tokens: int = 16) -> Sequence:
+    """A sequence that has all its KV."""
+    request = toy_request(number, prompt_tokens, max_tokens=30)
+    waiting = replace(request, priority=priority)
+    bench.reservations.enqueue(waiting, 1, ((0, ()),), arrival=float(number))
+    (group,) = bench.reservations.grant(lease_until=9.0)
+    bench.state.advance(group, HandoffEvent.GENERATE, 9.0)
+    bench.batches.ready(group, (SampledToken(group.key, 0, 1),), 0, 9.0)
+    return group.children[0]
+
+
+def asks(bench: Bench, number: int, priority: int) -> WaitingReservation | None:
+    """A request that waits for pages, if others yield to it."""
+    request = replace(toy_request(number, 16, max_tokens=30), priority=priority)
+    bench.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
+    return bench.reservations.pressing()
+
+
+def full_bench(*priorities: int) -> tuple[Bench, list[Sequence]]:
+    """A rank that five pages for each sequence fill."""
+    bench = Bench(toy_limits(page_size=4, pages_per_rank=6 * len(priorities)))
+    return bench, [ready(bench, at, priority) for at, priority in enumerate(priorities, 1)]
+
+
+def test_pages_of_the_lowest_priority_and_of_the_newest_go_to_a_higher_one() -> None:
+    bench, (_, old, new, _) = full_bench(2, 0, 0, 1)
+    assert asks(bench, 9, 0) is None, "an equal priority yields nothing"
+    waiting = asks(bench, 10, 3)
+    assert waiting is not None and waiting.priority == 3
+    assert bench.reservations.grant_one(waiting, 99.0) is None
+    assert bench.reservations.to_set_aside(waiting, (0,)) == [new]
+    assert bench.reservations.to_set_aside(waiting, (5,)) == [], "copies free as many"
+    bench.state.set_aside(new)
+    group = bench.reservations.grant_one(waiting, 99.0)
+    assert isinstance(group, SequenceGroup) and group.request.priority == 3
+    assert old.stage is not new.stage
+
+
+def test_one_that_came_back_yields_again_only_after_a_token() -> None:
+    bench, (low,) = full_bench(0)
+    low.yielded_at = 5.0
+    low.came_back(7.0)
+    assert low.aside_seconds == 2.0 and not low.yields_to(1)
+    low.generated.append(3)
+    assert low.yields_to(1)
+    low.aside_seconds = PRIORITY_SECONDS
+    assert not low.yields_to(1) and low.yields_to(2), "it has aged by one step"
+    assert asks(bench, 9, 1) is None
+
+
+def test_a_ready_sequence_takes_the_slot_of_the_newest_of_lower_priority() -> None:
+    bench = Bench(toy_limits(slots_per_rank=2))
+    first, second = ready(bench, 1, 0), ready(bench, 2, 0)
+    bench.plan()
+    assert first.slot >= 0 and second.slot >= 0
+    ready(bench, 3, 5)
+    assert bench.batches.yielding_slots() == [second]
+    bench.state.set_aside(second)
+    assert bench.batches.yielding_slots() == [], "a slot is free"
+
+
+def test_growth_takes_no_page_of_a_higher_priority() -> None:
+    bench, (low, high) = full_bench(0, 1)
+    assert max((low, high), key=lambda one: one.precedence) is low, "though it is the older"
+
+
+def test_a_prompt_of_higher_priority_goes_between_the_chunks_of_a_lower_one() -> None:
+    packer = batches()
+    packer.add(job(1, 150))
+    assert [row.sequence for row in packer.next_chunk(0).rows] == [1]  # type: ignore[union-attr]
+    packer.add(replace(job(2, 10, arrival=-1.0), priority=0))
+    packer.add(replace(job(3, 20, arrival=-PRIORITY_SECONDS), priority=1))
+    rows = []
+    while (chunk := packer.next_chunk(0)) is not None:
+        rows.append([row.sequence for row in chunk.rows])
+    assert rows == [[3], [1], [1, 2]]
+
+
+def test_prompts_that_have_not_begun_give_their_pages_to_a_higher_priority() -> None:
+    old, new = (QueuedPrompt(key, float(key), "d0", 4, 4) for key in (1, 2))
+    high = QueuedPrompt(3, 0.0, "d0", 4, 6, priority=1)
+    full = (RankLoad(3, 0),)
+    decision = admit(snapshot(high, ranks=full, unbegun=((old, 0), (new, 0))))
+    assert decision.withdrawn == (2,) and decision.placed == ((3, 0),)
+    equal = admit(snapshot(replace_priority(high, 0), ranks=full, unbegun=((old, 0), (new, 0))))
+    assert not equal.withdrawn and equal.blocked == 3
+    vast = replace_pages(high, 20)
+    decision = admit(snapshot(vast, ranks=full, unbegun=((old, 0), (new, 0))))
+    assert not decision.withdrawn, "none gives way where that is not enough"
+
+
+def replace_priority(prompt: QueuedPrompt, priority: int) -> QueuedPrompt:
+    return QueuedPrompt(
+        prompt.key, prompt.arrival, prompt.destination, 4, prompt.pages, priority=priority
+    )
+
+
+def replace_pages(prompt: QueuedPrompt, pages: int) -> QueuedPrompt:
+    return QueuedPrompt(
+        prompt.key, prompt.arrival, prompt.destination, 4, pages, priority=prompt.priority
+    )
