@@ -115,24 +115,30 @@ async def test_closing_a_sync_stream_cancels_the_request(door: HttpDoor) -> None
             {"messages": {"role": "user", "content": "hi"}},
             "messages must be a sequence of values, got dict; give a sequence of messages",
         ),
+        ({"messages": ["hi"]}, "messages must be a list of objects"),
         (
-            {"messages": [{"role": "user", "content": None}]},
-            r"messages\[0\].content must be text, got NoneType",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "content parts must have the type text, got 'image_url'",
         ),
         (
             {"messages": [ChatMessage("user", [{"type": "text"}])]},
-            r"messages\[0\].content must be text, got list; join its parts",
+            r"messages\[0\].content\[0\].text is missing",
         ),
         (
             {"messages": [{"role": "user", "content": "a\ud800"}]},
-            r"messages\[0\].content cannot be sent: '.ud800'",
+            r"messages\[0\] cannot be sent: '.ud800'",
         ),
+        (
+            {"messages": [], "chat_template_kwargs": {"a": object()}},
+            "chat_template_kwargs cannot be sent",
+        ),
+        ({"prompt": "x", "documents": [{"text": "a"}]}, "are for chats; give messages"),
         ({"prompt": "x", "max_tokens": 2**70}, "max_tokens"),
         ({"prompt": "x", "temperature": "hot"}, "temperature='hot'"),
         ({"prompt": "x", "beams": 4}, "unknown sampling option beams"),
         ({"prompt": "x", "stop": 5}, "stop=5"),
         ({"token_ids": ["a"]}, "cannot be sent"),
-        ({"messages": [{"role": "user"}]}, "a role and a content"),
+        ({"messages": [{"content": "x"}]}, r"messages\[0\].role is missing"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_before_anything_is(options, message) -> None:

@@ -48,6 +48,7 @@ _BY_FIRST = {
 }
 _WORDS = {"true": True, "false": False, "null": None}
 _INTEGER = re.compile(r"-?\d+")
+_PADDED = re.compile(r"[+-]?0\d+", re.ASCII)  # an integer with leading zeros
 # Bounds of the work, because references may form circles.
 _MOST_SCHEMAS, _DEEPEST = 1000, 40
 _LONGEST_PYTHON = 64 << 10
@@ -155,10 +156,15 @@ def from_python(bare: str, types: Types | None) -> str | None:
     only_case = bare.lower()
     if types is not None and "string" not in types and only_case in ("true", "false"):
         return only_case if "boolean" in types else None
+    if types and _PADDED.fullmatch(bare) and "string" not in types and _fits("integer", types):
+        return str(int(bare))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            value = _value(ast.parse(bare, mode="eval").body)
+            node = ast.parse(bare, mode="eval").body
+        if isinstance(node, ast.Tuple) and bare[0] != "(" and not (types and "array" in types):
+            return None  # a text with commas, such as 1,000
+        value = _value(node)
         made = _dumped(value)
         made.encode()
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterator
 
 # What models write around the names of tools, such as functions.NAME:0 or functions_NAME_1.
-_BEFORE = re.compile(r"(?:functions?|tools?|default_api|namespace)[._:/-]")
+_BEFORE = re.compile(r"(?:functions?|tools?|default_api|namespace)[._:/-]+")
 _BEHIND = re.compile(r"[._:#/-]+\d+$")
 
 

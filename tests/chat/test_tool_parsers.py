@@ -175,7 +175,9 @@ def test_a_value_between_tags_has_a_type_of_the_schema(
 
 
 @FORMS
-@pytest.mark.parametrize("called", ["functions_run_1", "functions.run:0", "tools/run", "run_12"])
+@pytest.mark.parametrize(
+    "called", ["functions_run_1", "functions.run:0", "functions::run", "tools/run", "run_12"]
+)
 def test_a_name_with_a_models_own_words_around_it_is_that_of_the_tool(
     name: str, write: Callable[[list[Call]], str], called: str
 ) -> None:

@@ -90,7 +90,7 @@ OBJECTS = st.dictionaries(TEXT, st.none() | st.booleans() | TEXT, max_size=2)
 MESSAGES = st.builds(
     ChatMessage,
     TEXT,
-    TEXT,
+    st.none() | TEXT | st.lists(TEXT, min_size=1, max_size=3).map(tuple),
     TEXT,
     st.lists(st.builds(ToolCall, TEXT, TEXT, TEXT), max_size=2).map(tuple),
     TEXT,
@@ -111,7 +111,8 @@ MESSAGES = st.builds(
                 st.booleans(),
                 arguments=OBJECTS,
                 tools=st.lists(
-                    st.builds(ChatTool, TEXT, TEXT, st.none() | OBJECTS), max_size=2
+                    st.builds(ChatTool, TEXT, TEXT, st.none() | OBJECTS, st.none() | OBJECTS),
+                    max_size=2,
                 ).map(tuple),
                 tool_choice=st.sampled_from(ToolChoice),
                 parallel_tool_calls=st.booleans(),

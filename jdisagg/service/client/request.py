@@ -2,26 +2,36 @@
 raises an error that names the argument, before anything is sent.
 
 Checks only that protobuf can represent the arguments. The server validates the values. Chat
-messages and tools may be jdisagg's classes or mappings in the form of OpenAI's API."""
+messages and tools may be jdisagg's classes or mappings in the form of OpenAI's API, which are read
+by the rules of the HTTP API (`service/http/chat.py`)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
-from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
+import msgspec
+
+from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool
 from jdisagg.dispatch.frontend import Prompt, TokenPrompt
 from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.errors import InvalidRequestError
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import wire_generation
 from jdisagg.service.grpc.wire_generation import ClientRequest
+from jdisagg.service.http.chat import chat_prompt
+from jdisagg.service.http.fields import Fields
 
 Given = Mapping[str, object]
 Messages = Sequence[ChatMessage | Given]
 Tools = Sequence[ChatTool | Given]
 
-_NEEDED = {"role", "content"}
-_MESSAGE = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+# Options of chats that the conversion reads by the names of the HTTP API.
+_PASSED_ON = (
+    "continue_final_message",
+    "chat_template_kwargs",
+    "documents",
+    "tool_choice",
+    "parallel_tool_calls",
+)
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -33,6 +43,7 @@ class GenerateOptions(SamplingOptions, total=False):
         continue_final_message: Whether the model continues the last message of the chat instead of
             starting a new one.
         chat_template_kwargs: Extra variables of the chat template.
+        documents: Objects for chat templates that show documents.
         tools, tool_choice, parallel_tool_calls: Functions that the model may call.
         request_id, deadline_seconds, tenant, cache_salt, priority: Identity and limits of the
             request.
@@ -43,6 +54,7 @@ class GenerateOptions(SamplingOptions, total=False):
     messages: Messages | None
     continue_final_message: bool | None
     chat_template_kwargs: Mapping[str, object] | None
+    documents: Sequence[Mapping[str, object]] | None
     tools: Tools | None
     tool_choice: str | Mapping[str, object] | None
     parallel_tool_calls: bool | None
@@ -57,16 +69,14 @@ class GenerateOptions(SamplingOptions, total=False):
 _REQUEST_OPTIONS = frozenset(GenerateOptions.__annotations__) - frozenset(
     SamplingOptions.__annotations__
 )
-_OF_CHATS = ("continue_final_message", "chat_template_kwargs", "tools")
+_OF_CHATS = ("continue_final_message", "chat_template_kwargs", "documents", "tools")
 
 
 def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
     """Builds the request. Raises InvalidRequestError with the field, its type and a remedy."""
     sampling = {name: value for name, value in options.items() if name not in _REQUEST_OPTIONS}
-    given = _prompt(prompt, options.get("token_ids"), options.get("messages"))
-    if isinstance(given, ChatPrompt):
-        given = _with_options(given, options)
-    elif any(options.get(name) for name in _OF_CHATS):
+    given = _prompt(prompt, options.get("token_ids"), options.get("messages"), options)
+    if not isinstance(given, ChatPrompt) and any(options.get(name) for name in _OF_CHATS):
         raise InvalidRequestError(f"{', '.join(_OF_CHATS)} are for chats; give messages")
     return ClientRequest(
         prompt=given,
@@ -80,31 +90,19 @@ def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
     )
 
 
-def _with_options(chat: ChatPrompt, options: GenerateOptions) -> ChatPrompt:
-    goes_on = bool(options.get("continue_final_message"))
-    choice, name = _tool_choice(options.get("tool_choice") or "auto")
-    return replace(
-        chat,
-        add_generation_prompt=not goes_on,
-        continue_final_message=goes_on,
-        arguments=options.get("chat_template_kwargs") or {},
-        tools=_chat_tools(options.get("tools") or ()),
-        tool_choice=choice,
-        tool_name=name,
-        parallel_tool_calls=options.get("parallel_tool_calls") is not False,
-    )
-
-
 def tokenize_request(prompt: str | None, messages: Messages | None) -> pb.TokenizeRequest:
     """Builds a tokenize request. Raises InvalidRequestError with the field, its type and a
     remedy."""
-    made = _prompt(prompt, None, messages)
+    made = _prompt(prompt, None, messages, GenerateOptions())
     assert not isinstance(made, TokenPrompt)
     return wire_generation.tokenize_to_proto(made)
 
 
 def _prompt(
-    prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None
+    prompt: str | None,
+    token_ids: Sequence[int] | None,
+    messages: Messages | None,
+    options: GenerateOptions,
 ) -> Prompt:
     if (prompt is not None) + (token_ids is not None) + (messages is not None) != 1:
         raise InvalidRequestError("give exactly one of prompt, token_ids, messages")
@@ -113,10 +111,7 @@ def _prompt(
             _items("token_ids", token_ids, "give a sequence of integers; for text, pass prompt=")
         )
     if messages is not None:
-        given = _items("messages", messages, "give a sequence of messages; for text, pass prompt=")
-        return ChatPrompt(
-            tuple(_chat_message(index, message) for index, message in enumerate(given))
-        )
+        return _chat(messages, options)
     return _text("prompt", prompt, "for ids, pass token_ids=, for a chat messages=")
 
 
@@ -129,50 +124,51 @@ def _items(name: str, given: Any, remedy: str = "give a sequence") -> tuple[Any,
     return tuple(given)
 
 
-def _chat_message(index: int, given: ChatMessage | Given) -> ChatMessage:
-    """Converts a chat message. Raises InvalidRequestError with the field and its type."""
-    where = f"messages[{index}]"
-    if not isinstance(given, ChatMessage):
-        needed = {"role"} if isinstance(given, Mapping) and given.get("tool_calls") else _NEEDED
-        if not isinstance(given, Mapping) or not needed <= set(given) <= set(_MESSAGE):
-            raise InvalidRequestError(
-                "a chat message has a role and a content, perhaps some of"
-                f" {', '.join(_MESSAGE[2:])}, and nothing else, got {given!r:.200}"
-            )
-        calls = _items(f"{where}.tool_calls", given.get("tool_calls") or ())
-        given = ChatMessage(
-            _text(f"{where}.role", given["role"]),
-            _content(where, given.get("content") or "" if calls else given["content"]),
-            reasoning=_text(f"{where}.reasoning_content", given.get("reasoning_content") or ""),
-            tool_calls=tuple(
-                _call(f"{where}.tool_calls[{at}]", one) for at, one in enumerate(calls)
-            ),
-            tool_call_id=_text(f"{where}.tool_call_id", given.get("tool_call_id") or ""),
-            name=_text(f"{where}.name", given.get("name") or ""),
-        )
-    _text(f"{where}.role", given.role)
-    _content(where, given.content)
-    return given
+def _chat(messages: Messages, options: GenerateOptions) -> ChatPrompt:
+    """Converts a chat by the rules of the HTTP API. Raises InvalidRequestError with the field."""
+    given = _items("messages", messages, "give a sequence of messages; for text, pass prompt=")
+    tools = _items("tools", options.get("tools") or ())
+    body: dict[str, object] = {
+        "messages": [
+            _json(f"messages[{at}]", _openai_message(one)) for at, one in enumerate(given)
+        ],
+        "tools": [
+            _json(f"tools[{at}]", one.shown if isinstance(one, ChatTool) else one)
+            for at, one in enumerate(tools)
+        ],
+    }
+    for name in _PASSED_ON:
+        if (value := options.get(name)) is not None:
+            body[name] = _json(name, value)
+    return chat_prompt(Fields.of(msgspec.json.encode(body)))
 
 
-def _chat_tools(given: Tools) -> tuple[ChatTool, ...]:
-    return tuple(_tool(f"tools[{at}]", one) for at, one in enumerate(_items("tools", given)))
+def _openai_message(message: ChatMessage | Given) -> Given:
+    """Returns a message in the form of OpenAI's API."""
+    if not isinstance(message, ChatMessage):
+        return message
+    content = message.content
+    return {
+        "role": message.role,
+        "content": list(content) if isinstance(content, tuple) else content,
+        "reasoning_content": message.reasoning,
+        "tool_calls": [
+            {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ],
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+    }
 
 
-def _tool_choice(given: str | Given) -> tuple[ToolChoice, str]:
-    """Returns the tool choice and the name of the tool that the model must call ("" for any
-    tool)."""
-    if isinstance(given, Mapping):
-        function = _object("tool_choice.function", given, "function")
-        return ToolChoice.REQUIRED, _text("tool_choice.function.name", function.get("name"))
+def _json(name: str, value: object) -> msgspec.Raw:
+    """Returns a value as JSON. Raises InvalidRequestError with its name if it has no such form."""
     try:
-        return ToolChoice(given), ""
-    except ValueError:
-        choices = ", ".join(choice.value for choice in ToolChoice)
-        raise InvalidRequestError(
-            f"tool_choice must be one of {choices}, or a mapping that names a function, got"
-            f" {given!r:.80}"
-        ) from None
+        return msgspec.Raw(msgspec.json.encode(value))
+    except UnicodeEncodeError as error:
+        raise _half_pair(name, error) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name} cannot be sent: {error}; give JSON values") from None
 
 
 def _text(name: str, value: object, remedy: str = "give a str") -> str:
@@ -182,48 +178,12 @@ def _text(name: str, value: object, remedy: str = "give a str") -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"{name} cannot be sent: {value[error.start]!r}, its character {error.start}, is half"
-            " of a surrogate pair; decode the source with errors='replace'"
-        ) from None
+        raise _half_pair(name, error) from None
     return value
 
 
-def _content(where: str, value: object) -> str:
-    return _text(f"{where}.content", value, "join its parts into one text, or omit the message")
-
-
-def _call(where: str, given: object) -> ToolCall:
-    if isinstance(given, ToolCall):
-        return given
-    one, function = _object(where, given), _object(f"{where}.function", given, "function")
-    return ToolCall(
-        _text(f"{where}.function.name", function.get("name")),
-        _text(f"{where}.function.arguments", function.get("arguments") or ""),
-        _text(f"{where}.id", one.get("id") or ""),
+def _half_pair(name: str, error: UnicodeEncodeError) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{name} cannot be sent: {error.object[error.start]!r}, its character {error.start}, is"
+        " half of a surrogate pair; decode the source with errors='replace'"
     )
-
-
-def _tool(where: str, given: object) -> ChatTool:
-    if isinstance(given, ChatTool):
-        return given
-    function = _object(f"{where}.function", given, "function")
-    parameters = function.get("parameters")
-    return ChatTool(
-        _text(f"{where}.function.name", function.get("name")),
-        _text(f"{where}.function.description", function.get("description") or ""),
-        None if parameters is None else _object(f"{where}.function.parameters", parameters),
-    )
-
-
-def _object(where: str, given: object, field: str = "") -> Given:
-    """Returns `given` as a JSON object. If `field` is given, returns the object in that field of
-    `given`."""
-    value = given
-    if field:
-        value = given.get(field) if isinstance(given, Mapping) else given
-    if not isinstance(value, Mapping):
-        raise InvalidRequestError(
-            f"{where} must be a mapping in the form of OpenAI's API, got {type(value).__name__}"
-        )
-    return value

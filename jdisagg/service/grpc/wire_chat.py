@@ -14,6 +14,7 @@ from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc.wire import build
 
 MAX_MESSAGES = 16_384
+MAX_PARTS = 16_384
 SHOWN_CHARACTERS = 80
 
 _CHOICE_TO_PROTO = {
@@ -75,10 +76,13 @@ def call_delta_from_proto(message: pb.ToolCallDelta) -> ToolCallDelta:
 
 
 def _message_to_proto(message: ChatMessage) -> pb.ChatMessage:
+    content = message.content
     return build(
         pb.ChatMessage,
         role=message.role,
-        content=message.text,
+        content=content if isinstance(content, str) else "",
+        parts=content if isinstance(content, tuple) else (),
+        null_content=content is None or content == (),
         reasoning=message.reasoning,
         tool_calls=[
             build(pb.ToolCall, id=call.id, name=call.name, arguments_json=call.arguments)
@@ -91,9 +95,15 @@ def _message_to_proto(message: ChatMessage) -> pb.ChatMessage:
 
 def _message_from_proto(message: pb.ChatMessage) -> ChatMessage:
     at_most("tool_calls", len(message.tool_calls), MAX_MESSAGES)
+    at_most("parts", len(message.parts), MAX_PARTS)
+    content = None if message.null_content else message.content
+    if message.parts:
+        if message.content:
+            raise InvalidRequestError("content and parts exclude each other: set one of them")
+        content = tuple(message.parts)
     return ChatMessage(
         message.role,
-        message.content,
+        content,
         reasoning=message.reasoning,
         tool_calls=tuple(
             ToolCall(call.name, call.arguments_json, call.id) for call in message.tool_calls
@@ -104,14 +114,24 @@ def _message_from_proto(message: pb.ChatMessage) -> ChatMessage:
 
 
 def _tool_to_proto(index: int, tool: ChatTool) -> pb.Tool:
-    name = f"tools[{index}].function.parameters"
-    schema = "" if tool.parameters is None else _to_json(name, tool.parameters) or "{}"
-    return build(pb.Tool, name=tool.name, description=tool.description, parameters_json=schema)
+    where = f"tools[{index}].function"
+    return build(
+        pb.Tool,
+        name=tool.name,
+        description=tool.description,
+        parameters_json=_schema_to_json(f"{where}.parameters", tool.parameters),
+        return_json=_schema_to_json(f"{where}.return", tool.returns),
+    )
+
+
+def _schema_to_json(name: str, schema: Mapping[str, object] | None) -> str:
+    return "" if schema is None else _to_json(name, schema) or "{}"
 
 
 def _tool_from_proto(index: int, tool: pb.Tool) -> ChatTool:
     schema = _from_json(f"tools[{index}].parameters_json", tool.parameters_json)
-    return ChatTool(tool.name, tool.description, schema)
+    returns = _from_json(f"tools[{index}].return_json", tool.return_json)
+    return ChatTool(tool.name, tool.description, schema, returns)
 
 
 def _to_json(name: str, value: Mapping[str, object]) -> str:

@@ -19,8 +19,15 @@ from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.token_stream import TokenStream
+from jdisagg.errors import InvalidRequestError
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.request import Grammar, GrammarKind
+from jdisagg.service.client.request import GenerateOptions
+from jdisagg.service.client.request import asked as client_request
+from jdisagg.service.grpc import generation_pb2 as pb
+from jdisagg.service.grpc.wire_generation import client_request_from_proto, client_request_to_proto
+from jdisagg.service.http.chat import chat_prompt
+from jdisagg.service.http.fields import Fields
 from jdisagg.service.server import GenerationServer
 from jdisagg.timeouts import RequestTimeouts, Timeouts
 from tests.fakes.cluster import Cluster
@@ -352,3 +359,60 @@ async def quiet(cluster: Cluster) -> None:
             with contextlib.suppress(AssertionError):
                 return await cluster.check_quiet(0.0)
             await asyncio.sleep(0.02)
+
+
+CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "a"}, "b"]},
+        {"role": "developer", "content": "c"},
+        {"role": "user", "content": ""},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning": "why",
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "d"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "so"}, "e"]},
+        {"role": "user", "content": "f", "name": "Ann"},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "parameters": {"type": "object"},
+                "return": {"type": "string"},
+            },
+        },
+        {"name": "g", "description": "of the other API"},
+    ],
+    "documents": [{"title": "t", "text": "d"}],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "parallel_tool_calls": False,
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+
+
+def test_a_chat_over_grpc_is_the_chat_that_http_reads() -> None:
+    over_http = chat_prompt(Fields.of(json.dumps(CHAT).encode()))
+    message = client_request_to_proto(client_request(None, GenerateOptions(**CHAT)))
+    sent = pb.GenerateRequest.FromString(message.SerializeToString())
+    over_grpc = client_request_from_proto(sent).prompt
+    assert over_grpc == over_http
+    assert over_http.messages[0].content == ("a", "b")
+    assert over_http.messages[3].content is None
+    assert over_http.tools[0].returns == {"type": "string"}
+    assert over_http.arguments["documents"] == CHAT["documents"]
+    objects = GenerateOptions(**CHAT | {"messages": over_http.messages, "tools": over_http.tools})
+    again = client_request_to_proto(client_request(None, objects))
+    assert client_request_from_proto(again).prompt == over_http, (
+        "jdisagg's own classes mean the same"
+    )
+
+
+def test_content_and_parts_of_a_message_exclude_each_other() -> None:
+    both = pb.ChatMessage(role="user", content="a", parts=["b"])
+    request = pb.GenerateRequest(chat=pb.ChatMessages(messages=[both]))
+    with pytest.raises(InvalidRequestError, match="content and parts exclude each other"):
+        client_request_from_proto(request)
