@@ -91,7 +91,7 @@ _OF_WORKERS = {
     "pulls_timed_out": "KV transfers that failed or timed out. They are repeated.",
     "sequences_moved": "Running sequences moved to another decode worker.",
     "sequences_spilled": "Sequences whose KV was set aside in host memory.",
-    "sequences_yielded": "Sequences set aside for requests of higher priority.",
+    "sequences_yielded": "Sequences preempted for requests of higher priority.",
     "snapshots_evicted": "Snapshots of recurrent state dropped from device memory.",
     "snapshots_kept": "Snapshots of recurrent state made at the ends of cached prefixes.",
     "snapshots_used": "Prompts and fetches that continued from a snapshot of recurrent state.",

@@ -143,7 +143,7 @@ class ObservedDecode:
                     ):
                         now, before = observer.now(), latest.get(span.child)
                         first = "first span" if call.source is None else "hand-off to first span"
-                        later = "set aside" if span.child in aside else "decode"
+                        later = "swapped out" if span.child in aside else "decode"
                         self._trace(
                             first if before is None else later,
                             started if before is None else before,

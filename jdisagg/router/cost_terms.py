@@ -6,8 +6,8 @@ part of the KV transfer that remains after the prefill.
 
 A decode worker has room if it has a free slot, enough free pages on the rank with the most free
 pages, pages for the expected growth of this router's sequences, an empty queue, and a step within
-the TPOT bound. What sequences of lower priority hold counts as free, because the worker sets them
-aside. Otherwise running sequences must end first. By Little's law they end at the rate
+the TPOT bound. What sequences of lower priority hold counts as free, because the worker preempts
+them. Otherwise running sequences must end first. By Little's law they end at the rate
 running / (mean length x step)."""
 
 import math

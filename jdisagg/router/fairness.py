@@ -15,7 +15,7 @@ the seconds that its priority counts as (`scheduler/priorities.py`). An old requ
 therefore eventually precedes new requests of high priority.
 
 A request of higher priority may overtake a head that no worker has room for (`pressing`), because
-workers set sequences of lower priority aside for it."""
+workers preempt sequences of lower priority for it."""
 
 import heapq
 from collections import Counter

@@ -1,18 +1,18 @@
-"""Decides which sequences are set aside for a waiting request of higher priority. Pure.
+"""Decides which sequences are preempted for a waiting request of higher priority. Pure.
 
 A request of higher priority takes the batch slots and KV pages that sequences of lower priority
-hold. Their KV is swapped out (`worker/spilled_kv.py`) and they continue when there is room. Of the
-sequences that yield, those of the lowest priority are set aside first, and among these the newest.
-No sequence yields to an equal or lower priority.
+hold. Their KV is swapped out (`worker/spilled_kv.py`) and they continue when there is room. The
+sequences of the lowest priority are preempted first, and among these the newest. No sequence yields
+to an equal or lower priority.
 
-A step of priority counts as `PRIORITY_SECONDS` of waiting, up to `MOST_PRIORITY` steps. So requests
+A unit of priority counts as `PRIORITY_SECONDS` of waiting, up to `MOST_PRIORITY` steps. So requests
 of low priority do not starve: one that waits is served before newer requests of higher priority,
-and a sequence that was set aside for this long altogether yields no more. A sequence that came back
-yields again only after a new token, so every return brings the request forward.
+and a sequence that was swapped out for this long in total yields no more. A sequence that was
+swapped in yields again only after a new token, so that its request always makes progress.
 
 Invariants (each is a test of the same name in tests/scheduler/test_priorities.py):
 - only_a_lower_priority_yields_and_not_for_ever
-- the_lowest_and_newest_are_set_aside_and_no_more_than_needed"""
+- the_lowest_and_newest_are_preempted_and_no_more_than_needed"""
 
 from collections.abc import Sequence as Sized
 
@@ -28,21 +28,21 @@ def head_start(priority: int) -> float:
 
 
 def yields(priority: int, aside_seconds: float, to_priority: int) -> bool:
-    """Returns whether a sequence is set aside for a request of `to_priority`.
+    """Returns whether a sequence is preempted for a request of `to_priority`.
 
     Args:
-        aside_seconds: Seconds for which the sequence was set aside before.
+        aside_seconds: Seconds for which the sequence was swapped out before.
     """
     return aside_seconds < head_start(to_priority) - head_start(priority)
 
 
 @plain
-class Holder:
+class YieldingSequence:
     """A sequence that yields.
 
     Attributes:
         newness: Sort key by age, newest sequence last.
-        pages: Number of pages that become free if it is set aside.
+        pages: Number of pages that become free if it is preempted.
         computed: Whether all its KV is in pages. Otherwise what was computed of it is lost.
     """
 
@@ -53,8 +53,10 @@ class Holder:
     computed: bool = True
 
 
-def to_set_aside(holders: Sized[Holder], pages: int, sequences: int) -> list[Holder] | None:
-    """Chooses the sequences that are set aside on one rank.
+def to_preempt(
+    holders: Sized[YieldingSequence], pages: int, sequences: int
+) -> list[YieldingSequence] | None:
+    """Chooses the sequences that are preempted on one rank.
 
     Args:
         holders: The sequences of the rank that yield.
@@ -66,7 +68,7 @@ def to_set_aside(holders: Sized[Holder], pages: int, sequences: int) -> list[Hol
     """
     order = sorted(holders, key=lambda one: one.newness, reverse=True)
     order.sort(key=lambda one: (one.priority, not one.computed))
-    chosen: list[Holder] = []
+    chosen: list[YieldingSequence] = []
     for holder in order:
         if pages <= 0 and sequences <= 0:
             break

@@ -7,7 +7,7 @@ tokens of each child. Children (the samples of a request with n > 1) share the f
 prompt. Each child gets its own copy of the last, partly filled page when the KV has arrived. Pages
 of cached blocks are shared, and only the other pages are newly reserved. No request overtakes the
 head of the queue, so that small requests never starve an old large request, except a request of
-higher priority for which others are set aside (`pressing`). A preempted request keeps its arrival
+higher priority for which others are preempted (`pressing`). A preempted request keeps its arrival
 time and precedes later requests.
 
 After a grant, at least one page is free for each sequence that may still need pages. A few more
@@ -24,7 +24,7 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import sequences_ahead
 from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.scheduler.priorities import Holder, head_start, to_set_aside
+from jdisagg.scheduler.priorities import YieldingSequence, head_start, to_preempt
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage, wanted_of_prompt
 from jdisagg.scheduler.spills import Spill
@@ -204,8 +204,8 @@ class Reservations:
     # ---- sequences that yield
 
     def pressing(self) -> WaitingReservation | None:
-        """Returns the first waiting request for which sequences of lower priority may be set
-        aside, or None."""
+        """Returns the first waiting request for which sequences of lower priority may be
+        preempted, or None."""
         groups = self._state.groups.values()
         if not self._queue or not groups:
             return None
@@ -217,19 +217,19 @@ class Reservations:
                 return waiting
         return None
 
-    def to_set_aside(self, waiting: WaitingReservation, coming: Sized[int]) -> list[Sequence]:
-        """Returns the sequences that must be set aside so that a rank has room for a request.
+    def to_preempt(self, waiting: WaitingReservation, coming: Sized[int]) -> list[Sequence]:
+        """Returns the sequences that must be preempted so that a rank has room for a request.
         Chooses the rank on which the priorities of these are lowest and their number is smallest.
         Returns none if some rank has room, or none could have.
 
         Args:
             coming: For each rank, the number of pages that become free when copies have ended.
         """
-        best: list[Holder] | None = None
+        best: list[YieldingSequence] | None = None
         for rank in range(self._state.limits.ranks):
             able = self._holders(rank, waiting.priority)
             pages, sequences = self._short(waiting, rank)
-            few = to_set_aside(able, pages - coming[rank], sequences)
+            few = to_preempt(able, pages - coming[rank], sequences)
             if few is not None and (best is None or _worth(few) < _worth(best)):
                 best = few
         keys = {one.key: number for number, one in enumerate(best or ())}
@@ -241,11 +241,11 @@ class Reservations:
         ]
         return sorted(found, key=lambda child: keys[child.key])
 
-    def _holders(self, rank: int, priority: int) -> list[Holder]:
+    def _holders(self, rank: int, priority: int) -> list[YieldingSequence]:
         """Returns the sequences of a rank that yield to a request of this priority."""
         state, ledger = self._state, self._state.ledgers[rank]
         return [
-            Holder(
+            YieldingSequence(
                 child.key,
                 group.request.priority,
                 child.age_key,
@@ -421,5 +421,5 @@ class Reservations:
         return group
 
 
-def _worth(few: Sized[Holder]) -> tuple[int, int]:
+def _worth(few: Sized[YieldingSequence]) -> tuple[int, int]:
     return max([one.priority for one in few], default=0), len(few)

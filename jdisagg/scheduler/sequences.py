@@ -73,10 +73,10 @@ class Sequence:
         drafting: Number of the sequence's draft tokens in steps in flight.
         predicted: Latest prediction that is not counted yet: its kind, the number of generated
             tokens before it, and its tokens.
-        yielded_at: Time when it was set aside for a request of higher priority; None if it was not,
-            or has come back.
-        aside_seconds: Seconds for which it was set aside for such requests before.
-        returned_with: Number of generated tokens when it came back last; -1 before.
+        yielded_at: Time when it was preempted for a request of higher priority; None if it was not,
+            or was swapped in.
+        aside_seconds: Seconds for which it was swapped out for such requests before.
+        returned_with: Number of generated tokens when it was swapped in last; -1 before.
     """
 
     key: int
@@ -132,13 +132,13 @@ class Sequence:
         return (since - head_start(self.group.request.priority), self.group.key)
 
     def yields_to(self, priority: int) -> bool:
-        """Returns whether the sequence is set aside for a request of this priority."""
+        """Returns whether the sequence is preempted for a request of this priority."""
         return len(self.generated) > self.returned_with and yields(
             self.group.request.priority, self.aside_seconds, priority
         )
 
     def came_back(self, now: float) -> None:
-        """Records that a sequence that was set aside has pages again."""
+        """Records that a preempted sequence has pages again."""
         self.returned_with = len(self.generated)
         if self.yielded_at is not None:
             self.aside_seconds += now - self.yielded_at

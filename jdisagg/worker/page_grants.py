@@ -1,4 +1,4 @@
-"""Gives the pages of a decode worker to waiting and swapped-out sequences, and sets sequences aside
+"""Gives the pages of a decode worker to waiting and swapped-out sequences, and preempts sequences
 for requests of higher priority.
 
 `scheduler/reservations.py` and `scheduler/priorities.py` decide which. This module swaps sequences
@@ -70,11 +70,11 @@ class PageGrants:
             granted(group)
 
     def make_room(self, lease_seconds: float, granted: Granted) -> None:
-        """Sets sequences aside for ready sequences that lack a slot, and for waiting requests that
+        """Preempts sequences for ready sequences that lack a slot, and for waiting requests that
         lack pages. If too many copies are in flight, does the rest when it is called again. The
         arguments are those of `give_free`."""
         for last in self._batches.yielding_slots() if self._state.ready else ():
-            if not self._set_aside(last):
+            if not self._preempt(last):
                 return
         while (waiting := self._reservations.pressing()) is not None:
             spill = self._spilled.spills.next()
@@ -84,11 +84,11 @@ class PageGrants:
             if group is not None:
                 granted(group)
                 continue
-            last_ones = self._reservations.to_set_aside(waiting, self._spilled.coming_pages())
-            if not last_ones or not all([self._set_aside(one) for one in last_ones]):
+            last_ones = self._reservations.to_preempt(waiting, self._spilled.coming_pages())
+            if not last_ones or not all([self._preempt(one) for one in last_ones]):
                 return
 
-    def _set_aside(self, child: Sequence) -> bool:
+    def _preempt(self, child: Sequence) -> bool:
         """Takes slot and pages of a sequence. Returns False if it must keep them for now, because
         too many copies are in flight."""
         self._migration.abort(child.group.key, "the sequence yields to a higher priority")

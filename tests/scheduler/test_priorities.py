@@ -12,8 +12,8 @@ from jdisagg.scheduler.prefill_admission import QueuedPrompt, RankLoad, admit
 from jdisagg.scheduler.priorities import (
     MOST_PRIORITY,
     PRIORITY_SECONDS,
-    Holder,
-    to_set_aside,
+    YieldingSequence,
+    to_preempt,
     yields,
 )
 from jdisagg.scheduler.reservations import WaitingReservation
@@ -41,14 +41,14 @@ def test_only_a_lower_priority_yields_and_not_for_ever(mine: int, other: int, as
     st.integers(-3, 20),
     st.integers(-2, 6),
 )
-def test_the_lowest_and_newest_are_set_aside_and_no_more_than_needed(
+def test_the_lowest_and_newest_are_preempted_and_no_more_than_needed(
     shapes: list[tuple[int, int, bool]], pages: int, sequences: int
 ) -> None:
     holders = [
-        Holder(key, priority, (float(key), key, 0), count, computed)
+        YieldingSequence(key, priority, (float(key), key, 0), count, computed)
         for key, (priority, count, computed) in enumerate(shapes)
     ]
-    chosen = to_set_aside(holders, pages, sequences)
+    chosen = to_preempt(holders, pages, sequences)
     if chosen is None:
         assert sum(one.pages for one in holders) < pages or len(holders) < sequences
         return
@@ -91,8 +91,8 @@ def test_pages_of_the_lowest_priority_and_of_the_newest_go_to_a_higher_one() -> 
     waiting = asks(bench, 10, 3)
     assert waiting is not None and waiting.priority == 3
     assert bench.reservations.grant_one(waiting, 99.0) is None
-    assert bench.reservations.to_set_aside(waiting, (0,)) == [new]
-    assert bench.reservations.to_set_aside(waiting, (5,)) == [], "copies free as many"
+    assert bench.reservations.to_preempt(waiting, (0,)) == [new]
+    assert bench.reservations.to_preempt(waiting, (5,)) == [], "copies free as many"
     bench.state.set_aside(new)
     group = bench.reservations.grant_one(waiting, 99.0)
     assert isinstance(group, SequenceGroup) and group.request.priority == 3

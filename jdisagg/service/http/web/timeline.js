@@ -12,7 +12,7 @@ const ROWS = [
   ["Insert", "transfer", ["insert", "verified"]],
   ["Hand-off", "wait", ["hand-off to first span", "first span", "admit", "moved"]],
   ["Decode", "decode", ["decode", "preempted", "migration"]],
-  ["Set aside", "wait", ["set aside"]],
+  ["Swapped out", "wait", ["swapped out"]],
   ["Failures", "bad", ["retry", "failed", "source lost", "hand-off aborted"]],
 ];
 
@@ -26,7 +26,7 @@ const MEANS = {
   Insert: "writes KV into pages and compares checksums",
   "Hand-off": "the decode worker waits for the KV, then computes its first tokens",
   Decode: "computes the other tokens",
-  "Set aside": "its KV is in host memory, because others need the pages or it is suspended",
+  "Swapped out": "its KV is in host memory, because others need the pages or it is suspended",
 };
 
 // Spans that other rows show in more detail.
