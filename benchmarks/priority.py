@@ -93,7 +93,7 @@ def simulated(mode: Mode) -> dict[str, object]:
     ended = [one for one in results["storm"].outcomes if one.end == "finished"]
     counters = results["storm"].counters
     names = ("sequences_yielded", "spills_restored", "spills_missed", "preemptions")
-    counts: dict[str, object] = {name: counters[name] for name in names}
+    counts: dict[str, object] = {name: counters.get(name, 0) for name in names}
     return told(f"simulated {mode.value}", ttfts, {"finished": len(ended), **counts})
 
 

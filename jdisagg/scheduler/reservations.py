@@ -255,6 +255,7 @@ class Reservations:
             )
             for group in state.groups.values()
             if group.rank == rank and group.request.priority < priority
+            if group.handoff.state is not HandoffState.RESERVED  # its caller begins at once
             for child in group.alive
             if child.stage in _HOLDING and child.yields_to(priority)
         ]

@@ -294,6 +294,8 @@ class DecodeWorker(MeshWorker):
             ticket, granted = await self._enqueue(call, arrival)
             self._settle()
             group = await self._requests.wait(ticket, granted, call.deadline_seconds)
+        if not group.alive:
+            raise self._not_held(ticket, call.attempt)
         tokens = group.prompt_tokens + len(call.children[0].accepted)
         self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
         try:
