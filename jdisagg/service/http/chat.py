@@ -129,7 +129,7 @@ def _read_content(
         return fields.read(name, _TEXT_PARTS), []
     texts: list[str] = []
     thoughts: list[str] = []
-    for part in fields.parts(name) or []:
+    for part in fields.parts(name, text_field="text") or []:
         kind = part.read("type", TEXT) or "text"
         if kind in of_thoughts:
             thoughts.append(part.given("thinking" if part.has("thinking") else "text", TEXT))

@@ -163,15 +163,26 @@ class Fields:
         """Returns the fields of a nested object. An absent object has no fields."""
         return Fields(self.read(name, OBJECT) or {}, f"{self._path}{name}.")
 
-    def parts(self, name: str, most: int = MAX_PARTS) -> "list[Fields] | None":
+    def parts(
+        self, name: str, most: int = MAX_PARTS, text_field: str = ""
+    ) -> "list[Fields] | None":
         """Returns the fields of each object in a list, or None if the list is absent. If the list
-        has more than `most` objects, raises InvalidRequestError before decoding them."""
+        has more than `most` objects, raises InvalidRequestError before decoding them.
+
+        Args:
+            text_field: If set, a string in the list stands for an object with this field.
+        """
         listed = self.read(name, _LIST)
         if listed is None:
             return None
         at_most(f"{self._path}{name}", len(listed), most)
         try:
-            objects = [_object.decode(one) for one in listed]
+            objects = [
+                {text_field: one}
+                if text_field and bytes(one).startswith(b'"')
+                else _object.decode(one)
+                for one in listed
+            ]
         except (msgspec.MsgspecError, RecursionError):
             raise InvalidRequestError(
                 f"{self._path}{name} must be {_RULE_OF_PARTS}, got {shown(self._raw[name])}"

@@ -373,10 +373,7 @@ CHAT: dict[str, Any] = {
             "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}],
         },
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "d"}]},
-        {
-            "role": "assistant",
-            "content": [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "e"}],
-        },
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "so"}, "e"]},
         {"role": "user", "content": "f", "name": "Ann"},
     ],
     "tools": [
