@@ -370,7 +370,7 @@ CHAT: dict[str, Any] = {
             "role": "assistant",
             "content": None,
             "reasoning": "why",
-            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}],
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"x": tr'}}],
         },
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "d"}]},
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "so"}, "e"]},
