@@ -133,6 +133,7 @@ async def low(client: AsyncClient, number: int) -> tuple[list[int], int]:
         ignore_eos=True,
         priority=LOW,
     )
+    assert done.timings is not None
     return list(done.choices[0].token_ids), done.timings.preemptions
 
 
@@ -172,6 +173,7 @@ async def measured(target: str) -> dict[str, object]:
 
 
 def main(_: list[str]) -> None:
+    found: dict[str, object]
     if not _LIVE.value:
         found = {mode.value: simulated(mode) for mode in Mode}
     elif _TARGET.value:
