@@ -67,19 +67,20 @@ class Weighed:
     """Predicted costs of all possible choices, in seconds.
 
     Attributes:
-        pairs: Time to the request's end for each pair [prefill workers, decode workers], minus the
-            prefill seconds that other requests save because the worker's cached prefix is used.
+        pairs: Time to the request's end for each pair [prefill workers, decode workers], minus
+            `spared`.
+        spared: For each prefill worker, prefill seconds that other requests save because its cached
+            prefix is used.
         local: Costs of computing the prompt on the decode workers, or None if no decode worker can
             prefill.
-        alone: Time to the request's end if the decode worker also prefills (inf: not possible),
-            minus the prefill seconds that other requests save because the decode worker's cached
-            prefix is used.
+        alone: Time to the request's end if the decode worker also prefills (inf: not possible).
     """
 
     prefills: PrefillCosts
     decodes: DecodeCosts
     transfer: Array
     pairs: Array
+    spared: Array
     local: LocalCosts | None
     alone: Array
 
@@ -220,8 +221,7 @@ def weigh(
     local, alone = None, np.full(len(decodes), np.inf)
     if decodes.side.can_prefill and decodes.table.flag("can_prefill").any():
         local, alone = _weigh_alone(state, side, decodes, query, now, policy, rest)
-        alone = alone - WORTH_TO_OTHERS * local.costs.spared
-    return Weighed(every, side, transfer, pairs, local, alone)
+    return Weighed(every, side, transfer, pairs, spared, local, alone)
 
 
 def _broken(
@@ -293,10 +293,8 @@ def _choose(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    paired, alone = (
-        _pair(state, weighed, decodes, query, policy),
-        _alone(state, weighed, decodes, query),
-    )
+    paired = _pair(state, weighed, decodes, query, policy)
+    alone = _alone(state, weighed, decodes, query)
     if alone is None:
         if paired is None:
             raise nobody(state, state.prefill, "prefill")
@@ -309,14 +307,13 @@ def _choose(
     # The margin covers what the price omits: the loss of other streams, and that prefill workers
     # will not have this prompt cached.
     gain = 0.0 if mixed else policy.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
+    if weighed.local and local.cached_tokens > max(pair.cached_tokens, pair.peer_tokens):
+        at = int(decodes.rows.searchsorted(state.row_of(local.decode)))
+        local_cost -= WORTH_TO_OTHERS * float(weighed.local.costs.spared[at])
     if local_cost + gain < pair_cost:
-        return replace(
-            local,
-            reason=(
-                f"{local.reason}; {_ms(pair_cost - local_cost)} less in total than {pair.prefill}"
-                f" and {pair.decode}"
-            ),
-        )
+        less = _ms(pair_cost - local_cost)
+        reason = f"{local.reason}; {less} less in total than {pair.prefill} and {pair.decode}"
+        return replace(local, reason=reason)
     more = local_cost + gain - pair_cost
     reason = f"{pair.reason}; on {local.decode} alone it would cost {_ms(more)} more"
     margin = ", required gain included (routing.local_gain)"
@@ -380,7 +377,7 @@ def _pair(
     if not weighed.pairs.size:
         return None
     which, other = divmod(int(weighed.pairs.argmin()), weighed.pairs.shape[1])
-    cost = float(weighed.pairs[which, other])
+    cost = float(weighed.pairs[which, other] + weighed.spared[which])
     if cost == np.inf:
         return None
     prefills, side = weighed.prefills, weighed.decodes
