@@ -218,6 +218,11 @@ def _ids(given: Sequence[object]) -> TokenPrompt:
 
 def sampling_options(fields: Fields) -> SamplingOptions:
     """Reads the sampling options that completions, chats and responses have in common."""
+    allowed = fields.read("allowed_token_ids", INTEGERS)
+    if allowed is not None and not allowed:
+        raise InvalidRequestError(
+            "allowed_token_ids is empty: no token could be chosen; list some or leave it out"
+        )
     options = SamplingOptions(
         logit_bias=fields.read("logit_bias", BIASES),
         stop=fields.read("stop", TEXTS),
@@ -226,7 +231,7 @@ def sampling_options(fields: Fields) -> SamplingOptions:
         include_stop_str_in_output=either(fields, _WITH_STOP, YES),
         skip_special_tokens=fields.read("skip_special_tokens", YES),
         grammar=grammar_from(fields),
-        allowed_token_ids=fields.read("allowed_token_ids", INTEGERS),
+        allowed_token_ids=allowed,
         bad_words=fields.read("bad_words", TEXTS),
     )
     numbers = {name: fields.read(name, NUMBER) for name in _NUMBERS}

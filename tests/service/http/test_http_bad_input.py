@@ -66,6 +66,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": 3}, "stream_options", "must be an object, got 3"),
     ({"allowed_token_ids": [1, 300]}, "allowed_token_ids", "is not a token id"),
     ({"allowed_token_ids": "ab"}, "allowed_token_ids", "must be"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "no token could be chosen"),
     ({"bad_words": [""]}, "bad_words", "non-empty texts"),
     ({"bad_words": ["x"], "allowed_token_ids": [1]}, "allowed_token_ids", "together"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "[0, 20], got 21"),
