@@ -18,7 +18,8 @@ from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from jdisagg.prefix_config import PrefixConfig as PrefixConfig  # re-exported
 from jdisagg.timeouts import Timeouts
 
-SPECULATE = ("auto", "ngram", "off")
+SPECULATE = ("auto", "mtp", "ngram", "off")
+LAYER_DRAFTS = ("auto", "mtp")  # load the checkpoint's next-token layer
 KV_CHANNELS = ("auto", "engine", "nixl", "cuda")
 KEPT_RESPONSES_MIB = 64
 _ORIGIN = re.compile(r"https?://[^/\s,]+")
@@ -99,8 +100,10 @@ class InstanceConfig:
         stream_tokens: Number of new tokens of a sequence that are sent together. The first token is
             sent at once. Values above 1 save host work and make streams less smooth.
         speculate: How decode steps draft tokens, which change no stream (docs/speculation.md).
-            ngram: from the tokens of the sequence itself, as long as this saves time. off: not at
-            all. auto: as ngram.
+            mtp: with the next-token layer of the checkpoint. ngram: from the tokens of the sequence
+            itself. off: not at all. auto: mtp if the checkpoint has such a layer, else ngram.
+            Drafts are made as long as this saves time. Workers that exchange KV must load the same
+            layers, so auto and mtp must be set on prefill workers, too.
         queue_limit: Number of requests that may wait at this instance.
         growth_tokens: Number of future tokens for which a decoding sequence receives pages in
             advance.

@@ -229,6 +229,44 @@ class Stem(Protocol):
         columns are -inf."""
         ...
 
+    def normed(self, x_RD: jax.Array) -> jax.Array:
+        """Applies the final norm alone."""
+        ...
+
+    def project(self, y_RD: jax.Array, shards: Shards) -> jax.Array:
+        """Applies the head alone: `logits` of activations after the norm."""
+        ...
+
+
+class DraftLayer(Protocol):
+    """A layer that predicts the token after the next one (multi-token prediction). Drafts come
+    from it. It shares embedding and head with the model."""
+
+    def __call__(
+        self,
+        embedded_TD: jax.Array,
+        y_TD: jax.Array,
+        positions_T: jax.Array,
+        attend: Attend,
+        shards: Shards,
+        valid_T: jax.Array | None = None,
+        rows_R: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes the layer.
+
+        Args:
+            embedded_TD: Embedding of each token.
+            y_TD: Hidden state at the position before each token: the model's activations after the
+                final norm, or an earlier result of this layer. If it is not known, both `y_TD` and
+                `embedded_TD` are zero. Keys and values are then zero.
+            positions_T, attend, shards, valid_T, rows_R: As in `Layer`.
+
+        Returns:
+            The hidden state at each token, [T, D] or [R, D]. `Stem.project` maps it to the logits
+                of the next token.
+        """
+        ...
+
 
 # Creates the stack of one factor of all adapter slots, with the logical axes of its dimensions.
 MakeStack = Callable[[tuple[int, ...], tuple[LogicalAxis, ...]], object]
@@ -266,12 +304,15 @@ class AdapterContent(NamedTuple):
 
 class Model(Protocol):
     """An NNX module that can be served. `vocabulary` is the unpadded size. `context_tokens` is the
-    longest sequence that the model supports."""
+    longest sequence that the model supports. `next_token` is None without drafts from the
+    checkpoint's own layer; else the last entry of `kv_spec` is this layer's."""
 
     @property
     def stem(self) -> Stem: ...
     @property
     def layers(self) -> Sequence[Layer]: ...
+    @property
+    def next_token(self) -> DraftLayer | None: ...
     @property
     def kv_spec(self) -> KVSpec: ...
     @property

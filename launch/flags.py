@@ -205,8 +205,9 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "speculate": _one_of(
             SPECULATE,
             None,
-            "How decode steps draft tokens, which changes no stream: from the sequence's own"
-            " tokens (ngram), or not at all.",
+            "How decode steps draft tokens, which changes no stream: with the checkpoint's"
+            " next-token layer (mtp), from the sequence's own tokens (ngram), mtp if there is such"
+            " a layer and else ngram (auto), or not at all.",
         ),
         "compilation_cache": _text(None, "Folder for compiled programs. '' disables it."),
     },

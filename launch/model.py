@@ -4,10 +4,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jdisagg.config import EngineConfig, ModelConfig
+from jdisagg.config import LAYER_DRAFTS, EngineConfig, ModelConfig
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.engine.replica import Loaded, LoadModel
+from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from jdisagg.model_api import Device
@@ -26,12 +27,23 @@ from models.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 
-def loader(directory: str, dtype: str, weights: str = "", kv_dtype: str = "") -> LoadModel:
-    """Returns a function that loads the checkpoint onto the devices with which it is called."""
-    kept = checked_weights(weights)
+def loader(
+    directory: str, dtype: str, weights: str = "", kv_dtype: str = "", speculate: str = "off"
+) -> LoadModel:
+    """Returns a function that loads the checkpoint onto given devices each time it is called. With
+    `speculate` auto or mtp, the checkpoint's next-token layer is loaded, too, if it has one. Raises
+    ConfigError if it has none and `speculate` is mtp."""
+    kept, drafts = checked_weights(weights), speculate in LAYER_DRAFTS
 
     def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
-        return load_model(directory, layout, devices, dtype=dtype, weights=kept, kv_dtype=kv_dtype)
+        how = {"dtype": dtype, "weights": kept, "kv_dtype": kv_dtype, "next_token": drafts}
+        loaded = load_model(directory, layout, devices, **how)
+        if speculate == "mtp" and loaded.model.next_token is None:
+            raise ConfigError(
+                f"speculate=mtp: the checkpoint {directory} has no next-token layer that can be"
+                " read; use ngram or auto"
+            )
+        return loaded
 
     return load
 
@@ -45,14 +57,14 @@ def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
     )
 
 
-def model_source(model: ModelConfig) -> ModelSource:
+def model_source(model: ModelConfig, speculate: str = "off") -> ModelSource:
     """Returns the description of a model and the function that loads it. Raises the errors of
-    `load_config`."""
+    `load_config`. `speculate` is as in `loader`."""
     directory = model.directory
     family = load_config(directory).family
     name = served_name(directory)
     geometry = as_kept(find_geometry(directory), model)
-    load = loader(directory, model.dtype, model.weights, model.kv_dtype)
+    load = loader(directory, model.dtype, model.weights, model.kv_dtype, speculate)
     grammars = grammar_compiler(directory)
     return ModelSource(directory, name, family, geometry, load, _relayout, grammars, check_adapter)
 
@@ -66,7 +78,7 @@ def deployment(
 ) -> Deployment:
     """Builds a cluster in this process for the configured model, by default the shipped one."""
     directory = config.model.directory or SHIPPED_MODEL
-    source = model_source(replace(config.model, directory=str(directory)))
+    source = model_source(replace(config.model, directory=str(directory)), config.decode.speculate)
     source = replace(source, name=config.service.served_model_name or source.name)
     tokenizer = Tokenizer.from_directory(directory)
     return Deployment(config, source, tokenizer, observer, record_to, events, tell)

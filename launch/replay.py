@@ -41,7 +41,11 @@ def main() -> int:
         replay(
             recordings,
             lambda header: loader(
-                flags.model or header.model, header.dtype, header.weights, header.kv_dtype
+                flags.model or header.model,
+                header.dtype,
+                header.weights,
+                header.kv_dtype,
+                "mtp" if header.limits.get("draft_layer") else "off",
             ),
             lambda header: grammar_compiler(flags.model or header.model),
         )

@@ -85,7 +85,7 @@ def main() -> None:
 
 
 async def _run(config: WorkerProcessConfig, group: ProcessGroup) -> int:
-    source = model_source(config.worker.model)
+    source = model_source(config.worker.model, config.worker.instance.speculate)
     observe = config.observe if group.leads else ObserveConfig()
     async with observing(config.name, observe) as observer:
         process = WorkerProcess(worker_spec(config, source), config.worker, observer)

@@ -32,7 +32,7 @@ from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
 from models.hf_sources import Source
-from models.hf_weights import RENAMED, STEM, find_source
+from models.hf_weights import NEXT_TOKEN, RENAMED, STEM, find_source
 from models.kv_scales import KVScales, find_kv_scales
 from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
 from models.quantization_config import stored_quantization
@@ -85,6 +85,7 @@ def load_model(
     platform: str | None = None,
     weights: Weights = "",
     kv_dtype: str = "",
+    next_token: bool = False,
 ) -> LoadedModel:
     """Loads a model. Blocks until all weights are read.
 
@@ -98,6 +99,7 @@ def load_model(
         weights: Type to which the layers' matrices are quantized while they are read. Empty means
             no quantization.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means `dtype`.
+        next_token: Whether to read the layer that drafts tokens, if the checkpoint has one.
 
     Raises:
         CheckpointError: The files do not fit the config, or are unreadable.
@@ -109,6 +111,10 @@ def load_model(
     hf = HfConfig.from_directory(directory)
     config = read_config(hf)
     files = None if orbax_checkpoint.is_orbax(directory) else open_files(directory, hf)
+    if next_token and files is not None:
+        prefix, found = f"model.layers.{len(config.layers)}.", files.shapes()
+        stored = all(prefix + name in found for name in NEXT_TOKEN.values())
+        config = replace(config, next_token=stored and config.can_draft)
     if files is not None and config.tied and _has_own_head(files):
         _log.warning(
             "%s: tie_word_embeddings is set, but lm_head.weight is another matrix; using it",
@@ -162,8 +168,10 @@ def _with_kv_scales(
         parameter_shapes(kept), weight_shardings(kept, mesh, layout), strict=True
     ):
         if part.path not in of_path:
-            _, layer, *_, component = part.path
-            values = scales[int(layer)][str(component)].astype(part.dtype)
+            first, layer, *_, component = part.path
+            # The KV of drafts is not calibrated, because no stream depends on it.
+            of_layer = scales[int(layer)] if first == "layers" else {}
+            values = of_layer.get(str(component), np.ones(part.shape)).astype(part.dtype)
             of_path[part.path] = jax.make_array_from_callback(
                 part.shape, sharding, values.__getitem__
             )

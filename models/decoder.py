@@ -22,6 +22,7 @@ from jdisagg.ops.quantized_weights import KernelForm, Weights
 from models.blocks import DecoderLayer
 from models.decoder_config import DecoderConfig
 from models.linear import Linear, Norm
+from models.next_token import NextTokenLayer
 
 
 class DecoderStem(nnx.Module):
@@ -51,13 +52,19 @@ class DecoderStem(nnx.Module):
         return x_TD * jnp.asarray(self.scale, x_TD.dtype)
 
     def logits(self, x_RD: jax.Array, shards: Shards) -> jax.Array:
+        return self.project(self.normed(x_RD), shards)
+
+    def normed(self, x_RD: jax.Array) -> jax.Array:
+        return self.norm(x_RD)
+
+    def project(self, y_RD: jax.Array, shards: Shards) -> jax.Array:
         kernel, transposed = (
             (self.embedding, True)
             if self.head is None
             else (self.head.kernel, self.head.transposed)
         )
         out = project(
-            self.norm(x_RD),
+            y_RD,
             kernel[...],
             transposed=transposed,
             platform=shards.platform,
@@ -87,6 +94,9 @@ class Decoder(nnx.Module):
         padded = padded_vocabulary(config.vocabulary, tp)
         self.stem = DecoderStem(make, config, padded, form.plain())
         self.layers = nnx.List([DecoderLayer(make, config, layer, form) for layer in config.layers])
+        self.next_token = (
+            NextTokenLayer(make, config, config.layers[-1], form) if config.next_token else None
+        )
         self.config = config
         self.weights: Weights = weights
         self.kv_spec = config.kv_spec(dtype)
@@ -115,7 +125,7 @@ class Decoder(nnx.Module):
         only. Serving calls the stem and the layers separately."""
         shards = shards or Shards()
         x_TD = self.stem.embed(tokens_T, shards)
-        for layer, kept in zip(self.layers, self.kv_spec.layers, strict=True):
+        for layer, kept in zip(self.layers, self.kv_spec.layers, strict=False):
             recur = recur_from_the_beginning(kept.state, self.kv_spec.dtype, x_TD.shape[0], shards)
             x_TD = layer(x_TD, positions_T, attend, shards, recur=recur)
         return self.stem.logits(x_TD, shards)

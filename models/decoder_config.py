@@ -248,9 +248,11 @@ class DecoderConfig:
         logits_divisor: Divisor of the logits.
         logits_cap: Bound of the logits, as cap * tanh(logit / cap). 0 means no bound.
         layer_scales: Whether each layer's output is multiplied by a learned factor.
-        left_aside, mtp_aside: Multi-token prediction layers of the checkpoint, which are ignored.
-            `left_aside` is their number if they are stored as further layers after the last.
-            `mtp_aside` is set if their tensor names start with "mtp." instead.
+        left_aside, mtp_aside: Multi-token prediction layers of the checkpoint. `left_aside` is
+            their number if they are stored as further layers after the last. `mtp_aside` is set if
+            their tensor names start with "mtp." instead.
+        next_token: Whether the first of these layers is read, to draft tokens. The others are
+            ignored.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means the weights' type.
     """
 
@@ -274,6 +276,7 @@ class DecoderConfig:
     layer_scales: bool = False
     left_aside: int = 0
     mtp_aside: bool = False
+    next_token: bool = False
     kv_dtype: str = ""
 
     def attention_of(self, layer: LayerConfig) -> AttentionConfig:
@@ -368,6 +371,7 @@ class DecoderConfig:
             without_mixer=sum(layer.parts == "ffn" for layer in self.layers),
             without_ffn=sum(layer.parts == "mixer" for layer in self.layers),
             kv_dtype=KEPT_DTYPES.get(self.kv_dtype, ""),
+            next_token_layers=int(self.can_draft),
         )
 
     @property
@@ -390,12 +394,26 @@ class DecoderConfig:
         return None
 
     def kv_spec(self, dtype: str) -> KVSpec:
-        kept = KEPT_DTYPES.get(self.kv_dtype, "")
+        kept, layers = KEPT_DTYPES.get(self.kv_dtype, ""), self.stored_layers
         if latent := self.attention.latent:
             index = latent.index.dim if latent.index else 0
             width = latent.rank + latent.rope_dim
-            return KVSpec.latent(len(self.layers), width, dtype, kept, index)
-        return KVSpec(tuple(self._kept_of(layer, kept) for layer in self.layers), dtype)
+            return KVSpec.latent(len(layers), width, dtype, kept, index)
+        return KVSpec(tuple(self._kept_of(layer, kept) for layer in layers), dtype)
+
+    @property
+    def stored_layers(self) -> tuple[LayerConfig, ...]:
+        """The layers, followed by the next-token layer if it is read. It has the form of the last
+        layer."""
+        return (*self.layers, self.layers[-1]) if self.next_token else self.layers
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether the checkpoint has a next-token layer that can be read. Models with recurrent
+        state take no drafts. Layers with an indexer are not read."""
+        latent = self.attention.latent
+        sparse = latent is not None and latent.index is not None
+        return self.left_aside > 0 and not sparse and not any(one.recurrent for one in self.layers)
 
     def _kept_of(self, layer: LayerConfig, kept: str) -> KVLayer:
         """Returns the specification of the KV that a layer stores. `kept` is the type of keys and

@@ -72,6 +72,7 @@ def read_decoder(
         tied=hf.flag("tie_word_embeddings", defaults.tied),
         context_tokens=extended_context(context, rope),
         activation=activation,
+        left_aside=hf.count("num_nextn_predict_layers", 0, least=0),
     )
 
 

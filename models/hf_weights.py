@@ -6,6 +6,7 @@ gate and up are adjacent, or interleaved if the experts have biases (gpt-oss). Q
 values may be fused into one tensor, and so may gate and up of a dense block."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from models.decoder_config import DecoderConfig
 from models.hf_recurrent import delta_source, mamba_source
@@ -122,6 +123,13 @@ LAYER: dict[str, tuple[str, ...]] = {
     "mlp.widen.kernel": ("mixer.fc2_latent_proj.weight",),
     "mlp.widen.bias": ("mixer.fc2_latent_proj.bias",),
 }
+# A next-token layer, stored as a further layer (DeepSeek-V3).
+NEXT_TOKEN = {
+    "embedding_norm.weight": "enorm.weight",
+    "hidden_norm.weight": "hnorm.weight",
+    "join.kernel": "eh_proj.weight",
+    "norm.weight": "shared_head.norm.weight",
+}
 EXPERTS: dict[str, tuple[str, ...]] = {
     "mlp.gate": (
         "mlp.experts.{expert}.gate_proj.weight",
@@ -169,6 +177,8 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
     path, shape = parameter.path, parameter.shape
     if path[0] == "stem":
         return _stem_source(parameter, config.vocabulary)
+    if path[0] == "next_token":
+        return _next_token_source(parameter, config, found)
     prefix, key = f"model.layers.{path[1]}.", ".".join(str(part) for part in path[2:])
     # A dense block and experts beside it use the names of either.
     key = key.replace("mlp.dense.", "mlp.").replace("mlp.routed.", "mlp.")
@@ -199,6 +209,17 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
     patterns = [prefix + pattern for pattern in EXPERTS[key]]
     pattern = next((each for each in patterns if each.format(expert=0) in found), patterns[0])
     return PerExpert(pattern, experts, (out, into))
+
+
+def _next_token_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:
+    """Returns where a parameter of the next-token layer is stored: behind the last layer, whose
+    form it has."""
+    number, (_, first, *rest) = len(config.layers), parameter.path
+    if first == "layer":
+        stored = replace(config, layers=config.stored_layers)
+        return find_source(replace(parameter, path=("layers", number, *rest)), stored, found)
+    name = NEXT_TOKEN[".".join(map(str, (first, *rest)))]
+    return _matrix(f"model.layers.{number}.{name}", parameter.shape, parameter.transposed)
 
 
 def _fused_matrix(

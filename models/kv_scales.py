@@ -164,7 +164,8 @@ def scaled_components(layer: KVLayer) -> tuple[KVComponent, ...]:
 
 
 def _kept(config: DecoderConfig) -> list[tuple[KVComponent, ...]]:
-    return [scaled_components(layer) for layer in config.kv_spec("float32").layers]
+    stored = config.kv_spec("float32").layers[: len(config.layers)]
+    return [scaled_components(layer) for layer in stored]
 
 
 def _fits(value: object) -> bool:

@@ -8,7 +8,7 @@ embedding of OPT are not counted. Must not depend on hardware or layout."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.errors import ConfigError
@@ -170,6 +170,8 @@ class CostGeometry:
       matrix_bits: Bits per value of quantized matrices; 0 if the matrices have the model's data
         type. The scales, one float32 per output, are not counted.
       kv_dtype: Data type of KV, if not the model's data type.
+      next_token_layers: Number of next-token layers that can be loaded, beyond `layers`. Models are
+        equal with and without them.
     """
 
     name: str
@@ -188,6 +190,7 @@ class CostGeometry:
     without_mixer: int = 0
     without_ffn: int = 0
     kv_dtype: str = ""
+    next_token_layers: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "vocabulary", "context_tokens"):
@@ -357,13 +360,13 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
     """
 
     def count(*names: str, default: int | None = None, least: int = 1) -> int:
-        for field in names:
-            value = fields.get(field)
+        for given in names:
+            value = fields.get(given)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(
-                    f"{name}: {field} must be an integer of at least {least}, got {_short(value)};"
+                    f"{name}: {given} must be an integer of at least {least}, got {_short(value)};"
                     " correct it"
                 )
             return value

@@ -35,6 +35,7 @@ def mesh_limits(
     rings: bool = False,
     append_tokens: int = 0,
     prefix: PrefixConfig | None = None,
+    draft_layer: bool = False,
 ) -> MeshLimits:
     """Computes the limits of one mesh.
 
@@ -54,6 +55,7 @@ def mesh_limits(
             itself; 0 for none. A mesh with ring buffers prefills none, because they are shorter
             than a chunk.
         prefix: Configuration of the prefix cache. None is one without reuse.
+        draft_layer: Whether the last layer of `spec` drafts tokens.
     """
     pages_per_sequence = -(-context_tokens // instance.page_size)
     pages = instance.pages_per_rank or instance.slots_per_rank * pages_per_sequence
@@ -108,6 +110,7 @@ def mesh_limits(
         adapters=instance.adapters,
         adapter_rank=instance.adapter_rank if instance.adapters else 0,
         adapter_experts=bool(instance.adapters) and instance.adapter_experts,
+        draft_layer=draft_layer,
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jdisagg.config import (
+    LAYER_DRAFTS,
     EngineConfig,
     InstanceConfig,
     Mode,
@@ -245,10 +246,16 @@ class DeviceBytes(NamedTuple):
 
 
 def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: str) -> DeviceBytes:
+    """Returns the bytes of a model on each device, with its next-token layer if that drafts."""
+    added = 0
+    if geometry.next_token_layers and instance.speculate in LAYER_DRAFTS:
+        experts = geometry.expert_layers + (geometry.experts is not None)
+        geometry = replace(geometry, layers=geometry.layers + 1, expert_layers=experts)
+        added = int(2 * geometry.width**2 * dtype_bytes(dtype))  # joins token and hidden state
     # The kind of accelerator does not affect the bytes.
     costs = CostModel(geometry, accelerator("h100"), instance.layout, dtype=dtype)
     return DeviceBytes(
-        int(costs.weight_bytes_per_device),
+        int(costs.weight_bytes_per_device) + added,
         int(costs.kv_bytes_per_device),
         int(costs.state_bytes_per_device),
         round(costs.kv_bytes_per_device * geometry.windowed_part),

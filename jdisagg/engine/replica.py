@@ -101,6 +101,7 @@ def build_replica(
         rings=windows_apart and role.decode,
         append_tokens=prefix.appends if role.decode and not role.prefill else 0,
         prefix=prefix if role.prefill or prefix.appends else None,
+        draft_layer=loaded.model.next_token is not None,
     )
     executor = MeshExecutor(
         name, loaded.model, Programs(loaded.mesh), config.layout, limits, role, channel

@@ -44,6 +44,11 @@ class Variant(enum.Enum):
     def masked(self) -> bool:
         return self in (Variant.MASKED, Variant.MASKED_SHAPED)
 
+    @property
+    def unmasked(self) -> "Variant":
+        """The variant without grammar masks."""
+        return Variant.of(True, self.shaped) if self.masked else self
+
 
 class Chosen(NamedTuple):
     """The tokens chosen for the B rows of a batch. Only shaped variants fill fields other than
@@ -80,14 +85,15 @@ class Chosen(NamedTuple):
 
 
 def logits(
-    variant: Variant, stem: Stem, x_BD: jax.Array, shards: Shards, vocabulary: int
+    variant: Variant, stem: Stem, y_BD: jax.Array, shards: Shards, vocabulary: int
 ) -> tuple[jax.Array, VocabularyShard]:
-    """Returns the logits for `choose`, and the part of the vocabulary that they cover. On a GPU
-    each device keeps the logits of its own vocabulary part, because gathering all would be the
-    largest message of a step. Shaped and masked variants gather all logits."""
+    """Returns the logits for `choose` from activations after the final norm, and the part of the
+    vocabulary that they cover. On a GPU each device keeps the logits of its own vocabulary part,
+    because gathering all would be the largest message of a step. Shaped and masked variants gather
+    all logits."""
     if shards.platform != "gpu" or not shards.tp or variant.shaped or variant.masked:
-        return stem.logits(x_BD, shards)[:, :vocabulary], WHOLE
-    local_BV = stem.logits(x_BD, replace(shards, tp=()))
+        return stem.project(y_BD, shards)[:, :vocabulary], WHOLE
+    local_BV = stem.project(y_BD, replace(shards, tp=()))
     first = lax.axis_index(shards.tp) * local_BV.shape[1]
     real_V = first + jnp.arange(local_BV.shape[1], dtype=jnp.int32) < vocabulary
     return jnp.where(real_V[None], local_BV, -jnp.inf), VocabularyShard(shards.tp, first)

@@ -67,7 +67,7 @@ class ChunkAttention:
 
         Args:
             layer_pages: Page arrays of the layer.
-            rows_alone: Whether only the last token of each sampling row has a query.
+            rows_alone: Whether only the last token of each sampling row has a query, or none has.
             sends: Whether the layer's KV is handed off with the chunk.
         """
 
@@ -97,7 +97,7 @@ class ChunkAttention:
             i_pages = None if index is None else written[1]
             how["index"] = None if index is None else index._replace(keys_T1D=seen[1])
             chunk, rows = self._chunk, self._chunk.sampling_R.shape[0]
-            if rows_alone and not rows:
+            if rows_alone and not q_TNH.shape[0]:
                 return q_TNH
             if rows_alone:
                 at_R = jnp.take(chunk.positions_T, chunk.sampling_R, mode="clip")

@@ -30,51 +30,22 @@ import numpy as np
 from jdisagg.executor.choose import Chosen, Variant, choose, logits
 from jdisagg.executor.draft_rows import DraftPlan, DraftRows, Guesses, Slots
 from jdisagg.executor.grammar_rows import GrammarRows
-from jdisagg.executor.page_pool import Kept, LayerPages, PagePool, Pools
+from jdisagg.executor.next_tokens import NextTokens
+from jdisagg.executor.page_pool import Kept, LayerPages, Pools
 from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
-from jdisagg.executor.slot_state import BatchRows, RowFormat
+from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.state_access import recur_over
+from jdisagg.executor.step_attention import StepAttention
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
-from jdisagg.model_api import AdapterRows, Attend, Index, Latent, Shards
-from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
-from jdisagg.ops.paged_attention import paged_attention
-from jdisagg.ops.quarantine import reveal, seal
+from jdisagg.model_api import AdapterRows, Shards
+from jdisagg.ops.quarantine import reveal
 from jdisagg.ops.sampling import WHOLE, VocabularyShard
 from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.speculation import CHAIN
 
 ROWS_PER_UPDATE = 8
-
-
-class _Places(NamedTuple):
-    """Page table, and the page and offset that each row writes, in one page pool."""
-
-    table_BN: jax.Array
-    page_B: jax.Array
-    slot_B: jax.Array
-
-
-def _places(table_BN: jax.Array, row: BatchRows, pool: PagePool) -> _Places:
-    """Returns where each row writes its KV. Inactive rows write to the pool's dummy pages."""
-    size, row_B = pool.page_size, jnp.arange(row.slot.shape[0], dtype=jnp.int32)
-    page_B, slot_B = decode_coordinates(table_BN, row.at, slots=size)
-    return _Places(
-        table_BN,
-        jnp.where(row.active, page_B, pool.pages_per_rank + row_B // size),
-        jnp.where(row.active, slot_B, row_B % size),
-    )
-
-
-def _ring_table(slot_B: jax.Array, columns: int, ring_pages: int) -> jax.Array:
-    """Returns a page table in which the ring-buffer pages of each row's slot repeat."""
-    turn_N = jnp.arange(columns, dtype=jnp.int32) % max(1, ring_pages)
-    return slot_B[:, None] * ring_pages + turn_N[None, :]
-
-
-def _slot_rows(step: DraftRows, of_T: jax.Array) -> jax.Array:
-    """Orders values of a step's rows by slot, the rows of one slot in the order of positions."""
-    return step.by_slot(of_T).reshape(-1, *of_T.shape[1:]) if step.drafts else of_T
 
 
 class SlotState(NamedTuple):
@@ -112,6 +83,12 @@ class DecodePrograms:
         )
         self._state = SlotState(*programs.put((hot, self._ints, self._floats, counts)))
         self._batch: tuple[Slots, jax.Array] | None = None
+        self._next_tokens = (
+            NextTokens(weights, shards, pools, rows, limits.ring_pages)
+            if weights.next_token and limits.speculates
+            else None
+        )
+        self._drafts: jax.Array = programs.put(np.full((ranks, slots, 1 + CHAIN), -1, np.int32))
 
     def update(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
         """Admits sequences to slots and extends the page tables of running sequences."""
@@ -162,10 +139,12 @@ class DecodePrograms:
         self, slots: Slots, batch: jax.Array, variant: Variant, plan: DraftPlan | None
     ) -> Chosen:
         """Issues a step as a forward pass and a choice. Calls may transfer the plan and masks."""
-        bucket, drafts = batch.shape[1], self._programs.argument(plan.array) if plan else ()
+        bucket, planned = batch.shape[1], self._programs.argument(plan.array) if plan else None
         hot, ints, floats, counts = self._state
+        drafter = self._next_tokens if plan else None
+        drafts = () if planned is None else (planned, self._drafts) if drafter else (planned,)
         with jax.transfer_guard_host_to_device("allow"):
-            kept, logits_TV = self._forward(
+            kept, logits_TV, *y_TD = self._forward(
                 (*self._model(), hot, (), ints, floats, batch, drafts), bucket
             )
             self._pools.put(0, kept)
@@ -174,13 +153,24 @@ class DecodePrograms:
                 masks = self._grammars.masks(slots, logits_TV.shape[1], plan)
                 mask = self._programs.argument(masks)
             state = (hot, counts if variant.shaped else (), ints, floats)
-            hot, chosen, counts_out = self._choice(
-                (*state, logits_TV, batch, drafts, mask), variant
+            model, layer = ((), ()) if drafter is None else self._drafting(drafter)
+            hot, chosen, counts_out, *drafted = self._choice(
+                (*state, logits_TV, batch, drafts, mask, model, layer, *y_TD), variant
             )
+        shown: jax.Array | None = None
+        if drafter is not None:
+            layer, self._drafts, shown = drafted
+            self._pools.put(drafter.layers.start, layer)
         self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
         if variant.masked:
-            self._grammars.issued(slots, chosen.token)
+            self._grammars.issued(slots, chosen.token, shown)
         return chosen
+
+    def _drafting(self, drafter: NextTokens) -> tuple[Any, Kept]:
+        """Returns the weights and the KV of the layer that drafts tokens."""
+        part = self._weights.next_token
+        assert part is not None
+        return (self._weights.stem.leaves, part.leaves), self._pools.kept(drafter.layers)
 
     def warm_drafts(self, bucket: int, variant: Variant) -> None:
         """Compiles the programs of a step with drafts, for one batch size."""
@@ -195,8 +185,12 @@ class DecodePrograms:
         return (
             self._weights.stem.leaves,
             [layer.leaves for layer in self._weights.layers],
-            self._pools.kept(),
+            self._pools.kept(self._layers),
         )
+
+    @property
+    def _layers(self) -> range:
+        return range(len(self._weights.layers))
 
     def warm_updates(self) -> None:
         """Compiles the programs of `update`, by running them without changes."""
@@ -219,7 +213,8 @@ class DecodePrograms:
         def build() -> Any:
             hot, ints, floats, counts = self._state
             batch = jax.ShapeDtypeStruct((self._limits.ranks, bucket), jnp.int32)
-            kept_specs, counts_spec = self._pools.specs(), RANK if variant.shaped else ()
+            kept_specs = self._pools.specs(self._layers)
+            counts_spec = RANK if variant.shaped else ()
             return self._programs.compile(
                 self._step_body(variant),
                 (*self._model(), hot, counts if variant.shaped else (), ints, floats, batch),
@@ -232,62 +227,84 @@ class DecodePrograms:
 
     def _forward(self, arguments: tuple[Any, ...], bucket: int) -> Any:
         """Issues the forward pass of a step that runs as two programs. Its arguments are those of
-        `_step_body`, the last one the array of a `DraftPlan`, or (). It returns the page pools and
-        the logits [ranks, b + E, V]."""
-        planned = RANK if len(arguments[-1]) else ()
+        `_step_body`, the last one the array of a `DraftPlan`, if any, and the drafts of the mesh
+        itself, if it makes any. It returns the page pools, the logits [ranks, b + E, V], and, if
+        the mesh drafts, the hidden states [ranks, b + E, D]."""
+        drafts = arguments[-1]
 
         def build() -> Any:
+            specs = (RANK,) * len(drafts)
             return self._programs.compile(
                 self._step_body(None),
                 arguments,
-                (*self._model_specs(), RANK, (), RANK, RANK, RANK, planned),
-                (self._pools.specs(), RANK),
+                (*self._model_specs(), RANK, (), RANK, RANK, RANK, specs),
+                (self._pools.specs(self._layers), *(RANK,) * max(1, len(drafts))),
                 donate=(2,),
             )
 
-        return self._programs.get(("forward", bucket, bool(planned)), build)(*arguments)
+        return self._programs.get(("forward", bucket, len(drafts) > 0), build)(*arguments)
 
     def _choice(self, arguments: tuple[Any, ...], variant: Variant) -> Any:
         """Issues the second program of a step that runs as two programs. This program chooses the
-        tokens. Its arguments are hot, counts, ints, floats, logits, batch, the array of a
-        `DraftPlan` or (), and masks (uint32 [ranks, b + E, W]) or (). It returns hot, the choice,
-        and counts."""
-        programs, ending = self._programs, self._ending(variant)
+        tokens, and drafts the next ones. Its arguments are hot, counts, ints, floats, logits,
+        batch, drafts as in `_forward`, and masks (uint32 [ranks, b + E, W]) or (). If the mesh
+        drafts, the weights and the KV of the next-token layer, and hidden states follow. It returns
+        hot, the choice, counts, and, if the mesh drafts, the layer's KV, the drafts of all slots,
+        and those of the batch for the host, if the grammars need them."""
+        programs, ending, drafter = self._programs, self._ending(variant), self._next_tokens
         counts_spec = RANK if variant.shaped else ()
-        *_, batch, plan, mask = arguments
+        batch, drafts, _, _, _, *y_TD = arguments[5:]
 
         def body(hot: Any, counts: Any, ints: Any, floats: Any, logits_TV: Any, *rest: Any) -> Any:
-            batch, plan, mask = rest
-            rows = self._rows_of(batch, plan, hot, ints, floats)
+            batch, drafts, mask, model, layer, *y_TD = rest
+            rows = self._rows_of(batch, drafts, hot, ints, floats)
             mask_TW = mask[0] if variant.masked else None
-            return ending(rows, hot, counts, logits_TV[0], WHOLE, mask_TW)
+            hot, chosen, counts = ending(rows, hot, counts, logits_TV[0], WHOLE, mask_TW)
+            result = hot, chosen.on_rank(programs), counts
+            if drafter is None or not y_TD:
+                return result
+            layer, drafts_SG = drafter.draft(
+                model, layer, y_TD[0][0], rows, chosen, drafts[1][0], variant
+            )
+            slot_B = batch[0] if variant.masked else batch[0, :0]
+            shown = programs.readable(jnp.take(drafts_SG, slot_B, axis=0, mode="clip")[None])
+            return *result, layer, drafts_SG[None], shown
 
         def build() -> Any:
-            planned, masked = RANK if len(plan) else (), RANK if variant.masked else ()
+            masked = RANK if variant.masked else ()
+            in_specs = (RANK, counts_spec, *(RANK,) * 4, (RANK,) * len(drafts), masked)
+            out_specs = (RANK, Chosen.specs(variant, programs), counts_spec)
+            if drafter is None or not y_TD:
+                return programs.compile(
+                    body, arguments, (*in_specs, (), ()), out_specs, donate=(0, 1)
+                )
+            kept_specs = self._pools.specs(drafter.layers)
+            assert self._weights.next_token is not None
+            model_specs = self._weights.stem.specs, self._weights.next_token.specs
             return programs.compile(
                 body,
                 arguments,
-                (RANK, counts_spec, *(RANK,) * 4, planned, masked),
-                (RANK, Chosen.specs(variant, programs), counts_spec),
-                donate=(0, 1),
+                (*in_specs, model_specs, kept_specs, RANK),
+                (*out_specs, kept_specs, RANK, programs.readable_spec),
+                donate=(0, 1, 9),
             )
 
-        key = "choice", batch.shape[1], variant, len(plan) > 0
+        key = "choice", batch.shape[1], variant, len(drafts) > 0
         return programs.get(key, build)(*arguments)
 
-    def _rows_of(self, batch: Any, plan: Any, hot: Any, ints: Any, floats: Any) -> DraftRows:
-        planned = plan[0] if len(plan) else None
-        longest = self._limits.longest_run
-        return DraftRows.of(self._rows, batch[0], planned, longest, hot[0], ints[0], floats[0])
+    def _rows_of(self, batch: Any, drafts: Any, hot: Any, ints: Any, floats: Any) -> DraftRows:
+        planned, ours = (*(part[0] for part in drafts), None, None)[:2]
+        longest, state = self._limits.longest_run, (hot[0], ints[0], floats[0])
+        return DraftRows.of(self._rows, batch[0], planned, longest, *state, ours)
 
     def _model_specs(self) -> tuple[Any, ...]:
         layers = [layer.specs for layer in self._weights.layers]
-        return self._weights.stem.specs, layers, self._pools.specs()
+        return self._weights.stem.specs, layers, self._pools.specs(self._layers)
 
     def _ending(self, variant: Variant) -> Any:
         """Returns the end of a step's program: a function from logits to the new `hot`, the choice
-        and the new counts."""
-        row_format, programs, platform = self._rows, self._programs, self._shards.platform
+        by slot and the new counts."""
+        row_format, platform = self._rows, self._shards.platform
 
         def end(
             rows: DraftRows,
@@ -317,7 +334,7 @@ class DecodePrograms:
                 if chosen.counts is not None
                 else ()
             )
-            return hot_S2[None], chosen.on_rank(programs), counts_out
+            return hot_S2[None], chosen, counts_out
 
         return end
 
@@ -326,7 +343,8 @@ class DecodePrograms:
         the rows need. None computes only the forward pass."""
         weights, common, rows = self._weights, self._shards, self._rows
         ending = None if variant is None else self._ending(variant)
-        pools, nowhere, ring = self._pools, self._pools.states.rank_rows, self._limits.ring_pages
+        pools, nowhere, drafter = self._pools, self._pools.states.rank_rows, self._next_tokens
+        programs, ring_pages = self._programs, self._limits.ring_pages
 
         def body(
             stem_leaves: Any,
@@ -337,68 +355,17 @@ class DecodePrograms:
             ints: Any,
             floats: Any,
             batch: Any,
-            plan: Any = (),
+            drafts: Any = (),
         ) -> Any:
-            step = self._rows_of(batch, plan, hot, ints, floats)
-            row, own, positions_BQ = step.all, batch.shape[1], step.positions_BQ
-            _, table_TN = rows.limit_and_table(row.ints)
-            at_T, slot_T = row.at, rows.state(row.ints)
-            shards = common
+            step = self._rows_of(batch, drafts, hot, ints, floats)
+            row, at_T, shards = step.all, step.all.at, common
             if rows.adapters:
                 shards = replace(common, adapters=AdapterRows(rows.adapter(row.ints)))
-            in_pages = _places(table_TN, row, pools.pages)
-            in_rings = _places(_ring_table(slot_T, table_TN.shape[1], ring), row, pools.rings)
-            state_T = jnp.where(row.active, slot_T, nowhere)
+            attention = StepAttention(step, rows, pools, ring_pages, shards.platform)
+            state_T = jnp.where(row.active, rows.state(row.ints), nowhere)
             new_pages: list[LayerPages] = []
             new_states: list[LayerPages] = []
             new_rings: list[LayerPages] = []
-
-            def attend_with(
-                layer_pages: LayerPages, places: _Places, keep: list[LayerPages]
-            ) -> Attend:
-                def attend(
-                    q_TNH: jax.Array,
-                    k_TKH: jax.Array,
-                    v_TKH: jax.Array | None,
-                    *,
-                    scale: float,
-                    window: int | None,
-                    cap: float = 0.0,
-                    sinks_N: jax.Array | None = None,
-                    latent: Latent | None = None,
-                    index: Index | None = None,
-                ) -> jax.Array:
-                    sealed = seal(k_TKH, v_TKH, index)
-                    written = tuple(
-                        write_tokens(pages, part, places.page_B, places.slot_B, unique=True)
-                        for pages, part in zip(layer_pages, sealed, strict=True)
-                    )
-                    keep.append(written)
-                    drafts = step.drafts
-                    if index is not None:
-                        q_THD, w_TH = index.queries_THD, index.weights_TH
-                        q_THD, w_TH = _slot_rows(step, q_THD), _slot_rows(step, w_TH)
-                        index = index._replace(queries_THD=q_THD, weights_TH=w_TH)
-                    o_TNH = paged_attention(
-                        _slot_rows(step, q_TNH),
-                        written[0],
-                        None if latent else written[1],
-                        places.table_BN[:own],
-                        positions_BQ,
-                        scale=scale,
-                        window=window,
-                        cap=cap,
-                        sinks_N=sinks_N,
-                        latent=latent,
-                        index=index,
-                        index_pages_PKSH=None if index is None else written[1],
-                        platform=shards.platform,
-                    )
-                    if not drafts:
-                        return o_TNH
-                    return step.by_row(o_TNH.reshape(*positions_BQ.shape, *o_TNH.shape[1:]))
-
-                return attend
 
             stem: Any = weights.stem.merge(stem_leaves)
             x_TD = stem.embed(row.token, shards)
@@ -406,11 +373,8 @@ class DecodePrograms:
                 weights.layers, layer_leaves, *kept, strict=True
             ):
                 layer: Any = part.merge(leaves)
-                attend = (
-                    attend_with(layer_rings, in_rings, new_rings)
-                    if layer_rings
-                    else attend_with(layer_pages, in_pages, new_pages)
-                )
+                keep = new_rings if layer_rings else new_pages
+                attend = attention.over(layer_pages, layer_rings, keep)
                 recur = recur_over(layer_states, state_T, None, None, new_states.append)
                 x_TD = layer(x_TD, at_T, attend, shards, row.active, recur=recur)
                 # A layer does not call `attend` or `recur` for what it does not keep.
@@ -420,13 +384,16 @@ class DecodePrograms:
                     new_states.append(())
                 if not layer_rings:
                     new_rings.append(())
+            y_TD = stem.normed(reveal(x_TD))
             logits_TV, shard = logits(
-                variant or Variant.MASKED, stem, reveal(x_TD), shards, rows.vocabulary
+                variant or Variant.MASKED, stem, y_TD, shards, rows.vocabulary
             )
             kept = (new_pages, new_states, new_rings)
             if ending is None:
-                return kept, logits_TV[None]
-            return kept, *ending(step, hot, counts, logits_TV, shard)
+                hidden = (y_TD[None],) if drafter and drafts else ()
+                return kept, logits_TV[None], *hidden
+            hot, chosen, counts = ending(step, hot, counts, logits_TV, shard)
+            return kept, hot, chosen.on_rank(programs), counts
 
         return body
 

@@ -9,7 +9,8 @@ drafts lies after the slot's new position. This KV is not read, and is overwritt
 
 A step has B rows for the slots, and E extra rows, which the slots share. A slot has at most Q rows.
 A guess is stored by position, because the host plans a step before it reads the previous step's
-tokens. The step uses the drafts that follow the slot's actual position."""
+tokens. The step uses the drafts that follow the slot's actual position. A guess without tokens
+stands for the tokens that the mesh itself drafted (`next_tokens.py`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Guess(NamedTuple):
 
     Attributes:
         start: Position of the first token.
-        tokens: Tokens of successive positions.
+        tokens: Tokens of successive positions. Empty: those that the mesh drafted.
         count: Number of extra rows of the slot, the largest number of drafts that it verifies.
     """
 
@@ -112,9 +113,11 @@ class DraftRows(NamedTuple):
         hot_S2: jax.Array,
         ints_SI: jax.Array,
         floats_SF: jax.Array,
+        drafts_SG: jax.Array | None = None,
     ) -> "DraftRows":
         """Builds a step's rows from a rank's part of `DraftPlan.array`, or from None without
-        drafts."""
+        drafts. `drafts_SG` are the guesses that the mesh drafted for each slot: the position of the
+        first, and tokens. They apply to slots for which the plan has none."""
         own, count = rows.batch(slot_B, hot_S2, ints_SI, floats_SF), slot_B.shape[0]
         own_B = jnp.arange(count, dtype=jnp.int32)
         if plan is None:
@@ -122,6 +125,11 @@ class DraftRows(NamedTuple):
         width = guessed(longest)
         extra = (plan.shape[0] - count * (1 + width)) // 2
         guess_BG = plan[2 * extra :].reshape(count, 1 + width)
+        if drafts_SG is not None:
+            padding = ((0, 0), (0, 1 + width - drafts_SG.shape[1]))
+            ours_BG = jnp.take(drafts_SG, slot_B, axis=0, mode="clip")
+            ours_BG = jnp.pad(ours_BG, padding, constant_values=-1)
+            guess_BG = jnp.where(guess_BG[:, 1:2] >= 0, guess_BG, ours_BG)
         row_T = jnp.concatenate((own_B, plan[:extra]))
         offset_T = jnp.concatenate((jnp.zeros_like(own_B), plan[extra : 2 * extra]))
         taken: BatchRows = jax.tree.map(lambda x: jnp.take(x, row_T, axis=0, mode="clip"), own)

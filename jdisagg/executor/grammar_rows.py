@@ -12,7 +12,8 @@ mask of each of their positions allows one token, so that all are accepted. A fo
 depend on the logits, so a stream does not depend on whether its run was computed at once.
 
 Drafts that the scheduler predicts have masks, too: a copy of the matcher consumes the drafts, up to
-the first one that its mask forbids. A slot with a known run does not take such drafts.
+the first one that its mask forbids. A slot with a known run does not take such drafts. The drafts
+that the mesh itself makes are read back with the tokens of the step that makes them.
 
 Every process of an instance computes the same masks and runs, because these depend only on the
 commands and the sampled tokens."""
@@ -27,7 +28,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.executor.draft_rows import DraftPlan, Guess, Guesses, Slots
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.grammar.matcher import BITS, TokenMatcher, mask_words
-from jdisagg.messages.step_commands import SampleSpec, SlotAdmit, SlotGrow
+from jdisagg.messages.step_commands import NO_TOKEN, SampleSpec, SlotAdmit, SlotGrow
 
 ALL = np.uint32(0xFFFFFFFF)
 
@@ -51,8 +52,10 @@ class _Row:
         limit: First position for which the slot has no page.
         run: The slot's current token, if the grammar forced it, and the forced tokens that follow.
             Else empty.
-        taken: Number of tokens of `run` that are drafts of the step being issued.
+        taken: Number of forced tokens that are drafts of the step being issued.
         guess: Predicted drafts of the step being issued.
+        drafted: Whether the mesh's drafts for the slot are read back with the last issued step.
+        drafts: These drafts, once they are read: position of the first, and tokens.
     """
 
     matcher: TokenMatcher | None
@@ -61,6 +64,8 @@ class _Row:
     run: list[int] = field(default_factory=list)
     taken: int = 0
     guess: Guess | None = None
+    drafted: bool = False
+    drafts: tuple[int, ...] = ()
 
     @property
     def active(self) -> bool:
@@ -81,9 +86,11 @@ class GrammarRows:
         self._words = mask_words(vocabulary)
         self._rows: dict[tuple[int, int], _Row] = {}
         self._turn = 0  # forward passes so far; each one begins with another row
-        # Tokens that are not consumed yet, with their rows: (rank, index, row, number of leading
-        # tokens that were forced).
-        self._issued: list[tuple[jax.Array, list[tuple[int, int, _Row, int]]]] = []
+        # Tokens and drafts that are not consumed yet, with their rows: (rank, index, row, number of
+        # leading tokens that were forced).
+        self._issued: list[
+            tuple[jax.Array, jax.Array | None, list[tuple[int, int, _Row, int]]]
+        ] = []
 
     def admit(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
         """Records admitted sequences, and new position limits of slots that received pages."""
@@ -126,11 +133,13 @@ class GrammarRows:
             self._rows[rank, slots[rank][index]].taken = guess.count
         for (rank, index), guess in guesses.items():
             row = self._rows.get((rank, slots[rank][index]))
+            if row is not None and not guess.tokens and not row.drafted:
+                guess = guess._replace(count=0)  # drafts whose masks cannot be made
             if left[rank] and (row is None or len(row.run) < 2):
                 count = min(guess.count, left[rank])
                 taken[rank, index] = guess = guess._replace(count=count)
                 left[rank] -= guess.count
-                if row is not None:
+                if row is not None and guess.count:
                     row.guess = guess
         return taken
 
@@ -153,9 +162,9 @@ class GrammarRows:
                 self._fill_row(row, [masks[rank, place] for place in places])
         return masks
 
-    def issued(self, slots: Slots, token: jax.Array) -> None:
-        """Records the tokens that the step chooses, `token` [ranks, rows, Q], which may not be
-        computed yet."""
+    def issued(self, slots: Slots, token: jax.Array, drafts: jax.Array | None = None) -> None:
+        """Records the tokens that the step chooses, `token` [ranks, rows, Q], and the drafts that
+        the mesh makes, which may not be computed yet."""
         unknown: list[tuple[int, int, _Row, int]] = []
         for rank, rank_slots in enumerate(slots):
             for index, slot in enumerate(rank_slots):
@@ -163,12 +172,14 @@ class GrammarRows:
                 if row is None or not row.active:
                     continue
                 row.position += row.taken
+                # Tokens that are known are not read, and neither are the drafts after them.
+                row.drafted = drafts is not None and not row.run
                 if row.run:
                     row.position += 1
                 else:
                     unknown.append((rank, index, row, row.taken))
         if unknown:
-            self._issued.append((token, unknown))
+            self._issued.append((token, drafts, unknown))
 
     def first_mask(self, spec: SampleSpec, mask: np.ndarray) -> None:
         """Fills `mask` [W] with the tokens that the grammar allows as first token."""
@@ -182,11 +193,13 @@ class GrammarRows:
 
     def _consume(self) -> None:
         issued, self._issued = self._issued, []
-        for token, rows in issued:
+        for token, drafts, rows in issued:
             # Besides `start_reading`, which started the copy, only this code reads from devices.
             with jax.transfer_guard_device_to_host("allow"):
                 host = np.asarray(token).tolist()
+                drafted = None if drafts is None else np.asarray(drafts).tolist()
             for rank, index, row, forced in rows:
+                row.drafts = () if drafted is None else tuple(drafted[rank][index])
                 tokens = [token for token in host[rank][index][forced:] if token >= 0]
                 row.position += len(tokens)
                 if row.matcher is not None:
@@ -218,16 +231,26 @@ class GrammarRows:
             self._fill(last, row.matcher)
 
     def _fill_guess(self, row: _Row, guess: Guess, masks: list[np.ndarray]) -> None:
-        """Fills the grammar masks after a slot's token and after each of its draft tokens, up to
-        the first draft that the grammar does not allow. Later drafts cannot be accepted."""
-        self._fill(masks[0], row.matcher)
+        """Fills the grammar masks after a slot's token and after each of its draft tokens. Drafts
+        that equal forced tokens are accepted. After them, fills masks up to the first draft that
+        the grammar does not allow. Later drafts cannot be accepted."""
         if row.matcher is None:
-            return
-        matcher = row.matcher.copy()
-        first = row.position + 1 - guess.start
-        drafts = guess.tokens[first : first + guess.count]
-        for token, mask, following in zip(drafts, masks, masks[1:], strict=False):
-            if not mask[token // BITS] >> np.uint32(token % BITS) & np.uint32(1):
+            return self._fill(masks[0], None)
+        start, *tokens = (guess.start, *guess.tokens) if guess.tokens else row.drafts
+        first = row.position + 1 - start
+        count = min(guess.count, row.limit - row.position - 1)
+        drafts = tokens[first : first + count] if first >= 0 else []
+        run = row.matcher.forced(self._longest, self._vocabulary)
+        for mask, token, draft in zip(masks, run, (*drafts, NO_TOKEN), strict=False):
+            self._allow(mask, token)
+            if token != draft:
+                row.run = run[row.taken :]
+                return
+            row.taken += 1
+        matcher, masks = row.matcher.copy(), masks[row.taken :]
+        self._fill(masks[0], matcher)
+        for token, mask, following in zip(drafts[row.taken :], masks, masks[1:], strict=False):
+            if token < 0 or not mask[token // BITS] >> np.uint32(token % BITS) & np.uint32(1):
                 return
             matcher.consume((token,))
             self._fill(following, matcher)

@@ -16,6 +16,11 @@ writes all keys first. A chunk that samples nothing (the earlier part of a long 
 This saves up to 1 / layers of a prefill. If log-probabilities of prompts are requested, the last
 layer is computed for all tokens, by a program compiled at the first request.
 
+If the model has a next-token layer, which drafts tokens on decode meshes, its keys and values are
+those of one more layer. They need the last hidden state of every token, so all layers are computed
+for all tokens. The hidden state before a chunk's first token is not kept, and the keys and values
+of this token are zero.
+
 Groups of equal structure, except the last, share one executable for each chunk bucket. Inside
 `shard_map` each dp rank has its own chunk and pages; tensor parallelism is in the model's
 collectives."""
@@ -233,11 +238,14 @@ class PrefillPrograms:
         sums: list[jax.Array] = []
         key = self._programs.put(self._sums.key(chunk.checksum_key)) if self._sums else None
         for index, group in enumerate(self._groups):
-            layers = [self._weights.layers[index].leaves for index in group]
+            layers = [part.leaves for part in self._weights[group]]
             pages = self._pool.layers[group.start : group.stop]
             states = self._states.layers[group.start : group.stop]
             program = self._group(group, chunk)
-            x, new_pages, new_states, block = program(layers, pages, states, x, *meta, sampling)
+            drafts = (self._weights.stem.leaves, tokens) if self._drafts(group) else ()
+            x, new_pages, new_states, block = program(
+                layers, pages, states, x, *meta, sampling, *drafts
+            )
             self._pool.put(group.start, new_pages)
             self._states.put(group.start, new_states)
             if self._sums and key is not None:
@@ -292,9 +300,13 @@ class PrefillPrograms:
             lambda: self._programs.compile(body, arguments, (stem.specs, RANK), RANK),
         )
 
+    def _drafts(self, group: range) -> bool:
+        """Returns whether the next-token layer is in a group."""
+        return len(self._weights.layers) in group
+
     def _group(self, group: range, chunk: ChunkArrays) -> Any:
-        parts = [self._weights.layers[index] for index in group]
-        width, last = chunk.tokens.shape[1], group.stop == len(self._weights.layers)
+        parts, drafts = self._weights[group], self._drafts(group)
+        width, last = chunk.tokens.shape[1], group.stop == len(self._pool.spec.layers)
         # The program of the other groups does not depend on sampling.
         form = chunk.form
         if not last:
@@ -319,8 +331,10 @@ class PrefillPrograms:
             )
             page_specs, state_specs = self._pool.specs(group), self._states.specs(group)
             in_specs = ([part.specs for part in parts], page_specs, state_specs, *(RANK,) * 8)
+            in_specs += (self._weights.stem.specs, RANK) if drafts else ()
             out_specs = (RANK, page_specs, state_specs, [BLOCK_SPEC] if self._emit else [])
             arguments = ([part.leaves for part in parts], pages, states, x, *meta)
+            arguments += (self._weights.stem.leaves, chunk.tokens) if drafts else ()
             # The last group returns fewer activations than its input has.
             donate = (1, 2) if last else (1, 2, 3)
             return self._programs.compile(
@@ -330,10 +344,8 @@ class PrefillPrograms:
         return self._programs.get(key, build)
 
     def _group_body(self, group: range, form: ChunkForm) -> Any:
-        parts, last = (
-            [self._weights.layers[index] for index in group],
-            len(self._weights.layers) - 1,
-        )
+        parts, last = self._weights[group], len(self._pool.spec.layers) - 1
+        weights, layers = self._weights, len(self._weights.layers)
         common, emit, sizes = self._shards, self._emit, (self._pool.rank_rows, self._pool.page_size)
         spec = self._sums.spec if self._sums else self._pool.spec
         kinds = spec.layers[group.start : group.stop]
@@ -352,6 +364,8 @@ class PrefillPrograms:
             continuing: jax.Array,
             state: jax.Array,
             sampling: jax.Array,
+            stem_leaves: Sequence[jax.Array] = (),
+            tokens: jax.Array | None = None,
         ) -> tuple[jax.Array, list[LayerPages], list[LayerPages], list[jax.Array]]:
             positions_T, segment_T, past_R = positions[0], segment[0], past[0]
             slot_R, kept_R, stop_R = (state[0, :, column] for column in range(3))
@@ -372,6 +386,22 @@ class PrefillPrograms:
             ):
                 layer: Any = part.merge(part_leaves)
                 asked_R = rows_R if index == last and not form.every_token else None
+                if index == layers:
+                    assert tokens is not None
+                    stem: Any = weights.stem.merge(stem_leaves)
+                    y_TD, known_T = _before(stem.normed(x_TD), segment_T)
+                    layer(
+                        jnp.where(known_T[:, None], stem.embed(tokens[0], common), 0),
+                        y_TD,
+                        positions_T,
+                        attention.over(layer_pages, True, bool(kind.components)),
+                        common,
+                        segment_T >= 0,
+                        jnp.zeros((0,), jnp.int32),  # only keys and values
+                    )
+                    x_TD = x_TD if asked_R is None else jnp.take(x_TD, asked_R, 0, mode="clip")
+                    new_states.append(())
+                    continue
                 x_TD = layer(
                     x_TD,
                     positions_T,
@@ -391,3 +421,11 @@ class PrefillPrograms:
             return waited_for[None], attention.pages, new_states, blocks
 
         return body
+
+
+def _before(y_TD: jax.Array, segment_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the hidden state before each token of a chunk, zero where it is not known, and
+    whether it is known."""
+    index_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)
+    known_T = (index_T > 0) & (segment_T >= 0) & (segment_T == jnp.roll(segment_T, 1))
+    return jnp.where(known_T[:, None], jnp.roll(y_TD, 1, axis=0), 0), known_T

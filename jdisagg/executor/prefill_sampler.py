@@ -137,7 +137,8 @@ class PrefillSampler:
         def body(leaves: tuple[jax.Array, ...], x: jax.Array, rows: _SampledRows) -> Chosen:
             row: _SampledRows = jax.tree.map(lambda array: array[0], rows)
             head: Any = stem.merge(leaves)
-            logits_RV, shard = logits(variant, head, reveal(x[0]), shards, row_format.vocabulary)
+            y_RD = head.normed(reveal(x[0]))
+            logits_RV, shard = logits(variant, head, y_RD, shards, row_format.vocabulary)
             active_R = jnp.ones(row.position.shape, jnp.bool_)
             return choose(
                 variant,

@@ -63,12 +63,19 @@ NO_ADAPTERS = AdapterSize()
 
 @dataclass(frozen=True)
 class Weights:
-    """All parts of a model, and the `width` and `dtype` of the activations between its layers."""
+    """All parts of a model, and the `width` and `dtype` of the activations between its layers.
+    `next_token` is the layer that drafts tokens, whose KV comes after that of `layers`."""
 
     stem: Part
     layers: tuple[Part, ...]
     width: int
     dtype: jnp.dtype
+    next_token: Part | None = None
+
+    def __getitem__(self, group: range) -> list[Part]:
+        """Returns the layers with KV number `group`, the next-token layer included."""
+        every = self.layers if self.next_token is None else (*self.layers, self.next_token)
+        return [every[index] for index in group]
 
 
 def split_model(
@@ -97,7 +104,8 @@ def split_model(
             ),
         )
     layers = tuple(_part(layer, layout) for layer in modules)
-    return Weights(stem, layers, x.shape[-1], x.dtype)
+    next_token = None if model.next_token is None else _part(model.next_token, layout)
+    return Weights(stem, layers, x.shape[-1], x.dtype, next_token)
 
 
 def _part(module: object, layout: Layout) -> Part:

@@ -327,7 +327,7 @@ class DecodeBatches:
                     if drafts is None:
                         self.forced_tokens += max(0, count - due)
                 if drafts is not None and self._speculation is not None:
-                    self._speculation.verified(drafts, count - due)
+                    self._speculation.verified(child, drafts, count - due)
                 generated = child.generated
                 if len(generated) + count < child.uneventful:
                     generated.extend(kept)

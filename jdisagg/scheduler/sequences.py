@@ -71,6 +71,7 @@ class Sequence:
         ngrams, acceptance: N-gram index of the sequence, and acceptance rate of its draft tokens
             (speculation.py).
         drafting: Number of the sequence's draft tokens in steps in flight.
+        drafted: Number of the last planned step in which the mesh drafted its next tokens.
         predicted: Latest prediction that is not counted yet: its kind, the number of generated
             tokens before it, and its tokens.
         yielded_at: Time when it was preempted for a request of higher priority; None if it was not,
@@ -96,6 +97,7 @@ class Sequence:
     ngrams: NgramIndex | None = None
     acceptance: list[Acceptance] = field(default_factory=list)
     drafting: int = 0
+    drafted: int = -1
     predicted: tuple[int, int, tuple[int, ...]] | None = None
     yielded_at: float | None = None
     aside_seconds: float = 0.0

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from jdisagg.messages.step_commands import DraftRow
+from jdisagg.messages.step_commands import NO_TOKEN, DraftRow
 from jdisagg.scheduler.acceptance import OVERALL_FADE, Acceptance
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.ngram import SIZES, NgramIndex
@@ -25,6 +25,8 @@ SAMPLES = 9  # step times of which the median counts
 LEAST_SAMPLES = 3
 # Steps after which a step of the other kind is measured again.
 REMEASURE = 256
+# Tokens that a mesh drafts for a sequence in each step, with the checkpoint's next-token layer.
+CHAIN = 3
 # In a large batch, predictions cost the host time. After a step that takes no drafts, the next
 # steps make none: as many as a quarter of the batch, and at most this number.
 MOST_SKIPPED = 16
@@ -44,10 +46,12 @@ class Drafter(Protocol):
     Attributes:
         source: Name of the drafter in metrics.
         kinds: Number of kinds of predictions.
+        on_mesh: Whether the decode step itself drafts, so that the tokens are not known here.
     """
 
     source: str
     kinds: int
+    on_mesh: bool
 
     def draft(self, child: Sequence, most: int) -> Draft | None:
         """Returns a prediction of up to `most` tokens after the tokens of `child.generated`, or
@@ -60,12 +64,25 @@ class NgramDrafter:
 
     source = "ngram"
     kinds = len(SIZES)
+    on_mesh = False
 
     def draft(self, child: Sequence, most: int) -> Draft | None:
         if child.ngrams is None:
             child.ngrams = NgramIndex(child.group.request.prompt_token_ids)
         found = child.ngrams.predict(child.generated, most)
         return None if found is None else Draft(*found)
+
+
+class NextTokenDrafter:
+    """Stands for the drafts of the checkpoint's next-token layer (`executor/next_tokens.py`). Each
+    step with drafts makes those of the next one."""
+
+    source = "mtp"
+    kinds = 1
+    on_mesh = True
+
+    def draft(self, child: Sequence, most: int) -> Draft | None:
+        return Draft(0, (NO_TOKEN,) * CHAIN)
 
 
 class Planned(NamedTuple):
@@ -120,12 +137,14 @@ class Speculation:
         self.drafted = self.accepted = 0
         self._taken = (0, 0)
         self._skips = 0
+        self._steps = self._last = 0  # steps planned, and the last one with drafts
 
     @staticmethod
     def of(limits: MeshLimits) -> "Speculation | None":
         """Returns the speculation of a mesh; None if it verifies no drafts."""
         runs = limits.speculates and limits.longest_run > 1
-        return Speculation(limits, NgramDrafter()) if runs else None
+        drafter = NextTokenDrafter() if limits.draft_layer else NgramDrafter()
+        return Speculation(limits, drafter) if runs else None
 
     @property
     def source(self) -> str:
@@ -142,26 +161,55 @@ class Speculation:
     def plan(self, active: Rows[Rows[Sequence]], kind: StepKind) -> dict[tuple[int, int], Planned]:
         """Returns the drafts of the next step for the running sequences `active` of each rank, by
         rank and row. Empty if they are not worth their time."""
+        self._steps += 1
         if self._skips:
             self._skips -= 1
             return {}
+        self._forget()
         rows: dict[tuple[int, int], Planned] = {}
         gain, sequences = 0.0, sum(map(len, active))
         for rank, children in enumerate(active):
             found = [self._draft(child) for child in children]
-            # The tokens of steps in flight must come as predicted, too.
-            ahead = [child.issued_position - child.position + child.drafting for child in children]
-            counts, of_rank = self._share(found, ahead, self._limits.extra_rows(kind[0]))
+            counts, of_rank = self._share(
+                found, list(map(self._ahead, children)), self._limits.extra_rows(kind[0])
+            )
             gain += of_rank
             for row, (child, one, count) in enumerate(zip(children, found, counts, strict=True)):
-                if one is not None and count:
-                    drafts = DraftRow(rank, row, child.position + 1, one[1].tokens, count)
-                    rows[rank, row] = Planned(drafts, one[1].kind)
+                if one is not None and (planned := self._planned(rank, row, child, one[1], count)):
+                    rows[rank, row] = planned
         seconds = self._seconds.setdefault(kind, _Seconds())
         if rows and seconds.pays(1 + gain / sequences):
+            self._last = self._steps
+            if self._drafter.on_mesh:
+                for child in (child for children in active for child in children):
+                    child.drafted = self._steps
             return rows
         self._skips = min(sequences // 4, MOST_SKIPPED)
         return {}
+
+    def _planned(
+        self, rank: int, row: int, child: Sequence, draft: Draft, count: int
+    ) -> Planned | None:
+        """Returns the drafts of a sequence in a step, of which `count` are to be verified. A step
+        in which the mesh drafts makes those of the next step, too, even if it has none itself."""
+        if not self._drafter.on_mesh:
+            drafts = DraftRow(rank, row, child.position + 1, draft.tokens, count)
+            return Planned(drafts, draft.kind) if count else None
+        made = child.drafted == self._steps - 1
+        return Planned(DraftRow(rank, row, 0, (), count if made else 0), draft.kind)
+
+    def _ahead(self, child: Sequence) -> int:
+        """Returns the number of tokens in steps in flight that must come as predicted, too. The
+        mesh itself drafts after the tokens that came."""
+        if self._drafter.on_mesh:
+            return 0
+        return child.issued_position - child.position + child.drafting
+
+    def _forget(self) -> None:
+        """Forgets an acceptance that was measured long ago, because drafts of the mesh can only be
+        counted if they are verified."""
+        if self._drafter.on_mesh and self._steps - self._last >= REMEASURE:
+            self._overall = [Acceptance() for _ in self._overall]
 
     def _draft(self, child: Sequence) -> tuple[float, Draft] | None:
         """Returns a prediction for a sequence, and the probability that a predicted token is
@@ -169,13 +217,14 @@ class Speculation:
         left = child.issued_limit - 1 - child.issued_position
         if left < 1:
             return None
-        if not child.acceptance:
+        long_ago = self._drafter.on_mesh and self._steps - child.drafted >= REMEASURE
+        if not child.acceptance or long_ago:
             child.acceptance = [Acceptance() for _ in range(self._drafter.kinds)]
         self._count(child)
         draft = self._drafter.draft(child, 2 * self._limits.longest_run - 1)
         if draft is None:
             return None
-        if child.predicted is None:
+        if child.predicted is None and not self._drafter.on_mesh:
             child.predicted = (draft.kind, len(child.generated), draft.tokens)
         own = child.acceptance[draft.kind]
         return own.estimate(self._overall[draft.kind].estimate()), draft
@@ -216,11 +265,16 @@ class Speculation:
             counts[index] += 1
         return counts, sum(chance for chance, _ in chances)
 
-    def verified(self, planned: Planned, accepted: int) -> None:
+    def verified(self, child: Sequence, planned: Planned, accepted: int) -> None:
         """Counts the drafts of a sequence in a step."""
         count = planned.drafts.count
+        accepted = max(0, min(accepted, count))
         self.drafted += count
-        self.accepted += max(0, min(accepted, count))
+        self.accepted += accepted
+        if self._drafter.on_mesh and count:
+            tries = min(accepted + 1, count)
+            child.acceptance[planned.kind].add(accepted, tries)
+            self._overall[planned.kind].add(accepted, tries, OVERALL_FADE)
 
     def take(self) -> tuple[int, int]:
         """Returns the numbers of drafts verified and accepted since the last call."""

@@ -22,7 +22,7 @@ from tests.fakes.virtual_time import run_virtually
 class RandomDrafter:
     """Predicts the answer that the oracle gives, with a part of wrong tokens, now and then none."""
 
-    source, kinds = "ngram", 1
+    source, kinds, on_mesh = "ngram", 1, False
 
     def __init__(self) -> None:
         self._random = random.Random(4)

@@ -187,7 +187,8 @@ async def running(
     tokenizer = Tokenizer.from_directory(engine.model.directory)
 
     model, recording = engine.model, Recording()
-    load = loader(model.directory, model.dtype, model.weights, model.kv_dtype)
+    how = (model.weights, model.kv_dtype, engine.decode.speculate)
+    load = loader(model.directory, model.dtype, *how)
     cluster = kind(engine, load, tokenizer, jax.devices()[first_device:])
     for replica, commands in zip(
         cluster.replicas[::-1], (recording.decode, recording.prefill), strict=False

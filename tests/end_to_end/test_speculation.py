@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import EngineConfig, Mode
+from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import Request
 from jdisagg.scheduler import speculation
 from jdisagg.scheduler.sequences import Sequence
@@ -18,6 +19,7 @@ from tests.end_to_end.clusters import MOE, Running, config, golden_copy, running
 from tests.end_to_end.test_families_in_storms import LEASES, until_all_free
 from tests.end_to_end.two_decoders import TwoDecoders
 from tests.fakes.cluster import Collected
+from tests.models.next_token_checkpoints import with_next_token_layer
 
 small = partial(config, context=256, slots=4, chunk=32)
 # On a busy machine the first use of a program, which compiles it, takes minutes.
@@ -27,7 +29,7 @@ PATIENTLY = replace(LEASES, step_seconds=600.0)
 class KnowingDrafter:
     """Predicts the known streams of requests, with some wrong tokens: a part `errors` of all."""
 
-    source, kinds = "ngram", 1
+    source, kinds, on_mesh = "ngram", 1, False
     streams: dict[str, dict[int, list[int]]] = {}
     errors = 0.3
 
@@ -52,8 +54,14 @@ def knowing(monkeypatch: pytest.MonkeyPatch) -> type[KnowingDrafter]:
     return KnowingDrafter
 
 
-def speculating(engine: EngineConfig) -> EngineConfig:
-    return replace(engine, decode=replace(engine.decode, speculate="ngram"))
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafts of the mesh itself, verified in every step, whether or not this saves time."""
+    monkeypatch.setattr(speculation._Seconds, "pays", lambda self, gain: True)
+
+
+def speculating(engine: EngineConfig, source: str = "ngram") -> EngineConfig:
+    return replace(engine, decode=replace(engine.decode, speculate=source))
 
 
 def streams(done: list[Collected]) -> list[object]:
@@ -127,6 +135,77 @@ async def test_drafts_change_no_stream(
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
+    ("mode", "prefill", "decode"),
+    [
+        (Mode.DISAGGREGATED, "tp=2", "dp=2"),
+        pytest.param(Mode.UNIFIED, "tp=1", "tp=1", marks=pytest.mark.slow),
+        pytest.param(Mode.CHUNKED, "tp=1", "dp=2,tp=2", marks=pytest.mark.slow),
+    ],
+)
+async def test_drafts_of_the_next_token_layer_change_no_stream(
+    mode: Mode, prefill: str, decode: str, always: None
+) -> None:
+    """Of the shipped model, whose prompts' KV of the layer comes from the prefill mesh. The second
+    time, prompts are in the prefix cache."""
+    expected = await alone()
+    engine = speculating(small(mode, prefill, decode), "mtp")
+    async with running(engine) as run:
+        for _ in range(2):
+            done = await run.complete_all(all_requests(run))
+            assert streams(done) == streams(expected)
+            same_logprobs(done, expected)
+        drafted, accepted = counted(run, "drafted"), counted(run, "accepted")
+        assert 300 < accepted < drafted - 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+async def test_drafts_of_a_random_layer_change_no_stream(
+    name: str, tmp_path: Path, always: None
+) -> None:
+    """Latents and experts, over all ranks of the decode mesh."""
+    directory = with_next_token_layer(golden_copy(name, tmp_path), tmp_path)
+    engine = config(
+        Mode.DISAGGREGATED,
+        decode="dp=2,ep=2",
+        directory=directory,
+        decode_page=4,
+        chunk=32,
+        context=128,
+    )
+    done: list[list[Collected]] = []
+    for one in (engine, speculating(engine, "mtp")):
+        async with running(one) as run:
+            asked = [
+                run.request(
+                    range(20, 30 + 9 * seed),
+                    f"k{seed}",
+                    max_tokens=50,
+                    temperature=1.5 * (seed % 2),
+                    seed=seed,
+                    ignore_eos=True,
+                )
+                for seed in range(6)
+            ]
+            done.append(await run.complete_all(asked))
+            accepted, drafted = counted(run, "accepted"), counted(run, "drafted")
+    assert streams(done[1]) == streams(done[0])
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.ci
+async def test_the_shipped_model_takes_several_tokens_a_step_with_its_own_layer(
+    always: None,
+) -> None:
+    engine = speculating(small(Mode.DISAGGREGATED, "tp=1", "tp=1", slots=1), "auto")
+    async with running(engine) as run:
+        (done,) = await run.complete_all([run.request("Once upon a time", max_tokens=100)])
+        steps = sum(isinstance(command, DecodeSteps) for command in run.recording.decode)
+    assert len(done.tokens[0]) > 1.6 * steps
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
     ("name", "drafts"),
     [
         ("gpt_oss", True),
@@ -169,15 +248,16 @@ async def test_drafts_change_no_stream_whatever_is_kept_of_a_position(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("source", ["ngram", "mtp"])
 async def test_drafts_of_sequences_in_a_storm_change_no_stream(
-    knowing: type[KnowingDrafter],
+    source: str, knowing: type[KnowingDrafter]
 ) -> None:
     """Too few pages, moves between two decode workers, of which one dies."""
     expected = await alone()
     storm = small(
         prefill="tp=2", decode="dp=2", decode_page=4, pages=64, growth=1, limits=PATIENTLY
     )
-    async with running(speculating(storm), kind=TwoDecoders) as run:
+    async with running(speculating(storm, source), kind=TwoDecoders) as run:
         cluster = run.cluster
         assert isinstance(cluster, TwoDecoders)
         asked = all_requests(run)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from flax import nnx
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
 from jdisagg.costs.catalog import geometry
@@ -27,7 +28,9 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.recipes import load_recipe
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE
-from launch.model import as_kept
+from launch.cost_inputs import find_geometry
+from launch.model import as_kept, loader
+from launch.shipped import SHIPPED_MODEL
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # Shapes of a 1.2B Llama: 32 KiB of KV a token in bfloat16, 2.5 GB of weights.
@@ -58,6 +61,20 @@ def test_pages_are_what_is_left_beside_weights_activations_and_staging() -> None
     assert plan.pages == instance.pages_per_rank * 128 * token  # type: ignore[operator]
     assert plan.total <= plan.memory.bytes < plan.total + 128 * token
     assert plan.context_tokens == 131_072 and plan.tokens_per_rank >= 131_072
+
+
+@pytest.mark.parametrize("speculate", ["off", "ngram", "auto", "mtp"])
+def test_weights_and_kv_are_those_of_the_loaded_model_with_the_layer_that_drafts(
+    speculate: str,
+) -> None:
+    shape = find_geometry(str(SHIPPED_MODEL))
+    planned = bytes_per_device(shape, replace(SMALL, speculate=speculate), "float32")
+    load = loader(str(SHIPPED_MODEL), "float32", speculate=speculate)
+    model = load(Layout(), jax.devices()[:1]).model
+    assert (model.next_token is None) == (speculate in ("off", "ngram"))
+    assert planned.token == model.kv_spec.bytes_per_token
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))  # type: ignore[arg-type]
+    assert planned.weights == pytest.approx(stored, rel=2e-3), "norms are not counted"
 
 
 def test_no_more_pages_than_all_slots_can_use() -> None:

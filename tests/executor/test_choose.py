@@ -57,7 +57,8 @@ def test_a_vocabulary_that_stays_on_its_devices_gives_the_tokens_of_a_gathered_o
 
         def body(leaves: tuple[jax.Array, ...], x_BD: jax.Array) -> jax.Array:
             merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-            logits_BV, shard = logits(variant, merged, x_BD, shards, VOCABULARY)
+            y_BD = merged.normed(x_BD)
+            logits_BV, shard = logits(variant, merged, y_BD, shards, VOCABULARY)
             kept = VOCABULARY if platform == "cpu" else -(-VOCABULARY // layout.tp)
             assert logits_BV.shape[1] == kept
             position_B, active_B = jnp.full(ROWS, 9, jnp.int32), jnp.ones(ROWS, jnp.bool_)

@@ -1,5 +1,7 @@
 """Which drafts of slots with a grammar a step verifies, and their masks."""
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -45,10 +47,16 @@ def rows_of(*admits: SlotAdmit, longest: int = LONGEST_RUN) -> GrammarRows:
 
 
 def step(
-    rows: GrammarRows, slots: tuple[int, ...], room: int = 16, guesses: Guesses | None = None
+    rows: GrammarRows,
+    slots: tuple[int, ...],
+    room: int = 16,
+    guesses: Guesses | None = None,
+    ours: list[int] | None = None,
+    make: Callable[[int], list[int]] | None = None,
 ) -> tuple[list[str], list[str]]:
-    """A step in which each row takes the first token of its mask. The drafts, and what was
-    taken."""
+    """A step in which each row takes the first token of its mask. The drafts, and what was taken.
+    For the first slot, the mesh itself drafted `ours`, and then drafts what `make` returns for the
+    number of tokens taken: the position of the first draft, and tokens."""
     drafts = rows.runs((slots,), room, guesses or {})
     plan = DraftPlan.of(drafts, 1, len(slots), room, LONGEST_RUN) if drafts else None
     masks = rows.masks((slots,), len(slots) + (room if plan else 0), plan)[0]
@@ -58,12 +66,14 @@ def step(
     for row in range(len(slots)):
         taken[0, row, 0] = first[row]
         guess = drafts.get((0, row))
-        for offset, draft in enumerate(guess.tokens[: guess.count] if guess else (), 1):
+        known = (guess.tokens or ours or ()) if guess else ()
+        for offset, draft in enumerate(known[: guess.count] if guess else (), 1):
             if taken[0, row, offset - 1] != draft:
                 break
             assert plan is not None
             taken[0, row, offset] = first[plan.place(0, row, offset)]
-    rows.issued((slots,), jnp.asarray(taken))
+    made = make(int(np.sum(taken[0, 0] >= 0))) if make else None
+    rows.issued((slots,), jnp.asarray(taken), None if made is None else jnp.asarray([[made]]))
     text = lambda tokens: "".join(chr(FIRST + token) for token in tokens if token >= 0)  # noqa: E731
     of_row = [drafts.get((0, row), Guess(0, (), 0)) for row in range(len(slots))]
     return [text(one.tokens[: one.count]) for one in of_row], [text(row) for row in taken[0]]
@@ -160,6 +170,43 @@ def test_a_slot_with_a_known_run_takes_no_predicted_drafts() -> None:
     rows = rows_of(admit(0))
     step(rows, (0,))
     assert step(rows, (0,), guesses=guess("zzzzzzz", 12))[0] == ["orced w"]
+
+
+LOOP = Grammar(GrammarKind.REGEX, "[a-z]([a-c][a-c]forced-)*")
+
+
+def test_drafts_that_the_mesh_makes_change_no_answer_whatever_they_are() -> None:
+    """Right ones and wrong ones, with forced tokens among them, and at limits that grow."""
+    rng, alone = random.Random(2), rows_of(admit(0, grammar=LOOP, limit=1000))
+    answer = "".join(step(alone, (0,))[1][0] for _ in range(130))
+    assert answer.startswith("aaforced-aaforced-")
+    accepted = rejected = runs = 0
+    for _ in range(30):
+        limit, text, ours = 14, "", []
+        rows = rows_of(admit(0, grammar=LOOP, limit=limit))
+        while len(text) < 100:
+            at = 10 + len(text)  # position of the slot's token
+            if at >= limit - rng.randrange(1, 4):
+                limit += rng.randrange(4, 12)
+                rows.admit((), (SlotGrow(0, 0, limit, (0,)),))
+
+            made: list[int] = []
+
+            def make(count: int, at: int = at, made: list[int] = made) -> list[int]:
+                right = ids(answer[at - 10 + count :][:3])
+                wrong = [rng.randrange(20) if rng.random() < 0.2 else token for token in right]
+                made[:] = [at + count + 1, *wrong]
+                return made
+
+            inside = ours[1 : limit - at]
+            asked = {(0, 0): Guess(0, (), rng.randrange(4))}
+            (run,), (got,) = step(rows, (0,), guesses=asked, ours=inside, make=make)
+            assert text + got == answer[: len(text) + len(got)]
+            text, ours = text + got, made
+            runs += bool(run)
+            accepted += 0 if run else len(got) - 1
+            rejected += not run and len(got) <= min(asked[0, 0].count, len(inside))
+    assert min(accepted, rejected, runs) > 50
 
 
 def test_what_is_forced_is_what_the_mask_allows_alone() -> None:

@@ -15,7 +15,7 @@ from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.ngram import MOST_INDEXED, MOST_OF_PROMPT, NgramIndex
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import Sequence
-from jdisagg.scheduler.speculation import REMEASURE, Draft, NgramDrafter, Speculation
+from jdisagg.scheduler.speculation import CHAIN, REMEASURE, Draft, NgramDrafter, Speculation
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
 
@@ -244,3 +244,67 @@ def test_a_large_batch_without_drafts_makes_no_predictions_for_some_steps() -> N
     for _ in range(20):
         bench.run(bench.plan())
     assert drafter.calls == 16 * 4, "in one of five steps"
+
+
+class MeshBench(Bench):
+    """A mesh that drafts by itself, of whose drafts the first `right` are accepted."""
+
+    def __init__(self, right: int) -> None:
+        limits = replace(LIMITS, draft_layer=True)
+        super().__init__(limits, range(300))
+        speculation = Speculation.of(limits)
+        assert speculation is not None and speculation.source == "mtp"
+        self.speculation = self.batches._speculation = speculation
+        self.right = right
+
+    def run(self, plan: DecodeSteps, seconds: float = 1.0) -> list[int]:
+        count = 1 + min(self.right, *(one.count for one in plan.drafts)) if plan.drafts else 1
+        child = self.state.slots[0][plan.slots[0][0]]
+        assert child is not None and len(plan.slots[0]) == 1
+        begin = self.at[child.key] + 1
+        self.at[child.key] += count
+        tokens = tuple(self.text[begin : begin + count])
+        self.batches.apply(DecodeResult(plan.step, ((tokens,),)), seconds)
+        return [count]
+
+
+def test_a_step_verifies_the_drafts_of_the_step_before_which_is_not_read_yet() -> None:
+    bench = MeshBench(right=2)
+    child = bench.ready(1, [1, 2])
+    first, second = bench.plan(), bench.plan()
+    assert [(one.tokens, one.count) for one in first.drafts] == [((), 0)], "none are made yet"
+    assert [(one.tokens, one.count) for one in second.drafts] == [((), CHAIN)]
+    assert bench.run(first) + bench.run(second) == [1, 3]
+    assert child.generated == [0, 1, 2, 3, 4]
+    assert bench.batches.take_drafts() == [("mtp", 3, 2)]
+
+
+def test_after_a_step_without_drafts_there_are_none_to_verify() -> None:
+    bench = MeshBench(right=3)
+    bench.ready(1, [1, 2])
+    made = [bench.plan() for _ in range(1)]
+    while made[-1].drafts:
+        bench.run(made[-1], 9.0)  # which does not pay, once plain steps are measured
+        made.append(bench.plan())
+    plain = made[-1]
+    bench.run(plain)
+    bench.speculation._seconds.clear()
+    after = bench.plan()
+    assert [one.count for one in after.drafts] == [0]
+
+
+def test_drafts_of_a_mesh_that_were_seldom_accepted_are_tried_again_later() -> None:
+    bench = MeshBench(right=0)
+    child = bench.ready(1, [1, 2], max_tokens=290 + REMEASURE)
+    bench.text = list(range(300)) * 4
+    drafted = []
+    for number in range(40 + REMEASURE):
+        plan = bench.plan()
+        if plan.drafts:
+            drafted.append(number)
+        bench.run(plan)
+        if child.generated and len(child.generated) > 250:
+            break
+    assert drafted and max(drafted) < 60, "it stops"
+    bench.speculation._steps += REMEASURE
+    assert bench.plan().drafts

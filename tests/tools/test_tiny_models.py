@@ -26,8 +26,9 @@ from models.checkpoint import load_model
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
 from tools.tiny_models.corpus import TURN, document, documents, vocabulary_of
-from tools.tiny_models.export import write_checkpoint
+from tools.tiny_models.export import add_next_token_layer, read_dense, write_checkpoint
 from tools.tiny_models.network import PackedRows, TinyNetwork, TinyShape
+from tools.tiny_models.train_next_token import train_layer
 from tools.tiny_models.training import Schedule, TrainingProgress, encoded, packed_rows, train
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
@@ -241,6 +242,40 @@ def test_a_written_checkpoint_gives_the_serving_model_the_trained_logits(
     )
     np.testing.assert_allclose(run(load(tmp_path), rows.tokens[0, first]), expected_TV, atol=1e-4)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
+
+
+@pytest.mark.ci
+def test_a_trained_next_token_layer_gives_the_serving_model_its_hidden_states(
+    tmp_path: Path,
+) -> None:
+    """Trained alone: the other tensors of the checkpoint are what they were."""
+    network, _ = trained("llama")
+    tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "llama" / "tokenizer.json"))
+    write_checkpoint(network, tokenizer, tmp_path)
+    before = load_file(tmp_path / "model.safetensors")
+    read = read_dense(tmp_path, network.shape)
+    layer = train_layer(read, tokenizer, replace(QUICK, steps=3))
+    add_next_token_layer(layer, tmp_path)
+    after = load_file(tmp_path / "model.safetensors")
+    assert all(np.array_equal(after[name], tensor) for name, tensor in before.items())
+    rows = jax.tree.map(
+        lambda leaf: jnp.asarray(leaf)[None],
+        next(packed_rows(encoded(tokenizer, documents(9)), 256)),
+    )
+    first = np.flatnonzero(np.asarray(rows.documents[0]) == 1)
+    embedded_RTD, (y_RTD, _) = read.embedding[...][rows.tokens], read.hidden(rows)
+    expected_TD = layer(embedded_RTD, y_RTD, rows)[0, first]
+    model = load_model(tmp_path, Layout(), jax.devices()[:1], next_token=True).model
+    known_T1, before_TD = (jnp.arange(len(first)) > 0)[:, None], jnp.roll(y_RTD[0], 1, axis=0)
+    assert model.next_token is not None
+    got_TD = model.next_token(
+        jnp.where(known_T1, embedded_RTD[0, first], 0),
+        jnp.where(known_T1, before_TD[first], 0),
+        jnp.arange(len(first)),
+        dense_causal_attend,
+        Shards(),
+    )
+    np.testing.assert_allclose(got_TD, expected_TD, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -82,7 +82,7 @@ def train(
     file exists, training resumes from the saved state."""
     graph, parameters = nnx.split(TinyNetwork(shape, schedule.seed))
     weights_V = jnp.asarray(token_weights(tokenizer))
-    optimizer = _optimizer(schedule)
+    optimizer = optimizer_of(schedule)
 
     def objective(
         parameters: nnx.State, rows: PackedRows
@@ -108,7 +108,7 @@ def train(
     began = time.monotonic()
     recent: list[tuple[jax.Array, jax.Array]] = []
     for number, rows in enumerate(
-        islice(_batches(shape, tokenizer, schedule), done, None), start=done + 1
+        islice(batches(shape, tokenizer, schedule), done, None), start=done + 1
     ):
         parameters, state, loss, imbalance = run_step(parameters, state, rows)
         recent.append((loss, imbalance))
@@ -223,7 +223,7 @@ def packed_rows(sequences: Iterator[list[int]], row_tokens: int) -> Iterator[Pac
         yield PackedRows(tokens, targets, documents, positions)  # type: ignore[arg-type]
 
 
-def _batches(shape: TinyShape, tokenizer: Tokenizer, schedule: Schedule) -> Iterator[PackedRows]:
+def batches(shape: TinyShape, tokenizer: Tokenizer, schedule: Schedule) -> Iterator[PackedRows]:
     sequences = encoded(tokenizer, documents(schedule.seed))
     parts = (
         (schedule.row_tokens, schedule.end_begins),
@@ -241,7 +241,7 @@ def _stack(rows: list[PackedRows]) -> PackedRows:
     return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *rows)
 
 
-def _optimizer(schedule: Schedule) -> optax.GradientTransformation:
+def optimizer_of(schedule: Schedule) -> optax.GradientTransformation:
     """Returns the optimizer: Muon (Jordan et al., 2024) for the layers' matrices, which halves the
     text needed, and AdamW for embedding, router and norms."""
     return optax.partition(

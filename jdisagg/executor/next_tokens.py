@@ -1,0 +1,144 @@
+"""Drafts tokens with the checkpoint's next-token layer, at the end of a decode step.
+
+The layer joins each token with the hidden state before it. After the step has verified its drafts,
+the layer computes an entry for each token that the step chose, and so replaces the entries that it
+had computed from drafts. Its output at the newest token gives the first draft. Further drafts are a
+chain: the layer is applied to its own draft and hidden state.
+
+A draft is drawn as the model draws its token at the same position, with the same random numbers
+and filters. It is then the model's token more often than the most likely token is
+(docs/speculation.md). The drafts of each slot stay on the device until its next step, with the
+position of the first. No stream depends on them, so a slot may hold those of an earlier
+sequence."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdisagg.executor.choose import Chosen, Variant, choose, logits
+from jdisagg.executor.draft_rows import DraftRows
+from jdisagg.executor.page_pool import LayerPages, Pools
+from jdisagg.executor.slot_state import BatchRows, RowFormat
+from jdisagg.executor.step_attention import StepAttention
+from jdisagg.executor.weights import Weights
+from jdisagg.model_api import Shards
+from jdisagg.scheduler.speculation import CHAIN
+
+LayerKv = tuple[list[LayerPages], list[LayerPages], list[LayerPages]]
+
+
+class NextTokens:
+    """The part of a decode step's program that drafts tokens."""
+
+    def __init__(
+        self, weights: Weights, shards: Shards, pools: Pools, rows: RowFormat, ring_pages: int
+    ) -> None:
+        self._weights, self._shards, self._pools = weights, shards, pools
+        self._rows, self._ring_pages = rows, ring_pages
+
+    @property
+    def layers(self) -> range:
+        """Index of the layer's KV, as a range."""
+        count = len(self._weights.layers)
+        return range(count, count + 1)
+
+    def draft(
+        self,
+        model: tuple[Any, Any],
+        kept: LayerKv,
+        y_TD: jax.Array,
+        step: DraftRows,
+        chosen: Chosen,
+        drafts_SG: jax.Array,
+        variant: Variant,
+    ) -> tuple[LayerKv, jax.Array]:
+        """Drafts the tokens after those that a step chose.
+
+        Args:
+            model: Arrays of stem and layer.
+            kept: KV of the layer.
+            y_TD: Hidden states of the step's rows after the model's final norm.
+            step: Rows of the step.
+            chosen: The step's choice by slot, as `DraftRows.accept` returns it.
+            drafts_SG: Drafts of all slots: position of the first, and `CHAIN` tokens.
+
+        Returns:
+            The layer's KV, and the drafts of all slots.
+        """
+        token_T = step.by_row(chosen.token)
+        rows, slots = self._advanced(step.all, token_T), drafts_SG.shape[0]
+        step = step._replace(all=rows)
+        y_TD, kept = self._layer(model, kept, y_TD, step)
+        count_B = step.by_slot(rows.active).astype(jnp.int32).sum(1, dtype=jnp.int32)
+        last_B = jnp.take_along_axis(step.index_BQ, jnp.maximum(count_B - 1, 0)[:, None], 1)[:, 0]
+        own: BatchRows = jax.tree.map(lambda x: jnp.take(x, last_B, axis=0), rows)
+        y_BD, first, counts_BV = jnp.take(y_TD, last_B, axis=0), own, chosen.counts
+        index_B = jnp.arange(own.slot.shape[0], dtype=jnp.int32)
+        tokens: list[jax.Array] = []
+        for number in range(CHAIN):
+            if number:
+                own = self._advanced(own, tokens[-1])
+                alone = DraftRows(own, index_B, jnp.zeros_like(index_B), index_B[:, None])
+                y_BD, kept = self._layer(model, kept, y_BD, alone)
+            draft = self._choose(model, y_BD, own, counts_BV, variant)
+            counts_BV = draft.counts
+            tokens.append(draft.token)
+        drafts_BG = jnp.stack((first.position + 1, *tokens), axis=1)
+        slot_B = jnp.where(first.active, first.slot, slots)
+        return kept, drafts_SG.at[slot_B].set(drafts_BG, mode="drop")
+
+    def _advanced(self, rows: BatchRows, token_T: jax.Array) -> BatchRows:
+        """Returns rows with the tokens after those of `rows`."""
+        limit_T, _ = self._rows.limit_and_table(rows.ints)
+        position_T = rows.position + 1
+        active_T = rows.active & (token_T >= 0) & (position_T < limit_T)
+        return rows._replace(
+            token=jnp.where(active_T, token_T, 0), position=position_T, active=active_T
+        )
+
+    def _layer(
+        self, model: tuple[Any, Any], kept: LayerKv, y_TD: jax.Array, step: DraftRows
+    ) -> tuple[jax.Array, LayerKv]:
+        stem, part = self._weights.stem.merge(model[0]), self._weights.next_token
+        assert part is not None
+        layer: Any = part.merge(model[1])
+        (pages,), states, (rings,) = kept
+        attention = StepAttention(
+            step, self._rows, self._pools, self._ring_pages, self._shards.platform
+        )
+        written: list[LayerPages] = []
+        rows = step.all
+        y_TD = layer(
+            stem.embed(rows.token, self._shards),  # type: ignore[attr-defined]
+            y_TD,
+            rows.at,
+            attention.over(pages, rings, written),
+            self._shards,
+            rows.active,
+        )
+        return y_TD, (written, states, [rings]) if not rings else ([pages], states, written)
+
+    def _choose(
+        self,
+        model: tuple[Any, Any],
+        y_BD: jax.Array,
+        own: BatchRows,
+        counts_BV: jax.Array | None,
+        variant: Variant,
+    ) -> Chosen:
+        stem: Any = self._weights.stem.merge(model[0])
+        variant = variant.unmasked
+        logits_BV, shard = logits(variant, stem, y_BD, self._shards, self._rows.vocabulary)
+        return choose(
+            variant,
+            self._rows,
+            logits_BV,
+            own.ints,
+            own.floats,
+            own.at + 1,
+            own.active,
+            counts_BV,
+            shard,
+            self._shards.platform,
+        )

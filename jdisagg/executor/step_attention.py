@@ -1,0 +1,109 @@
+"""Attention of a decode step over the KV pages: writes the keys and values of the step's rows, then
+attends from each row up to its own position."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdisagg.executor.draft_rows import DraftRows
+from jdisagg.executor.page_pool import LayerPages, PagePool, Pools
+from jdisagg.executor.slot_state import BatchRows, RowFormat
+from jdisagg.model_api import Attend, Index, Latent
+from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
+from jdisagg.ops.paged_attention import paged_attention
+from jdisagg.ops.quarantine import seal
+
+
+class _Places(NamedTuple):
+    """Page table, and the page and offset that each row writes, in one page pool."""
+
+    table_BN: jax.Array
+    page_B: jax.Array
+    slot_B: jax.Array
+
+
+class StepAttention:
+    """Builds the attention functions of the layers of one step, on one dp rank."""
+
+    def __init__(
+        self, step: DraftRows, rows: RowFormat, pools: Pools, ring_pages: int, platform: str
+    ) -> None:
+        self._step, self._platform = step, platform
+        row = step.all
+        _, table_TN = rows.limit_and_table(row.ints)
+        ring_TN = _ring_table(rows.state(row.ints), table_TN.shape[1], ring_pages)
+        self._in_pages = _places(table_TN, row, pools.pages)
+        self._in_rings = _places(ring_TN, row, pools.rings)
+        self._positions_BQ = step.positions_BQ
+
+    def over(self, pages: LayerPages, rings: LayerPages, keep: list[LayerPages]) -> Attend:
+        """Returns the attention function of a layer whose KV is in `pages` or in `rings`. It
+        appends the written arrays to `keep`."""
+        step, positions_BQ = self._step, self._positions_BQ
+        layer_pages, places = (rings, self._in_rings) if rings else (pages, self._in_pages)
+
+        def attend(
+            q_TNH: jax.Array,
+            k_TKH: jax.Array,
+            v_TKH: jax.Array | None,
+            *,
+            scale: float,
+            window: int | None,
+            cap: float = 0.0,
+            sinks_N: jax.Array | None = None,
+            latent: Latent | None = None,
+            index: Index | None = None,
+        ) -> jax.Array:
+            sealed = seal(k_TKH, v_TKH, index)
+            written = tuple(
+                write_tokens(pages, part, places.page_B, places.slot_B, unique=True)
+                for pages, part in zip(layer_pages, sealed, strict=True)
+            )
+            keep.append(written)
+            if index is not None:
+                q_THD, w_TH = index.queries_THD, index.weights_TH
+                q_THD, w_TH = _slot_rows(step, q_THD), _slot_rows(step, w_TH)
+                index = index._replace(queries_THD=q_THD, weights_TH=w_TH)
+            o_TNH = paged_attention(
+                _slot_rows(step, q_TNH),
+                written[0],
+                None if latent else written[1],
+                places.table_BN[: positions_BQ.shape[0]],
+                positions_BQ,
+                scale=scale,
+                window=window,
+                cap=cap,
+                sinks_N=sinks_N,
+                latent=latent,
+                index=index,
+                index_pages_PKSH=None if index is None else written[1],
+                platform=self._platform,
+            )
+            if not step.drafts:
+                return o_TNH
+            return step.by_row(o_TNH.reshape(*positions_BQ.shape, *o_TNH.shape[1:]))
+
+        return attend
+
+
+def _places(table_BN: jax.Array, row: BatchRows, pool: PagePool) -> _Places:
+    """Returns where each row writes its KV. Inactive rows write to the pool's dummy pages."""
+    size, row_B = pool.page_size, jnp.arange(row.slot.shape[0], dtype=jnp.int32)
+    page_B, slot_B = decode_coordinates(table_BN, row.at, slots=size)
+    return _Places(
+        table_BN,
+        jnp.where(row.active, page_B, pool.pages_per_rank + row_B // size),
+        jnp.where(row.active, slot_B, row_B % size),
+    )
+
+
+def _ring_table(slot_B: jax.Array, columns: int, ring_pages: int) -> jax.Array:
+    """Returns a page table in which the ring-buffer pages of each row's slot repeat."""
+    turn_N = jnp.arange(columns, dtype=jnp.int32) % max(1, ring_pages)
+    return slot_B[:, None] * ring_pages + turn_N[None, :]
+
+
+def _slot_rows(step: DraftRows, of_T: jax.Array) -> jax.Array:
+    """Orders values of a step's rows by slot, the rows of one slot in the order of positions."""
+    return step.by_slot(of_T).reshape(-1, *of_T.shape[1:]) if step.drafts else of_T
