@@ -100,10 +100,9 @@ class InstanceConfig:
         stream_tokens: Number of new tokens of a sequence that are sent together. The first token is
             sent at once. Values above 1 save host work and make streams less smooth.
         speculate: How decode steps draft tokens, which change no stream (docs/speculation.md).
-            mtp: with the next-token layer of the checkpoint. ngram: from the tokens of the sequence
-            itself. off: not at all. auto: mtp if the checkpoint has such a layer, else ngram.
-            Drafts are made as long as this saves time. Workers that exchange KV must load the same
-            layers, so auto and mtp must be set on prefill workers, too.
+            mtp: with the checkpoint's next-token layer, which prefill workers must load, too.
+            ngram: from the sequence's own tokens. auto: mtp if there is such a layer, else ngram.
+            off: not at all. Drafts are made as long as this saves time.
         queue_limit: Number of requests that may wait at this instance.
         growth_tokens: Number of future tokens for which a decoding sequence receives pages in
             advance.
