@@ -1,12 +1,11 @@
-"""Compiles the programs of an executor for GPUs that this machine does not have, and counts their
-operations.
+"""Compiles the programs of an executor for absent accelerators, and counts their operations.
 
-`DevicelessPrograms` replaces `executor.programs.Programs`: arrays are shapes, compiled programs are
-counted, and their results are shapes. A complete `MeshExecutor` can be built with it, and its own
-warm-up compiles its own programs. This needs JAX's CUDA plugin (`pip install jax[cuda13]`), but no
-GPU. XLA compiles without autotuning, so kernels may differ from those on a GPU; graphs, loops,
-copies and memory are the same. Speed, numerical results, and whether cuDNN supports a call cannot
-be determined."""
+`DevicelessPrograms` replaces `executor.programs.Programs`: what goes to the mesh is a shape, each
+compiled program is counted, and its results are shapes. A `MeshExecutor` can therefore be built
+around it whole, and its warm-up builds all of its programs. For GPUs this needs a CUDA plugin of
+JAX (`pip install jax[cuda13]`), for TPUs `pip install jax[tpu]`, and no device. For a GPU XLA then
+compiles without autotuning: kernels may differ from those on the GPU, but graphs, loops, copies and
+memory do not. Speed and numbers are not measured."""
 
 import enum
 import importlib.util
@@ -17,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +28,35 @@ from jax.sharding import Mesh, PartitionSpec, use_abstract_mesh
 from jax.typing import DTypeLike
 
 from benchmarks.gpu_devices import GpuDevice
+from benchmarks.tpu_devices import TpuDevice
+from benchmarks.tpu_hlo import array_bytes, count_operations
 from jdisagg.executor.prefill_program import ChunkForm
 from jdisagg.executor.programs import Programs
 from jdisagg.layout.axes import MESH_AXES, Layout
 
-INSTALL = "pip install 'jax[cuda13]'"
-PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+PLUGINS = {
+    "gpu": (("jax_cuda13_plugin", "jax_cuda12_plugin"), "a CUDA plugin of JAX", "jax[cuda13]"),
+    "tpu": (("libtpu",), "libtpu", "jax[tpu]"),
+}
 
 
-def missing() -> str:
-    """Returns the reason why this process cannot compile for a GPU, with the remedy; "" if it
-    can."""
-    if any(importlib.util.find_spec(name) for name in PLUGINS):
+def missing(platform: str = "gpu") -> str:
+    """Returns what prevents this process from compiling for a platform, and the remedy. Empty if
+    nothing does."""
+    modules, what, package = PLUGINS[platform]
+    if any(importlib.util.find_spec(name) for name in modules):
         return ""
-    return f"compiling for a GPU needs a CUDA plugin of JAX: {INSTALL}"
+    return f"compiling for a {platform.upper()} needs {what}: pip install '{package}'"
 
 
-def without_a_gpu() -> None:
-    """Applies process settings before the first use of JAX: JAX runs on the CPU, and the plugin
-    needs no driver."""
+def without_a_device() -> None:
+    """Sets up this process, before JAX is used, to run on the CPU: neither the CUDA plugin nor
+    libtpu looks for a device."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    # libtpu would ask the cloud's metadata server, and allow one process on the host
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
 
@@ -70,60 +78,91 @@ class Shape:
 
 @dataclass(frozen=True)
 class Counted:
-    """Operations of one compiled program, on one device.
+    """One compiled program. Bytes are of one device.
 
     Attributes:
-        graphs: Number of CUDA graphs; 0 if the program has fewer than the five operations from
-            which XLA makes a graph.
-        whiles: Number of loops outside of graphs, which the host drives.
-        kernels: Number of kernel launches and library calls, including those in graphs.
-        copies, copied_bytes: Number of copies of device memory, and the largest number of bytes
-            that one copy writes, including copies by kernels.
-        collectives: Number of collectives between devices, each of which ends a graph in XLA 0.11.
-        conditionals: Number of choices outside of graphs, which the host makes."""
+        whiles: On a GPU, the loops that the host drives, outside of any graph. On a TPU, all loops.
+        copies: Copies of device memory. On a TPU, transpositions too, outside of fusions.
+        copied_bytes: The most that one copy writes, on a GPU also one that is a kernel.
+        collectives: Exchanges between devices. XLA 0.11 ends a CUDA graph at each.
+        temp_bytes, alias_bytes, argument_bytes: XLA's memory analysis. `alias_bytes` are results
+            that are written in place of an argument.
+    """
 
     program: str
-    graphs: int
     whiles: int
-    kernels: int
     copies: int
     copied_bytes: int
     collectives: int
-    conditionals: int
     temp_bytes: int
     alias_bytes: int
     argument_bytes: int
     compile_seconds: float
 
 
-def topology_mesh(device: GpuDevice, layout: Layout, kv_heads: int) -> Mesh:
-    """Returns the mesh of an instance on described devices, all in one process."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=device.target_config(), topology=f"1x1x{layout.devices}"
-    )
-    devices = np.array(topology.devices, dtype=object)
+@dataclass(frozen=True)
+class GpuCounted(Counted):
+    """A program for a GPU.
+
+    Attributes:
+        graphs: CUDA graphs in which it is launched; 0 if it has fewer than the five operations of
+            which XLA makes a graph.
+        kernels: Launches, those of a graph and library calls included.
+        conditionals: Branches that the host takes, outside of any graph.
+    """
+
+    graphs: int
+    kernels: int
+    conditionals: int
+
+
+@dataclass(frozen=True)
+class TpuCounted(Counted):
+    """A program for a TPU.
+
+    Attributes:
+        copies_bytes: Sum over all copies.
+        prefetched_bytes: The largest copy into VMEM.
+        memory_bytes: Bytes that are read from or written to HBM, by the program's text. A loop's
+            body counts once.
+        accessed_bytes: Bytes that the operations access by XLA's cost model, in HBM and in VMEM, so
+            that weights that pass through VMEM count three times. A Pallas kernel does not count.
+        optimal_seconds: Duration by XLA's cost model, with the same limits.
+        roof_seconds: Least duration: the weights of a decode step or a prefill chunk divided by the
+            memory's bandwidth, or the arithmetic of the program divided by the device's rate. 0 for
+            programs without weights.
+    """
+
+    copies_bytes: int
+    prefetched_bytes: int
+    memory_bytes: int
+    accessed_bytes: int
+    optimal_seconds: float
+    roof_seconds: float
+
+
+def topology_mesh(device: GpuDevice | TpuDevice, layout: Layout, kv_heads: int) -> Mesh:
+    """Returns the mesh of an instance on as many of these devices as its layout has."""
+    if isinstance(device, TpuDevice):
+        topology = topologies.get_topology_desc(
+            platform="tpu", topology_name=device.slice_of(layout.devices)
+        )
+    else:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=device.target_config(), topology=f"1x1x{layout.devices}"
+        )
+    devices = np.array(topology.devices[: layout.devices], dtype=object)
     return Mesh(devices.reshape(layout.mesh_shape(kv_heads)), MESH_AXES)
 
 
 class DevicelessPrograms(Programs):
-    """Compiles for a mesh that is only described, and passes the counts to `report`."""
+    """Compiles for a mesh that is only described, and hands the counts to `report`."""
 
-    def __init__(self, mesh: Mesh, device: GpuDevice, report: Callable[[Counted], None]) -> None:
+    def __init__(self, mesh: Mesh, report: Callable[[Counted], None]) -> None:
         super().__init__(mesh)
-        # private: kernels' lowering asks the abstract mesh which device it is for
-        from jax._src.cudnn import fused_attention_stablehlo
-        from jax._src.mesh import AbstractDevice
-
-        # it asks this process's own devices; all that we describe are Hopper or later
-        fused_attention_stablehlo.check_compute_capability = lambda capability: True
+        self.spans_processes = False  # the hosts of a described slice are none of ours
         self._report, self._key = report, ""
-        # the plugin knows how much room CUB's sort takes on Hopper, and asks a device elsewhere
-        self._options = {"xla_gpu_enable_cub_radix_sort": device.compute_major == 9}
-        self._abstract = mesh.abstract_mesh.update(
-            abstract_device=AbstractDevice(
-                device_kind=device.kind, num_cores=device.cores, platform="cuda"
-            )
-        )
+        self._abstract = mesh.abstract_mesh
 
     def put(self, host: Any) -> Any:
         return jax.tree.map(lambda array: Shape(array.shape, array.dtype), host)
@@ -146,17 +185,13 @@ class DevicelessPrograms(Programs):
         name, began = self._key, time.monotonic()
         with use_abstract_mesh(self._abstract):
             lowered = self._lower(self._abstract, body, arguments, in_specs, out_specs, donate)
-            with tempfile.TemporaryDirectory() as dump:
-                options = {**self.compiler_options, **self._options, "xla_dump_to": dump}
-                compiled = lowered.compile(compiler_options=options)
-                thunks = count_thunks(Path(dump))
+            read = self._bytes_of(arguments, in_specs, donate)
+            compiled, counted = self._counted(lowered, name, read)
         memory = compiled.memory_analysis()
         assert memory is not None
         self._report(
-            Counted(
-                name,
-                **thunks,
-                copied_bytes=largest_copy(compiled.as_text() or ""),
+            counted(
+                program=name,
                 temp_bytes=memory.temp_size_in_bytes,
                 alias_bytes=memory.alias_size_in_bytes,
                 argument_bytes=memory.argument_size_in_bytes,
@@ -165,6 +200,96 @@ class DevicelessPrograms(Programs):
         )
         results = jax.tree.map(lambda out: Shape(out.shape, out.dtype), lowered.out_info)
         return lambda *_: results
+
+    def _counted(
+        self, lowered: jax.stages.Lowered, name: str, read: int
+    ) -> tuple[jax.stages.Compiled, Callable[..., Counted]]:
+        """Compiles a program. Returns it, and its counts but for memory and time.
+
+        Args:
+            read: Bytes of those arguments on a device that are not donated.
+        """
+        raise NotImplementedError
+
+    def _bytes_of(
+        self, arguments: tuple[Any, ...], in_specs: tuple[Any, ...], donate: tuple[int, ...]
+    ) -> int:
+        kept = [index for index in range(len(arguments)) if index not in donate]
+        shards = jax.tree.map(
+            lambda array, sharding: (
+                math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+            ),
+            tuple(arguments[index] for index in kept),
+            self._shardings(tuple(in_specs[index] for index in kept)),
+        )
+        return sum(jax.tree.leaves(shards))
+
+
+class GpuPrograms(DevicelessPrograms):
+    """Compiles for GPUs."""
+
+    def __init__(self, mesh: Mesh, device: GpuDevice, report: Callable[[Counted], None]) -> None:
+        super().__init__(mesh, report)
+        # private: kernels' lowering asks the abstract mesh which device it is for
+        from jax._src.cudnn import fused_attention_stablehlo
+        from jax._src.mesh import AbstractDevice
+
+        # it asks this process's own devices; all that we describe are Hopper or later
+        fused_attention_stablehlo.check_compute_capability = lambda capability: True
+        # the plugin contains how much room CUB's sort takes on Hopper, and asks a device elsewhere
+        self._options = {"xla_gpu_enable_cub_radix_sort": device.compute_major == 9}
+        self._abstract = mesh.abstract_mesh.update(
+            abstract_device=AbstractDevice(
+                device_kind=device.kind, num_cores=device.cores, platform="cuda"
+            )
+        )
+
+    def _counted(
+        self, lowered: jax.stages.Lowered, name: str, read: int
+    ) -> tuple[jax.stages.Compiled, Callable[..., Counted]]:
+        with tempfile.TemporaryDirectory() as dump:
+            options = {**self.compiler_options, **self._options, "xla_dump_to": dump}
+            compiled = lowered.compile(compiler_options=options)
+            thunks = count_thunks(Path(dump))
+        copied = largest_copy(compiled.as_text() or "")
+        return compiled, partial(GpuCounted, **thunks, copied_bytes=copied)
+
+
+class TpuPrograms(DevicelessPrograms):
+    """Compiles for TPUs. `embedding_bytes`: bytes on a device of an embedding that is no head, of
+    which a step reads only rows."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: TpuDevice,
+        report: Callable[[Counted], None],
+        embedding_bytes: int = 0,
+    ) -> None:
+        super().__init__(mesh, report)
+        self._device, self._embedding = device, embedding_bytes
+
+    def _counted(
+        self, lowered: jax.stages.Lowered, name: str, read: int
+    ) -> tuple[jax.stages.Compiled, Callable[..., Counted]]:
+        compiled = lowered.compile(compiler_options=self.compiler_options)
+        hlo = compiled.as_text() or ""
+        if dump := os.environ.get("TPU_PROGRAMS_DUMP"):
+            (Path(dump) / f"{name.replace(' ', '_')}.hlo").write_text(hlo)
+        cost = compiled.cost_analysis() or {}
+        roof = 0.0
+        if name.startswith(("decode", "group")):
+            weights = read - (self._embedding if name.startswith("decode") else 0)
+            rate, bandwidth = self._device.flops, self._device.memory_bandwidth
+            roof = max(weights / bandwidth, cost.get("flops", 0.0) / rate)
+        return compiled, partial(
+            TpuCounted,
+            **count_operations(hlo),
+            accessed_bytes=int(cost.get("bytes accessed", 0)),
+            # XLA subtracts a second for each operation whose cost it cannot tell
+            optimal_seconds=round(cost.get("optimal_seconds", 0.0) % 1, 7),
+            roof_seconds=round(roof, 7),
+        )
 
 
 def count_thunks(dump: Path) -> dict[str, int]:
@@ -216,13 +341,7 @@ def largest_copy(hlo: str) -> int:
             found += re.findall(
                 r"= (\w+)\[([\d,]*)\]\S* (?:copy|copy-start|transpose)\(", computation
             )
-    return max((_bytes(kind, sizes) for kind, sizes in found), default=0)
-
-
-def _bytes(kind: str, sizes: str) -> int:
-    bits = re.search(r"\d+", kind)
-    count = math.prod(int(size) for size in sizes.split(",") if size)
-    return count * (int(bits[0]) if bits else 8) // 8
+    return max((array_bytes(kind, sizes) for kind, sizes in found), default=0)
 
 
 def _name(key: Hashable) -> str:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu_day.lent import driver
+from benchmarks.device_day.lent import driver
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
 from jdisagg.engine.host_settings import hand_over_quickly, keep_freed_memory

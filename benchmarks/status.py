@@ -311,6 +311,16 @@ METRICS = {
         ),
         Metric("peak memory of that", "at most 4000", "MB", "simulator_speed", _LARGE + "peak*"),
     ],
+    "A decode step of 32 sequences, compiled for TPUs without one, two layers": [
+        Metric(
+            "memory traffic over weights", "at most 1.5", "", "tpu_programs", "decode|*|traffic*"
+        ),
+        Metric(
+            "XLA's estimate over weights", "at most 1.5", "", "tpu_programs", "decode|*|estimate*"
+        ),
+        Metric("bytes beside the arguments", "at most 64", "MB", "tpu_programs", "decode|*|temp*"),
+        Metric("largest copy", "at most 16", "MB", "tpu_programs", "decode|*|largest*"),
+    ],
 }
 
 SCRIPTS = {
@@ -337,6 +347,7 @@ SCRIPTS = {
     "public_runs": "benchmarks.public_runs",
     "blis_runs": "benchmarks.blis_runs",
     "simulator_speed": "benchmarks.simulator_speed",
+    "tpu_programs": "benchmarks.tpu_programs",
 }
 
 _HEAD = """\

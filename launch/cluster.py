@@ -31,6 +31,7 @@ from jdisagg.node.cluster_log import ClusterLog
 from jdisagg.node.cluster_plan import ClusterConfig, ClusterPlan, plan_cluster
 from jdisagg.node.gpus import gpus_of_host, parse_gpus
 from jdisagg.node.recipes import ClusterShape, load_shape, worker_config
+from jdisagg.node.tpus import chips_of_host
 from jdisagg.observe.logs import start_logging
 from jdisagg.service.server import check_address
 from launch.console import run
@@ -58,6 +59,10 @@ def main() -> int:
     config = cluster_config()
     with tempfile.TemporaryDirectory(prefix="jdisagg-") as folder:
         return asyncio.run(_run(plan(config, Path(folder))))
+
+
+def _devices_of_host() -> tuple[int | str, ...]:
+    return gpus_of_host(os.environ) or chips_of_host(os.environ)
 
 
 async def _run(planned: ClusterPlan) -> int:
@@ -89,7 +94,7 @@ def cluster_config() -> ClusterConfig:
         observe_config(flags),
         flags.record,
         flags.decision_log,
-        gpus_of_host(os.environ) if flags.gpus is None else parse_gpus("gpus", flags.gpus),
+        _devices_of_host() if flags.gpus is None else parse_gpus("gpus", flags.gpus),
         flags.gpus_per_worker,
     )
 

@@ -30,6 +30,7 @@ from jdisagg.node.gpus import VISIBLE, parse_gpus
 from jdisagg.node.recipes import worker_config
 from jdisagg.node.run_files import ProcessPlace, WorkerProcessConfig, read_config
 from jdisagg.node.signals import end_at_once
+from jdisagg.node.tpus import chips_of_host, show_chips
 from jdisagg.node.worker import worker_spec
 from jdisagg.node.worker_process import WorkerProcess, join
 from jdisagg.observe.logs import start_logging
@@ -50,7 +51,7 @@ flags = define(
     *("kv_channel", "devices", "gpus", "place", "num_processes", "process_id", "coordinator"),
     *("record", "config_file", *OBSERVE),
     port=0,
-    gpus=(None, "GPUs to use, e.g. 0-3,6. Default: all that are visible."),
+    gpus=(None, "GPUs or TPU chips to use, e.g. 0-3,6. Default: all that are visible."),
 )
 
 
@@ -63,7 +64,10 @@ def main() -> None:
         check_certificate(config.worker.service)
         if flags.gpus is not None:
             own = parse_gpus("gpus", flags.gpus, several=False)
-            os.environ[VISIBLE] = ",".join(map(str, own))
+            if chips_of_host(os.environ):
+                show_chips(own)
+            else:
+                os.environ[VISIBLE] = ",".join(map(str, own))
         fraction = config.worker.instance.memory_fraction
         worker = config.worker
         prepare_runtime(config.devices, worker.compilation_cache, fraction, worker.kernels)

@@ -14,17 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jdisagg.errors import CheckpointError, ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
-from jdisagg.ops.parameters import layout_mesh, weight_shardings
+from jdisagg.ops.parameters import layout_mesh, weight_formats
 from jdisagg.ops.quantized_weights import Weights
 from models import orbax_checkpoint
 from models.catalog import read_config
@@ -165,7 +166,7 @@ def _with_kv_scales(
     of_path = {part.path: leaf for part, leaf in zip(parameter_shapes(read), leaves, strict=True)}
     arrays = []
     for part, sharding in zip(
-        parameter_shapes(kept), weight_shardings(kept, mesh, layout), strict=True
+        parameter_shapes(kept), weight_formats(kept, mesh, layout), strict=True
     ):
         if part.path not in of_path:
             first, layer, *_, component = part.path
@@ -221,7 +222,7 @@ def _fill(
     layout: Layout,
 ) -> Decoder:
     parameters = parameter_shapes(model)
-    shardings = weight_shardings(model, mesh, layout)
+    shardings = weight_formats(model, mesh, layout)
     total = sum(part.dtype.itemsize * int(np.prod(part.shape)) for part in parameters)
     arrays = []
     with tqdm(
@@ -239,7 +240,7 @@ def _fill(
 
 
 def _read_array(
-    source: Source, files: CheckpointTensors, parameter: ParameterShape, sharding: NamedSharding
+    source: Source, files: CheckpointTensors, parameter: ParameterShape, sharding: Any
 ) -> jax.Array:
     shape = parameter.shape
     read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # shared by replicas

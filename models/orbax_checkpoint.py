@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jdisagg.errors import CheckpointError, JdisaggError
 from jdisagg.folders import made_folder
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KV_SCALES_FILE
-from jdisagg.ops.parameters import param_logical_axes, weight_shardings
+from jdisagg.ops.parameters import param_logical_axes, weight_formats, weight_shardings
 from models.decoder import Decoder
 from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
 
@@ -121,12 +122,12 @@ def restore(directory: Path, model: Decoder, mesh: Mesh, layout: Layout) -> Deco
             raise CheckpointError(
                 f"{path} cannot be read as an Orbax checkpoint ({why}); convert it again"
             ) from error
-    shardings = weight_shardings(model, mesh, layout)
+    formats = weight_formats(model, mesh, layout)
     return with_arrays(
         model,
         [
-            _from_disk_form(tree[part.name], part, to)
-            for part, to in zip(stored, shardings, strict=True)
+            _from_disk_form(tree.pop(part.name), part, to)
+            for part, to in zip(stored, formats, strict=True)
         ],
     )
 
@@ -180,9 +181,9 @@ def _to_disk_form(array: jax.Array, part: _Stored) -> jax.Array:
     )(array)
 
 
-def _from_disk_form(array: jax.Array, part: _Stored, sharding: NamedSharding) -> jax.Array:
+def _from_disk_form(array: jax.Array, part: _Stored, sharding: Any) -> jax.Array:
     if not part.flipped:
-        return array
+        return jax.device_put(array, sharding)  # a copy only where the order of axes differs
     return jax.jit(jnp.swapaxes, static_argnums=(1, 2), out_shardings=sharding)(array, 0, 1)
 
 

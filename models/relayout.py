@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
-from jdisagg.ops.parameters import layout_mesh, weight_shardings
+from jdisagg.ops.parameters import layout_mesh, weight_formats
 from models.checkpoint import LoadedModel
 from models.decoder import abstract_model
 from models.parameter_tree import with_arrays
@@ -47,7 +47,7 @@ def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> 
     )
     old.reverse()
     moved: list[jax.Array] = []
-    for shape, sharding in zip(targets, weight_shardings(model, mesh, layout), strict=True):
+    for shape, sharding in zip(targets, weight_formats(model, mesh, layout), strict=True):
         array = _resized(old.pop(), shape, config.vocabulary)
         moved.append(jax.device_put(array, sharding))
         del array

@@ -4,6 +4,7 @@ configuration and a model's KV spec. All functions are pure."""
 from jdisagg.config import InstanceConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVSpec, ring_pages
+from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.executor import MeshLimits, buckets, sequences_ahead
 
@@ -11,10 +12,7 @@ GRANULE_TOKENS = 16
 LARGEST_WHOLE_PREFILL = 8192
 ROWS_PER_CHUNK = 16
 CONTINUING_ROWS = 4  # CPU cap: each row with cached tokens attends with all queries.
-GPU_BATCH = 8
 SAMPLES_PER_CHUNK = 16
-# Extra rows for each sequence of a decode step: on a CPU each costs time, elsewhere few do.
-ACCELERATOR_DRAFT_ROWS = 3
 # KV bytes of a group for a prompt of GROUP_TOKENS. With more groups little more overlaps, and each
 # costs host work.
 GROUP_BYTES = 4 << 20
@@ -57,6 +55,12 @@ def mesh_limits(
         prefix: Configuration of the prefix cache. None is one without reuse.
         draft_layer: Whether the last layer of `spec` drafts tokens.
     """
+    traits = traits_of(platform)
+    if instance.page_size < traits.least_page:
+        raise ConfigError(
+            f"page_size={instance.page_size} must be at least {traits.least_page} on a"
+            f" {platform.upper()}, whose arrays lie in tiles of so many tokens; set --page_size=128"
+        )
     pages_per_sequence = -(-context_tokens // instance.page_size)
     pages = instance.pages_per_rank or instance.slots_per_rank * pages_per_sequence
     largest = largest_chunk(instance, mode, context_tokens)
@@ -84,8 +88,7 @@ def mesh_limits(
             else ()
         ),
         batch_buckets=buckets(
-            min(GPU_BATCH, instance.slots_per_rank) if platform == "gpu" else 1,
-            instance.slots_per_rank,
+            min(traits.least_batch, instance.slots_per_rank), instance.slots_per_rank
         ),
         layer_groups=groups_of_layers(sent, layer_groups),
         granule_tokens=GRANULE_TOKENS,
@@ -98,14 +101,14 @@ def mesh_limits(
             else instance.block_bytes
         ),
         block_cost_tokens=BLOCK_COST_BYTES / sent.bytes_per_token,
-        continuing_rows=1 if platform == "gpu" else CONTINUING_ROWS,
+        continuing_rows=1 if traits.without_loops else CONTINUING_ROWS,
         state_slots_per_rank=state_slots(instance) if spec.has_state or rings else 0,
         windows_apart=windows_apart,
         ring_pages=ring if rings else 0,
         snapshots_per_rank=snapshots,
         snapshot_tokens=prefix.start_tokens(instance.page_size) if snapshots else 0,
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
-        draft_rows=1 if platform == "cpu" else ACCELERATOR_DRAFT_ROWS,
+        draft_rows=traits.draft_rows,
         speculates=instance.speculate != "off" and not spec.has_state,
         adapters=instance.adapters,
         adapter_rank=instance.adapter_rank if instance.adapters else 0,
@@ -116,7 +119,7 @@ def mesh_limits(
 
 def _chunk_buckets(smallest: int, largest: int, platform: str) -> tuple[int, ...]:
     sizes = buckets(smallest, largest)
-    return finer(sizes) if platform == "gpu" else sizes
+    return finer(sizes) if traits_of(platform).chunk_steps > 1 else sizes
 
 
 def state_slots(instance: InstanceConfig) -> int:

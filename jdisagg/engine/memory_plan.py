@@ -27,7 +27,6 @@ from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_by
 from jdisagg.engine.adapter_memory import adapter_bytes
 from jdisagg.engine.host_memory import host_memory
 from jdisagg.engine.limits import (
-    ACCELERATOR_DRAFT_ROWS,
     SAMPLES_PER_CHUNK,
     fetched_tokens,
     hands_windows_apart,
@@ -38,6 +37,7 @@ from jdisagg.engine.limits import (
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import ring_pages
+from jdisagg.layout.platforms import ACCELERATOR_DRAFT_ROWS, DEVICE_FRACTION, traits_of
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.scheduler.executor import LONGEST_RUN
@@ -60,11 +60,17 @@ LEAST_CONTEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device. `bytes` is the number of bytes that an instance may use. `what`
-    describes the memory in error messages."""
+    """Memory of one device.
+
+    Attributes:
+        bytes: Number of bytes that an instance may use.
+        what: Description in error messages.
+        lanes: The last axis of a page array is padded to a multiple of this.
+    """
 
     bytes: int
     what: str
+    lanes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +215,14 @@ def fit_instance(
         states,
         adapters=adapter_bytes(geometry, instance, model.dtype),
     )
-    page_bytes = instance.page_size * token_bytes
+    padding = _padding(geometry, memory.lanes)
+    page_bytes = int(instance.page_size * token_bytes * padding)
     if rings:
         most = -(-context // instance.page_size)
         ring = min(ring_pages(geometry.widest_window, instance.page_size), most)
         held = state_slots(instance) * ring * instance.page_size
-        plan = replace(plan, rings=held * windowed)
-        page_bytes -= instance.page_size * windowed
+        plan = replace(plan, rings=int(held * windowed * padding))
+        page_bytes -= int(instance.page_size * windowed * padding)
     room = max(0, (memory.bytes - plan.total) // page_bytes)
     a_sequence = -(-context // instance.page_size)
     pages = instance.pages_per_rank or min(room, instance.slots_per_rank * a_sequence)
@@ -232,6 +239,17 @@ def fit_instance(
         context_tokens=context,
     )
     return replace(instance, pages_per_rank=pages), plan
+
+
+def _padding(geometry: CostGeometry, lanes: int) -> float:
+    """Returns the bytes of a page in device memory over those of its values. Of layers with heads
+    of several sizes the most padded counts."""
+    attention = geometry.attention
+    if isinstance(attention, LatentAttention):
+        widths = (attention.kv_rank + attention.rope_dim,)
+    else:
+        widths = (attention.head_dim, attention.full_head_dim)
+    return max(-(-width // lanes) * lanes / width for width in widths if width)
 
 
 class DeviceBytes(NamedTuple):
@@ -265,15 +283,28 @@ def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: st
 def device_memory(
     devices: Sequence[Device], fraction: float | None, sharers: int = 1
 ) -> DeviceMemory:
-    """Returns the memory of each of `devices` that an instance may use. For accelerators, the
-    result is XLA's limit, which `prepare_runtime` sets from `fraction`. For virtual CPU devices,
-    `fraction` of the host's memory is divided equally among the devices of all `sharers`
-    processes."""
-    stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
-    if stats:
-        least = min(int(found.get("bytes_limit", 0)) for found in stats)
-        if least:
-            return DeviceMemory(least, f"what XLA may take of a {devices[0].device_kind}")
+    """Returns the memory of each of `devices` that an instance may use. For GPUs, the result is
+    XLA's limit, which `prepare_runtime` sets from `fraction`, and for TPUs `fraction` of the limit.
+    For virtual CPU devices, `fraction` of the host's memory is divided equally among the devices of
+    all `sharers` processes.
+
+    Raises:
+        ConfigError: An accelerator reports no limit. The host's memory would not be its own.
+    """
+    first = devices[0]
+    if first.platform != "cpu":
+        least = min(int((device.memory_stats() or {}).get("bytes_limit", 0)) for device in devices)
+        if not least:
+            raise ConfigError(
+                f"the memory of a {first.device_kind} must be known, and JAX reports no limit for"
+                f" it; install the JAX release that supports this {first.platform.upper()}"
+            )
+        traits = traits_of(first.platform)
+        what, own = f"what XLA may take of a {first.device_kind}", 1.0
+        if not traits.limit_has_fraction:
+            own = DEVICE_FRACTION if fraction is None else fraction
+            what = f"{own:g} of {what}"
+        return DeviceMemory(int(least * own), what, traits.lanes)
     part = HOST_FRACTION if fraction is None else fraction
     whole, count = host_memory(), len(devices) * sharers
     shared = f" over {count} devices" if count > 1 else ""

@@ -9,6 +9,7 @@ out-of-range page number and write nothing. `PullTargets` makes the destinations
 the dispatch thread uses this module."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.results import BlockReading, PullReading, start_reading
 from jdisagg.layout.kv_spec import KvKind, KVLayer, KVSpec
 from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import (
     HOST,
     CopyPages,
@@ -31,7 +33,7 @@ from jdisagg.messages.step_commands import (
     InsertBlock,
     PullBlock,
 )
-from jdisagg.ops.kv_pages import copy_pages, gather_tokens
+from jdisagg.ops.kv_pages import copy_pages, gather_block
 from jdisagg.ops.kv_rows import block_of
 from jdisagg.scheduler.blocks import layer_groups
 from jdisagg.scheduler.executor import MeshLimits
@@ -96,7 +98,9 @@ class BlockPrograms:
         kinds = self._kinds(layers)
         # Gathering over kv is done once, outside of the loop over tokens.
         gathers = any(spec.is_cut(part) for layer in kinds for part in layer.components)
-        write = write_whole if programs.platform == "gpu" or gathers else write_and_read
+        whole = traits_of(programs.platform).inserts_whole or gathers
+        read = partial(gather_block, platform=programs.platform)
+        write = partial(write_whole, gather=read) if whole else write_and_read
 
         def body(
             pages: list[LayerPages], arrays: tuple[jax.Array, ...], words: jax.Array
@@ -136,7 +140,10 @@ class BlockPrograms:
             page_T, slot_T = places.some(token_T, valid_T)
             read_CKTH = block_of(
                 kinds,
-                [[gather_tokens(part, page_T, slot_T) for part in layer] for layer in pages],
+                [
+                    [gather_block(part, page_T, slot_T, programs.platform) for part in layer]
+                    for layer in pages
+                ],
                 spec,
             )
             read_CKTH = jnp.where(

@@ -16,6 +16,7 @@ from jax import lax
 
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
+from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import BROKEN_TOKEN, NO_TOKEN, STUCK_TOKEN
 from jdisagg.model_api import Shards, Stem
 from jdisagg.ops.logit_shaping import logprobs, mask_logits, shape_logits, update_counts
@@ -88,10 +89,11 @@ def logits(
     variant: Variant, stem: Stem, y_BD: jax.Array, shards: Shards, vocabulary: int
 ) -> tuple[jax.Array, VocabularyShard]:
     """Returns the logits for `choose` from activations after the final norm, and the part of the
-    vocabulary that they cover. On a GPU each device keeps the logits of its own vocabulary part,
-    because gathering all would be the largest message of a step. Shaped and masked variants gather
-    all logits."""
-    if shards.platform != "gpu" or not shards.tp or variant.shaped or variant.masked:
+    vocabulary that they cover. On an accelerator each device keeps the logits of its own
+    vocabulary part, because gathering all would be the largest message of a step. Shaped and masked
+    variants gather all logits."""
+    sharded = traits_of(shards.platform).sharded_logits and shards.tp
+    if not sharded or variant.shaped or variant.masked:
         return stem.project(y_BD, shards)[:, :vocabulary], WHOLE
     local_BV = stem.project(y_BD, replace(shards, tp=()))
     first = lax.axis_index(shards.tp) * local_BV.shape[1]

@@ -124,7 +124,14 @@ class ChunkAttention:
         """Writes a layer's KV to its pages. Writing before any read makes XLA run the scatter
         before the loop over pages, so that XLA copies no pages."""
         return tuple(
-            write_tokens(pages, part, self._page_T, self._slot_T, unique=False)
+            write_tokens(
+                pages,
+                part,
+                self._page_T,
+                self._slot_T,
+                unique=False,
+                platform=self._shards.platform,
+            )
             for pages, part in zip(layer_pages, kept, strict=True)
         )
 

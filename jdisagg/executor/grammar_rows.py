@@ -28,6 +28,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.executor.draft_rows import DraftPlan, Guess, Guesses, Slots
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.grammar.matcher import BITS, TokenMatcher, mask_words
+from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import NO_TOKEN, SampleSpec, SlotAdmit, SlotGrow
 
 ALL = np.uint32(0xFFFFFFFF)
@@ -37,7 +38,7 @@ def pays(extra: int, rows: int, platform: str) -> bool:
     """Returns whether computing `extra` forced tokens in a forward pass with `rows` rows saves
     time. On an accelerator a few more rows are nearly free. On a CPU they made a step of eight rows
     18 % longer (benchmarks/LOG.md)."""
-    return extra > 0 and (platform != "cpu" or 4 * extra >= rows)
+    return extra > 0 and (traits_of(platform).spare_rows or 4 * extra >= rows)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ On a CPU (`write_and_read`), a run of consecutive tokens in one page is written 
 writing token by token took three times as long. Only the two ends of a block are written token by
 token. All runs are written before any is read. With one loop for both, XLA of JAX 0.10 fused write
 and read, which copied the pool twice for each run. dp ranks that the block does not concern do
-nothing. On a GPU (`write_whole`) the whole block is written at once.
+nothing. On accelerators (`write_whole`) the whole block is written at once.
 
 Invariants: the pages of a block are distinct, so that the values read back stay valid; only valid
 tokens are written."""
@@ -180,11 +180,15 @@ def write_and_read(
 
 
 def write_whole(
-    pages: list[LayerPages], arrays: Sequence[jax.Array], places: Places, form: BlockForm
+    pages: list[LayerPages],
+    arrays: Sequence[jax.Array],
+    places: Places,
+    form: BlockForm,
+    gather: Callable[..., jax.Array] = gather_tokens,
 ) -> Inserted:
     """Does the same as `write_and_read` with one scatter, one gather and one sum. Needs memory for
     a copy of the block, but no loop. A loop on a GPU is driven by the host, which would delay
-    decode."""
+    decode. `gather` reads the tokens back."""
     parts, intact = _unpack(form, arrays, places.stamp_5)
     tokens = parts[0].shape[2]
     token_T = jnp.arange(tokens, dtype=jnp.int32)
@@ -194,7 +198,7 @@ def write_whole(
     put = lambda part, new: insert_block(part, new, page_T, slot_T)  # noqa: E731
     pages = form.write(pages, block_CKTH, put)
     pages = lax.optimization_barrier(pages)  # the sum must be of values read from the pages
-    read_CKTH = form.read(pages, lambda part: gather_tokens(part, page_T, slot_T))
+    read_CKTH = form.read(pages, lambda part: gather(part, page_T, slot_T))
     if form.lossy:
         intact &= jnp.all(
             (bits_of(read_CKTH) == bits_of(block_CKTH)) | ~counts_T[None, None, :, None]

@@ -40,6 +40,7 @@ from jdisagg.executor.page_pool import LayerPages, Pools
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.state_access import recur_over, runs_of
 from jdisagg.executor.weights import Weights
+from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.model_api import AdapterRows, Shards
 from jdisagg.ops.kv_rows import block_of
@@ -72,7 +73,7 @@ def past_columns(limits: MeshLimits, platform: str) -> tuple[int, ...]:
     """Returns the page-table widths for which programs of chunks with a past (tokens of earlier
     chunks) are compiled. A GPU gathers the whole table, so the widths grow by factors of four from
     one chunk to the context. A CPU reads only the pages in use, so one width is enough."""
-    if platform != "gpu":
+    if not traits_of(platform).without_loops:
         return (0,)
     tokens = buckets(limits.chunk_buckets[-1], limits.context_tokens, factor=4)
     return tuple(dict.fromkeys(-(-size // limits.page_size) for size in tokens))
@@ -83,7 +84,7 @@ def chunk_forms(limits: MeshLimits, width: int, platform: str = "cpu") -> tuple[
     columns = past_columns(limits, platform)
     forms = [ChunkForm(), *(ChunkForm(past=True, columns=count) for count in columns)]
     packed = [ChunkForm(True, True, columns=count) for count in columns]
-    if platform == "gpu":
+    if traits_of(platform).without_loops:
         packed.append(ChunkForm(packed=True))
     unsampled = [dataclasses.replace(form, samples=False) for form in forms]
     largest = width == limits.chunk_buckets[-1]
@@ -123,6 +124,7 @@ class ChunkArrays:
         chunk come first. On a GPU at most one row continues, and it begins at the chunk's first
         token."""
         form = form or _form_of(command, limits, platform)
+        loops = not traits_of(platform).without_loops
         ranks, width, rows = limits.ranks, command.chunk_tokens, limits.rows_per_chunk
         columns = -(-limits.context_tokens // limits.page_size)
         chunk = cls(
@@ -146,7 +148,7 @@ class ChunkArrays:
             assert row.start == 0 or chunk.continuing[rank] == index, (
                 "rows that continue come first on their rank"
             )
-            assert platform != "gpu" or row.start == 0 or row.offset == index == 0
+            assert loops or row.start == 0 or row.offset == index == 0
             span = slice(row.offset, row.offset + len(row.tokens))
             assert np.all(chunk.segment[rank, span] == -1), "rows of a chunk overlap"
             chunk.tokens[rank, span] = row.tokens
@@ -174,14 +176,15 @@ def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkF
         or any(row.samples for row in command.rows)
     )
     reach = max((row.start for row in command.rows), default=0)
-    past = reach > 0 or (packed and platform != "gpu")
+    loops = not traits_of(platform).without_loops
+    past = reach > 0 or (packed and loops)
     columns = past_columns(limits, platform) if past else (0,)
     enough = (count for count in columns if count * limits.page_size >= reach)
     form = ChunkForm(packed, past, may_sample, next(enough, columns[-1]))
     if asks_of_prompts(command):
         # The most general forms, because requests wait while one is compiled: on a CPU one for each
         # bucket.
-        past = platform != "gpu" or form.past
+        past = loops or form.past
         return dataclasses.replace(form, packed=True, past=past, samples=True, every_token=True)
     return form
 

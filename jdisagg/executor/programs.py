@@ -18,8 +18,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jdisagg.layout.platforms import traits_of
+from jdisagg.ops.device_layout import kept_format
+
 RANK = PartitionSpec("dp")
 BLOCK_SPEC = PartitionSpec("dp", None, "kv")  # as `transfer.channel.block_sharding`
+# Arrays that go to or come from the host and other meshes, in XLA's own order of axes. All others
+# are weights and pages.
+TRAVELLING = (RANK, BLOCK_SPEC, PartitionSpec())
 
 
 class Programs:
@@ -76,8 +82,10 @@ class Programs:
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> Any:
         """Makes an array of zeros with this PartitionSpec."""
-        sharding = NamedSharding(self.mesh, spec)
-        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+        abstract = jax.ShapeDtypeStruct(shape, dtype)
+        return jax.jit(
+            lambda: jnp.zeros(shape, dtype), out_shardings=self._formats(abstract, spec)
+        )()
 
     def get(self, key: Hashable, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """Returns the compiled program of `key`. If there is none, calls `build` to compile it."""
@@ -129,17 +137,32 @@ class Programs:
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-        in_shardings, out_shardings = self._shardings(in_specs), self._shardings(out_specs)
+        in_shardings = self._shardings(in_specs)
+        in_formats, out_formats = in_shardings, self._shardings(out_specs)
+        if traits_of(self.platform).row_major:
+            in_formats = self._formats(arguments, in_specs)
+            out_formats = self._formats(jax.eval_shape(mapped, *arguments), out_specs)
         abstract = jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arguments, in_shardings
         )
         jitted = jax.jit(
-            mapped, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate
+            mapped, in_shardings=in_formats, out_shardings=out_formats, donate_argnums=donate
         )
-        # By default NVIDIA GPUs multiply float32 as TF32, with a mantissa of 10 bits.
-        precision = "highest" if self.platform == "gpu" else None
-        with jax.default_matmul_precision(precision):
+        with jax.default_matmul_precision(traits_of(self.platform).float32_precision):
             return jitted.lower(*abstract)
+
+    def _formats(self, arrays: Any, specs: Any) -> Any:
+        """Returns the shardings of a program's arguments or results, with the order of the axes of
+        weights and pages where the platform needs one."""
+        return jax.tree.map(
+            lambda array, sharding: (
+                sharding
+                if sharding.spec in TRAVELLING
+                else kept_format(len(array.shape), sharding, self.platform)
+            ),
+            arrays,
+            self._shardings(specs),
+        )
 
     def _shardings(self, specs: Any) -> Any:
         is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731

@@ -12,10 +12,9 @@ from functools import partial
 from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.layout.kv_spec import KvKind
+from jdisagg.layout.platforms import traits_of
 from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.scheduler.executor import MeshLimits
-
-GPU_RUNS = 3
 
 
 def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
@@ -81,8 +80,7 @@ def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
             steps += [partial(executor.blocks.warm_extract, *shape)]
             if executor.card.ends:
                 steps += [partial(executor.blocks.warm_pieces, *shape)]
-    runs = GPU_RUNS if executor.platform == "gpu" else 1
-    return [step for step in steps for _ in range(runs)]
+    return [step for step in steps for _ in range(traits_of(executor.platform).warm_runs)]
 
 
 def _shapes_of(limits: MeshLimits, tokens: int) -> list[tuple[range, int, KvKind]]:

@@ -27,6 +27,7 @@ from jdisagg.node.run_files import (
     WorkerProcessConfig,
     write_config,
 )
+from jdisagg.node.tpus import chip_environment, chips_of_host
 from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.supervisor.child_process import Command
@@ -43,8 +44,8 @@ class ClusterConfig:
         model: Directory of the model.
         processes: Number of processes of each worker.
         changes_roles: Whether the first router changes workers' roles.
-        gpus: Indices or UUIDs of the GPUs to assign to the workers' processes, in order. If empty,
-            no GPUs are assigned.
+        gpus: Indices or UUIDs of the GPUs, or indices of the TPU chips, to assign to the workers'
+            processes, in order. If empty, none are assigned.
         gpus_per_process: Number of GPUs of each worker process. None selects the number that the
             layout needs.
     """
@@ -236,6 +237,9 @@ class ClusterPlan:
         arguments = (sys.executable, "-u", "-m", "jdisagg", command, f"--config_file={path}")
         if name not in self.gpus:
             return Command(name, arguments)
+        if chips_of_host(os.environ):
+            chips = chip_environment(os.environ, self.gpus[name], self.config.gpus)
+            return Command(name, arguments, chips)
         fraction = (
             config.worker.instance.memory_fraction if isinstance(config, WorkerProcessConfig) else 0
         )

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jdisagg.errors import ConfigError
+from jdisagg.layout.platforms import DEVICE_FRACTION as DEVICE_FRACTION
 
-# XLA's default fraction of a GPU's memory
-DEVICE_FRACTION = 0.9
 VISIBLE, MEMORY = "CUDA_VISIBLE_DEVICES", "XLA_CLIENT_MEM_FRACTION"
 _MEMORY_BEFORE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 # The step's variable comes first, because the job's variable is set in steps too.

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdisagg.layout.platforms import traits_of
 from jdisagg.model_api import Runs
 from jdisagg.ops.recurrent_runs import at_once, cut_into_runs, in_turn
 
@@ -73,7 +74,7 @@ def delta_runs(
         inputs: Inputs of T tokens.
         state_RNKV: float32 state before each row's first token of this chunk.
         runs: Division of the chunk's tokens into rows and runs.
-        platform: JAX platform. On "gpu" all runs are computed without a loop.
+        platform: JAX platform. On a GPU all runs are computed without a loop.
 
     Returns:
         o [T, N, dv] in float32 (unspecified for padding), and the states of the rows at
@@ -81,7 +82,9 @@ def delta_runs(
     """
     tokens, heads, width = inputs.v_TNH.shape
     parts = jax.vmap(_prepare)(DeltaInputs(*(cut_into_runs(part, runs) for part in inputs)))
-    out, new_RNKV = (_at_once if platform == "gpu" else in_turn)(parts, state_RNKV, runs)
+    out, new_RNKV = (_at_once if traits_of(platform).without_loops else in_turn)(
+        parts, state_RNKV, runs
+    )
     return jnp.swapaxes(out, 1, 2).reshape(-1, heads, width)[:tokens], new_RNKV
 
 

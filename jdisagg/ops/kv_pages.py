@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdisagg.layout.platforms import traits_of
 from jdisagg.ops.quantize import FP8_LARGEST
 from jdisagg.ops.quarantine import MARKER, SHOWS
 
@@ -29,7 +30,8 @@ def kept_dtype(dtype: str, platform: str) -> jnp.dtype:
     """Returns the array type in which KV of `dtype` is stored: bfloat16 as its bits on a CPU.
     XLA:CPU of JAX before 0.12 emulates bfloat16 in float32, writes included, so that a write of one
     row would convert the whole pool twice."""
-    return jnp.dtype("uint16" if (dtype, platform) == ("bfloat16", "cpu") else dtype)
+    bits = dtype == "bfloat16" and traits_of(platform).stores_bits
+    return jnp.dtype("uint16" if bits else dtype)
 
 
 def as_kept(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -58,6 +60,11 @@ def as_read(kept: jax.Array, dtype: jnp.dtype) -> jax.Array:
         return kept
     values = lax.bitcast_convert_type(kept, jnp.float8_e4m3fn).astype(dtype)
     return jnp.where(jnp.isnan(values), jnp.asarray(MARKER, dtype), values)
+
+
+# Pages of a block that are read one by one. A gather of few pages makes XLA for TPUs copy a small
+# pool to VMEM whole.
+MOST_SLICES = 32
 
 
 class PastPages(NamedTuple):
@@ -100,13 +107,22 @@ def decode_coordinates(
 
 
 def write_tokens(
-    pages_PKSH: jax.Array, kv_TKH: jax.Array, page_T: jax.Array, slot_T: jax.Array, *, unique: bool
+    pages_PKSH: jax.Array,
+    kv_TKH: jax.Array,
+    page_T: jax.Array,
+    slot_T: jax.Array,
+    *,
+    unique: bool,
+    platform: str = "cpu",
 ) -> jax.Array:
     """Writes each token's keys or values at the token's page and slot.
 
     With `unique=True` the caller guarantees that all coordinates are in range and distinct, as in
     decode, where each padding row has its own dummy page. With `unique=False` tokens whose page is
     out of range are dropped. If tokens share a coordinate, an arbitrary one is written."""
+    if not unique and traits_of(platform).whole_pages:
+        # Many rows whose index omits the heads would be a pool transposed to [.., K, H], and back.
+        return insert_block(pages_PKSH, kv_TKH.swapaxes(0, 1), page_T, slot_T)
     kv_TKH = as_kept(kv_TKH, pages_PKSH.dtype)
     rows = pages_PKSH.at[page_T, :, slot_T]
     if unique:
@@ -150,9 +166,28 @@ def copy_pages(pages_PKSH: jax.Array, source_C: jax.Array, destination_C: jax.Ar
 
 
 def gather_tokens(pages_PKSH: jax.Array, page_T: jax.Array, slot_T: jax.Array) -> jax.Array:
-    """Reads the keys or values at each token's page and slot, heads first: [K, T, H]. For tests and
-    cache inspection."""
+    """Reads the keys or values at each token's page and slot, heads first: [K, T, H]."""
     return pages_PKSH.at[page_T, :, slot_T].get(mode="clip").swapaxes(0, 1)
+
+
+def gather_block(
+    pages_PKSH: jax.Array, page_T: jax.Array, slot_T: jax.Array, platform: str
+) -> jax.Array:
+    """Returns the same as `gather_tokens` for tokens at consecutive positions, in the form that is
+    fast on the platform. Tokens whose page is out of range get unspecified finite values."""
+    if not traits_of(platform).whole_pages:
+        return gather_tokens(pages_PKSH, page_T, slot_T)
+    _, heads, slots, width = pages_PKSH.shape
+    tokens = page_T.shape[0]
+    first_C = jnp.arange(-(-tokens // slots) + 1, dtype=jnp.int32) * slots - slot_T[0]
+    page_C = page_T[jnp.clip(first_C, 0, tokens - 1)]
+    if page_C.shape[0] > MOST_SLICES:
+        found_CKSH = pages_PKSH.at[page_C].get(mode="clip")
+        rows_KTH = found_CKSH.swapaxes(0, 1).reshape(heads, -1, width)
+    else:
+        found_KSH = (lax.dynamic_index_in_dim(pages_PKSH, page, keepdims=False) for page in page_C)
+        rows_KTH = jnp.concatenate(list(found_KSH), axis=1)
+    return lax.dynamic_slice_in_dim(rows_KTH, slot_T[0], tokens, 1)
 
 
 def gather_columns(
@@ -168,6 +203,17 @@ def gather_columns(
         pages_PKSH.reshape(pages * heads, slots * width).at[row_BKC].get(mode="promise_in_bounds")
     )
     return rows.reshape(batch, heads, count * slots, width)
+
+
+def gather_pages(
+    pages_PKSH: jax.Array, table_BN: jax.Array, column: jax.Array | int, count: int
+) -> jax.Array:
+    """Returns the same as `gather_columns` by whole pages. On a TPU an array lies in tiles of its
+    last two axes, so rows of another width would be a copy of the pool."""
+    _, heads, slots, width = pages_PKSH.shape
+    table_BC = lax.dynamic_slice(table_BN, (0, column), (table_BN.shape[0], count))
+    found_BCKSH = pages_PKSH.at[table_BC].get(mode="promise_in_bounds")
+    return found_BCKSH.swapaxes(1, 2).reshape(-1, heads, count * slots, width)
 
 
 class SpanRows(NamedTuple):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdisagg.layout.platforms import traits_of
 from jdisagg.ops.quantized_weights import scaled_product
 
 _UPCASTS = jax.__version_info__ < (0, 12)
@@ -16,7 +17,7 @@ _UPCASTS = jax.__version_info__ < (0, 12)
 
 def kernel_is_transposed(platform: str, dtype: str) -> bool:
     """Whether kernels are stored as [out, in] on this platform."""
-    return platform == "cpu" and dtype == "bfloat16"
+    return traits_of(platform).stores_bits and dtype == "bfloat16"
 
 
 def project(
@@ -33,7 +34,7 @@ def project(
     means x's dtype. `scale` holds the output scales of a quantized kernel."""
     if scale is not None:
         y = scaled_product(x_TD, kernel, scale, transposed=transposed, platform=platform)
-    elif platform == "cpu" and x_TD.dtype == jnp.bfloat16:
+    elif traits_of(platform).stores_bits and x_TD.dtype == jnp.bfloat16:
         y = _bfloat16_on_cpu(x_TD, kernel, transposed)
     else:
         y = _product(x_TD, kernel, transposed, out_dtype)

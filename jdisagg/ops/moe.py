@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdisagg.layout.platforms import traits_of
 from jdisagg.model_api import AdapterRows, Shards
 from jdisagg.ops import grouped_products_gpu
 from jdisagg.ops.activations import ExpertGate, SquaredRelu
@@ -153,13 +154,14 @@ def routed_experts(
     local_TJ = experts_TJ - first
     local_TJ = jnp.where((local_TJ >= 0) & (local_TJ < held), local_TJ, held)
     rows = block_rows(local_TJ.size, experts)
-    match shards.platform:
-        case "gpu" if usable(BLOCK_EXPERTS) and adapted is None:
-            y_TJD = gpu_products(x_TD, local_TJ, weights, shards.device_kind, clamp)
-        case "gpu" | "tpu":
-            y_TJD = _ragged_products(x_TD, local_TJ, weights, rows, clamp, adapted)
-        case _:
-            y_TJD = block_products(x_TD, local_TJ, weights, rows, clamp, adapted)
+    traits = traits_of(shards.platform)
+    if traits.kernels and usable(BLOCK_EXPERTS) and adapted is None:
+        y_TJD = gpu_products(x_TD, local_TJ, weights, shards.device_kind, clamp)
+    elif traits.experts == "ragged":
+        at_once = None if traits.kernels else pairs_at_once(local_TJ.size, held, experts)
+        y_TJD = _ragged_products(x_TD, local_TJ, weights, rows, clamp, adapted, at_once)
+    else:
+        y_TJD = block_products(x_TD, local_TJ, weights, rows, clamp, adapted)
     if weights.down_bias_ED is not None:
         y_TJD = y_TJD + _output_bias(weights.down_bias_ED, shards)[jnp.minimum(local_TJ, held - 1)]
     y_TD = _combine(y_TJD, local_TJ < held, weights_TJ, x_TD.dtype)
@@ -318,13 +320,54 @@ def _ragged_products(
     rows: int,
     clamp: ExpertGate | None = None,
     adapted: Adapted | None = None,
+    at_once: int | None = None,
 ) -> jax.Array:
-    """Computes `block_products` by `lax.ragged_dot`, for platforms where it is grouped."""
+    """Computes `block_products` by `lax.ragged_dot`, for platforms where it is grouped.
+
+    Args:
+        at_once: Number of pairs of one product. A loop, mostly of one trip, covers the local pairs.
+            None computes all pairs, those of other devices included, in one product.
+    """
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
-    token_P, place_P = _token_rows(x_TD, plan, choices, 0)
-    sizes_E, rows_PD = _sizes(local_TJ, held), x_TD[token_P]
-    slot_P = None if adapted is None else adapted.slot_T[token_P]
+    pairs = local_TJ.size
+    step = min(at_once or pairs, pairs)
+    padding = -pairs % step
+    token_P, place_P = _token_rows(x_TD, plan, choices, padding)
+    expert_P = jnp.pad(jnp.minimum(local_TJ.reshape(-1)[plan.order_P], held - 1), (0, padding))
+    end_E = jnp.cumsum(_sizes(local_TJ, held))
+
+    def some(start: jax.Array | int) -> jax.Array:
+        cut = lambda array: lax.dynamic_slice_in_dim(array, start, step)  # noqa: E731
+        ends_E = jnp.clip(end_E - start, 0, step)
+        sizes_E = jnp.diff(ends_E, prepend=0)
+        tokens = cut(token_P)
+        own = None if adapted is None else Adapted(adapted.factors, adapted.slot_T[tokens])
+        return _ragged_expert(x_TD[tokens], sizes_E, cut(expert_P), weights, clamp, own)
+
+    if step == pairs:
+        return some(0)[place_P].reshape(*local_TJ.shape, -1)
+
+    def body(index: jax.Array, out_PD: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(out_PD, some(index * step), index * step, 0)
+
+    nothing_PD = jnp.zeros((pairs + padding, x_TD.shape[1]), x_TD.dtype)
+    out_PD = lax.fori_loop(0, -(-end_E[-1] // step), body, nothing_PD)
+    return out_PD[place_P].reshape(*local_TJ.shape, -1)
+
+
+def _ragged_expert(
+    rows_PD: jax.Array,
+    sizes_E: jax.Array,
+    expert_P: jax.Array,
+    weights: ExpertWeights,
+    clamp: ExpertGate | None,
+    adapted: Adapted | None,
+) -> jax.Array:
+    """Applies experts to rows that are sorted by expert, `sizes_E` of each, without the output's
+    bias. Rows beyond them are undefined."""
+    # A TPU's kernel rejects 16-bit factors at any precision but its default ("Bad lhs type").
+    precision = None if rows_PD.dtype == jnp.float32 else lax.Precision.DEFAULT
 
     def product(
         x: jax.Array,
@@ -333,18 +376,21 @@ def _ragged_products(
         bias: jax.Array | None,
         factors: Factors | None,
     ) -> jax.Array:
-        scale_P, bias_P = (_of_pairs(part, local_TJ, plan) for part in (scale, bias))
-        if scale_P is None:
-            y = lax.ragged_dot(x, kernel, sizes_E)
+        if scale is None:
+            y = lax.ragged_dot(x, kernel, sizes_E, precision=precision)
         else:
             sums = lax.ragged_dot(
-                x, widened(kernel, x.dtype), sizes_E, preferred_element_type=jnp.float32
+                x,
+                widened(kernel, x.dtype),
+                sizes_E,
+                precision=precision,
+                preferred_element_type=jnp.float32,
             )
-            y = (sums * scale_P).astype(x.dtype)
-        if factors is not None and slot_P is not None:
-            grouped = partial(lax.ragged_dot, group_sizes=sizes_E)
-            y = add_adapters(y, x, factors, slot_P, grouped)
-        return y if bias_P is None else y + bias_P
+            y = (sums * scale[expert_P]).astype(x.dtype)
+        if factors is not None and adapted is not None:
+            grouped = partial(lax.ragged_dot, group_sizes=sizes_E, precision=precision)
+            y = add_adapters(y, x, factors, adapted.slot_T, grouped)
+        return y if bias is None else y + bias[expert_P]
 
     gate, up, down, gate_scale, up_scale, down_scale, gate_bias, up_bias, _ = weights
     of_gate, of_up, of_down = adapted.factors if adapted else (None, None, None)
@@ -352,5 +398,14 @@ def _ragged_products(
     if not isinstance(clamp, SquaredRelu):
         gate_PF = product(rows_PD, gate, gate_scale, gate_bias, of_gate)
     hidden_PF = gated_expert(gate_PF, up_PF, clamp)
-    out_PD = product(hidden_PF, down, down_scale, None, of_down)
-    return out_PD[place_P].reshape(*local_TJ.shape, -1)
+    return product(hidden_PF, down, down_scale, None, of_down)
+
+
+def pairs_at_once(pairs: int, held: int, experts: int) -> int | None:
+    """Returns the number of pairs of one grouped product on a device with `held` of all `experts`:
+    a power of two, at least twice this device's mean share of all pairs. None if that is most of
+    them."""
+    step = MAX_BLOCK_ROWS
+    while step * experts < 2 * pairs * held:
+        step *= 2
+    return step if 2 * step <= pairs else None

@@ -9,6 +9,8 @@ The new tokens and the query heads that share a kv head are rows of one matrix p
 - `gather`: gathers the whole padded table and computes one softmax. Used on a GPU where the
   `pallas` kernel does not apply, because the host would have to drive a loop. Its cost grows with
   the table's width.
+- `pages`: the loop with whole pages, a TPU's choice. Its arrays lie in tiles of the last two axes,
+  so the rows that `loop` reads would be a copy of the pool.
 - `pallas`: a split-K kernel (`paged_attention_pallas`), the GPU's choice.
 
 For latent attention (`ops/latent_attention.py`) the pages hold one vector per token, and the
@@ -24,9 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdisagg.layout.platforms import traits_of
 from jdisagg.model_api import Index, Latent
 from jdisagg.ops import latent_attention_pallas, paged_attention_pallas
-from jdisagg.ops.kv_pages import as_read, gather_columns, gather_span, span_rows
+from jdisagg.ops.kv_pages import as_read, gather_columns, gather_pages, gather_span, span_rows
 from jdisagg.ops.latent_attention import absorb, release
 from jdisagg.ops.online_softmax import (
     MASKED,
@@ -43,7 +46,7 @@ from jdisagg.ops.online_softmax import (
 from jdisagg.ops.quarantine import seen_scores
 from jdisagg.ops.sparse_attention import selected_attention
 
-Implementation = Literal["loop", "gather", "pallas"]
+Implementation = Literal["loop", "pages", "gather", "pallas"]
 
 LONG_STEP, SHORT_STEP = 256, 128  # positions
 # Bytes of a long step's keys. Beyond this they leave the CPU's caches before use.
@@ -92,14 +95,16 @@ def paged_attention(
         table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
         if index is not None and table_BN.shape[1] * k_pages_PKSH.shape[2] > index.top:
             assert index_pages_PKSH is not None and window is None
-            pages, at_once = (k_pages_PKSH, index_pages_PKSH), platform == "gpu"
+            pages, at_once = (k_pages_PKSH, index_pages_PKSH), traits_of(platform).without_loops
             how = {"scale": scale, "at_once": at_once}
             return selected_attention(q_TNH, *pages, table_BN, positions_BQ, index, latent, **how)
         q_TNH = absorb(q_TNH, latent)
-        kernel = platform == "gpu" and latent_attention_pallas.applies(q_TNH, k_pages_PKSH, rank)
-        usual = "pallas" if kernel else "gather" if platform == "gpu" else "loop"
+        traits = traits_of(platform)
+        kernel = traits.kernels and latent_attention_pallas.applies(q_TNH, k_pages_PKSH, rank)
+        usual = "pallas" if kernel else traits.decode_attention
         attend = {
             "loop": _loop,
+            "pages": partial(_loop, whole=True),
             "gather": gather_attention,
             "pallas": latent_attention_pallas.latent_attention,
         }[implementation or usual]
@@ -112,6 +117,7 @@ def paged_attention(
     table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
     attend = {
         "loop": _loop,
+        "pages": partial(_loop, whole=True),
         "gather": gather_attention,
         "pallas": paged_attention_pallas.paged_attention,
     }[implementation]
@@ -129,9 +135,9 @@ def paged_attention(
 
 
 def _default(platform: str, q_TNH: jax.Array, k_pages_PKSH: jax.Array) -> Implementation:
-    if platform == "gpu":
-        return "pallas" if paged_attention_pallas.applies(q_TNH, k_pages_PKSH) else "gather"
-    return "loop"
+    traits = traits_of(platform)
+    kernel = traits.kernels and paged_attention_pallas.applies(q_TNH, k_pages_PKSH)
+    return "pallas" if kernel else traits.decode_attention
 
 
 def _loop(
@@ -145,9 +151,11 @@ def _loop(
     window: int | None,
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
+    whole: bool = False,
 ) -> jax.Array:
     """Computes the attention in a loop over page columns. `values` is the array of value pages. For
-    latent attention it is the number of leading elements of each key that serve as the value.
+    latent attention it is the number of leading elements of each key that serve as the value. With
+    `whole` every step reads whole pages.
 
     Each step covers 256 or 128 positions or a page. The end of the longest sequence is processed in
     fractions of a step, so that a nearly empty last page is not read whole."""
@@ -160,19 +168,23 @@ def _loop(
     )
     columns = max(1, min(positions // slots, table_BN.shape[1]))
     step = columns * slots
-    part = max(1, step // PARTS_PER_STEP)
+    part = step if whole else max(1, step // PARTS_PER_STEP)
     if step % part or (slots % part and part % slots):  # neither whole pages nor even parts of one
         part = step
     table_BN = jnp.pad(table_BN, ((0, 0), (0, -table_BN.shape[1] % columns)))
     q_BKGH = by_kv_head(q_TNH, batch, heads)
     pools = [k_pages_PKSH, *([] if isinstance(values, int) else [values])]
-    spans = {length: [span_rows(pages, length) for pages in pools] for length in (step, part)}
+    lengths = () if whole else (step, part)
+    spans = {length: [span_rows(pages, length) for pages in pools] for length in lengths}
     mixed_width = values if isinstance(values, int) else values.shape[-1]
 
     def fold_span(length: int, index: jax.Array, state: Softmax) -> Softmax:
-        k_BKSH, *others = (
-            as_read(gather_span(span, table_BN, index), q_TNH.dtype) for span in spans[length]
+        found = (
+            (gather_pages(pages, table_BN, index * columns, columns) for pages in pools)
+            if whole
+            else (gather_span(span, table_BN, index) for span in spans[length])
         )
+        k_BKSH, *others = (as_read(kept, q_TNH.dtype) for kept in found)
         v_BKSH = others[0] if others else k_BKSH[..., :mixed_width]
         seen_BQS = _seen(index * length, length, positions_BQ, window)
         s_BKGS = _scores(q_BKGH, k_BKSH, seen_BQS, scale, cap, marked=not others)
@@ -181,12 +193,16 @@ def _loop(
     capacity = table_BN.shape[1] * slots
     end = jnp.clip(jnp.max(positions_BQ) + 1, 1, capacity)
     begin = 0 if window is None else jnp.clip(jnp.min(positions_BQ) - window + 1, 0, end - 1)
-    whole = end // step
+    steps = -(-end // step) if whole else end // step
     state = empty((*q_BKGH.shape[:3], mixed_width))
-    state = lax.fori_loop(begin // step, whole, partial(fold_span, step), state)
-    state = lax.fori_loop(
-        jnp.maximum(whole * step, begin) // part, -(-end // part), partial(fold_span, part), state
-    )
+    state = lax.fori_loop(begin // step, steps, partial(fold_span, step), state)
+    if not whole:
+        state = lax.fori_loop(
+            jnp.maximum(steps * step, begin) // part,
+            -(-end // part),
+            partial(fold_span, part),
+            state,
+        )
     mixed_BKGH = finish(state, _row_sinks(sinks_N, heads, positions_BQ.shape[1]))
     return by_token(mixed_BKGH.astype(q_TNH.dtype), q_TNH)
 

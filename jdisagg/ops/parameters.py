@@ -6,7 +6,7 @@ are not used, because they constrain eagerly and our programs run on local shard
 `shard_map`. Leaves are always in the order of `jax.tree.leaves(nnx.state(module))`."""
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdisagg.errors import LayoutError
 from jdisagg.layout.axes import MESH_AXES, Layout, LogicalAxis
 from jdisagg.model_api import Device
+from jdisagg.ops.device_layout import kept_format
 
 Axes = tuple[LogicalAxis, ...]
 # Types independent of the model's: biases, scales and quantized matrices.
@@ -61,6 +62,15 @@ def param_specs(module: nnx.Module, layout: Layout) -> tuple[PartitionSpec, ...]
 def weight_shardings(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[NamedSharding, ...]:
     """Returns the sharding of each parameter on the mesh, in the order of `jax.tree.leaves`."""
     return tuple(NamedSharding(mesh, spec) for spec in param_specs(module, layout))
+
+
+def weight_formats(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[Any, ...]:
+    """Returns the sharding of each parameter with the order of its axes where the platform needs
+    one, in the order of `jax.tree.leaves`. JAX creates arrays in it as in a sharding."""
+    platform = mesh.devices.flat[0].platform
+    axes = (len(axes) for axes in param_logical_axes(module))
+    shardings = weight_shardings(module, mesh, layout)
+    return tuple(map(kept_format, axes, shardings, [platform] * len(shardings)))
 
 
 def layout_mesh(layout: Layout, kv_heads: int, devices: Sequence[Device]) -> Mesh:

@@ -18,16 +18,18 @@ past, whose keys would otherwise be recomputed for each chunk (`ops/latent_atten
 models with capped scores, which cuDNN does not support, and for *self* in packed chunks of models
 with sinks."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdisagg.layout.platforms import traits_of
 from jdisagg.model_api import Index, Latent
 from jdisagg.ops import prefill_attention_cudnn
 from jdisagg.ops.kv_pages import PastPages as PastPages
-from jdisagg.ops.kv_pages import as_read, gather_columns
+from jdisagg.ops.kv_pages import as_read, gather_columns, gather_pages
 from jdisagg.ops.latent_attention import absorb, expand
 from jdisagg.ops.online_softmax import (
     MASKED,
@@ -125,7 +127,8 @@ def prefill_attention(
             sinks_N=sinks_N,
             query_block=query_block,
             packed=packed,
-            at_once=platform == "gpu",  # the host would drive its loops
+            at_once=traits_of(platform).without_loops,
+            gather=gather_pages if traits_of(platform).whole_pages else gather_columns,
         )
     return jnp.where((segment_T >= 0)[:, None, None], o_TNH, jnp.zeros((), q_TNH.dtype))
 
@@ -153,6 +156,7 @@ def _blocks(
     query_block: int,
     packed: bool,
     at_once: bool,
+    gather: Callable[..., jax.Array],
 ) -> jax.Array:
     """Computes *self* and *past* in blocks of queries and keys. `at_once` unrolls all loops, for
     GPUs, where the host would drive them."""
@@ -200,11 +204,11 @@ def _blocks(
             span = slice(low, high)
             rest = (q_past_KGTH[:, :, span], segment_T[span], positions_T[span], past)
             if latent is None:
-                blocks = [_fold_past(state, *rest, chosen_QS=None, **how)]
+                blocks = [_fold_past(state, *rest, chosen_QS=None, gather=gather, **how)]
             else:
                 rank = latent.keys_NRH.shape[1]
                 nothing = empty((*rest[0].shape[:3], rank))
-                cached = _fold_past(nothing, *rest, chosen_QS=chosen[1], **how)
+                cached = _fold_past(nothing, *rest, chosen_QS=chosen[1], gather=gather, **how)
                 blocks = [merge(state, _released(cached, latent))]
         outputs += [finish(block, sinks_KG11).astype(q_TNH.dtype) for block in blocks]
     o_TKGH = jnp.concatenate(outputs, axis=2).transpose(2, 0, 1, 3)
@@ -268,14 +272,18 @@ def _self_block(
         return state
 
     def body(index: jax.Array, state: Softmax) -> Softmax:
-        at, size = (0, index * KEY_BLOCK, 0), (k_KTH.shape[0], KEY_BLOCK, k_KTH.shape[2])
+        # Keys and values of latent attention differ in width.
+        k_KSH, v_KSH = (
+            lax.dynamic_slice_in_dim(part, index * KEY_BLOCK, KEY_BLOCK, 1)
+            for part in (k_KTH, v_KTH)
+        )
         key_1S = (index * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32))[None, :]
         seen_QS = key_1S >= start_Q1 if masked else None
         if chosen_QS is not None:
             some_QS = lax.dynamic_slice_in_dim(chosen_QS, index * KEY_BLOCK, KEY_BLOCK, axis=1)
             seen_QS = some_QS if seen_QS is None else seen_QS & some_QS
-        scores = _scores(q_KGQH, lax.dynamic_slice(k_KTH, at, size), seen_QS, scale, cap, marked)
-        return fold(state, scores, partial(_mix, v_KSH=lax.dynamic_slice(v_KTH, at, size)))
+        scores = _scores(q_KGQH, k_KSH, seen_QS, scale, cap, marked)
+        return fold(state, scores, partial(_mix, v_KSH=v_KSH))
 
     # The first trip is traced even for one long sequence: loops of known length are unrolled, and
     # then all of their scores live at once (measured: 1.6 times the time at 2048 tokens).
@@ -295,6 +303,7 @@ def _fold_past(
     cap: float,
     marked: bool,
     at_once: bool,
+    gather: Callable[..., jax.Array],
 ) -> Softmax:
     """Adds *past*, the attention over tokens in pages, to the online softmax, row by row and
     several pages at a time. With `at_once` only the first row is processed, without a loop.
@@ -317,7 +326,7 @@ def _fold_past(
         mine_Q1 = (segment_Q == index)[:, None]
 
         def some(pages_PKSH: jax.Array, number: jax.Array) -> jax.Array:
-            found = gather_columns(pages_PKSH, table_1N, number * columns, columns)[0]
+            found = gather(pages_PKSH, table_1N, number * columns, columns)[0]
             return as_read(found, q_KGQH.dtype)
 
         def column(number: jax.Array, state: Softmax) -> Softmax:

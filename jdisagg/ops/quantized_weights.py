@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from jdisagg.errors import ConfigError
+from jdisagg.layout.platforms import traits_of
 from jdisagg.ops.optional_kernels import BLOCK_EXPERTS, usable
 from jdisagg.ops.parameters import Role
 
@@ -56,8 +57,9 @@ class KernelForm:
 
     def packed(self, *, experts: bool = False) -> bool:
         """Whether two int4 inputs are packed into one byte."""
-        by_kernels = experts and self.platform == "gpu" and usable(BLOCK_EXPERTS)
-        return self.weights == "int4" and (self.platform == "cpu" or by_kernels)
+        traits = traits_of(self.platform)
+        by_kernels = experts and traits.kernels and usable(BLOCK_EXPERTS)
+        return self.weights == "int4" and (traits.stores_bits or by_kernels)
 
     def role(self, *, experts: bool = False) -> Role:
         """Returns the role argument for `parameters.Make`, which selects the data type of the
@@ -65,7 +67,7 @@ class KernelForm:
         if self.packed(experts=experts):
             return "uint8"
         if self.weights == "fp8":
-            return "uint8" if self.platform == "cpu" else "float8_e4m3fn"
+            return "uint8" if traits_of(self.platform).stores_bits else "float8_e4m3fn"
         return self.weights or "matrix"
 
 
@@ -99,7 +101,7 @@ def scaled_product(
 ) -> jax.Array:
     """Multiplies x [T, in] with a stored matrix: [T, out] in x's type. A uint8 matrix holds int4
     pairs if it has half as many entries as inputs, and fp8 otherwise."""
-    if platform == "cpu":
+    if traits_of(platform).stores_bits:
         y_TO = _by_tiles(x_TD, kernel, transposed)
     else:
         y_TO = _sums(x_TD, kernel, transposed)

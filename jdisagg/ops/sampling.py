@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdisagg.layout.platforms import traits_of
 from jdisagg.ops import randomness, selection
 
 INVALID_TOKEN = -1
@@ -98,7 +99,7 @@ def sample(
     weight_BV = jnp.exp((logits_BV - largest_B[:, None]) * scale_B[:, None])
     keys = randomness.row_keys(rows.seed, rows.child, rows.position)
     bits_BV = randomness.random_bits(keys, logits_BV.shape[1], shard.first)
-    passes = platform == "gpu" or bool(shard.axes)
+    passes = traits_of(platform).without_loops or bool(shard.axes)
     top_k_B = jnp.where(drawn_B, rows.top_k, 0)
     threshold_B = (
         _top_k_by_passes(logits_BV, top_k_B, shard)

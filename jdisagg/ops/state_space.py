@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jdisagg.layout.platforms import traits_of
 from jdisagg.model_api import Runs
 from jdisagg.ops.recurrent_runs import at_once, cut_into_runs, in_turn
 
@@ -59,7 +60,7 @@ def state_space_runs(
         inputs: Inputs of T tokens.
         state_RNSP: float32 state before each row's first token of this chunk.
         runs: Division of the chunk's tokens into rows and runs.
-        platform: JAX platform. On "gpu" all runs are computed without a loop.
+        platform: JAX platform. On a GPU all runs are computed without a loop.
 
     Returns:
         y [T, N, P] in float32 (unspecified for padding), and the states of the rows at `runs.ends`.
@@ -69,7 +70,7 @@ def state_space_runs(
     kept_RGUSP = state_RNSP.reshape(-1, groups, heads // groups, *state_RNSP.shape[2:])
     cut = StateSpaceInputs(*(cut_into_runs(part, runs) for part in inputs))
     parts = jax.vmap(_prepare)(cut)
-    if platform == "gpu":
+    if traits_of(platform).without_loops:
         before_n, new = at_once(
             parts.decay_GU[..., None, None], parts.add_GUSP, kept_RGUSP, runs, jnp.multiply
         )

@@ -36,6 +36,15 @@ def test_deep_models_get_many_groups_and_small_ones_few(
     assert groups_of_layers(spec, asked) == groups
 
 
+def test_pages_smaller_than_a_tile_are_refused_on_a_tpu() -> None:
+    how = (Mode.DISAGGREGATED, LLAMA_8B, 1024, None)
+    with pytest.raises(ConfigError, match="page_size=16 must be at least 32 on a TPU"):
+        mesh_limits(InstanceConfig(page_size=16), *how, "tpu")
+    for platform in ("cpu", "gpu"):
+        assert mesh_limits(InstanceConfig(page_size=16), *how, platform).page_size == 16
+    assert mesh_limits(InstanceConfig(page_size=32), *how, "tpu").batch_buckets[0] == 8
+
+
 def test_both_sides_choose_alike_whatever_else_differs() -> None:
     one = InstanceConfig(Layout(tp=2), page_size=64, chunk_tokens=4096)
     other = InstanceConfig(Layout(dp=4), page_size=16, chunk_tokens=256)

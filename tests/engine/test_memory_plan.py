@@ -77,6 +77,37 @@ def test_weights_and_kv_are_those_of_the_loaded_model_with_the_layer_that_drafts
     assert planned.weights == pytest.approx(stored, rel=2e-3), "norms are not counted"
 
 
+class Accelerator:
+    """Stands in for a JAX device: its platform, and what it reports of its memory."""
+
+    def __init__(self, platform: str, stats: dict[str, int] | None) -> None:
+        self.platform, self.device_kind, self.stats = platform, f"{platform} kind", stats
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self.stats
+
+
+def test_an_accelerators_memory_is_its_own_or_an_error() -> None:
+    whole = {"bytes_limit": 32_000_000_000}
+    tpu, gpu = Accelerator("tpu", whole), Accelerator("gpu", whole)
+    assert device_memory([tpu], None).bytes == 28_800_000_000  # type: ignore[list-item]
+    assert device_memory([tpu], 0.5).bytes == 16_000_000_000  # type: ignore[list-item]
+    # XLA's limit on a GPU contains the fraction
+    assert device_memory([gpu], 0.5).bytes == 32_000_000_000  # type: ignore[list-item]
+    for stats in (None, {}, {"bytes_in_use": 5}):
+        with pytest.raises(ConfigError, match="the memory of a tpu kind must be known"):
+            device_memory([tpu, Accelerator("tpu", stats)], None)  # type: ignore[list-item]
+
+
+def test_heads_of_64_take_twice_their_bytes_in_pages_of_128_lanes() -> None:
+    how = (SMALL, WorkerRole.DECODE, Mode.DISAGGREGATED, BF16, ONE_B)
+    _, plain = fit_instance(*how, memory(10))
+    _, padded = fit_instance(*how, replace(memory(10), lanes=128))
+    room = plain.memory.bytes - plain.total + plain.pages
+    assert padded.pages <= room and padded.total <= padded.memory.bytes
+    assert padded.pages / padded.tokens_per_rank == 2 * plain.pages / plain.tokens_per_rank
+
+
 def test_no_more_pages_than_all_slots_can_use() -> None:
     model = replace(BF16, context_tokens=1000)
     instance, _ = fit_instance(

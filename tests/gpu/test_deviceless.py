@@ -45,7 +45,10 @@ def test_a_dump_of_another_form_is_no_program_without_loops(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--what=decode,encode"], "encode is none of decode, greedy, updates, prefill, blocks"),
+        (
+            ["--what=decode,encode"],
+            "encode is none of decode, greedy, updates, prefill, earlier, blocks",
+        ),
         (["--batch=129"], "--batch=129 must be in [1, 128]"),
         (["--batch=0"], "--batch=0 must be in [1, 128]"),
     ],

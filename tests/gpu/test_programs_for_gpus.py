@@ -5,16 +5,10 @@ host-driven loops, copies, memory. Skipped without JAX's CUDA plugin. Takes minu
 CPU devices.
 """
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
+from benchmarks.device_programs import Case, compiled_apart
 from benchmarks.deviceless import missing
-from benchmarks.gpu_programs import Case
 from jdisagg.layout.axes import Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -46,16 +40,7 @@ CASES = [
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def compiled(request: pytest.FixtureRequest) -> tuple[Case, list[dict]]:
     """Returns the case and the counts of each of its programs."""
-    case: Case = request.param
-    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "benchmarks.gpu_programs"]
-    command += [f"--{name}={getattr(case, name)}" for name in Case.__dataclass_fields__]
-    root = pathlib.Path(__file__).parents[2]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=3000, cwd=root, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return case, [json.loads(line) for line in done.stdout.splitlines()]
+    return request.param, compiled_apart(request.param)
 
 
 def test_a_program_is_one_cuda_graph_and_the_host_drives_no_loop(compiled) -> None:

@@ -47,11 +47,12 @@ def test_a_block_lands_at_its_coordinates_from_any_start_and_touches_nothing_els
     pool, rows = _pool(), _rows(tokens)
     expected = _written(pool, rows, page_T, slot_T)
     block = jax.jit(kv_pages.insert_block)(pool, rows.swapaxes(0, 1), page_T, slot_T)
-    tokenwise = jax.jit(kv_pages.write_tokens, static_argnames="unique")(
-        pool, rows, page_T, slot_T, unique=False
-    )
     np.testing.assert_array_equal(block, expected)
-    np.testing.assert_array_equal(tokenwise, expected)
+    for platform in ("cpu", "tpu"):
+        tokenwise = jax.jit(kv_pages.write_tokens, static_argnames=("unique", "platform"))(
+            pool, rows, page_T, slot_T, unique=False, platform=platform
+        )
+        np.testing.assert_array_equal(tokenwise, expected)
 
 
 def test_decode_rows_are_written_each_to_its_own_slot() -> None:
@@ -97,9 +98,28 @@ def test_gathered_tokens_come_heads_first() -> None:
     )
 
 
-def test_gathered_columns_are_contiguous_positions() -> None:
+@pytest.mark.parametrize("most_slices", [0, 32])
+@pytest.mark.parametrize(("start", "tokens"), [(0, 16), (3, 5), (7, 16), (8, 1), (5, 30)])
+def test_whole_pages_give_a_block_the_tokens_of_its_valid_positions(
+    monkeypatch: pytest.MonkeyPatch, start: int, tokens: int, most_slices: int
+) -> None:
+    monkeypatch.setattr(kv_pages, "MOST_SLICES", most_slices)
+    table, pool = np.array([5, 1, 6, 0, 3, 2], np.int32), jnp.asarray(_pool())
+    positions = np.arange(start, start + tokens)
+    page_T, slot_T = table[positions // SLOTS], (positions % SLOTS).astype(np.int32)
+    valid = max(1, tokens - 4)
+    page_T[valid:] = PAGES  # padding
+    got = kv_pages.gather_block(pool, jnp.asarray(page_T), jnp.asarray(slot_T), "tpu")
+    assert got.shape == (HEADS, tokens, WIDTH)
+    np.testing.assert_array_equal(
+        got[:, :valid], kv_pages.gather_tokens(pool, page_T[:valid], slot_T[:valid])
+    )
+
+
+@pytest.mark.parametrize("gather", [kv_pages.gather_columns, kv_pages.gather_pages])
+def test_gathered_columns_are_contiguous_positions(gather: Callable[..., jax.Array]) -> None:
     pool, table = _pool(), np.array([[5, 1, 2], [0, 3, 4]], np.int32)
-    got = kv_pages.gather_columns(jnp.asarray(pool), jnp.asarray(table), 1, 2)
+    got = gather(jnp.asarray(pool), jnp.asarray(table), 1, 2)
     for row in range(2):
         np.testing.assert_array_equal(
             got[row], np.concatenate([pool[table[row, 1]], pool[table[row, 2]]], axis=1)

@@ -51,7 +51,7 @@ def in_pages(cached_T1H: np.ndarray) -> jax.Array:
     return jnp.asarray(pages)
 
 
-@pytest.mark.parametrize("implementation", ["loop", "gather"])
+@pytest.mark.parametrize("implementation", ["loop", "pages", "gather"])
 def test_a_decode_step_over_cached_latents_is_attention_to_the_heads_keys(
     implementation: Implementation,
 ) -> None:
@@ -116,13 +116,18 @@ def test_the_gpus_kernel_mixes_as_a_softmax_written_out(
         np.testing.assert_allclose(got_TNR[t], mixed_NR, atol=2e-5)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("platform", "dense"), [("cpu", 1024), ("cpu", 16), ("tpu", 16), ("gpu", 1024)]
+)
 @pytest.mark.parametrize("past", [0, 5, 16, 21])
 def test_a_chunk_after_cached_latents_is_attention_to_all_of_them(
-    past: int, platform: str, monkeypatch: pytest.MonkeyPatch
+    past: int, platform: str, dense: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU's form: without a loop, in steps."""
+    """On a GPU without a loop, in steps. Elsewhere a chunk of more than `dense` tokens loops over
+    blocks of keys."""
     monkeypatch.setattr(ops_prefill, "UNROLLED_POSITIONS", 2 * SLOTS)
+    monkeypatch.setattr(ops_prefill, "DENSE_TOKENS", dense)
+    monkeypatch.setattr(ops_prefill, "KEY_BLOCK", 16)
     q_TNH, cached_T1H, latent = made(past)
     chunk, count = 48, TOKENS - past
     pad = lambda x: np.concatenate((x[past:], np.zeros((chunk - count, *x.shape[1:]), x.dtype)))  # noqa: E731

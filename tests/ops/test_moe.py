@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jdisagg.layout.axes import TP_AXES, Layout
 from jdisagg.model_api import Shards
+from jdisagg.ops import moe
 from jdisagg.ops.activations import ClampedGate, ExpertGate, SquaredRelu
 from jdisagg.ops.moe import (
     ExpertWeights,
@@ -175,6 +176,22 @@ def test_each_device_holds_its_share_of_the_experts(layout: str) -> None:
         assert {shard.data.nbytes for shard in array.addressable_shards} == {
             array.nbytes // parsed.ep
         }
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_loop_over_grouped_products_drops_nothing(near: bool) -> None:
+    """`near`: all pairs are of this device's experts, so that the loop has many trips."""
+    x_TD, _, weights = _inputs()
+    local_TJ = np.random.default_rng(3).integers(0, EXPERTS, (TOKENS, CHOSEN)).astype(np.int32)
+    held = EXPERTS if near else 2
+    held_weights = jax.tree.map(lambda part: part[:held], weights)
+    local_TJ = np.minimum(local_TJ, held)
+    how = (jnp.asarray(x_TD), jnp.asarray(local_TJ), held_weights, 4)
+    got = moe._ragged_products(*how, at_once=16)
+    want = moe.block_products(*how)
+    here = local_TJ < held
+    assert here.sum() > (32 if near else 0)
+    np.testing.assert_allclose(np.asarray(got)[here], np.asarray(want)[here], atol=1e-4)
 
 
 @pytest.mark.parametrize("routed", [0, 1, 5, 40, 64])

@@ -12,7 +12,7 @@ from tests.ops.attention_oracle import case, expected, several
 
 pytestmark = pytest.mark.one_device
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("loop", "gather")
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("loop", "pages", "gather")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

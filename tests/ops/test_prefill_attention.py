@@ -122,7 +122,9 @@ def test_an_unused_past_changes_nothing() -> None:
     np.testing.assert_allclose(chunk.run(past=True), chunk.run(past=False), atol=1e-6)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])  # there without loops, of one row with a past
+@pytest.mark.parametrize(
+    "platform", ["cpu", "tpu", "gpu"]
+)  # there without loops, of one row with a past
 @pytest.mark.parametrize(("window", "cap"), [(None, 0.7), (30, 0.0), (7, 0.7)])
 @pytest.mark.parametrize("past", [False, True])
 def test_sinks_take_their_part_and_capped_scores_are_capped(

@@ -13,8 +13,8 @@ import jaxlib
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.gpu_day.day import Day, Figures
-from benchmarks.gpu_day.timing import seconds_of
+from benchmarks.device_day.day import Day, Figures
+from benchmarks.device_day.timing import seconds_of
 
 # of CUpointer_attribute in cuda.h
 LEGACY_IPC, ALLOWED_HANDLES = 10, 14

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu_day.day import Day, Figures
-from benchmarks.gpu_day.timing import seconds_of
+from benchmarks.device_day.day import Day, Figures
+from benchmarks.device_day.timing import seconds_of
 from benchmarks.sampling import rows_of
 from jdisagg.model_api import Shards
 from jdisagg.ops import paged_attention_pallas

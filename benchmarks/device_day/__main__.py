@@ -1,11 +1,12 @@
-"""What do our programs do on a GPU? One command for a day with one, in parts of a few minutes.
+"""How do our programs run on a GPU or a TPU? All measurements, in parts of a few minutes.
 
-    python -m benchmarks.gpu_day PART --out=DIR [--small] [--minutes=8]
+    python -m benchmarks.device_day PART --out=DIR [--small] [--minutes=8]
 
 Parts, in the order of what they tell: probe (the machine, its ceilings, what its driver can share),
 kernels (each op against the same in float32), decode and prefill (our executor's own programs),
-handoff (KV between two processes on one GPU), tests (those that need one device), serve (over gRPC,
-unified and split on one GPU); `all` is each of them, in a process of its own. DIR/PART.json is
+handoff (KV between two processes on one device), tests (those that need one device), serve (over
+gRPC, unified and split on one device; a TPU chip belongs to one process, and the rows that share
+one are skipped there); `all` is each of them, in a process of its own. DIR/PART.json is
 written after every row; a row that fails is a row with its error, and nothing is begun once the
 part's minutes are over. A table comes last. Compiled programs are kept in DIR/xla, or --programs.
 
@@ -42,7 +43,7 @@ def _alone(part: str, arguments: list[str]) -> int:
     rest = [part if word == "all" else word for word in arguments]
     print(f"== {part}", flush=True)
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_day", *rest], check=False
+        [sys.executable, "-m", "benchmarks.device_day", *rest], check=False
     ).returncode
 
 
@@ -50,12 +51,12 @@ def _run(part: str, out: Path, small: bool, seconds: float, programs: str) -> in
     """Runs a part. Returns 0 if no row failed."""
     if small:
         os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, for children too
-    from benchmarks.gpu_day.day import Day, table
+    from benchmarks.device_day.day import Day, table
     from jdisagg.engine.compilation import use_compilation_cache
 
     use_compilation_cache(programs)
     day = Day(part, out, small, seconds)
-    module = importlib.import_module(f"benchmarks.gpu_day.{part}")
+    module = importlib.import_module(f"benchmarks.device_day.{part}")
     if part not in ("handoff", "tests", "serve"):  # their children need the device whole
         from benchmarks.measure import machine
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from flax import nnx
 
-from benchmarks.gpu_programs import MODELS
+from benchmarks.device_programs import MODELS
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
 from jdisagg.engine.replica import build_replica

@@ -12,8 +12,8 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from benchmarks.gpu_day.day import Day, Figures
-from benchmarks.gpu_day.engine import GREEDY, Engine, Sizes
+from benchmarks.device_day.day import Day, Figures
+from benchmarks.device_day.engine import GREEDY, Engine, Sizes
 from jdisagg.messages.step_commands import (
     ConnectPeer,
     DecodeSteps,
@@ -31,9 +31,11 @@ KEY, PEER = 0x1234567890ABCDEF, "gpu-day#1"
 
 def run(day: Day) -> None:
     for allocator in ("default",) if day.small else ("default", "platform", "cuda_async"):
-        day.row(f"device memory lent, {allocator} allocator", partial(lent, day, allocator))
+        day.row(
+            f"device memory lent, {allocator} allocator", partial(lent, day, allocator), shares=True
+        )
     for channel in ("memory", "cuda") if day.small else ("engine", "memory", "cuda"):
-        day.row(f"between two processes, {channel}", partial(processes, day, channel))
+        day.row(f"between two processes, {channel}", partial(processes, day, channel), shares=True)
     engines: list[Engine] = []
 
     def build() -> Figures:
@@ -63,7 +65,7 @@ def lent(day: Day, allocator: str) -> Figures:
     """Measures transfers between two processes by CUDA memory handles, also if one process is
     killed. Reports if memory of an allocator cannot be exported."""
     command = (
-        *(sys.executable, "-m", "benchmarks.gpu_day.lent"),
+        *(sys.executable, "-m", "benchmarks.device_day.lent"),
         *(f"--megabytes={1 if day.small else 1024}", f"--allocator={allocator}"),
     )
     return json.loads(said(day, command).splitlines()[-1])

@@ -8,10 +8,10 @@ from functools import partial
 
 import jax
 
-from benchmarks.gpu_day.day import Day, Figures
-from benchmarks.gpu_day.engine import Engine, Sizes
-from benchmarks.gpu_day.kernels import WrongAnswer
-from benchmarks.gpu_day.probe import copy
+from benchmarks.device_day.day import Day, Figures
+from benchmarks.device_day.engine import Engine, Sizes
+from benchmarks.device_day.kernels import WrongAnswer
+from benchmarks.device_day.probe import copy
 from jdisagg.request import SamplingParams
 
 VARIANTS = {

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from benchmarks.gpu_day.day import Day, Figures
+from benchmarks.device_day.day import Day, Figures
 
 WORKERS = 4
 # small: enough to show that the marker selects and the summary is read
@@ -18,12 +18,12 @@ def run(day: Day) -> None:
 
 def tests(day: Day) -> Figures:
     where = SMALL if day.small else ()
-    several = () if day.small else ("-n", str(WORKERS), "--dist", "loadfile")
+    several = () if day.small or day.tpu else ("-n", str(WORKERS), "--dist", "loadfile")
     command = (sys.executable, "-m", "pytest", "-m", "one_device", "-p", "no:cacheprovider")
     environment = dict(os.environ)
     if not day.small:
         environment |= {
-            "JAX_PLATFORMS": "cuda,cpu",
+            "JAX_PLATFORMS": "tpu,cpu" if day.tpu else "cuda,cpu",
             "JAX_DEFAULT_MATMUL_PRECISION": "highest",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": ".1",
         }

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jdisagg.node.tpus import chips_of_host
+
 Figures = Mapping[str, Any]
 ERROR_CHARACTERS = 2000
 
@@ -41,11 +43,24 @@ class Day:
         """Returns the seconds left, at least 0."""
         return max(0.0, self.began + self.seconds - time.monotonic())
 
-    def row(self, name: str, measure: Callable[[], Figures], *, gpu: bool = False) -> None:
-        """Runs `measure` and stores its figures, or its error, as a row. `gpu`: whether the row is
-        meaningful on a GPU only."""
-        if gpu and self.small:
+    @property
+    def tpu(self) -> bool:
+        """Whether the device is a TPU. Opens no device, because children need it whole."""
+        return not self.small and bool(chips_of_host(os.environ))
+
+    def row(
+        self, name: str, measure: Callable[[], Figures], *, gpu: bool = False, shares: bool = False
+    ) -> None:
+        """Runs `measure` and keeps its figures, or its error, as a row.
+
+        Args:
+            gpu: The row has a meaning on a GPU only.
+            shares: Two processes share the device, which a TPU does not allow.
+        """
+        if gpu and (self.small or self.tpu):
             return self._keep(name, 0.0, {"skipped": "only on a GPU"})
+        if shares and self.tpu:
+            return self._keep(name, 0.0, {"skipped": "a TPU chip belongs to one process"})
         if not self.left:
             return self._keep(name, 0.0, {"skipped": f"the part's {self.seconds:g} s were over"})
         started = time.monotonic()

@@ -1,5 +1,5 @@
-"""`benchmarks.gpu_day`, a list of trials for a GPU, in its CPU form, so that it still runs when a
-GPU is available."""
+"""`benchmarks.device_day`, the measurements on a GPU or a TPU, in its CPU form, so that it still
+runs when one is available."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_day.__main__ import PARTS
-from benchmarks.gpu_day.day import Day, Figures, table
-from benchmarks.gpu_day.serve import split_flags
+from benchmarks.device_day.__main__ import PARTS
+from benchmarks.device_day.day import Day, Figures, table
+from benchmarks.device_day.serve import split_flags
 from launch import cluster
 from launch.flags import Given
 from tests.programs import PROGRAMS
@@ -88,7 +88,7 @@ LONG = ("handoff", "serve")  # processes of their own, minutes each
 )
 def test_every_part_runs_on_a_cpu_and_no_row_fails(part: str, tmp_path: Path) -> None:
     command = (
-        *(sys.executable, "-m", "benchmarks.gpu_day", part, "--small", "--minutes=60"),
+        *(sys.executable, "-m", "benchmarks.device_day", part, "--small", "--minutes=60"),
         *(f"--out={tmp_path}", f"--programs={PROGRAMS}"),
     )
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}

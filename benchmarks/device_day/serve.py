@@ -7,7 +7,7 @@ import statistics
 import time
 
 from benchmarks.clusters import cluster, ready, server
-from benchmarks.gpu_day.day import Day, Figures
+from benchmarks.device_day.day import Day, Figures
 from jdisagg.client import AsyncClient
 
 PROMPTS = ("Once upon a time", "The little dog", "One day a girl named", "In the garden")
@@ -18,7 +18,7 @@ def run(day: Day) -> None:
     counts = (1, 4) if day.small else (1, 32, 128)
     texts: dict[str, list[str]] = {}
     day.row("unified", lambda: unified(day, counts, texts))
-    day.row("split on one device", lambda: split(day, texts))
+    day.row("split on one device", lambda: split(day, texts), shares=True)
 
 
 def unified(day: Day, counts: tuple[int, ...], texts: dict[str, list[str]]) -> Figures:

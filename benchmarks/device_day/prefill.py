@@ -8,9 +8,9 @@ from functools import partial
 
 import jax
 
-from benchmarks.gpu_day.day import Day, Figures
-from benchmarks.gpu_day.engine import Engine, Sizes
-from benchmarks.gpu_day.probe import product
+from benchmarks.device_day.day import Day, Figures
+from benchmarks.device_day.engine import Engine, Sizes
+from benchmarks.device_day.probe import product
 from jdisagg.costs.model_geometry import GroupedAttention
 
 

@@ -1,7 +1,7 @@
 """Can two processes on one GPU read each other's arrays by CUDA memory handles, how fast, and what
 does the reader see if the exporting process is killed?
 
-    python -m benchmarks.gpu_day.lent --megabytes=1024 [--allocator=platform]
+    python -m benchmarks.device_day.lent --megabytes=1024 [--allocator=platform]
 
 This process reads and a child process exports; each has its share of the device's memory. Prints
 one line of JSON. On a CPU the tests' imitation of the driver is used, so that the script runs
@@ -120,7 +120,7 @@ def main() -> None:
         environment["XLA_PYTHON_CLIENT_ALLOCATOR"] = given.allocator
     with Listener(("127.0.0.1", 0)) as listener:
         port = listener.address[1]  # type: ignore[misc]
-        program = f"from benchmarks.gpu_day.lent import lend; lend({port}, {count})"
+        program = f"from benchmarks.device_day.lent import lend; lend({port}, {count})"
         child = subprocess.Popen([sys.executable, "-c", program], env=environment)
         try:
             connection = listener.accept()

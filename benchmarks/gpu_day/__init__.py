@@ -1,1 +1,0 @@
-"""All checks that need a GPU, in parts of a few minutes: `python -m benchmarks.gpu_day`."""

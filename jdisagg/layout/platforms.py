@@ -1,0 +1,108 @@
+"""What each JAX platform needs of programs, arrays and batches: the one table of what differs
+between a CPU, a GPU and a TPU. benchmarks/LOG.md has the measurements behind the entries for CPUs
+and GPUs, benchmarks/results/tpu_programs.json those of the programs compiled for TPUs."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jdisagg.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PlatformTraits:
+    """The needs of one platform.
+
+    Attributes:
+        stores_bits: Types of fewer than 32 bits are emulated: bfloat16 and fp8 arrays are stored as
+            their bits, int4 as pairs, and bfloat16 products have forms of their own.
+        without_loops: Programs contain no loop, because the host would drive it.
+        float32_precision: Precision at which float32 matrices are multiplied as float32. None is
+            the platform's default.
+        row_major: Weights and pages are row-major at the border of every program. XLA's default
+            layout for a TPU makes the page number the innermost axis where a head is narrower than
+            128 lanes, and every program would copy the pool into another layout and back.
+        whole_pages: Pages are read whole, and heads are indexed one by one. A TPU keeps tiles of
+            (8, 128) of an array's last two axes: rows of another shape are a copy of the pool.
+        decode_attention: Form of decode attention in plain XLA.
+        experts: Form of the experts' products in plain XLA.
+        kernels: Whether hand-written GPU kernels and cuDNN apply.
+        inserts_whole: A received block is written by one scatter, not run by run.
+        sharded_logits: Each device keeps the logits of its part of the vocabulary.
+        least_batch: Rows of the smallest decode batch.
+        chunk_steps: Chunk lengths per doubling.
+        draft_rows: Extra rows for each sequence of a decode step.
+        spare_rows: Whether a few more rows of a step cost next to nothing.
+        warm_runs: Times that warm-up runs each program.
+        least_page: Tokens of the smallest page.
+        lanes: The last axis of a page array is padded in memory to a multiple of this.
+        limit_has_fraction: Whether the memory limit that JAX reports already contains
+            `memory_fraction`.
+    """
+
+    stores_bits: bool = False
+    without_loops: bool = False
+    float32_precision: Literal["highest"] | None = None
+    row_major: bool = False
+    whole_pages: bool = False
+    decode_attention: Literal["loop", "gather", "pages"] = "loop"
+    experts: Literal["blocks", "ragged"] = "blocks"
+    kernels: bool = False
+    inserts_whole: bool = False
+    sharded_logits: bool = False
+    least_batch: int = 1
+    chunk_steps: Literal[1, 4] = 1
+    draft_rows: int = 1
+    spare_rows: bool = False
+    warm_runs: int = 1
+    least_page: int = 1
+    lanes: int = 1
+    limit_has_fraction: bool = False
+
+
+# Default fraction of an accelerator's memory
+DEVICE_FRACTION = 0.9
+# Extra rows for each sequence of a decode step: on a CPU each costs time, elsewhere few do.
+ACCELERATOR_DRAFT_ROWS = 3
+
+_TRAITS = {
+    "cpu": PlatformTraits(stores_bits=True),
+    "gpu": PlatformTraits(
+        without_loops=True,
+        float32_precision="highest",  # the default is TF32, with a mantissa of 10 bits
+        decode_attention="gather",
+        experts="ragged",
+        kernels=True,
+        inserts_whole=True,
+        sharded_logits=True,
+        least_batch=8,  # a single row takes another kernel, with other rounding
+        chunk_steps=4,
+        draft_rows=ACCELERATOR_DRAFT_ROWS,
+        spare_rows=True,
+        warm_runs=3,
+        limit_has_fraction=True,  # XLA_CLIENT_MEM_FRACTION
+    ),
+    "tpu": PlatformTraits(
+        float32_precision="highest",  # the default is one pass in bfloat16
+        row_major=True,
+        whole_pages=True,
+        decode_attention="pages",
+        experts="ragged",
+        inserts_whole=True,
+        sharded_logits=True,
+        least_batch=8,  # rows of a tile; fewer programs to compile
+        draft_rows=ACCELERATOR_DRAFT_ROWS,
+        spare_rows=True,
+        lanes=128,
+        least_page=32,  # rows of a tile of 8-bit values
+    ),
+}
+
+
+def traits_of(platform: str) -> PlatformTraits:
+    """Returns the needs of a JAX platform. Raises ConfigError if it is not supported."""
+    if platform not in _TRAITS:
+        raise ConfigError(
+            f"platform {platform!r} is not supported: jdisagg runs on {', '.join(_TRAITS)}; set"
+            " JAX_PLATFORMS to one of them"
+        )
+    return _TRAITS[platform]

@@ -1,0 +1,67 @@
+"""Assigns a host's TPU chips to child processes by environment variables of libtpu. libtpu gives a
+chip to one process. This module imports neither JAX nor libtpu."""
+
+import importlib.util
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jdisagg.errors import ConfigError
+
+VISIBLE = "TPU_VISIBLE_CHIPS"
+# libtpu's form of a process's part of a host, by its number of chips
+_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+
+
+def has_libtpu() -> bool:
+    """Returns whether libtpu is installed. Other devices use the same device files as TPUs."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def chips_of_host(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[int, ...]:
+    """Returns the TPU chips that this process may use, according to the device files and
+    TPU_VISIBLE_CHIPS. Returns none without libtpu, or if JAX is configured for other platforms."""
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if not has_libtpu() or (platforms and "tpu" not in platforms.split(",")):
+        return ()
+    if visible := environment.get(VISIBLE):
+        return tuple(int(part) for part in visible.split(",") if part.strip().isdigit())
+    files = list(devices.glob("accel[0-9]*"))
+    if not files and (devices / "vfio").is_dir():
+        files = [path for path in (devices / "vfio").iterdir() if path.name.isdigit()]
+    return tuple(range(len(files)))
+
+
+def chip_environment(
+    environment: Mapping[str, str], chips: Sequence[int | str], all_chips: Sequence[int | str]
+) -> dict[str, str]:
+    """Returns `environment` with the variables of one process's chips.
+
+    Raises:
+        ConfigError: libtpu cannot divide a host so, or a chip is given to two processes.
+    """
+    shared = [chip for chip, count in Counter(all_chips).items() if count > 1]
+    if shared:
+        raise ConfigError(
+            f"--gpus: TPU chip {shared[0]} is given to two workers, and a chip belongs to one"
+            " process; start fewer workers, or choose smaller layouts"
+        )
+    if len(chips) not in _BOUNDS:
+        raise ConfigError(
+            f"--gpus: a worker's number of TPU chips must be one of"
+            f" {', '.join(map(str, _BOUNDS))}, got {len(chips)}; choose another layout, or set"
+            " --gpus_per_worker"
+        )
+    return {
+        **environment,
+        VISIBLE: ",".join(map(str, chips)),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": _BOUNDS[len(chips)],
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+    }
+
+
+def show_chips(chips: Sequence[int]) -> None:
+    """Limits this process to some of the host's chips. Must be called before JAX first uses a
+    device."""
+    os.environ.update(chip_environment({}, chips, chips))
