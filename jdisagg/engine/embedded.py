@@ -30,11 +30,12 @@ from jdisagg.engine.replica import (
     Replica,
     build_replica,
     context_tokens,
+    load_rest,
     mesh_role,
-    run_steps,
+    warm_up,
 )
 from jdisagg.errors import ConfigError, LayoutError, UnavailableError
-from jdisagg.executor.warm_up import warm_up_steps
+from jdisagg.executor.warm_up import WarmUpStep
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
 from jdisagg.layout.kv_spec import KVSpec
@@ -191,6 +192,7 @@ class EmbeddedCluster:
             tiers=tiers or tier_room(self.config.prefix),
             times=lambda: replica.times,
             kernels=failed_kernels(),
+            readiness=replica.readiness,
         )
         return self.local.add(
             role, context, self._meshes[-1], replica.config, mode, fetches=fetches
@@ -262,26 +264,25 @@ class EmbeddedCluster:
         await self.start_workers()
 
     async def warm_up(self, progress: Progress | None = None, *, beside: bool = False) -> None:
-        """Prepares every program, one after the other. Each program is compiled, or loaded from the
-        compilation cache.
+        """Prepares every program, one after the other, except those that are loaded later. Each
+        program is compiled, or loaded from the compilation cache.
 
         Args:
             beside: Whether the workers serve requests during warm-up. Each program is then prepared
                 when the meshes are idle, or earlier if a request needs it.
         """
-        steps = [
-            (replica.executor, step)
-            for replica in self.replicas
-            for step in warm_up_steps(replica.executor)
-        ]
-        steps += [(self.decode.executor, step) for step in self._channel_steps()]
-        await run_steps(steps, progress, self._quiet if beside else None)
-        for replica in () if beside else self.replicas:
-            await replica.measure()
+        more = [(self.decode.executor, WarmUpStep(step)) for step in self._channel_steps()]
+        await warm_up(self.replicas, progress, more, beside=beside)
 
-    async def _quiet(self) -> None:
+    def load_later(self) -> None:
+        """Leaves the programs of optional capabilities to `load_rest`. Must be called before
+        `warm_up` and before the workers start."""
         for replica in self.replicas:
-            await replica.executor.quiet()
+            replica.load_later()
+
+    async def load_rest(self) -> None:
+        """Loads the programs of optional capabilities while the workers serve requests."""
+        await load_rest(self.replicas)
 
     async def start_workers(self) -> None:
         await self.local.start()

@@ -4,11 +4,12 @@ Worker processes and embedded clusters use this module. The caller passes the fu
 weights (`LoadModel`) and the channel that transfers KV (`Channel`). This module must import neither
 gRPC nor a model family."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import jax
+import msgspec
 
 from jdisagg.config import InstanceConfig, Mode, ModelConfig, PrefixConfig, WorkerConfig
 from jdisagg.costs.measured import StepTimes
@@ -16,12 +17,13 @@ from jdisagg.engine.limits import fetched_tokens, hands_windows_apart, mesh_limi
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
-from jdisagg.executor.step_times import measure_step_times
-from jdisagg.executor.warm_up import warm_up_steps
+from jdisagg.executor.step_times import append_measurements, measure_step_times
+from jdisagg.executor.warm_up import WarmUpStep, warm_up_steps
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device, Model
+from jdisagg.scheduler.capabilities import Capability, Readiness
 from jdisagg.transfer.channel import Channel
 
 
@@ -34,27 +36,64 @@ class Loaded(Protocol):
     def mesh(self) -> jax.sharding.Mesh: ...
 
 
+# Longest wait for an idle mesh before a program is loaded while the mesh serves.
+BUSY_SECONDS = 2.0
 LoadModel = Callable[[Layout, Sequence[Device]], Loaded]
 Progress = Callable[[int, int], None]
 
 
 @dataclass
 class Replica:
-    """A model on one mesh, with its configuration and executor. `times`: Measured times of its
-    programs, or None before they are measured."""
+    """A model on one mesh, with its configuration and executor.
+
+    Attributes:
+        times: Measured times of its programs, or None before they are measured.
+        readiness: Optional capabilities whose programs are loaded.
+    """
 
     config: InstanceConfig
     executor: MeshExecutor
     loaded: Loaded
     times: StepTimes | None = None
+    readiness: Readiness = field(default_factory=Readiness)
 
     async def measure(self) -> None:
         """Measures `times`. Must be called before the mesh serves, after warm-up."""
 
         def measure() -> None:
-            self.times = measure_step_times(self.executor)
+            appends = self.readiness.ready(Capability.APPEND)
+            self.times = measure_step_times(self.executor, appends)
 
         await self.executor.on_dispatch_thread(measure)
+
+    def load_later(self) -> None:
+        """Leaves the programs of optional capabilities to `load`. Must be called before the mesh
+        serves."""
+        needed = [step.capability for step in warm_up_steps(self.executor)]
+        self.readiness.load_later([one for one in needed if one])
+
+    async def _measure_appends(self) -> None:
+        """Adds the times of appended chunks to `times`, while the mesh serves."""
+        found: list[tuple[int, int, float]] = []
+        for measure in append_measurements(self.executor):
+            await self.executor.quiet(BUSY_SECONDS)
+            await self.executor.on_dispatch_thread(lambda measure=measure: found.append(measure()))
+        if self.times is not None:
+            sizes = self.executor.limits.append_buckets
+            self.times = msgspec.structs.replace(self.times, chunk_sizes=sizes, chunks=tuple(found))
+
+    async def load(self, capability: Capability) -> None:
+        """Loads the programs of an optional capability while the mesh serves. Each program is
+        compiled beside the running commands and then run once between them."""
+        if self.readiness.ready(capability):
+            return
+        for step in warm_up_steps(self.executor):
+            if step.capability is capability:
+                await self.executor.quiet(BUSY_SECONDS)
+                await self.executor.on_compiled(step.run)
+        if capability is Capability.APPEND and not (self.times and self.times.chunks):
+            await self._measure_appends()
+        self.readiness.loaded(capability)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,35 +224,49 @@ def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:
 
 
 async def warm_up(
-    instance: Replica,
+    replicas: Sequence[Replica],
     progress: Progress | None = None,
-    turn: Callable[[], Awaitable[None]] | None = None,
+    more: Sequence[tuple[MeshExecutor, WarmUpStep]] = (),
+    *,
+    beside: bool = False,
+    turn: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compiles and runs every program of the replica, and measures their times.
+    """Compiles and runs the programs of replicas, except those that are loaded later
+    (`Replica.load_later`), and measures their times.
 
     Args:
-        turn: Function that is awaited before each program, or None. It waits until the mesh is
-            idle, if the worker serves requests during warm-up. Nothing is measured then.
+        more: Further steps, after those of the replicas.
+        beside: Whether the replicas serve requests meanwhile. Each program is then loaded when they
+            are idle, or have been busy for `BUSY_SECONDS`, and nothing is measured.
+        turn: Function that is called before each program that is loaded beside requests.
     """
-    executor = instance.executor
-    await run_steps([(executor, step) for step in warm_up_steps(executor)], progress, turn)
-    if turn is None:
-        await instance.measure()
-
-
-async def run_steps(
-    steps: Sequence[tuple[MeshExecutor, Callable[[], None]]],
-    progress: Progress | None,
-    turn: Callable[[], Awaitable[None]] | None,
-) -> None:
-    """Runs the warm-up steps one after the other. Each step runs on its executor's dispatch thread
-    between commands, after `turn` was awaited."""
+    steps = [
+        (one.executor, step)
+        for one in replicas
+        for step in warm_up_steps(one.executor)
+        if step.capability is None or one.readiness.ready(step.capability)
+    ]
+    steps += more
     for done, (executor, step) in enumerate(steps):
-        if turn:
-            await turn()
-        await executor.on_dispatch_thread(step)
+        if beside:
+            for replica in replicas:
+                await replica.executor.quiet(BUSY_SECONDS)
+            turn()
+            await executor.on_compiled(step.run)
+        else:
+            await executor.on_dispatch_thread(step.run)
         if progress:
             progress(done + 1, len(steps))
+    for replica in () if beside else replicas:
+        await replica.measure()
+
+
+async def load_rest(replicas: Sequence[Replica]) -> None:
+    """Loads the programs that `warm_up` left out, while the replicas serve. Each capability is
+    ready when all of its programs are loaded."""
+    for capability in Capability:
+        for replica in replicas:
+            await replica.load(capability)
 
 
 def context_tokens(config: ModelConfig, model: Model) -> int:

@@ -5,6 +5,8 @@ each. An instance prefills, decodes, or does both, and builds only the programs 
 All device state (pages, slots, offered and pulled blocks) belongs to the dispatch thread."""
 
 import asyncio
+import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +22,7 @@ from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
-from jdisagg.executor.programs import Programs
+from jdisagg.executor.programs import MissingProgram, Programs
 from jdisagg.executor.prompt_scorer import PromptScorer
 from jdisagg.executor.results import DecodeReading, Finished, PrefillReading, start_reading
 from jdisagg.executor.saved_blocks import SavedBlocks
@@ -167,7 +169,7 @@ class MeshExecutor:
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
         return self._threads.submit(lambda: self._issue(command))
 
-    def on_dispatch_thread(self, work: Callable[[], None]) -> asyncio.Future[StepResult]:
+    def on_dispatch_thread(self, work: Callable[[], object]) -> asyncio.Future[StepResult]:
         """Runs the function `work` on the dispatch thread between commands, and returns a future of
         its result. Used for warm-up and inspection."""
 
@@ -177,9 +179,30 @@ class MeshExecutor:
 
         return self._threads.submit(issue, beside=True)
 
-    async def quiet(self) -> None:
-        """Waits until no command has been in progress for `QUIET_SECONDS`."""
-        await self._threads.quiet(QUIET_SECONDS)
+    async def on_compiled(self, work: Callable[[], object]) -> None:
+        """Runs `work` between commands, as `on_dispatch_thread`. Programs that are not compiled are
+        compiled on another thread, so that no command waits for a compilation. `work` is then run
+        again, so it must be harmless to run its beginning several times."""
+        missing: list[MissingProgram] = []
+
+        def attempt() -> None:
+            try:
+                with self.programs.only_compiled():
+                    work()
+            except MissingProgram as program:
+                missing.append(program)
+
+        await self.on_dispatch_thread(attempt)
+        while missing:
+            await asyncio.to_thread(missing.pop().compile)
+            await self.on_dispatch_thread(attempt)
+
+    async def quiet(self, at_most: float = math.inf) -> None:
+        """Waits until no command has been in progress for `QUIET_SECONDS`, or for `at_most`
+        seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if at_most == math.inf else at_most):
+                await self._threads.quiet(QUIET_SECONDS)
 
     def close(self) -> None:
         self._saved.close()

@@ -8,8 +8,9 @@ A mesh may span several processes, each of which runs the same programs in the s
 arrays are then put on the mesh by a callback, because `device_put` would communicate with the other
 processes. Results for the host are gathered over mesh axis dp inside the program."""
 
+import contextlib
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -28,6 +29,14 @@ BLOCK_SPEC = PartitionSpec("dp", None, "kv")  # as `transfer.channel.block_shard
 TRAVELLING = (RANK, BLOCK_SPEC, PartitionSpec())
 
 
+class MissingProgram(Exception):
+    """A program is not compiled yet. `compile` compiles it, on any thread."""
+
+    def __init__(self, compile: Callable[[], object]) -> None:
+        super().__init__("the program is not compiled yet")
+        self.compile = compile
+
+
 class Programs:
     """The compiled programs of one mesh. Thread-safe, so that warm-up can compile several at
     once."""
@@ -43,6 +52,17 @@ class Programs:
         self._by_rank = NamedSharding(mesh, RANK)
         self._built: dict[Hashable, Callable[..., Any]] = {}
         self._lock = threading.Lock()
+        self._this_thread = threading.local()
+
+    @contextlib.contextmanager
+    def only_compiled(self) -> Iterator[None]:
+        """Returns a context in which `get` on this thread raises MissingProgram instead of
+        compiling a program."""
+        self._this_thread.only_compiled = True
+        try:
+            yield
+        finally:
+            self._this_thread.only_compiled = False
 
     @property
     def readable_spec(self) -> PartitionSpec:
@@ -88,9 +108,14 @@ class Programs:
         )()
 
     def get(self, key: Hashable, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        """Returns the compiled program of `key`. If there is none, calls `build` to compile it."""
+        """Returns the compiled program of `key`. If there is none, calls `build` to compile it.
+
+        `build` may run on another thread, later, and while commands run: it must only read the
+        shapes of arrays."""
         program = self._built.get(key)
         if program is None:
+            if getattr(self._this_thread, "only_compiled", False):
+                raise MissingProgram(lambda: self.get(key, build))
             built = build()
             with self._lock:
                 program = self._built.setdefault(key, built)

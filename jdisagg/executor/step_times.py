@@ -1,12 +1,13 @@
 """Times a few warm programs of a mesh, so that the router can predict times without a description
 of the hardware.
 
-Runs after warm-up and before the mesh serves, because the programs overwrite pages. Every process
-of a mesh runs the same commands. Only a mesh within one process repeats short commands, because the
-number of repetitions depends on the clock."""
+Runs after warm-up and before the mesh serves, because the programs overwrite pages; only the times
+of appended chunks may be measured later. Every process of a mesh runs the same commands. Only a
+mesh within one process repeats short commands, because the number of repetitions depends on the
+clock."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jdisagg.costs.measured import StepTimes
 from jdisagg.executor.mesh_executor import MeshExecutor
@@ -24,31 +25,53 @@ from jdisagg.scheduler.page_ledger import pages_for
 PAST_TOKENS = 1024  # earlier tokens of the chunk that measures attention
 STEPS = 4  # decode steps of one measurement
 SHORT_SECONDS, SHORT_RUNS = 0.05, 4  # commands that are repeated, and how often
+Measurement = Callable[[], tuple[int, int, float]]
 SAMPLE = SampleSpec(0, SamplingParams(max_tokens=1, temperature=0.0))
 
 
-def measure_step_times(executor: MeshExecutor) -> StepTimes:
+def measure_step_times(executor: MeshExecutor, appends: bool = True) -> StepTimes:
     """Returns the times of prefill chunks of two sizes, of a chunk after earlier tokens, and of
-    decode steps of two batch sizes and two contexts. Runs on the dispatch thread."""
+    decode steps of two batch sizes and two contexts. Runs on the dispatch thread.
+
+    Args:
+        appends: Whether the programs of chunks that a decode mesh appends are loaded.
+    """
     limits, role = executor.limits, executor.role
     room = min(limits.context_tokens, limits.pages_per_rank * limits.page_size)
+    prefills = role.prefill or (appends and bool(limits.append_buckets))
     return StepTimes(
-        limits.computed.chunk_buckets if role.prefill or limits.append_buckets else (),
-        tuple(_chunks(executor, room)) if role.prefill or limits.append_buckets else (),
+        limits.computed.chunk_buckets if prefills else (),
+        tuple([measure() for measure in _chunks(executor, room)]) if prefills else (),
         limits.batch_buckets if role.decode else (),
         tuple(_steps(executor, room)) if role.decode else (),
     )
 
 
-def _chunks(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]]:
-    """Yields (tokens, cached tokens, seconds). `room`: Largest number of positions."""
+def append_measurements(executor: MeshExecutor) -> list[Measurement]:
+    """Returns functions that measure the chunks that a decode mesh appends. They may run on the
+    dispatch thread while the mesh serves, because their chunks use dummy pages."""
+    limits = executor.limits
+    return _chunks(executor, limits.context_tokens, dummy=limits.pages_per_rank)
+
+
+def _chunks(executor: MeshExecutor, room: int, dummy: int | None = None) -> list[Measurement]:
+    """Returns functions that measure chunks: each returns (tokens, cached tokens, seconds).
+
+    Args:
+        room: Largest number of positions.
+        dummy: Number of the page that the chunks use for all positions. None uses ordinary pages.
+    """
     sizes, page = executor.limits.computed.chunk_buckets, executor.limits.page_size
     # The largest chunk is left out, because it takes as long as all others together.
     second = sizes[max(0, len(sizes) - 2)]
     past = max(0, min(PAST_TOKENS, room - second)) // page * page
-    for size, cached in dict.fromkeys(((sizes[0], 0), (second, 0), (second, past))):
-        count = min(size, room - cached)
-        yield size, cached, _seconds(executor, _chunk(executor, size, count, cached))
+
+    def measurement(size: int, cached: int) -> Measurement:
+        chunk = _chunk(executor, size, min(size, room - cached), cached, dummy)
+        return lambda: (size, cached, _seconds(executor, chunk))
+
+    wanted = dict.fromkeys(((sizes[0], 0), (second, 0), (second, past)))
+    return [measurement(size, cached) for size, cached in wanted]
 
 
 def _steps(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]]:
@@ -59,12 +82,17 @@ def _steps(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]
         yield size, context, _seconds(executor, _step(executor, size, context)) / STEPS
 
 
-def _chunk(executor: MeshExecutor, size: int, count: int, past: int) -> PrefillChunk:
-    """Returns a chunk of `size` tokens with one prompt of `count` tokens on each rank."""
+def _chunk(
+    executor: MeshExecutor, size: int, count: int, past: int, dummy: int | None
+) -> PrefillChunk:
+    """Returns a chunk of `size` tokens, of which the prompt of each rank fills `count`."""
     limits = executor.limits
     pages = tuple(range(pages_for(past + count, limits.page_size)))
+    if dummy is not None:
+        pages = (dummy,) * len(pages)
+    state = limits.state_rows if dummy is not None else 0  # beyond the last slot: none
     rows = [
-        PrefillRow(rank, rank, 0, (1,) * count, past, pages, (SAMPLE,))
+        PrefillRow(rank, rank, 0, (1,) * count, past, pages, (SAMPLE,), state=state)
         for rank in range(limits.ranks)
     ]
     return PrefillChunk(-1, size, tuple(rows))

@@ -7,83 +7,121 @@ command buffer only in the second run. Warm-up runs on the dispatch thread, befo
 command."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
-from jdisagg.executor.mesh_executor import MeshExecutor
+from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.layout.platforms import traits_of
 from jdisagg.scheduler.blocks import split_blocks
+from jdisagg.scheduler.capabilities import Capability
 from jdisagg.scheduler.executor import MeshLimits
 
+_Shape = tuple[range, int, KvKind]
 
-def warm_up_steps(executor: MeshExecutor) -> list[Callable[[], None]]:
-    """Returns the warm-up as a list of functions, in the order to run them. Each function compiles
-    one program or a few related programs."""
-    limits, role = executor.limits, executor.role
-    steps: list[Callable[[], None]] = []
-    if role.prefill or limits.append_buckets:
-        computed = limits.computed
-        chunks = [
-            (width, form)
-            for width in computed.chunk_buckets
-            for form in chunk_forms(computed, width, executor.platform)
-        ]
-        steps += [
-            lambda width=width, form=form: executor.warm_prefill(width, form)
-            for width, form in chunks
-        ]
-        if limits.snapshots_per_rank and not role.decode:
-            steps += [executor.blocks.warm_copy]
+
+@dataclass(frozen=True)
+class WarmUpStep:
+    """A part of warm-up.
+
+    Attributes:
+        run: Function that compiles one program or a few related ones, by running them.
+        capability: Optional capability that needs the programs, or None for common programs.
+    """
+
+    run: Callable[[], object]
+    capability: Capability | None = None
+
+
+def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
+    """Returns the warm-up of a mesh, in the order to run it."""
+    limits, role, blocks = executor.limits, executor.role, executor.blocks
+    steps = _chunk_steps(executor)
     if limits.adapters:
-        steps += [executor.adapters.warm_up]
+        steps += [WarmUpStep(executor.adapters.warm_up)]
     if role.decode:
         sizes = [(size, variant) for size in limits.batch_buckets for variant in executor.variants]
-        steps += [
-            lambda size=size, variant=variant: executor.warm_decode(size, variant)
-            for size, variant in sizes
-        ]
-        steps += [executor.warm_updates]
+        steps += [WarmUpStep(partial(executor.warm_decode, *one)) for one in sizes]
+        steps += [WarmUpStep(executor.warm_updates)]
         # Otherwise it is the only mesh of an embedded cluster and receives no blocks.
         if role.extracts or not role.prefill:
-            steps += [
-                partial(executor.warm_insert, groups, tokens)
-                for groups, tokens in limits.block_shapes()
-            ]
+            inserts = [partial(executor.warm_insert, *one) for one in limits.block_shapes()]
+            steps += [WarmUpStep(insert) for insert in inserts]
     if role.extracts or role.spills:
-        steps += [
-            partial(executor.blocks.warm_extract, groups, tokens)
-            for groups, tokens in limits.block_shapes()
-        ]
+        needed = _needs_extracts(role)
+        extracts = [partial(blocks.warm_extract, *one) for one in limits.block_shapes()]
+        steps += [WarmUpStep(extract, needed) for extract in extracts]
     kept, fetched = (_shapes_of(limits, tokens) for tokens in (role.host_tokens, role.peer_tokens))
     back = [(*shape, KvKind.POSITIONS) for shape in limits.block_shapes()] if role.spills else kept
     if limits.snapshots_per_rank and role.host_tokens:
         back = [*back, (range(1), 1, KvKind.STATE)]
-    steps += [partial(executor.blocks.warm_restore, *shape) for shape in back]
-    steps += [partial(executor.warm_insert, *shape) for shape in fetched]
+    tiers = [partial(blocks.warm_restore, *shape) for shape in back]
+    tiers += [partial(executor.warm_insert, *shape) for shape in fetched]
+    steps += [WarmUpStep(one, Capability.TIERS) for one in tiers]
     if executor.card.ends and (role.emit or role.extracts):
-        steps += [
-            partial(executor.blocks.warm_pieces, groups, tokens)
-            for groups, tokens in limits.block_shapes()
-        ]
-    alone = role.prefill and role.decode and not (role.extracts or role.spills)
-    apart = [(range(1), 1, KvKind.STATE)] if limits.kv_spec.has_state and not alone else []
-    windows = [(groups, tokens, KvKind.WINDOW) for groups, tokens in limits.window_shapes()]
-    windows += [shape for shape in (*kept, *fetched) if shape[2] is KvKind.WINDOW]
-    apart += dict.fromkeys(windows)
-    for shape in apart:
-        if role.decode or (limits.snapshots_per_rank and role.peer_tokens):
-            steps += [partial(executor.warm_insert, *shape)]
-        if role.spills:
-            steps += [partial(executor.blocks.warm_restore, *shape)]
-        if role.extracts or role.emit or role.spills:
-            steps += [partial(executor.blocks.warm_extract, *shape)]
-            if executor.card.ends:
-                steps += [partial(executor.blocks.warm_pieces, *shape)]
+        steps += [WarmUpStep(partial(blocks.warm_pieces, *one)) for one in limits.block_shapes()]
+    steps += _steps_apart(executor, kept, fetched)
     return [step for step in steps for _ in range(traits_of(executor.platform).warm_runs)]
 
 
-def _shapes_of(limits: MeshLimits, tokens: int) -> list[tuple[range, int, KvKind]]:
+def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
+    """Returns the steps for prefill chunks."""
+    limits, role = executor.limits, executor.role
+    if not (role.prefill or limits.append_buckets):
+        return []
+    computed = limits.computed
+    chunks = [
+        (width, form)
+        for width in computed.chunk_buckets
+        for form in chunk_forms(computed, width, executor.platform)
+    ]
+    needed = None if role.prefill else Capability.APPEND
+    steps = [WarmUpStep(partial(executor.warm_prefill, *one), needed) for one in chunks]
+    if limits.snapshots_per_rank and not role.decode:
+        steps += [WarmUpStep(executor.blocks.warm_copy, Capability.REUSE)]
+    return steps
+
+
+def _needs_extracts(role: MeshRole) -> Capability | None:
+    """Returns the capability that needs programs to extract ordinary blocks. Decode meshes that
+    migrate sequences always need them."""
+    if not role.extracts:
+        return Capability.TIERS
+    return None if role.decode else Capability.REUSE
+
+
+def _steps_apart(
+    executor: MeshExecutor, kept: list[_Shape], fetched: list[_Shape]
+) -> list[WarmUpStep]:
+    """Returns the steps for KV that is transferred apart from ordinary blocks: recurrent states and
+    sliding windows.
+
+    Args:
+        kept, fetched: Shapes of blocks that are restored from host memory or fetched.
+    """
+    limits, role, blocks = executor.limits, executor.role, executor.blocks
+    alone = role.prefill and role.decode and not (role.extracts or role.spills)
+    sent = [(range(1), 1, KvKind.STATE)] if limits.kv_spec.has_state and not alone else []
+    sent += [(groups, tokens, KvKind.WINDOW) for groups, tokens in limits.window_shapes()]
+    windows = [shape for shape in (*kept, *fetched) if shape[2] is KvKind.WINDOW]
+    steps: list[WarmUpStep] = []
+    for shape in dict.fromkeys((*sent, *windows)):
+        common = None if shape in sent else Capability.TIERS
+        if role.decode or (limits.snapshots_per_rank and role.peer_tokens):
+            needed = common if role.decode else Capability.TIERS
+            steps += [WarmUpStep(partial(executor.warm_insert, *shape), needed)]
+        if role.spills:
+            steps += [WarmUpStep(partial(blocks.warm_restore, *shape), Capability.TIERS)]
+        if role.extracts or role.emit or role.spills:
+            needed = common if role.extracts or role.emit else Capability.TIERS
+            steps += [WarmUpStep(partial(blocks.warm_extract, *shape), needed)]
+            if executor.card.ends:
+                steps += [WarmUpStep(partial(blocks.warm_pieces, *shape), needed)]
+    return steps
+
+
+def _shapes_of(limits: MeshLimits, tokens: int) -> list[_Shape]:
     """Returns the shapes (layer groups, tokens, kind) of the blocks into which all KV of `tokens`
     tokens is divided."""
     largest = limits.chunk_buckets[-1]

@@ -78,6 +78,9 @@ class WorkerStatus(Message, frozen=True):
         adapters: Digests of the loaded adapters.
         priorities: The load by priority, lowest first. Requests of higher priority take the room of
             lower ones.
+        not_ready: Optional capabilities whose programs are not loaded yet: "append" (computing ends
+            of prompts on a decode worker), "reuse" (sending cached blocks that a decode worker
+            lacks), "tiers" (copies to and from host memory, disk and other workers).
     """
 
     name: str
@@ -113,3 +116,4 @@ class WorkerStatus(Message, frozen=True):
     adapter_slots: int = 0
     adapters: tuple[str, ...] = ()
     priorities: tuple[PriorityLoad, ...] = ()
+    not_ready: tuple[str, ...] = ()

@@ -4,6 +4,7 @@ generate text in one process."""
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -215,30 +216,33 @@ class Deployment:
         self.frontend.adapters = ServedAdapters(model.check_adapter, self.cluster.path.status)
         self.frontend.adapters.name_all(config.service.lora_modules)
         self._loading: asyncio.Task[None] | None = None
+        self._began = 0.0
 
     async def start(self, *, at_once: bool = False) -> None:
         """Warms up and then starts the workers. Shows a progress bar on stderr if warm-up takes
         long.
 
         Args:
-            at_once: Whether to start the workers before warm-up, if the programs of this
-                configuration were compiled on this machine before. The programs are then loaded
-                from the compilation cache whenever the meshes are idle.
+            at_once: Whether to start the workers when the programs that every request needs are
+                compiled, or before warm-up, if all programs of this configuration were compiled on
+                this machine before. The others are then loaded while the workers serve.
         """
-        warmed = None
-        if at_once and self.config.warm_up:
-            warmed = WarmedBefore(self.config, None, self.frontend.model.version)
-            if warmed.found():
-                for replica in self.cluster.replicas:
-                    replica.times = warmed.times(replica.executor.name)
-                await self.cluster.start_workers()
-                self._loading = asyncio.create_task(self._load())
-                return
-        with progress_bar("compiling") as progress:
-            await self.cluster.start(progress)
-        if warmed:
-            replicas = self.cluster.replicas
-            warmed.note({replica.executor.name: replica.times for replica in replicas})
+        self._began = time.monotonic()
+        if not (at_once and self.config.warm_up):
+            with progress_bar("compiling") as progress:
+                await self.cluster.start(progress)
+            return
+        warmed = WarmedBefore(self.config, None, self.frontend.model.version)
+        before = warmed.found()
+        self.cluster.load_later()
+        if before:
+            for replica in self.cluster.replicas:
+                replica.times = warmed.times(replica.executor.name)
+        else:
+            with progress_bar("compiling") as progress:
+                await self.cluster.warm_up(progress)
+        await self.cluster.start_workers()
+        self._loading = asyncio.create_task(self._load(None if before else warmed))
 
     def about(self) -> tuple[str, ...]:
         """Returns lines of text that describe the meshes, the prefix cache and the source of
@@ -267,10 +271,24 @@ class Deployment:
             await asyncio.wait({self._loading})
         await self.cluster.stop()
 
-    async def _load(self) -> None:
-        """Loads all programs from the compilation cache. A failure is only logged, because a
-        request that needs the program will raise the same error."""
+    async def _load(self, new: WarmedBefore | None) -> None:
+        """Loads all programs that are not loaded yet. A failure is only logged, because a request
+        that needs a common program will raise the same error, and the workers do without optional
+        capabilities.
+
+        Args:
+            new: Mark to write when all programs are compiled; None if it exists, and no program is
+                loaded yet.
+        """
+        cluster = self.cluster
         try:
-            await self.cluster.warm_up(beside=True)
+            if new is None:
+                await cluster.warm_up(beside=True)
+            await cluster.load_rest()
         except Exception as error:
             _log.warning("programs could not be loaded beforehand: %s", error)
+            return
+        if new is not None:
+            new.note({replica.executor.name: replica.times for replica in cluster.replicas})
+        seconds = time.monotonic() - self._began
+        _log.info("all programs are loaded %.0f s after the start; %s", seconds, self.about()[1])

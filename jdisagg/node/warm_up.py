@@ -1,5 +1,6 @@
-"""Helpers for warm-up: a progress bar, an estimate of the loading time, and a mark that the
-programs of a configuration were compiled on this machine before.
+"""Helpers for warm-up: a progress bar, an estimate of the loading time, the loading of programs
+while a worker serves, and a mark that the programs of a configuration were compiled on this machine
+before.
 
 The mark is a file beside the compilation cache, named by a hash of everything that determines the
 programs: configuration, role, model and versions. It contains the measured times of the programs.
@@ -23,11 +24,13 @@ from tqdm import tqdm
 from jdisagg import __version__
 from jdisagg.config import EngineConfig, LimitsConfig, ServiceConfig, WorkerConfig
 from jdisagg.costs.measured import StepTimes
+from jdisagg.engine.replica import Replica, load_rest, warm_up
 from jdisagg.messages.worker_status import WorkerRole
 
 _logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 2.0
+MESH = "mesh"  # name of a worker's mesh in its mark
 FIRST_GUESS_SECONDS = 5.0  # estimate before the first program has been timed
 
 
@@ -139,3 +142,42 @@ class Loading:
         if not self._done:
             return FIRST_GUESS_SECONDS
         return self._spent / self._done * self._left
+
+
+class LaterPrograms:
+    """The programs that a worker loads while it serves.
+
+    Args:
+        name: Name of the worker.
+        mark: Mark to write when all programs are compiled. None if it exists: then no program is
+            loaded yet, and a request may wait for one.
+        now: Clock in seconds.
+    """
+
+    def __init__(
+        self, name: str, replica: Replica, mark: WarmedBefore | None, now: Callable[[], float]
+    ) -> None:
+        self._name, self._replica, self._mark, self._now = name, replica, mark, now
+        self.loading = Loading(now)
+        if mark is not None:
+            self.loading.end()
+
+    async def load(self) -> None:
+        """Loads the programs. A failure is only printed: a request that needs a common program will
+        raise the same error, and the worker does without optional capabilities."""
+        began, replicas, loading = self._now(), [self._replica], self.loading
+        try:
+            if self._mark is None:
+                await warm_up(replicas, loading.progress, beside=True, turn=loading.resume)
+                loading.end()
+            await load_rest(replicas)
+        except Exception as error:
+            text = f"worker {self._name} could not load its programs beforehand: {error}"
+            print(text, file=sys.stderr, flush=True)
+            return
+        finally:
+            loading.end()
+        if self._mark is not None:
+            self._mark.note({MESH: self._replica.times})
+        seconds = self._now() - began
+        print(f"worker {self._name} has loaded all programs after {seconds:.1f} s", flush=True)

@@ -61,7 +61,7 @@ from jdisagg.node.recording import record
 from jdisagg.node.role_state import Role, RoleState
 from jdisagg.node.run_files import WorkerProcessConfig
 from jdisagg.node.signals import StopSignals
-from jdisagg.node.warm_up import Loading, WarmedBefore, progress_bar
+from jdisagg.node.warm_up import MESH, LaterPrograms, WarmedBefore, progress_bar
 from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.scheduler.executor import Executor
@@ -86,7 +86,6 @@ from jdisagg.worker.prefill_worker import PrefillWorker
 
 TRANSPORTS = 4
 LOOK_SECONDS = 0.25
-MESH = "mesh"  # name of the worker's mesh in its warm-up mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,19 +288,24 @@ class WorkerRuntime:
             warmed = WarmedBefore(state.config, state.spec.role, state.spec.fingerprint)
             # After a role change a worker warms up completely first: others serve meanwhile, and
             # loading later would delay streams.
-            later = alone and state.config.warm_up and not state.roles.changing and warmed.found()
-            if not later:
-                if not await self._unless(state.signals.first(), self._warm_up(instance)):
-                    return 0
-                warmed.note({MESH: instance.times})
-            else:
+            beside = alone and state.config.warm_up and not state.roles.changing
+            before = beside and warmed.found()
+            if beside:
+                instance.load_later()
+            if before:
                 instance.times = warmed.times(MESH)
+            elif not await self._unless(state.signals.first(), self._warm_up(instance)):
+                return 0
+            elif not beside:
+                warmed.note({MESH: instance.times})
             state.roles.warm()
             executor = self._watched(
                 instance,
                 await leading.over(instance.executor, end) if leading else instance.executor,
             )
-            status = await self._serve_with(instance, executor, later)
+            mark = None if before else warmed
+            later = LaterPrograms(state.spec.name, instance, mark, state.clock.now)
+            status = await self._serve_with(instance, executor, later if beside else None)
         except Exception:
             # An instance of several processes exits instead: a process that hangs in a collective
             # must not wait for its threads.
@@ -316,22 +320,22 @@ class WorkerRuntime:
             state.programs[state.roles.now] = instance.executor.programs
         return status
 
-    async def _serve_with(self, instance: Replica, executor: Executor, warm_up_later: bool) -> int:
+    async def _serve_with(
+        self, instance: Replica, executor: Executor, later: LaterPrograms | None
+    ) -> int:
         """Serves with the executor that was built.
 
         Args:
-            warm_up_later: Whether to serve before warm-up. Each program is then loaded when the
-                mesh is idle, or when a request needs it.
+            later: Programs to load while the worker serves, or None.
         """
         state, spec = self._state, self._state.spec
-        loading = Loading(state.clock.now)
         context = WorkerContext(
             spec.name,
             state.clock,
             random_id,
             spec.fingerprint,
             self._address,
-            loading.seconds if warm_up_later else float,
+            later.loading.seconds if later else float,
             BlockNames.of(
                 self._config.prefix,
                 block_secret(self._service),
@@ -341,6 +345,7 @@ class WorkerRuntime:
             self._kv_channels,
             lambda: instance.times,
             failed_kernels(),
+            instance.readiness,
         )
         config, prefix = self._config, self._config.prefix
         worker = build_worker(
@@ -390,10 +395,8 @@ class WorkerRuntime:
                 f" {self._address}",
                 flush=True,
             )
-            if warm_up_later:
-                cleanup.push_async_callback(
-                    _ended, asyncio.create_task(self._warm_up_beside(instance, loading))
-                )
+            if later:
+                cleanup.push_async_callback(_ended, asyncio.create_task(later.load()))
             status = await self._serve(worker, registration.failed)
             if status == 0:
                 await state.clock.sleep(state.config.limits.timeouts.call.last_words_seconds)
@@ -413,42 +416,17 @@ class WorkerRuntime:
             metrics.watch_counters("kv_link", self._link.counters)
             cleanup.callback(metrics.unwatch, "kv_link")
 
-    async def _warm_up(self, instance: Replica, loading: Loading | None = None) -> None:
+    async def _warm_up(self, instance: Replica) -> None:
         if not self._state.config.warm_up:
             return
         began = self._state.clock.now()
         print(f"worker {self._state.spec.name} compiles its programs", flush=True)
-        with progress_bar("compiling") as bar:
-
-            def progress(done: int, total: int) -> None:
-                bar(done, total)
-                if loading:
-                    loading.progress(done, total)
-
-            async def turn() -> None:
-                if loading:  # the worker serves already
-                    await instance.executor.quiet()
-                    loading.resume()
-
-            await warm_up(instance, progress, turn)
+        with progress_bar("compiling") as progress:
+            await warm_up([instance], progress)
         print(
             f"worker {self._state.spec.name} is warm after {self._state.clock.now() - began:.1f} s",
             flush=True,
         )
-
-    async def _warm_up_beside(self, instance: Replica, loading: Loading) -> None:
-        """Warms up while the worker serves. A failure is only printed, because a request that needs
-        the program will raise the same error."""
-        try:
-            await self._warm_up(instance, loading)
-        except Exception as error:
-            print(
-                f"worker {self._state.spec.name} could not load its programs beforehand: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
-        finally:
-            loading.end()
 
     async def _unless(
         self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]

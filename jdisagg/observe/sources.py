@@ -166,6 +166,11 @@ def _statuses(prefix: str, statuses: Sequence[WorkerStatus]) -> list[Metric]:
             lambda s: s.loading_seconds,
         ),
         (
+            "capabilities_not_ready",
+            "Optional capabilities whose programs a serving worker has not loaded yet.",
+            lambda s: len(s.not_ready),
+        ),
+        (
             "replaced_kernels",
             "Hand-written kernels that failed their check and were replaced by plain XLA.",
             lambda s: len(s.kernels),

@@ -41,6 +41,7 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Request
+from jdisagg.scheduler.capabilities import Capability
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
@@ -587,7 +588,7 @@ class DecodeWorker(MeshWorker):
             queued_pairs=self._prefills.backlog.pairs,
             rank_sequences=tuple(state.living),
             rank_contexts=state.contexts(),
-            can_prefill=self._chunk_tokens > 0,
+            can_prefill=self._chunk_tokens > 0 and self._ready(Capability.APPEND),
             chunk_tokens=self._chunk_tokens,
             free_states=state.states.free_by_rank(),
             total_states=state.states.total_by_rank(),

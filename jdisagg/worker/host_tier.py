@@ -45,6 +45,9 @@ class HostTier(KvSource):
         room: Capacity of the tier. The tier is off if its number of bytes is 0.
         ids: Generator of fresh random 64-bit numbers.
         most_writing: Limit of the blocks that are being copied to host memory.
+
+    Attributes:
+        ready: Returns whether the programs that copy blocks are loaded. Otherwise none is copied.
     """
 
     name: Origin = "host"
@@ -70,6 +73,7 @@ class HostTier(KvSource):
         # under the names of their blocks
         self.snapshots = HostBlocks(of_snapshots // self.snapshot_bytes if of_snapshots else 0)
         self.on = self.blocks.capacity > 0
+        self.ready: Callable[[], bool] = lambda: True
         self._room_bytes, self._lent_bytes = of_blocks, 0
         self._most_writing = most_writing
         self.prices = Prices(room.always)
@@ -134,7 +138,7 @@ class HostTier(KvSource):
     # ---- copying out
 
     def _copy_out(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
-        if self._loop.failure is not None or name in self.blocks:
+        if self._loop.failure is not None or name in self.blocks or not self.ready():
             return
         if self.blocks.writing >= self._most_writing:
             self._counters.add("host_blocks_skipped")
@@ -153,6 +157,8 @@ class HostTier(KvSource):
         """Copies a snapshot whose slot is about to be written again."""
         snapshots = self.snapshots
         if self._loop.failure is not None or name in snapshots or not snapshots.capacity:
+            return
+        if not self.ready():
             return
         if snapshots.writing >= MOST_SNAPSHOTS_WRITING:
             self._counters.add("host_snapshots_skipped")

@@ -10,7 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -30,6 +30,7 @@ from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, Peer
 from jdisagg.messages.step_commands import STUCK_TOKEN, CopyPages, StepCommand, StepResult
 from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerStatus
 from jdisagg.request import CachedTokens, Identity, Request
+from jdisagg.scheduler.capabilities import Capability, Readiness
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
@@ -65,6 +66,7 @@ class WorkerContext:
         kv_channels: Returns the data-plane connections that the worker's status reports.
         times: Returns the measured times of the mesh's programs, or None if they are not measured.
         kernels: Text "NAME: reason" for each kernel that failed its check at the start.
+        readiness: Optional capabilities whose programs are loaded.
     """
 
     name: str
@@ -78,6 +80,7 @@ class WorkerContext:
     kv_channels: Callable[[], tuple[str, ...]] = tuple
     times: Callable[[], StepTimes | None] = lambda: None
     kernels: tuple[str, ...] = ()
+    readiness: Readiness = field(default_factory=Readiness)
 
 
 class MeshWorker(ABC):
@@ -198,6 +201,7 @@ class MeshWorker(ABC):
             kernels=context.kernels,
             adapter_slots=self._mesh.adapters,
             adapters=self._adapters.table.loaded,
+            not_ready=context.readiness.missing,
         )
 
     @property
@@ -300,6 +304,7 @@ class MeshWorker(ABC):
         loop, mesh, now = self._loop, self._mesh, self._clock.now
         ids = self._context.ids
         self._host = HostTier(kept, loop, mesh, room, ids, self.counters, most_writing)
+        self._host.ready = self._tiers_ready
         self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
         sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
         # without these, there is no place for the windows or the state that come with blocks
@@ -315,7 +320,15 @@ class MeshWorker(ABC):
                 self.counters,
             )
             sources.append(fetch)
-        return KvSources(kept, mesh.page_size, self.counters, now, sources)
+        found = KvSources(kept, mesh.page_size, self.counters, now, sources)
+        found.ready = self._tiers_ready
+        return found
+
+    def _ready(self, capability: Capability) -> bool:
+        return self._context.readiness.ready(capability)
+
+    def _tiers_ready(self) -> bool:
+        return self._ready(Capability.TIERS)
 
     def _kept_tiers(self, *spilled: KeptTier) -> tuple[KeptTier, ...]:
         """Returns the fill level of each tier for the status. Swapped-out sequences (`spilled`) are

@@ -29,6 +29,7 @@ class PrefillTask:
         cached_tokens: Number of positions that were cached when the prompt got pages.
         epoch: Epoch of the prefix cache when the prompt got pages. Each clear of the cache starts a
             new epoch.
+        most_reused: Largest number of cached positions that the worker can use.
         extracting: Offers whose KV must still be copied out of pages.
         firsts: Sampled first tokens, one for each child (n > 1).
     """
@@ -46,6 +47,7 @@ class PrefillTask:
         self.call = call
         self.chain = chain
         self.useful: Chain = ()
+        self.most_reused = prompt.tokens
         self.known: tuple[int, ...] = ()
         self.restored = restored
         self.cached_tokens = self.epoch = 0
@@ -72,8 +74,8 @@ class PrefillTask:
     @property
     def most_known(self) -> int:
         """Number of positions that need no computing if cached: all but the last position, or 0 if
-        log-probabilities of prompt tokens are requested."""
-        return self.prompt.tokens - 1 if self.of_prompt is None else 0
+        log-probabilities of prompt tokens are requested, and at most `most_reused`."""
+        return min(self.prompt.tokens - 1, self.most_reused) if self.of_prompt is None else 0
 
     @property
     def cached(self) -> CachedTokens:

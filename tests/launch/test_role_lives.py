@@ -102,8 +102,8 @@ async def test_a_life_that_fails_as_it_warms_up_keeps_neither_threads_nor_pages(
 ) -> None:
     executors: list[weakref.ref[MeshExecutor]] = []
 
-    async def fails_the_second_time(instance: Replica, *_: object) -> None:
-        executors.append(weakref.ref(instance.executor))
+    async def fails_the_second_time(replicas: list[Replica], *_: object) -> None:
+        executors.append(weakref.ref(replicas[0].executor))
         if len(executors) == 2:
             raise MemoryError("no room for it")
 

@@ -91,6 +91,9 @@ def breaks(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def _extends(old: dict[str, Any], new: dict[str, Any] | None) -> bool:
     if new is None or old == new:
         return new is not None
+    if "properties" in old and "properties" in new:  # sent with the names of its fields
+        same = {**old, "properties": {**new["properties"], **old["properties"]}} == new
+        return same and old.get("required", []) == new.get("required", [])
     before, after = old.get("prefixItems"), new.get("prefixItems")
     if before is None or after is None or after[: len(before)] != before:
         return False
