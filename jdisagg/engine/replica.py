@@ -23,7 +23,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device, Model
-from jdisagg.scheduler.capabilities import Capability, Readiness
+from jdisagg.scheduler.capabilities import Capabilities, Capability
 from jdisagg.transfer.channel import Channel
 
 
@@ -55,7 +55,7 @@ class Replica:
     executor: MeshExecutor
     loaded: Loaded
     times: StepTimes | None = None
-    readiness: Readiness = field(default_factory=Readiness)
+    readiness: Capabilities = field(default_factory=Capabilities)
 
     async def measure(self) -> None:
         """Measures `times`. Must be called before the mesh serves, after warm-up."""

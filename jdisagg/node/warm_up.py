@@ -180,4 +180,4 @@ class LaterPrograms:
         if self._mark is not None:
             self._mark.note({MESH: self._replica.times})
         seconds = self._now() - began
-        print(f"worker {self._name} has loaded all programs after {seconds:.1f} s", flush=True)
+        print(f"worker {self._name} is warm after {seconds:.1f} s of serving", flush=True)

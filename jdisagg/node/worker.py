@@ -423,10 +423,10 @@ class WorkerRuntime:
         print(f"worker {self._state.spec.name} compiles its programs", flush=True)
         with progress_bar("compiling") as progress:
             await warm_up([instance], progress)
-        print(
-            f"worker {self._state.spec.name} is warm after {self._state.clock.now() - began:.1f} s",
-            flush=True,
-        )
+        missing = ", ".join(instance.readiness.missing)
+        state = f"has compiled all programs but those of {missing}" if missing else "is warm"
+        seconds = self._state.clock.now() - began
+        print(f"worker {self._state.spec.name} {state} after {seconds:.1f} s", flush=True)
 
     async def _unless(
         self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]

@@ -22,7 +22,7 @@ class Capability(enum.Enum):
     TIERS = "tiers"
 
 
-class Readiness:
+class Capabilities:
     """The optional capabilities of one mesh whose programs are not loaded yet. In the beginning
     none is missing."""
 

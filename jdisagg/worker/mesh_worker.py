@@ -30,7 +30,7 @@ from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, Peer
 from jdisagg.messages.step_commands import STUCK_TOKEN, CopyPages, StepCommand, StepResult
 from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerStatus
 from jdisagg.request import CachedTokens, Identity, Request
-from jdisagg.scheduler.capabilities import Capability, Readiness
+from jdisagg.scheduler.capabilities import Capabilities, Capability
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
@@ -80,7 +80,7 @@ class WorkerContext:
     kv_channels: Callable[[], tuple[str, ...]] = tuple
     times: Callable[[], StepTimes | None] = lambda: None
     kernels: tuple[str, ...] = ()
-    readiness: Readiness = field(default_factory=Readiness)
+    readiness: Capabilities = field(default_factory=Capabilities)
 
 
 class MeshWorker(ABC):
