@@ -113,7 +113,6 @@ async def test_a_stream_waits_for_no_program_that_it_does_not_need(
     await all_loaded(first)
     await first.stop()
     loaded = set[Callable[[], object]]()
-    steps_of = replica.warm_up_steps
 
     def watched(executor: MeshExecutor) -> list[WarmUpStep]:
         def run(load: Callable[[], object]) -> None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import InstanceConfig, Mode
+from jdisagg.config import InstanceConfig, Mode, PrefixConfig
 from jdisagg.engine.replica import build_replica
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.layout.axes import Layout
@@ -113,6 +113,7 @@ def executor(
     page: int,
     dtype: str,
     few_tokens: int = 0,
+    prefix: PrefixConfig | None = None,
 ) -> MeshExecutor:
     shape = Layout.parse(layout)
     loaded = load_model(
@@ -129,7 +130,8 @@ def executor(
     if few_tokens:
         config = replace(config, block_bytes=few_tokens * loaded.model.kv_spec.bytes_per_token)
     mode = Mode.DISAGGREGATED
-    return build_replica(name, config, mode, loaded, role, channel, 256, 2).executor
+    made = build_replica(name, config, mode, loaded, role, channel, 256, 2, prefix=prefix)
+    return made.executor
 
 
 class Pair:

@@ -1,10 +1,13 @@
 """A mesh times programs that are warm: it measures its own sizes and compiles nothing."""
 
+import numpy as np
 import pytest
 
+from jdisagg.config import PrefixConfig
 from jdisagg.executor.mesh_executor import MeshRole
-from jdisagg.executor.step_times import measure_step_times
+from jdisagg.executor.step_times import append_measurements, measure_step_times
 from jdisagg.executor.warm_up import warm_up_steps
+from jdisagg.scheduler.capabilities import Capability
 from tests.executor.meshes import HandChannel, executor
 
 
@@ -20,7 +23,7 @@ def test_a_warm_mesh_measures_its_programs_without_compiling(role, chunks, steps
     mesh = executor("m", "tp=1", role, HandChannel(), 0, page=16, dtype="float32")
     try:
         for step in warm_up_steps(mesh):
-            step()
+            step.run()
         before = mesh.programs.compilations
         times = measure_step_times(mesh)
         assert mesh.programs.compilations == before
@@ -29,5 +32,31 @@ def test_a_warm_mesh_measures_its_programs_without_compiling(role, chunks, steps
         assert all(one[2] > 0 for one in (*times.chunks, *times.steps))
         assert times.chunk_sizes == (mesh.limits.chunk_buckets if chunks else ())
         assert times.batch_sizes == (mesh.limits.batch_buckets if steps else ())
+    finally:
+        mesh.close()
+
+
+@pytest.mark.ci
+def test_chunks_that_a_decode_mesh_appends_are_measured_without_writing_to_pages_of_sequences() -> (
+    None
+):
+    """They are measured while the mesh serves."""
+    prefix, channel = PrefixConfig(True, 16, append_tokens=64), HandChannel()
+    role = MeshRole(False, True)
+    mesh = executor("m", "tp=1", role, channel, 0, page=16, dtype="float32", prefix=prefix)
+    try:
+        for step in warm_up_steps(mesh):
+            if step.capability is Capability.APPEND:
+                step.run()
+        before = mesh.programs.compilations
+        found = [measure() for measure in append_measurements(mesh)]
+        assert mesh.programs.compilations == before
+        assert [one[:2] for one in found] == [(64, 0), (64, 192)]
+        assert all(seconds > 0 for *_, seconds in found)
+        usable = mesh.limits.pages_per_rank
+        for layer in mesh._pool.layers:
+            for part in layer:
+                pages = np.asarray(part)
+                assert not pages[:usable].any() and pages[usable:].any()
     finally:
         mesh.close()
