@@ -59,6 +59,7 @@ class Attention(nnx.Module):
             else None
         )
         self.norm_all = attention.qk_norm == "all"
+        self.norm_late = attention.norm_after_rope
 
         def norm(size: int, axes: Axes) -> Norm | None:
             if not attention.qk_norm:
@@ -93,13 +94,12 @@ class Attention(nnx.Module):
         only; keys and values of all tokens are cached."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         of_R = shards.of_rows(rows_R)
-        q_RNH = self._normal(self.q(x_RD, of_R), self.q_norm, shards)
+        q_RNH = self._prepared(self.q(x_RD, of_R), self.q_norm, positions_R, shards)
         k_TC = self.k(x_TD, shards)
         v_TKH = self._heads(k_TC if self.v is None else self.v(x_TD, shards))
         if self.value_epsilon is not None:
             v_TKH = rms_norm(v_TKH, None, self.value_epsilon)
-        k_TKH = self._normal(k_TC, self.k_norm, shards)
-        q_RNH, k_TKH = self._turned(q_RNH, positions_R), self._turned(k_TKH, positions_T)
+        k_TKH = self._prepared(k_TC, self.k_norm, positions_T, shards)
         if self.rope is not None and self.rope.query_beta:
             q_RNH = q_RNH * query_growth(positions_R, self.rope).astype(q_RNH.dtype)
         if self.kv_scales is not None:
@@ -124,6 +124,15 @@ class Attention(nnx.Module):
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
+
+    def _prepared(
+        self, x: jax.Array, norm: Norm | None, positions: jax.Array, shards: Shards
+    ) -> jax.Array:
+        """Splits queries or keys into heads and applies their norm and rope."""
+        if self.norm_late:
+            turned = self._turned(self._heads(x), positions)
+            return turned if norm is None else norm(turned)
+        return self._turned(self._normal(x, norm, shards), positions)
 
     def _normal(self, x: jax.Array, norm: Norm | None, shards: Shards) -> jax.Array:
         """Splits queries or keys into heads and applies their norm, over each head or over all

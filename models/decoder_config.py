@@ -132,6 +132,7 @@ class AttentionConfig:
 
     Attributes:
         qk_norm: Norm of q and k before rope, over each head (Qwen3) or all heads together (OLMo 2).
+        norm_after_rope: Whether the norms of q and k follow rope instead.
         scale: Factor of the attention scores. None means 1 / sqrt(head size).
         cap: Bound of the attention scores, as cap * tanh(score / cap). 0 means no bound.
         sinks: Whether each head has a sink: a learned score in the softmax without a value.
@@ -157,6 +158,7 @@ class AttentionConfig:
     gated: bool = False
     value_norm: bool = False
     keys_are_values: bool = False
+    norm_after_rope: bool = False
 
 
 @dataclass(frozen=True, slots=True)

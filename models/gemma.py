@@ -1,4 +1,5 @@
-"""Gemma 2 and Gemma 3's text model: norms before and after blocks with weights added to one, scaled
+"""Gemma, Gemma 2 and Gemma 3's text model. Gemma: weights of norms added to one, scaled embeddings,
+GELU. Gemma 2 and 3: norms before and after blocks with weights added to one, scaled
 embeddings, GELU, and windows in some layers. Gemma 2 bounds scores and logits through a tanh (arXiv
 2408.00118). In Gemma 3, layers with a window have other rotary parameters than layers without."""
 
@@ -6,11 +7,30 @@ from dataclasses import replace
 
 from models.decoder_config import DecoderConfig
 from models.hf_config import FamilyDefaults, HfConfig
-from models.hf_decoder import read_decoder, read_layer_types, with_windows
+from models.hf_decoder import read_decoder, read_layer_types, refuse_windows, with_windows
 from models.hf_rope import rope_of
 
+DEFAULTS_1 = FamilyDefaults(kv_heads=16, context_tokens=8192, tied=True)
 DEFAULTS_2 = FamilyDefaults(kv_heads=4, context_tokens=8192, tied=True)
 DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=131072, rope_theta=1e6, tied=True)
+
+
+def read_1_config(hf: HfConfig) -> DecoderConfig:
+    """Reads Gemma. Its first configs state the activation "gelu", which transformers reads as the
+    approximation by a tanh that the model was trained with."""
+    refuse_windows(hf, "this family uses full attention")
+    if hf.raw("hidden_act") == "gelu":
+        hf = hf.changed(hidden_act=None)
+    bias = hf.flag("attention_bias", False)
+    config = read_decoder(
+        hf,
+        DEFAULTS_1,
+        qkv_bias=bias,
+        output_bias=bias,
+        head_dim_default=256,
+        activation="gelu_tanh",
+    )
+    return replace(config, norms_above_one=True, embedding_scale=config.width**0.5)
 
 
 def read_2_config(hf: HfConfig) -> DecoderConfig:

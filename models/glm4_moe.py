@@ -1,11 +1,17 @@
 """GLM-4.5, 4.6 and 4.7: experts chosen by corrected sigmoid scores, optionally in groups, a shared
-expert, dense first layers, and half of each head rotated."""
+expert, dense first layers, and half of each head rotated. dots.llm1 has the same experts."""
 
 from dataclasses import dataclass, replace
 
 from models.decoder_config import DecoderConfig, ExpertConfig
 from models.hf_config import FamilyDefaults, HfConfig
-from models.hf_decoder import read_decoder, refuse_windows
+from models.hf_decoder import (
+    read_decoder,
+    read_layer_types,
+    read_window,
+    refuse_windows,
+    with_windows,
+)
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=131072, norm_epsilon=1e-5, partial_rotary=0.5)
 
@@ -23,6 +29,7 @@ class RoutingDefaults:
 
 
 ROUTING = RoutingDefaults(128, 8, 1408)
+DOTS_DEFAULTS = FamilyDefaults(kv_heads=32, context_tokens=2048)
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
@@ -42,6 +49,23 @@ def read_config(hf: HfConfig) -> DecoderConfig:
         ),
         left_aside=hf.count("num_nextn_predict_layers", 1, least=0),
     )
+
+
+def read_dots_config(hf: HfConfig) -> DecoderConfig:
+    """Reads dots.llm1: norms on each head of q and k, and GLM-4.5's routing."""
+    bias = hf.flag("attention_bias", False)
+    config = read_decoder(hf, DOTS_DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm="head")
+    hf.raw("norm_topk_prob")  # its default is false
+    experts = read_experts(hf.changed(norm_topk_prob=hf.flag("norm_topk_prob", False)), ROUTING)
+    dense = hf.count("first_k_dense_replace", 0, least=0)
+    count, window = len(config.layers), read_window(hf, 4096)
+    first = hf.count("max_window_layers", 62, least=0)
+    windows = read_layer_types(hf, count, window, [at >= first for at in range(count)])
+    layers = (
+        replace(layer, experts=experts if at >= dense else None)
+        for at, layer in enumerate(with_windows(config, windows).layers)
+    )
+    return replace(config, layers=tuple(layers))
 
 
 def read_experts(hf: HfConfig, defaults: RoutingDefaults = ROUTING) -> ExpertConfig:

@@ -28,6 +28,16 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     )
 
 
+def read_moe_config(hf: HfConfig) -> DecoderConfig:
+    """Reads Granite 3 with experts in every layer."""
+    config = read_config(hf)
+    count, chosen = hf.count("num_local_experts", 8), hf.count("num_experts_per_tok", 2)
+    if chosen > count:
+        raise hf.error("num_experts_per_tok", f"must be 1 to {count}", "correct it")
+    experts = ExpertConfig(count, chosen, config.ffn, True)
+    return replace(config, layers=(LayerConfig(experts=experts),) * len(config.layers))
+
+
 def read_4_config(hf: HfConfig) -> DecoderConfig:
     ffn, shared = hf.count("intermediate_size"), hf.count("shared_intermediate_size", 1024)
     if hf.raw("normalization_function") not in (None, "rmsnorm") and not hf.sizes_only:

@@ -41,6 +41,10 @@ class Outer:
 
 
 OUTER = {
+    "internvl": Outer("InternVLForConditionalGeneration", "qwen2", tied=True),
+    "qwen2_vl": Outer("Qwen2VLForConditionalGeneration", "qwen2_vl_text", tied=False),
+    "qwen2_5_vl": Outer("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", tied=False),
+    "voxtral": Outer("VoxtralForConditionalGeneration", "llama", tied=True),
     "gemma3": Outer("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
     "gemma4": Outer("Gemma4ForConditionalGeneration", "gemma4_text", tied=True),
     "kimi_k25": Outer("KimiK25ForConditionalGeneration", "deepseek_v3", tied=True),
@@ -64,6 +68,8 @@ class HfConfig:
         multimodal model."""
         outer = OUTER.get(str(fields.get("model_type")))
         inner = fields.get("text_config")
+        if outer is not None and inner is None and "hidden_size" in fields:
+            inner = {}  # Qwen2.5-VL publishes the fields of its text part at the top level
         self.nested = outer is not None and isinstance(inner, dict)
         if outer is not None and isinstance(inner, dict):
             fields = _text_part(fields, inner, outer, where)

@@ -19,7 +19,8 @@ HARMLESS = names("""
     output_attentions output_hidden_states output_router_logits return_dict torchscript
     router_aux_loss_coef router_z_loss_coef aux_loss_alpha seq_aux router_jitter_noise
     input_jitter_noise moe_router_dtype scale_for_loss
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id
+    bos_token_id eos_token_id pad_token_id sep_token_id eod_token_id decoder_start_token_id
+    unk_token_id
     forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
     id2label label2id num_labels problem_type finetuning_task task_specific_params
     prefix bad_words_ids max_length min_length max_new_tokens do_sample temperature top_k top_p
@@ -43,7 +44,8 @@ VISION = names("""
     architectures boi_token_index eoi_token_index boi_token_id eoi_token_id mm_tokens_per_image
     boa_token_id eoa_token_id eoa_token_index audio_token_id vision_soft_tokens_per_image
     media_placeholder_token_id use_unified_vision_chunk video_placeholder ignore_index
-    projection_hidden_size projection_layer_norm_eps
+    projection_hidden_size projection_layer_norm_eps vision_token_id image_start_token_id
+    image_end_token_id downsample_ratio video_start_token_id video_end_token_id
 """)
 
 # Options of some families that change the output, with their meaning. Families without support

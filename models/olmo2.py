@@ -1,9 +1,9 @@
 """OLMo 2: norms after attention and feed-forward, one norm over all heads of q and another over all
-heads of k."""
+heads of k. OLMoE: the same norms of q and k, with experts."""
 
 from dataclasses import replace
 
-from models.decoder_config import DecoderConfig
+from models.decoder_config import DecoderConfig, ExpertConfig, LayerConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder, refuse_windows
 
@@ -15,3 +15,16 @@ def read_config(hf: HfConfig, defaults: FamilyDefaults = DEFAULTS) -> DecoderCon
     bias = hf.flag("attention_bias", False)
     config = read_decoder(hf, defaults, qkv_bias=bias, output_bias=bias, qk_norm="all")
     return replace(config, norms="after")
+
+
+def read_moe_config(hf: HfConfig) -> DecoderConfig:
+    """Reads OLMoE: norms before blocks, and experts in every layer."""
+    refuse_windows(hf, "this family uses full attention")
+    bias = hf.flag("attention_bias", False)
+    defaults = replace(DEFAULTS, context_tokens=4096)
+    config = read_decoder(hf, defaults, qkv_bias=bias, output_bias=bias, qk_norm="all")
+    total, chosen = hf.count("num_experts", 64), hf.count("num_experts_per_tok", 8)
+    if chosen > total:
+        raise hf.error("num_experts_per_tok", f"must be at most num_experts={total}", "correct it")
+    experts = ExpertConfig(total, chosen, config.ffn, hf.flag("norm_topk_prob", False))
+    return replace(config, layers=(LayerConfig(experts=experts),) * len(config.layers))

@@ -5,10 +5,25 @@ from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder, read_layer_types, with_windows
 
 DEFAULTS = FamilyDefaults(kv_heads=32, context_tokens=32768)
+VL_DEFAULTS = FamilyDefaults(
+    kv_heads=8, context_tokens=32768, norm_epsilon=1e-5, rope_theta=1000000.0
+)
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
     config = read_decoder(hf, DEFAULTS, qkv_bias=True)
+    return with_windows(config, read_windows(hf, len(config.layers)))
+
+
+def read_vl_config(hf: HfConfig) -> DecoderConfig:
+    """Reads the text part of Qwen2-VL and Qwen2.5-VL. For text, three-dimensional rotary positions
+    equal ordinary ones."""
+    field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
+    given = hf.raw(field)
+    if isinstance(given, dict) and "mrope" in (given.get("type"), given.get("rope_type")):
+        plain = {name: value for name, value in given.items() if name not in ("type", "rope_type")}
+        hf = hf.changed(**{field: plain})
+    config = read_decoder(hf, VL_DEFAULTS, qkv_bias=True)
     return with_windows(config, read_windows(hf, len(config.layers)))
 
 

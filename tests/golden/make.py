@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Mistral4ForCausalLM,
+    VoxtralForConditionalGeneration,
 )  # pyright: ignore[reportMissingImports]
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # pyright: ignore[reportMissingImports]
 
@@ -76,6 +77,7 @@ MROPE = {
     "mrope_section": [2, 2, 2],
     "mrope_interleaved": True,
 }
+FLAT_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -225,6 +227,20 @@ VARIANTS: dict[str, Variant] = {
     "gemma4_moe": Variant("gemma4_text", GEMMA4 | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "attention_k_eq_v": False,  # noqa: E501
                                                    "num_attention_heads": 8, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3,  # noqa: E501
                                                    "moe_intermediate_size": 24, "intermediate_size": 40}),  # noqa: E501
+    "gemma": Variant("gemma", {"head_dim": 12, "tie_word_embeddings": False}),
+    "arcee": Variant("arcee", {"head_dim": 12, "mlp_bias": True}),
+    "ernie4_5": Variant("ernie4_5", {"head_dim": 12, "use_bias": True}),
+    "hunyuan_dense": Variant("hunyuan_v1_dense", {"head_dim": 12, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}}),  # noqa: E501
+    "exaone4": Variant("exaone4", {"num_hidden_layers": 3, "sliding_window": 9, "sliding_window_pattern": 3}),  # noqa: E501
+    "olmoe": Variant("olmoe", {"intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}),  # noqa: E501
+    "granitemoe": Variant("granitemoe", {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "attention_multiplier": 0.3,  # noqa: E501
+                                         "embedding_multiplier": 2.0, "residual_multiplier": 0.8, "logits_scaling": 0.5}),  # noqa: E501
+    "dots1": Variant("dots1", GLM_MOE | {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,  # noqa: E501
+                                         "norm_topk_prob": True, "sliding_window": 9, "max_window_layers": 2}),  # noqa: E501
+    "qwen2_vl": Variant("qwen2_vl", {"rope_parameters": FLAT_MROPE}),
+    "qwen2_5_vl": Variant("qwen2_5_vl", {"rope_parameters": FLAT_MROPE}),
+    "internvl": Variant("internvl", {"model_type": "qwen2"}),
+    "voxtral": Variant("voxtral", {"model_type": "llama", "head_dim": 12}),
     "granite": Variant("granite", {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 1.3, "logits_scaling": 0.5}),  # noqa: E501
     "phi3": Variant("phi3", {"sliding_window": 13, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),  # noqa: E501
     "phi3_longrope": Variant("phi3", {"original_max_position_embeddings": 128, "max_position_embeddings": 512,  # noqa: E501
@@ -281,6 +297,32 @@ EYES["gemma4"] = EYES["gemma3"] | {
     "head_dim": 4,
     "num_key_value_heads": 2,
     "position_embedding_size": 16,
+}
+EYES["qwen2_vl"] = {
+    "depth": 1,
+    "embed_dim": 8,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 2,
+    "mlp_ratio": 1,
+}
+EYES["qwen2_5_vl"] = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 2,
+    "fullatt_block_indexes": [0],
+}
+EYES["internvl"] = EYES["gemma3"] | {"image_size": [4, 4], "patch_size": [2, 2]}
+EYES["voxtral"] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_mel_bins": 4,
+    "max_source_positions": 4,
 }
 EYES["qwen3_vl_moe"] = EYES["qwen3_vl"]
 EYES["kimi_k25"] = {
@@ -352,14 +394,19 @@ def random_model(variant: Variant, seed: int, gain: float = 1.6) -> torch.nn.Mod
     else:
         if "out_hidden_size" in eyes:
             eyes = eyes | {"out_hidden_size": fields["hidden_size"]}
+        part = "audio_config" if variant.family == "voxtral" else "vision_config"
         config = AutoConfig.for_model(
             variant.family,
             text_config=fields,
-            vision_config=eyes,
+            **{part: eyes},
             tie_word_embeddings=False,
             **BESIDE_EYES.get(variant.family, {}),
         )
-        model = AutoModelForImageTextToText.from_config(config).eval()
+        speech = variant.family == "voxtral"
+        made = (
+            VoxtralForConditionalGeneration if speech else AutoModelForImageTextToText.from_config
+        )
+        model = made(config).eval()
     if variant.family == "nemotron_h":
         # transformers 5.23 bounds steps from below by time_step_min in prompts, and not in steps;
         # published code has time_step_limit (huggingface/transformers pull request 48989).

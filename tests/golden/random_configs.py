@@ -389,6 +389,54 @@ def minimax_m2(draw: Draw) -> Fields:
     )
 
 
+def arcee(draw: Draw) -> Fields:
+    return llama(draw) | {"rope_parameters": draw.rope("default", "yarn", "linear")}
+
+
+def ernie4_5(draw: Draw) -> Fields:
+    fields = draw.base() | {"head_dim": draw.head_dim, "use_bias": draw.flag()}
+    return fields | {"rope_parameters": draw.rope("default", "yarn")}
+
+
+def hunyuan_v1_dense(draw: Draw) -> Fields:
+    rope = draw.rope("default") | draw.random.choice(
+        ({}, {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0})
+    )
+    biases = {"attention_bias": draw.flag()}
+    return draw.base() | biases | {"head_dim": draw.head_dim, "rope_parameters": rope}
+
+
+def exaone4(draw: Draw) -> Fields:
+    fields = draw.base(own_head_dim=False) | {"rope_parameters": draw.rope("default", "llama3")}
+    windows = {"sliding_window": draw.window(), "sliding_window_pattern": draw.one_of(2, 4)}
+    return fields | (windows if draw.flag(0.7) else {"sliding_window": None})
+
+
+def gemma(draw: Draw) -> Fields:
+    return draw.base() | {"head_dim": draw.head_dim, "rope_parameters": draw.rope("default")}
+
+
+def olmoe(draw: Draw) -> Fields:
+    fields = draw.base(own_head_dim=False) | draw.experts()
+    fields.pop("head_dim", None)
+    fields["intermediate_size"] = fields.pop("moe_intermediate_size")
+    return fields | {"norm_topk_prob": draw.flag(), "rope_parameters": draw.rope("default")}
+
+
+def granitemoe(draw: Draw) -> Fields:
+    fields = granite(draw) | draw.experts("num_local_experts")
+    fields.pop("mlp_bias")
+    fields["intermediate_size"] = fields.pop("moe_intermediate_size")
+    return fields | {"rope_parameters": draw.rope("default", "yarn")}
+
+
+def dots1(draw: Draw) -> Fields:
+    fields = draw.base() | draw.groups() | {"head_dim": draw.head_dim}
+    fields |= {"rope_parameters": draw.rope("default"), "attention_bias": draw.flag()}
+    windows = {"sliding_window": draw.one_of(None, draw.window()), "max_window_layers": 1}
+    return fields | windows | {"first_k_dense_replace": draw.random.randint(0, draw.layers - 1)}
+
+
 def _latent(draw: Draw) -> Fields:
     fields = draw.base()
     fields.pop("head_dim", None)
@@ -574,6 +622,14 @@ CONFIGS: dict[str, Callable[[Draw], Fields]] = {
     "glm4_moe": glm4_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "arcee": arcee,
+    "ernie4_5": ernie4_5,
+    "hunyuan_v1_dense": hunyuan_v1_dense,
+    "exaone4": exaone4,
+    "gemma": gemma,
+    "olmoe": olmoe,
+    "granitemoe": granitemoe,
+    "dots1": dots1,
     "deepseek_v32": _indexed,
     "glm_moe_dsa": _indexed,
     "kimi_k25": kimi_k25,
