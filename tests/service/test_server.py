@@ -134,7 +134,8 @@ async def test_sigterm_lets_running_streams_end_and_refuses_new_ones() -> None:
 async def test_a_client_of_two_servers_leaves_the_one_that_drains_and_its_stream_goes_on() -> None:
     ways = [FakePath(), FakePath()]
     servers = [GenerationServer(make_frontend(way), ServiceConfig(port=0)) for way in ways]
-    target = f"ipv4:{','.join([f'127.0.0.1:{await server.start()}' for server in servers])}"
+    targets = [f"127.0.0.1:{await server.start()}" for server in servers]
+    target = f"ipv4:{','.join(targets)}"
     async with AsyncClient(target) as client:
         while not all(way.requests for way in ways):
             await client.complete("both", max_tokens=1)
@@ -142,6 +143,8 @@ async def test_a_client_of_two_servers_leaves_the_one_that_drains_and_its_stream
         streams = [client.generate("long", max_tokens=5) for _ in range(2)]  # one at each
         begun = [await anext(stream) for stream in streams]
         drained = asyncio.ensure_future(servers[0].drain())
+        while await health(targets[0], "") == SERVING:
+            pass
         for way in ways:
             way.requests.clear()
         for _ in range(8):
