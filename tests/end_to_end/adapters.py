@@ -24,12 +24,16 @@ def write_adapter(
     **fields: object,
 ) -> Path:
     """Writes an adapter of every matrix of the checkpoint `base` whose name ends with one of
-    `modules`. `strength`: Size of its change relative to the matrix."""
+    `modules`, except those of next-token layers, which come after the model's own layers.
+    `strength`: Size of its change relative to the matrix."""
     rng = np.random.default_rng(seed)
+    layers = json.loads((base / "config.json").read_text())["num_hidden_layers"]
     tensors: dict[str, np.ndarray] = {}
     for name, matrix in load_file(base / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] not in modules or matrix.ndim != 2:
+            continue
+        if int(module.partition("layers.")[2].partition(".")[0]) >= layers:
             continue
         out, into = matrix.shape
         a = rng.standard_normal((rank, into)) / np.sqrt(into)
