@@ -33,7 +33,7 @@ def write_adapter(
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] not in modules or matrix.ndim != 2:
             continue
-        if int(module.partition("layers.")[2].partition(".")[0]) >= layers:
+        if module.startswith("model.layers.") and int(module.split(".")[2]) >= layers:
             continue
         out, into = matrix.shape
         a = rng.standard_normal((rank, into)) / np.sqrt(into)
