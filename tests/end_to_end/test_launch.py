@@ -282,7 +282,11 @@ BAD: list[tuple[str, tuple[str, ...], str]] = [
         ("--prompt=a", "--temperature=nan", *SMALL),
         r"error: temperature must be in \[0.0, 100.0\], got nan",
     ),
-    ("serve", ("--config=/nowhere.py",), "error: config '/nowhere.py' is not a Python, YAML or JSON file"),
+    (
+        "serve",
+        ("--config=/nowhere.py",),
+        "error: config '/nowhere.py' is not a Python, YAML or JSON file",
+    ),
     (
         "serve",
         ("--set=decode.slots=4",),
