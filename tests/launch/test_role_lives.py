@@ -64,7 +64,7 @@ async def test_a_worker_changes_its_role_and_back_without_reading_its_files_agai
     assert running.task.result() == 0
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 async def test_memory_on_the_devices_does_not_grow_with_changes_of_role_and_programs_are_kept() -> (
     None
 ):

@@ -55,8 +55,9 @@ def train_layer(
             counted_RT = (rows.positions >= depth) & (rows.targets >= 0)
             differ_RT = jnp.sum(jnp.exp(wanted_RTV) * (wanted_RTV - got_RTV), axis=-1)
             same_RT = jnp.argmax(wanted_RTV, -1) == jnp.argmax(got_RTV, -1)
-            losses.append(jnp.sum(differ_RT * counted_RT) / jnp.sum(counted_RT))
-            agreed.append(jnp.sum(same_RT & counted_RT) / jnp.sum(counted_RT))
+            count = jnp.sum(counted_RT, dtype=jnp.float32)
+            losses.append(jnp.sum(jnp.where(counted_RT, differ_RT, 0.0)) / count)
+            agreed.append(jnp.sum(same_RT & counted_RT, dtype=jnp.float32) / count)
         return jnp.mean(jnp.stack(losses)), jnp.stack(agreed)
 
     def step(parameters: nnx.State, state: optax.OptState, frozen: nnx.State, rows: PackedRows):
