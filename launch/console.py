@@ -102,31 +102,33 @@ def parsed(given: Given, arguments: Sequence[str]) -> list[str]:
     """Parses flags. The first argument may be the model instead of a flag. Dashes in the name of a
     flag are accepted for underscores (`--http-port`), because other servers use dashes. An
     environment variable JDISAGG_NAME sets flag `name`, unless the flag is given."""
-    texts, rest = [arguments[0]], list(arguments[1:])
-    if not any(text.startswith("--config_file=") for text in rest):  # a child of `jdisagg cluster`
-        texts += [f"--{name}={value}" for name, value in from_environment(given, rest)]
+    rest = list(arguments[1:])
     if rest and not rest[0].startswith("-") and "model" in given.names:
         rest[0] = f"--model={rest[0]}"
-    for text in rest:
-        name, equals, value = text.partition("=")
-        plain = name.lstrip("-").replace("-", "_")
-        known = plain in given.names or plain.removeprefix("no") in given.names
-        dashed = name.startswith("--") and "-" in name[2:] and known
-        texts.append(f"--{plain}{equals}{value}" if dashed else text)
-    return given.values(texts)
+    child = any(text.startswith("--config_file=") for text in rest)  # of `jdisagg cluster`
+    found = () if child else from_environment(given, rest)
+    texts = [f"--{name}={value}" for name, value in found]
+    return given.values([arguments[0], *texts, *_underscored(given, rest)])
 
 
 def from_environment(given: Given, arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yields the name and value of each flag that an environment variable sets and no argument
     does."""
+    words = {text.partition("=")[0] for text in _underscored(given, arguments)}
     for name in given.names:
         value = os.environ.get(VARIABLE + name.upper())
-        words = (f"--{name}", f"--no{name}")
-        if value is not None and not any(
-            text.partition("=")[0].replace("-", "_").replace("__", "--", 1) in words
-            for text in arguments
-        ):
+        if value is not None and words.isdisjoint((f"--{name}", f"--no{name}")):
             yield name, value
+
+
+def _underscored(given: Given, arguments: Sequence[str]) -> Iterator[str]:
+    """Yields the arguments, with underscores for dashes in the names of flags."""
+    for text in arguments:
+        name, equals, value = text.partition("=")
+        plain = name.lstrip("-").replace("-", "_")
+        known = plain in given.names or plain.removeprefix("no") in given.names
+        dashed = name.startswith("--") and "-" in name[2:] and known
+        yield f"--{plain}{equals}{value}" if dashed else text
 
 
 def _usage_error(error: Exception, given: Given) -> str:

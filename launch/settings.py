@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jdisagg.config import EngineConfig, Mode, override
 from jdisagg.errors import ConfigError
-from jdisagg.node.recipes import load_recipe
+from jdisagg.node.recipes import BOTH_SIDES, load_recipe, of_both_sides
 from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.service.internal.connection import Credentials
@@ -82,11 +82,12 @@ def engine_config(given: Given, weights: bool = True) -> EngineConfig:
         if name in _FIELDS and value != "auto":
             changes.append(f"{_FIELDS[name]}={text}")
         elif name in _BOTH:
-            changes += [f"{side}.{name}={value}" for side in ("prefill", "decode")]
+            changes += [f"{side}.{name}={value}" for side in BOTH_SIDES]
     if given.present("chunk_tokens") if "chunk_tokens" in given.names else False:
         least = min(given.chunk_tokens, recipe.prefill.min_chunk_tokens)
-        changes += [f"{side}.min_chunk_tokens={least}" for side in ("prefill", "decode")]
-    return override(recipe, [*changes, *_of_both(given.set)])
+        changes += [f"{side}.min_chunk_tokens={least}" for side in BOTH_SIDES]
+    fields = [text for text in given.set if not text.startswith("elastic.")]
+    return override(recipe, [*changes, *of_both_sides(fields)])
 
 
 def recipe_defaults(names: Sequence[str]) -> dict[str, object]:
@@ -164,15 +165,3 @@ def check_target(target: str) -> None:
         raise ConfigError(
             f"--target={target} must be host:port, such as localhost:8700, without http://"
         )
-
-
-def _of_both(texts: Sequence[str]) -> list[str]:
-    """Drops `elastic.` fields from the texts of --set, and replaces `instance.` fields by the
-    fields of both prefill and decode."""
-    found: list[str] = []
-    for text in texts:
-        if text.startswith("instance."):
-            found += [f"{side}.{text.removeprefix('instance.')}" for side in ("prefill", "decode")]
-        elif not text.startswith("elastic."):
-            found.append(text)
-    return found

@@ -68,16 +68,12 @@ class AdapterSlots:
     def put(self, command: PutAdapter) -> None:
         """Writes an adapter that was read into its slot. Waits for the read where commands are
         replayed without waiting for results."""
-        staged = self._reads.pop(command.digest).result()
-        for part, new in zip(self._weights.layers, staged, strict=True):
-            self._put(part, new, command.slot)
+        self._put_all(self._reads.pop(command.digest).result(), command.slot)
 
     def warm_up(self) -> None:
         """Compiles the programs of `put`, by writing an adapter of zeros into the last slot."""
         nothing = AdapterContent("", ({},) * len(self._weights.layers))
-        staged = self._stage(nothing)
-        for part, new in zip(self._weights.layers, staged, strict=True):
-            self._put(part, new, self._size.slots)
+        self._put_all(self._stage(nothing), self._size.slots)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -101,16 +97,19 @@ class AdapterSlots:
             leaf, spec = part.leaves[place.leaf], part.specs[place.leaf]
             axis = place.slot_axis
             shape = leaf.shape[:axis] + leaf.shape[axis + 1 :]
-            dims = PartitionSpec(*spec[:axis], *spec[axis + 1 :])
             found = layer.get(place.module)
             host = np.zeros(shape, leaf.dtype)
             if found is not None:
                 rows = found[0] if place.factor == "a" else found[1]
                 # Only the dimension of the rank is padded.
                 host[tuple(slice(0, size) for size in rows.shape)] = rows
-            sharding = NamedSharding(self._programs.mesh, dims)
+            sharding = NamedSharding(self._programs.mesh, _of_one_slot(spec, axis))
             arrays.append(jax.make_array_from_callback(shape, sharding, lambda at, h=host: h[at]))
         return arrays
+
+    def _put_all(self, staged: _Staged, slot: int) -> None:
+        for part, new in zip(self._weights.layers, staged, strict=True):
+            self._put(part, new, slot)
 
     def _put(self, part: Part, new: Sequence[jax.Array], slot: int) -> None:
         axes = tuple(place.slot_axis for place in part.stacks)
@@ -126,10 +125,7 @@ class AdapterSlots:
             ]
 
         specs = [part.specs[place.leaf] for place in part.stacks]
-        own = [
-            PartitionSpec(*spec[: place.slot_axis], *spec[place.slot_axis + 1 :])
-            for place, spec in zip(part.stacks, specs, strict=True)
-        ]
+        own = [_of_one_slot(spec, axis) for spec, axis in zip(specs, axes, strict=True)]
         build = lambda: self._programs.compile(  # noqa: E731
             body, (stacks, list(new), number), (specs, own, PartitionSpec("dp")), specs, donate=(0,)
         )
@@ -139,6 +135,11 @@ class AdapterSlots:
         for place, stack in zip(part.stacks, out, strict=True):
             leaves[place.leaf] = stack
         part.leaves = tuple(leaves)
+
+
+def _of_one_slot(spec: PartitionSpec, axis: int) -> PartitionSpec:
+    """Returns the placement of one slot of a stack, which lacks the slots' dimension."""
+    return PartitionSpec(*spec[:axis], *spec[axis + 1 :])
 
 
 def adapter_size(limits: MeshLimits) -> AdapterSize:

@@ -84,7 +84,7 @@ def check_protocol(theirs: str | bytes | None, service: str, *, same: bool = Fal
     version, _, oldest = named.partition("/")
     numbers = (version, oldest or version)
     if all(number.isascii() and number.isdigit() and len(number) < 10 for number in numbers):
-        found = (int(version), int(oldest or version))
+        found = (int(numbers[0]), int(numbers[1]))
         if found[0] == PROTOCOL if same else compatible(found, (PROTOCOL, OLDEST)):
             return
     works = str(PROTOCOL) if same or OLDEST == PROTOCOL else f"{OLDEST} to {PROTOCOL}"

@@ -43,13 +43,18 @@ def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]
     return tuple(found)
 
 
+def may_use(environment: Mapping[str, str], *platforms: str) -> bool:
+    """Returns whether JAX is configured for one of `platforms`, or for none in particular."""
+    configured = environment.get("JAX_PLATFORMS", "")
+    return not configured or not set(platforms).isdisjoint(configured.split(","))
+
+
 def gpus_of_host(
     environment: Mapping[str, str], devices: Path = Path("/dev")
 ) -> tuple[int | str, ...]:
     """Returns the GPUs that this process may use, according to NVIDIA's device files and
     CUDA_VISIBLE_DEVICES. Returns none if JAX is configured for other platforms."""
-    platforms = environment.get("JAX_PLATFORMS", "")
-    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+    if not may_use(environment, "cuda", "gpu"):
         return ()
     visible = environment.get(VISIBLE)
     if visible is None:

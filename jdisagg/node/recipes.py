@@ -10,7 +10,7 @@ import dataclasses
 import importlib.util
 import json
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -51,7 +51,7 @@ def load_recipe(path: str) -> EngineConfig:
     not a recipe or raises an error. The message has the line or the field."""
     if Path(path).suffix in DATA:
         fields = {name: value for name, value in _data(path).items() if name != "cluster"}
-        return _told(path, lambda: override(EngineConfig(), [*_assignments(fields)]))
+        return _told(path, lambda: override(EngineConfig(), of_both_sides(_assignments(fields))))
     config = _told(path, getattr(_run(path), "get_config", lambda: None))
     if not isinstance(config, EngineConfig):
         raise ConfigError(
@@ -109,10 +109,7 @@ def _assignments(fields: Mapping[str, object], prefix: str = "") -> Iterator[str
     """Yields the fields of a YAML or JSON recipe as "path=value" texts for `override`."""
     for name, value in fields.items():
         path = f"{prefix}{name}"
-        if path == "instance" and isinstance(value, dict):
-            for side in BOTH_SIDES:
-                yield from _assignments(value, f"{side}.")
-        elif name == "layout" and isinstance(value, dict):
+        if name == "layout" and isinstance(value, dict):
             yield f"{path}={','.join(f'{axis}={size}' for axis, size in value.items())}"
         elif isinstance(value, dict):
             yield from _assignments(value, f"{path}.")
@@ -120,6 +117,15 @@ def _assignments(fields: Mapping[str, object], prefix: str = "") -> Iterator[str
             yield f"{path}={','.join(map(str, value))}"
         else:
             yield f"{path}={'none' if value is None else value}"
+
+
+def of_both_sides(assignments: Iterable[str]) -> list[str]:
+    """Replaces assignments of `instance.` fields by those of both prefill and decode."""
+    found: list[str] = []
+    for text in assignments:
+        field = text.removeprefix("instance.")
+        found += [text] if field == text else [f"{side}.{field}" for side in BOTH_SIDES]
+    return found
 
 
 def _shape(counts: object) -> ClusterShape:

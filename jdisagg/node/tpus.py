@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jdisagg.errors import ConfigError
+from jdisagg.node.gpus import may_use
 
 VISIBLE = "TPU_VISIBLE_CHIPS"
 # libtpu's form of a process's part of a host, by its number of chips
@@ -22,8 +23,7 @@ def has_libtpu() -> bool:
 def chips_of_host(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[int, ...]:
     """Returns the TPU chips that this process may use, according to the device files and
     TPU_VISIBLE_CHIPS. Returns none without libtpu, or if JAX is configured for other platforms."""
-    platforms = environment.get("JAX_PLATFORMS", "")
-    if not has_libtpu() or (platforms and "tpu" not in platforms.split(",")):
+    if not has_libtpu() or not may_use(environment, "tpu"):
         return ()
     if visible := environment.get(VISIBLE):
         return tuple(int(part) for part in visible.split(",") if part.strip().isdigit())

@@ -180,20 +180,20 @@ class Lab:
     def router_addresses(self) -> str:
         return ",".join(map(self.address, self.routers))
 
-    def start(self, name: str, *flags: str) -> None:
+    def _known_as(self, name: str) -> str:
+        """Returns the host of a process as other processes know it."""
         at = self.host(name)
-        host = self.hosts.name(at) if self._by_name else self.hosts.address(at)
+        return self.hosts.name(at) if self._by_name else self.hosts.address(at)
+
+    def start(self, name: str, *flags: str) -> None:
+        host = self._known_as(name)
         common = [f"--host={host}", f"--port={PORT}", "--drain_seconds=20"]
         if name in self.routers:
             program = ["router", f"--model={LLAMA}", "--canary_seconds=0", "--http_port=-1"]
         else:
             role = name.partition("-")[0]
             program = ["worker", f"--role={role}", "--layout=tp=1", f"--name={name}"]
-            routers = self.router_addresses
-            if self._by_name:
-                routers = ",".join(
-                    f"{self.hosts.name(self.host(one))}:{PORT}" for one in self.routers
-                )
+            routers = ",".join(f"{self._known_as(one)}:{PORT}" for one in self.routers)
             program += [f"--router={routers}", *WORKER_FLAGS]
         command = [PYTHON, "-m", f"launch.{program[0]}", *program[1:], *common, *flags]
         self.processes[name] = self.hosts.run(self.host(name), command, folder=self.tree)
