@@ -24,12 +24,14 @@ from benchmarks.soak.load import DEADLINE_SECONDS, Kind, Stream
 from benchmarks.soak.moments import Moment
 from benchmarks.soak.orders import Reached
 from jdisagg.client import AsyncClient
+from jdisagg.timeouts import DEFAULT_TIMEOUTS
 from tests import time_scale
 
 HOLD_SECONDS = 8.0
 REACH_SECONDS = time_scale.seconds(30.0)
 STOP_SECONDS = 4.5
-QUIET_SECONDS = 10.0
+# A canary whose block a faulty channel dropped holds its pages until its own deadline.
+QUIET_SECONDS = 10.0 + DEFAULT_TIMEOUTS.process.canary_seconds
 BACK_SECONDS = time_scale.seconds(240.0)
 MOVE_TRIES = 4
 MOVE_SECONDS = 8.0

@@ -301,7 +301,7 @@ class DecodeWorker(MeshWorker):
         self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
         try:
             restored = await self._prefixes.restore(group, call)
-        except asyncio.CancelledError:
+        except BaseException:
             self._drop(ticket)
             raise
         self._count_reuse(tokens, self._prefixes.used(group, restored))
