@@ -32,6 +32,7 @@ from jdisagg.transfer.channel import (
 )
 from jdisagg.transfer.codec import codec, stamp_array
 from jdisagg.transfer.pieces import OfferedBlock, PlannedPiece, RequestedPieces, leaf_zeros
+from tests.lanes import first_quick
 
 COMPONENTS, TOKENS, HEAD_SIZE = 2, 4, 2
 LONG_SECONDS = 1000.0
@@ -408,10 +409,17 @@ class ChannelConformance:
         with pytest.raises(IncompatiblePeerError, match=field):
             finished(ends.receiver.pull(7, receiver().target(0), LONG_SECONDS)).arrays()
 
-    @pytest.mark.parametrize("name", ["int8", "int4"])
     @pytest.mark.parametrize(
-        ("source", "destination"),
-        [("tp=1", "tp=4"), ("tp=4", "dp=2,tp=2"), ("dp=2,tp=2", "tp=1"), ("tp=4", "dp=4")],
+        ("source", "destination", "name"),
+        first_quick(
+            [
+                ("tp=4", "dp=2,tp=2", "int8"),
+                ("tp=1", "tp=4", "int4"),
+                ("dp=2,tp=2", "tp=1", "int8"),
+                ("tp=4", "dp=4", "int4"),
+            ],
+            2,
+        ),
     )
     def test_a_lossy_codec_brings_each_shard_within_its_bound_and_intact(
         self, ends: Ends, source: str, destination: str, name: str
