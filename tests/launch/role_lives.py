@@ -1,7 +1,7 @@
 """A worker process on the loop of whoever asks for one, asked over gRPC as a router would ask; and,
 as a script, what it keeps.
 
-`python -m tests.launch.role_lives`: four changes of role, to and fro; the last line is JSON: the
+`python -m tests.launch.role_lives`: five changes of role, to and fro; the last line is JSON: the
 bytes of all arrays on devices after each, and how many programs had been compiled at the start and
 after each."""
 
@@ -134,15 +134,20 @@ async def main() -> None:
     replicas: list[Replica] = []
     load_later = Replica.load_later
     Replica.load_later = lambda self: (replicas.append(self), load_later(self))[1]
-    async with worker(warm_up=True) as running:
+
+    async def all_programs() -> None:  # optional programs are compiled while it serves
         while any(replica.readiness.missing for replica in replicas):
-            await asyncio.sleep(0.05)  # optional programs are compiled while it serves
+            await asyncio.sleep(0.05)
+
+    async with worker(warm_up=True) as running:
+        await all_programs()
         seen, counts = [], [len(compiled)]
-        for number in range(1, 5):
+        for number in range(1, 6):
             report = await running.switch(
                 number, (DECODE, PREFILL)[(number - 1) % 2], ("dp=2", "tp=2")[(number - 1) % 2]
             )
             assert report.state is SwitchState.DONE, report.reason
+            await all_programs()
             counts.append(len(compiled))
             seen.append(await least_bytes_on_devices())
     print(json.dumps({"bytes": seen, "compiled": counts}))

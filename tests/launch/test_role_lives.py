@@ -76,7 +76,8 @@ async def test_memory_on_the_devices_does_not_grow_with_changes_of_role_and_prog
     assert lives.returncode == 0, output.decode()
     measured = json.loads(output.splitlines()[-1])
     seen, counts = measured["bytes"], measured["compiled"]
-    assert seen[0] == seen[2] and seen[1] == seen[3] and len(set(seen)) == 2, seen
+    # The first life in the second role begins before that role's optional programs are compiled.
+    assert seen[1] == seen[3] and seen[2] == seen[4] and seen[0] <= seen[2], seen
     assert 0 < counts[0] < counts[1] == counts[-1], f"compiled once for each role: {counts}"
 
 
