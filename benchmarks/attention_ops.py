@@ -1,14 +1,13 @@
-"""What do our attention ops cost against what one would write without packing and without pages? On
-CPU, interleaved.
+"""Measures the attention ops on the CPU against forms without packing and without pages.
 
     MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=8000000000 MALLOC_TOP_PAD_=268435456 \
         python -m benchmarks.attention_ops --rounds=15
 
-Prefill: one layer's attention of a chunk (12 query heads, 4 kv heads, head 64) against a plain
-causal attention in query blocks of 256 rows over their prefix. Decode: a whole step of a 124.7M
-Llama (hidden 768, 12 layers, ffn 2048, vocabulary 32000) whose cache lies in pages, against the
-same step over slots that are exactly the batch and context. Each round times the contenders one
-after the other, best of 3; printed are the median over rounds of the baseline's time and of the
+Prefill: the attention of one layer over a chunk (12 query heads, 4 KV heads, head size 64), against
+causal attention in query blocks of 256 rows over the same prefix. Decode: a whole step of a 124.7M
+Llama (hidden size 768, 12 layers, FFN 2048, vocabulary 32000) whose KV is in pages, against the
+same step with a contiguous cache of exactly the batch and context. In each round all forms are
+timed one after the other, best of 3. Printed are medians over rounds: the baseline's time and the
 ratios."""
 
 import argparse

@@ -1,27 +1,30 @@
-"""How fast does KV move between two processes, against a plain TCP copy and the bare transfer
-engine on the same bytes?
+"""Measures KV transfer between two processes, against a TCP copy and the bare transfer engine with
+the same bytes.
 
     python -m benchmarks.handoff --megabytes=16,64 --rounds=7 --name=handoff
 
-The bytes are a prompt's KV of a model of 32 layers, 8 kv heads of 128, bfloat16 (128 KiB a token),
-in as many blocks, by layers, as serving would choose for such a model and prompt (engine/limits.py,
-scheduler/blocks.py), or as --groups says. Part 1, per layout pair and size, interleaved round by
-round, seconds of a hand-off:
-- tcp: as many bytes over one plain socket into a buffer;
-- bare: the same pieces from the same devices to the same devices, posted and pulled on a plain
-  server and connection;
-- pulled: the channel, to global arrays on the devices;
-- inserted: that, and each block written into pages, read back and its keyed sum on the host.
-All but tcp in two orders, the same for the bare engine and for ours. "ahead": pulls are asked for
-first, and all is offered (or posted) before it is computed, as in serving; the clock runs from the
-moment when the blocks are there. "late": all is computed and offered (or posted) before, and the
-clock runs from the first pull. The goals are held against "ahead". "four ahead": as many bytes
-four times over, as four hand-offs at once, each into pages of its own. Part 2: what of the transfer
-shows after a prefill that computes like an accelerator (it sleeps, the host is idle), with each
-block offered as it is done, and with all offered at the end. Insertion included. The same bytes and
-the same seconds of prefill in 4, 8, 16 and 32 layer groups: the last block of n cannot be hidden,
-and is about 1/n of all. Both processes share this machine's cores and memory: rates say nothing
-about a network, ratios say what our layers cost."""
+The bytes are the KV of a prompt, for a model of 32 layers with 8 KV heads of 128 in bfloat16 (128
+KiB per token). They are divided into blocks by layers as in serving (engine/limits.py,
+scheduler/blocks.py), or as --groups states. Part 1 measures the seconds of a hand-off for each pair
+of layouts and each size, interleaved by round:
+- tcp: the same number of bytes over one socket into a buffer;
+- bare: the same pieces between the same devices, posted and pulled on a plain server and
+  connection;
+- pulled: through the channel, to global arrays on the devices;
+- inserted: as pulled, and each block is written into pages, read back, and its keyed checksum is
+  read by the host.
+All but tcp are measured in two orders. "ahead": pulls are requested before the blocks are offered
+(or posted) and computed, as in serving; the time starts when the blocks are computed. "late": all
+blocks are computed and offered (or posted) before; the time starts at the first pull. The goals
+apply to "ahead". "four ahead": four hand-offs at once, with four times the bytes, each into its own
+pages.
+
+Part 2 measures which share of the transfer is visible after a prefill that computes like an
+accelerator (it sleeps, so that the host is idle): with each block offered when it is computed, and
+with all blocks offered at the end. It includes insertion. The same bytes and prefill seconds are
+divided into 4, 8, 16 and 32 layer groups. The last of n blocks cannot be hidden, about 1/n of the
+time. Both processes share the cores and memory of this machine. The rates therefore do not apply to
+a network; the ratios show the cost of our layers."""
 
 import secrets
 import socket

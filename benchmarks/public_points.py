@@ -1,14 +1,15 @@
-"""Measured points of other engines, published by others, as the cost model can be asked for them
-(benchmarks/data/README.md): a closed loop of so many users on one deployment, its mean TTFT and
+"""Reads published measurements of other engines in the form of queries to the cost model
+(benchmarks/data/README.md): a closed loop of a number of users on one deployment, its mean TTFT and
 TPOT.
 
     python -m benchmarks.public_points --source=silicon_sample.csv     # writes the data file again
 
-A point that cannot be asked for says why (`refusal`): coverage is counted by these words. What a
-source has twice is kept once, and a deployment that it states wrongly in one of two copies of the
-same measurement is read as the other copy has it: `_devices_counted_once`. Points are split in two
-halves by their series (all of one deployment, prompt and output), so that neighbours in concurrency
-stay together: mechanisms are mended by looking at one half alone."""
+A point that the cost model cannot represent has a reason (`refusal`), by which coverage is counted.
+Points that a source contains twice are used once. If two copies of one measurement state different
+deployments and one of them is wrong, the other is used (`_devices_counted_once`). Points are
+divided into two halves by series (all points of one deployment, prompt length and output length),
+so that points of neighbouring concurrency are in the same half. Only one half is used to develop
+the mechanisms."""
 
 import csv
 import gzip

@@ -1,24 +1,24 @@
-"""What does KV that stays save a conversation, and what does it cost prompts that never repeat?
+"""Measures what the prefix cache saves in conversations, and its cost for prompts that never
+repeat.
 
     python -m benchmarks.residency --name=residency
 
-Two embedded clusters stand side by side over the same random weights; one keeps KV. Conversations
-of eight turns go to both, one at a time and turn by turn (an answer is part of the next prompt),
-then prompts that have nothing in common, four at a time. The order of the two changes with each
-round; the first rounds only compile.
-- ttft: of turns 2 to 8, from the call to the first token.
-- conversation: all turns of one.
-- fresh: prompts without anything in common: what hashing and keeping cost.
+Two embedded clusters run over the same random weights; one has a prefix cache. Both receive
+conversations of eight turns, one conversation at a time and turn by turn (each answer is part of
+the next prompt), then prompts without common prefixes, four at a time. The order of the two
+clusters changes with each round. The first rounds only compile.
+- ttft: time to the first token of turns 2 to 8.
+- conversation: time of all turns of one conversation.
+- fresh: time of prompts without common prefixes, which shows the cost of hashing and caching.
 
---tiers instead: a prompt is asked of two meshes as a fresh one, again while it lies in the prefill
-mesh's pages, again when others had taken these, so that it comes back from host memory, and again
-when host memory has forgotten it, too, so that it comes from disk (a folder of --disk; what was
-just written there lies in the system's cache of files). The decode mesh forgets each time. Times to
-the first token, by length of the prompt.
+--tiers measures the TTFT of a prompt by the tier from which its KV comes, by prompt length: not
+cached, in the prefill mesh's pages, in host memory (after other prompts took the pages), and on
+disk (after host memory evicted it; the folder is --disk, and what was just written is in the
+system's file cache). The decode mesh's cache is cleared each time.
 
---aside instead: a sequence that was set aside goes on, of two clusters that keep nothing else, one
-with host memory for it, one without, where it is prefilled and handed over again. They take turns.
-Times from when it may go on to its next token, by length of the prompt."""
+--aside measures the time from the resumption of a suspended sequence to its next token, by prompt
+length: on a cluster with host memory for suspended sequences, and on one without, which prefills
+and transfers them again. The two take turns. No other KV is cached."""
 
 import asyncio
 import statistics

@@ -1,24 +1,24 @@
-"""What does KV that stays find of real prompts, on ten prefill workers of 3,000 blocks each,
-against one pool of 30,000, and what is it worth?
+"""Simulates prefix reuse on real traces: ten prefill workers of 3,000 blocks each, against one pool
+of 30,000 blocks, and the seconds that reuse saves.
 
     python -m benchmarks.reuse --traces=DIR --name=reuse
     python -m benchmarks.reuse --only=made-up --requests=1000      # needs no trace
 
-DIR holds mooncake_conversation.jsonl.gz and mooncake_synthetic.jsonl.gz (kvcache-ai/Mooncake, their
-blocks of 512 tokens named by `hash_ids`); without it conversations are made up
-(`simulator/conversations.py`). Simulated: Llama-3.1-70B, 10 prefill and 10 decode instances of 8
-H200, the live path, router, workers and trees; pages of 512 tokens, 3,000 of them on each prefill
-instance, which are also what it computes in. Arrivals are those of the trace (conversation: spread
-in their ticks of 3 s), so much faster that a prefill side that never forgets would be busy for
-`load` of the time; those made up come more often, each with its own think time. Contenders: nothing
-stays; KV stays in pages; and in --host_gib of host memory behind them, too; and of both, that
-prefill workers fetch from one another what they do not keep themselves, and from decode workers;
-and, beside all fetches, that decode workers append up to two blocks themselves; and the defaults of
-`jdisagg serve`.
+DIR contains mooncake_conversation.jsonl.gz and mooncake_synthetic.jsonl.gz (kvcache-ai/Mooncake,
+with blocks of 512 tokens named by `hash_ids`). Without it, conversations are generated
+(`simulator/conversations.py`). Simulated: Llama-3.1-70B on 10 prefill and 10 decode instances of 8
+H200, with the live request path, router, workers and prefix index. Pages have 512 tokens; each
+prefill instance has 3,000, which are also its working memory. Arrivals are those of the trace
+(conversation: spread over its ticks of 3 s), accelerated so that prefill workers with an unlimited
+cache would be busy for a fraction `load` of the time. Generated conversations arrive more often,
+each with its own think time. Contenders, each with all of the previous features: no cache; pages;
+--host_gib of host memory; fetches between prefill workers and from decode workers; decode workers
+that append up to two blocks; and the defaults of `jdisagg serve`.
 
-Told beside the hit rates: those of one store of 30,000 blocks, and of one without end, that see the
-prompts in their order of arrival, none of them under way (`prefix_hits.BlockStore`); the wait
-before the prefill; the busiest prefill worker's prompt tokens and seconds against the mean."""
+For comparison the table has the hit rates of one store of 30,000 blocks and of an unlimited store,
+which receive the prompts in order of arrival without overlap (`prefix_hits.BlockStore`). It also
+has the wait before the prefill, and the busiest prefill worker's prompt tokens and seconds relative
+to the mean."""
 
 import functools
 import time

@@ -1,5 +1,5 @@
-"""The runs of `reuse_papers.py`: what each paper says, fleets that differ in one thing, what is
-asked of them, and what a run gives. Defines no flags, so that tests can load it."""
+"""The runs of `reuse_papers.py`: the claims of each paper, fleets that differ in one property,
+their workloads, and the results of a run. Defines no flags, so that tests can import it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""How does our server serve beside vLLM's, on the same cores, asked by the same client?
+"""Compares our server with vLLM's on the same cores, with the same client.
 
     python -m benchmarks.side_by_side --peer_python=ENV/bin/python --parts=
     python -m benchmarks.side_by_side --peer_python=ENV/bin/python --parts=poisson
@@ -6,17 +6,17 @@
     python -m benchmarks.side_by_side --peer_python=ENV/bin/python --parts=storm
     --name=storm_float32
 
-The first only starts the servers, each of which compiles for minutes, and keeps that.
+The first command only starts the servers, which compile for minutes and keep the compiled programs.
 
-Servers of the measured model (`benchmarks/peers/checkpoint.py`), all up at once and idle but for
-the one that is asked, in turn: vLLM for CPUs, ours unified and ours chunked, each on all cores that
-this process may use, and ours disaggregated, prefill on the first half of them and decode on the
-other, bound by taskset. Prefix caching is off.
-- poisson: `vllm bench serve` as it is, from the peer's environment: prompts of --input tokens that
-  want --output tokens, by a Poisson process of each rate; inf: all at once.
-- storm: streams that decode while prompts of --storm_input tokens come by a Poisson process,
-  against the same streams without them (`benchmarks/peers/storm.py`).
-A figure is the median over rounds. The client shares the cores, with each server alike."""
+The servers have the measured model (`benchmarks/peers/checkpoint.py`) and run at the same time;
+only one receives requests, and they take turns: vLLM for CPUs, ours unified and ours chunked, each
+on all cores of this process, and ours disaggregated, with prefill on the first half of the cores
+and decode on the other half (by taskset). Prefix caches are off.
+- poisson: `vllm bench serve`, unmodified, from the peer's environment: prompts of --input tokens
+  with answers of --output tokens, by a Poisson process of each rate; inf: all at once.
+- storm: streams that decode while prompts of --storm_input tokens arrive by a Poisson process,
+  against the same streams without these prompts (`benchmarks/peers/storm.py`).
+A figure is the median over rounds. The client uses the same cores, equally for all servers."""
 
 import contextlib
 import os

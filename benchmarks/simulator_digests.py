@@ -1,14 +1,14 @@
-"""Are the simulator's results the same, bit for bit, as before a change? One digest for each of
-several short runs, of everything that a run says: outcomes and gaps, usage, counters, seconds, and
-every decision of the router with its prediction.
+"""Computes digests of the simulator's results, to check that a change alters no bit. Each of
+several short runs has a digest of its complete results: outcomes and gaps, usage, counters,
+seconds, and all decisions of the router with their predictions.
 
     python -m benchmarks.simulator_digests            # before and after; compare the lines
     python -m benchmarks.simulator_digests --calls --only=trace
 
-The runs: two pools on 40 instances, one pool in turns and fused, prefix reuse, faults that strike
-mortal workers, roles that change, stages that drain. Digests are those of one machine and one
-version of numpy: only two of the same can be compared. --calls counts Python calls a request in
-place of seconds: what else the machine does leaves them alone."""
+The runs: two pools of 40 instances, one pool with alternating and with fused steps, prefix reuse,
+workers with faults, role changes, and pipeline stages that drain. Digests depend on the machine and
+the version of numpy, and can be compared only between equal ones. --calls counts Python calls per
+request instead of seconds, because these do not depend on the machine's load."""
 
 import hashlib
 import sys

@@ -1,27 +1,28 @@
-"""Turn 2 of a conversation, by each way: when do its first and its second token come, and does the
-router take the best?
+"""Measures the first and second token of a conversation's second turn for each way of computing it,
+and checks whether the router chooses the fastest.
 
     python -m benchmarks.turns --name=turns
 
-An embedded cluster of one device a mesh over the measured model, in float32, whose workers keep KV.
-A conversation's first turn is computed by the prefill mesh; prompt and answer stay on the decode
-mesh. Its second turn goes one of these ways:
-- recompute: the prefill worker, which keeps nothing of it, computes all;
-- reuse: it keeps the first prompt, and computes the answer and what is new;
-- fetch: it keeps nothing, and fetches prompt and answer from the decode worker;
-- append: the decode worker computes what is new itself;
-- router, forgotten: as the router decides where the prefill worker keeps nothing;
-- router, kept: as it decides where that keeps the first prompt.
-Each of the first three sends what the decode worker lacks, no more. The router's prices are those
-that the workers measure when they start, corrected by what its own requests took. A first turn
-serves all ways, each with new words behind it, in an order that changes with each round; the first
-round is left out. "busy": two other streams run on the decode mesh, and the longest gap between two
-tokens of theirs is told.
+The cluster is embedded, with one device per mesh, the measured model in float32, and prefix caches.
+The prefill mesh computes the first turn of a conversation; the prompt and the answer remain on the
+decode mesh. The second turn is computed in one of these ways:
+- recompute: the prefill worker has nothing cached and computes all tokens;
+- reuse: the prefill worker has the first prompt cached, and computes the answer and the new tokens;
+- fetch: the prefill worker has nothing cached, and fetches prompt and answer from the decode
+  worker;
+- append: the decode worker computes the new tokens itself;
+- router, forgotten: the router chooses, and the prefill worker has nothing cached;
+- router, kept: the router chooses, and the prefill worker has the first prompt cached.
+The first three transfer only what the decode worker lacks. The router uses the prices that the
+workers measured at their start, corrected by its own requests. All ways use the same first turn,
+each with different new tokens, in an order that changes with each round. The first round is not
+counted. "busy": two other streams run on the decode mesh, and the table has the longest gap between
+two of their tokens.
 
-A request that the router sent some way is one more that went so. "of the best": the median of the
-way that the router took, over that of the fastest of the ways that were open to it. Seconds of all
-processors until the first token are told beside those of the clock, for they depend less on what
-else the machine does. The router weighs the second token, too, and what other streams lose."""
+A request of the router counts as one more sample of the way that it took. "of the best": the median
+of the chosen way divided by that of the fastest possible way. The table also has the processor
+seconds until the first token, which depend less on the load of the machine. The router's choice
+also considers the second token and the delay of other streams."""
 
 import asyncio
 import itertools

@@ -1,17 +1,18 @@
-"""How do our programs run on a GPU or a TPU? All measurements, in parts of a few minutes.
+"""Measures the programs and the service on a GPU or a TPU, in parts of a few minutes.
 
     python -m benchmarks.device_day PART --out=DIR [--small] [--minutes=8]
 
-Parts, in the order of what they tell: probe (the machine, its ceilings, what its driver can share),
-kernels (each op against the same in float32), decode and prefill (our executor's own programs),
-handoff (KV between two processes on one device), tests (those that need one device), serve (over
-gRPC, unified and split on one device; a TPU chip belongs to one process, and the rows that share
-one are skipped there); `all` is each of them, in a process of its own. DIR/PART.json is
-written after every row; a row that fails is a row with its error, and nothing is begun once the
-part's minutes are over. A table comes last. Compiled programs are kept in DIR/xla, or --programs.
+Parts, in order of importance: probe (machine, measured ceilings, kinds of shared memory that the
+driver supports), kernels (each op against the same op in float32), decode and prefill (the
+executor's own programs), handoff (KV between two processes on one device), tests (tests that need
+one device), serve (over gRPC, unified and split on one device; on TPUs, rows that share a chip are
+skipped, because a chip belongs to one process). `all` runs each part in a separate process.
+DIR/PART.json is written after each row. A row that fails is stored with its error. No row starts
+after the part's minutes are over. A table is printed at the end. Compiled programs are kept in
+DIR/xla, or in --programs.
 
---small runs the same rows on the CPU, in sizes for it: what can rot without a GPU does so in a
-test. Its figures mean nothing."""
+--small runs the same rows on the CPU with small sizes, so that a test finds code that no longer
+works. Its figures have no meaning."""
 
 import argparse
 import importlib

@@ -1,13 +1,14 @@
-"""What four published studies claim, asked of the simulator, and why its answer differs.
+"""Simulates the claims of four published studies, and explains why the results differ.
 
     python -m benchmarks.papers distserve            # or splitwise, taichi, prfaas
     python -m benchmarks.papers distserve --small    # a tenth of the requests; writes nothing
     python -m benchmarks.papers distserve --page     # the page alone, from the results kept
 
-Each study is a file of this folder: hardware, models, workload and fleets as near to the paper's as
-they are known, and beside the comparison itself runs that change one thing at a time. Results:
-`results/papers_NAME.json`; page: `results/papers_NAME.md`, of `words/NAME.md` (written by hand,
-with the figures in sight) and the tables. One process, one core, a few minutes each."""
+Each study is a file of this folder: hardware, models, workload and fleets as close to the paper's
+as they are published. Beside the comparison itself, some runs change one property at a time.
+Results: `results/papers_NAME.json`. Page: `results/papers_NAME.md`, made from `words/NAME.md`
+(written by hand from the figures) and the tables. Uses one process and one core, for a few minutes
+per study."""
 
 import time
 

@@ -1,9 +1,9 @@
-"""The measured model as a Hugging Face folder, which every engine reads: config.json, random
-weights in float32 from one seed, and a tokenizer whose words are w3, w4, ... with the ids 3, 4, ...
+"""Writes the measured model as a Hugging Face folder, which all engines can read: config.json,
+random float32 weights from one seed, and a tokenizer whose words w3, w4, ... have the ids 3, 4, ...
 
-Matrices have the variance 1 / fan-in, the embedding the deviation 0.02, norms are one, as
-`models.decoder.init_model` has them. Any list of ids decodes to a text that encodes to the same
-ids, so that benchmark clients that send text send exactly as many tokens as they mean to."""
+Matrices have variance 1 / fan-in, the embedding has standard deviation 0.02, and norms are one, as
+in `models.decoder.init_model`. A list of ids decodes to a text that encodes to the same ids.
+Benchmark clients that send text therefore send exactly the intended number of tokens."""
 
 import json
 import os

@@ -1,5 +1,6 @@
-"""A simulated mesh whose loop also fetches KV: nothing is issued while pages are written, and a
-newcomer joins the next step. With pipeline stages the loop is `serial_loop`, moved turn by turn."""
+"""A simulated mesh whose loop also fetches KV. No step is issued while pages are written, and a new
+sequence joins the next step. With pipeline stages, the loop is `serial_loop`, advanced turn by
+turn."""
 
 from collections.abc import Sequence
 

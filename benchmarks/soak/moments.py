@@ -1,10 +1,10 @@
-"""Moments of a hand-off: where a worker process can be told to report, to wait, and so to be killed
-or stopped just there.
+"""Defines the moments of a hand-off at which a chaos test can hold a worker process, and kill or
+stop it there.
 
-`watch_workers` puts itself around the ports' methods of the worker classes, `Moments.watch_pull`
-around a channel's pulls. An order names a moment; the next hand-off that comes to it reports and is
-held, it alone, until it is let go or its time is over. Everything else in the process runs on. A
-moment reached without an order costs nothing.
+`watch_workers` wraps the port methods of the worker classes, and `Moments.watch_pull` the pulls of
+a channel. An order names a moment. The next hand-off that reaches this moment reports it and is
+held, until it is released or its time is over. Other hand-offs of the process continue. A moment
+without an order costs nothing.
 
     reserved      decode: pages are held, the reply not yet sent        pulling        decode: a block is on its way
     computing     prefill: the call has come                            part inserted  prefill: an acknowledgement has come, not the last

@@ -1,10 +1,10 @@
-"""`jdisagg worker` that takes orders from the chaos tests, and whose channel may have random
-faults.
+"""Runs `jdisagg worker` with orders from the chaos tests, and optionally with random faults in its
+channel.
 
     python -m benchmarks.soak.worker_main --chaos_socket=PATH [--chaos_rate=0.05 --chaos_seed=1]
     ...flags of launch.worker
 
-The first arguments belong to this file; the others are passed to launch.worker, whose classes are
+The first arguments belong to this file. The others are passed to launch.worker, whose classes are
 wrapped."""
 
 import sys
