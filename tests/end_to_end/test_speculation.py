@@ -113,7 +113,7 @@ async def alone() -> list[Collected]:
 @pytest.mark.parametrize(
     ("mode", "prefill", "decode", "steps"),
     [
-        (Mode.UNIFIED, "tp=1", "tp=1", 1),
+        pytest.param(Mode.UNIFIED, "tp=1", "tp=1", 1, marks=pytest.mark.slow),
         (Mode.CHUNKED, "tp=1", "dp=2,tp=2", 4),
         (Mode.DISAGGREGATED, "tp=2", "dp=2", 1),
     ],
@@ -209,7 +209,7 @@ async def test_the_shipped_model_takes_several_tokens_a_step_with_its_own_layer(
     ("name", "drafts"),
     [
         ("gpt_oss", True),
-        ("qwen3_next", False),
+        pytest.param("qwen3_next", False, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
         pytest.param("mistral_window", True, marks=pytest.mark.slow),
     ],

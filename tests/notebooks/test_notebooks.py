@@ -15,8 +15,8 @@ NOTEBOOKS = {
     "serving": (2, 200_000),
     "study": (8, 400_000),
 }
-# Slow: the servers of one compile all their programs unless the cache has them.
-SLOW = ("serving", "study")
+# Slow: they run servers, which compile all their programs unless the cache has them.
+SLOW = ("residency", "serving", "study")
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
