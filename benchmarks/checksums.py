@@ -86,7 +86,7 @@ def main(_: list[str]) -> None:
         instance(name, loaded, MeshRole(True, False, emit=True), channel)
         for name in ("with", "without")
     ]
-    prefills[1]._sums = prefills[1]._prefill._sums = NoSums(
+    prefills[1]._sums = prefills[1]._prefill._stages[0][1]._sums = NoSums(
         prefills[1].programs, prefills[1]._pool, prefills[1]._groups, 16
     )
     figures: dict[str, object] = {"dtype": _DTYPE.value}

@@ -89,6 +89,7 @@ class SimulatedEngine:
             dp=self.ranks,
             tp=self.decode_tp,
             ep=self.ranks * self.decode_tp if self.ranks > 1 else 1,
+            pp=self.stages,
         )
 
     def fleet(self) -> StudyFleet:
@@ -100,7 +101,7 @@ class SimulatedEngine:
             prefill = replace(common, chunk_tokens=40960, layout=Layout(tp=self.prefill_tp))
             return StudyFleet(
                 OPT,
-                self._pool(OPT, decode, self.stages),
+                self._pool(OPT, decode),
                 self._pool(OPT, prefill),
                 limits=PATIENT,
                 # The pull is the insertion: its time is the decode side's, between two steps
@@ -146,30 +147,21 @@ class SimulatedEngine:
             block_tokens=BLOCK_TOKENS,
         )
 
-    def _pool(self, model: CostGeometry, instance: InstanceConfig, stages: int = 1) -> Pool:
+    def _pool(self, model: CostGeometry, instance: InstanceConfig) -> Pool:
         """Returns one instance. Its costs are given, so the router has no hardware description and,
         like the routers of these engines, predicts nothing."""
         card = self.constants.accelerator
-        costs = self.cost_model(model, card, instance.layout, stages)
+        costs = self.cost_model(model, card, instance.layout)
         return Pool(
             1,
             card,
             instance,
-            stages,
             ModelCosts(costs, insert_bytes_per_second=self.constants.link_bytes_per_second),
         )
 
-    def cost_model(
-        self, model: CostGeometry, card: Accelerator, layout: Layout, stages: int = 1
-    ) -> CostModel:
+    def cost_model(self, model: CostGeometry, card: Accelerator, layout: Layout) -> CostModel:
         return CostModel(
-            model,
-            card,
-            layout,
-            stages,
-            dtype=self.weights,
-            kv_dtype="bfloat16",
-            kernels=self.kernels,
+            model, card, layout, dtype=self.weights, kv_dtype="bfloat16", kernels=self.kernels
         )
 
     def run(self, arrivals: Sequence[Arrival]) -> tuple[np.ndarray, np.ndarray]:

@@ -79,7 +79,7 @@ class InstanceConfig:
     """One model replica on one mesh.
 
     Attributes:
-        layout: Sizes of the mesh axes dp, tp and ep.
+        layout: Sizes of the mesh axes dp, tp and ep, and the number of pipeline stages pp.
         page_size: Number of tokens per KV page.
         pages_per_rank: Number of KV pages of each dp rank. None takes enough pages for
             `slots_per_rank` sequences of full context, or as many as fit into memory
@@ -90,8 +90,8 @@ class InstanceConfig:
         min_chunk_tokens: Size of the smallest prefill chunk, in tokens.
         layer_groups: Number of groups of layers, each a program, into which the prefill of a chunk
             is divided. The KV of one group is sent while the next group computes. Prefill and
-            decode instances need the same value. None derives it from the model's bytes
-            (engine/limits.py).
+            decode instances need the same value. None derives it from the model's bytes, or, with
+            pipeline stages, takes two for each stage (engine/limits.py).
         block_bytes: Smallest KV block to send, in bytes. If the blocks of a short prompt are
             smaller, the blocks of several layer groups are merged. Prefill and decode instances
             need the same value. 0 never merges. None means 4 MiB, or 0 if `layer_groups` is set.

@@ -304,11 +304,14 @@ class AdapterContent(NamedTuple):
 
 class Model(Protocol):
     """An NNX module that can be served. `vocabulary` is the unpadded size. `context_tokens` is the
-    longest sequence that the model supports. `next_token` is None without drafts from the
-    checkpoint's own layer; else the last entry of `kv_spec` is this layer's."""
+    longest sequence that the model supports. `head` is the stem with final norm and head: `stem`
+    itself, unless the weights are loaded for several pipeline stages. `next_token` is None without
+    drafts from the checkpoint's own layer; else the last entry of `kv_spec` is this layer's."""
 
     @property
     def stem(self) -> Stem: ...
+    @property
+    def head(self) -> Stem: ...
     @property
     def layers(self) -> Sequence[Layer]: ...
     @property

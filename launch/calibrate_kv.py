@@ -66,6 +66,8 @@ def sequences(tokenizer: Tokenizer, text: str, tokens: int) -> list[list[int]]:
 
 def main() -> int:
     layout = Layout.parse(flags.layout)
+    if layout.pp > 1:
+        raise ConfigError(f"--layout={layout}: calibration uses one mesh; use pp=1")
     directory = local_model(flags.model)
     tokenizer = Tokenizer.from_directory(directory)
     inputs = sequences(tokenizer, _text(), flags.tokens)

@@ -398,8 +398,6 @@ GROUPS: dict[str, dict[str, Spec]] = {
             "h100", f"{', '.join(HARDWARE)}, or a file of `jdisagg measure_costs`."
         ),
         "decode_hardware": _text(None, "Hardware of decode workers. Default: --prefill_hardware."),
-        "prefill_stages": _count(None, "Pipeline stages of a prefill worker."),
-        "decode_stages": _count(1, "Pipeline stages of a decode worker."),
         "fused": _yes(
             False,
             "Chunked mode runs a prefill chunk and a decode step as one program. jdisagg itself"

@@ -34,12 +34,11 @@ class SimulationSettings:
 
 def simulated_fleet(flags: Given) -> Fleet:
     mode = Mode(flags.mode)
-    for name in ("prefill_workers", "prefill_stages"):
-        if mode is not Mode.DISAGGREGATED and flags.present(name):
-            raise ConfigError(
-                f"--{name}={getattr(flags, name)} has no effect in mode {mode.value}, whose only"
-                " pool is set by --decode_workers"
-            )
+    if mode is not Mode.DISAGGREGATED and flags.present("prefill_workers"):
+        raise ConfigError(
+            f"--prefill_workers={flags.prefill_workers} has no effect in mode {mode.value}, whose"
+            " only pool is set by --decode_workers"
+        )
     chunk = (
         (2048 if mode is Mode.CHUNKED else INSTANCE.chunk_tokens)
         if flags.chunk_tokens is None
@@ -55,12 +54,9 @@ def simulated_fleet(flags: Given) -> Fleet:
     settings = override(SimulationSettings(), flags.set)
     software = software_of(flags)
     geometry = find_geometry(flags.model, flags.kv_dtype, software)
-    decoding = Pool(flags.decode_workers, second, decode, flags.decode_stages)
-    prefilling = (
-        Pool(flags.prefill_workers, first, prefill, flags.prefill_stages)
-        if mode is Mode.DISAGGREGATED
-        else None
-    )
+    decoding = Pool(flags.decode_workers, second, decode)
+    two = mode is Mode.DISAGGREGATED
+    prefilling = Pool(flags.prefill_workers, first, prefill) if two else None
     kept = _prefix(settings.prefix, flags, prefilling or decoding, mode)
     fetches = settings.routing.peer_fetch
     return Fleet(

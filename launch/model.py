@@ -15,6 +15,7 @@ from jdisagg.model_api import Device
 from jdisagg.node.deployment import Deployment, ModelSource
 from jdisagg.observe.observer import Observer
 from jdisagg.ops.quantized_weights import checked_weights
+from jdisagg.scheduler.blocks import StageCut
 from launch.cost_inputs import find_geometry
 from launch.grammars import grammar_compiler
 from launch.shipped import SHIPPED_MODEL
@@ -35,9 +36,9 @@ def loader(
     ConfigError if it has none and `speculate` is mtp."""
     kept, drafts = checked_weights(weights), speculate in LAYER_DRAFTS
 
-    def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
+    def load(layout: Layout, devices: Sequence[Device], cut: StageCut | None = None) -> Loaded:
         how = {"dtype": dtype, "weights": kept, "kv_dtype": kv_dtype, "next_token": drafts}
-        loaded = load_model(directory, layout, devices, **how)
+        loaded = load_model(directory, layout, devices, **how, cut=cut)
         if speculate == "mtp" and loaded.model.next_token is None:
             raise ConfigError(
                 f"speculate=mtp: the checkpoint {directory} has no next-token layer that can be"

@@ -34,7 +34,7 @@ from launch.workload_inputs import arrivals_of, reasons, slo_limits
 
 FLAGS = (
     "trace", "mode", "prefill_workers", "decode_workers", "model", "prefill_hardware",
-    "decode_hardware", "prefill", "decode", "prefill_stages", "decode_stages", "chunk_tokens",
+    "decode_hardware", "prefill", "decode", "chunk_tokens",
     "slots_per_rank", "fused", "engine", "speculation", "dtype", "weights", "kv_dtype", "codec",
     "link", "host_devices", "prefix_cache", "host_cache_gib", "append_tokens", "block_tokens",
     "rate", "speed", "requests", "spread_tick_seconds", "variation", "turns", "think_seconds",
@@ -48,7 +48,6 @@ flags = define(
     decode_workers=1,
     model="llama-3.1-70b",
     prefill="tp=4",
-    prefill_stages=1,
     slots_per_rank=INSTANCE.slots_per_rank,
     dtype="bfloat16",
     codec="none",

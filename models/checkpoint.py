@@ -25,8 +25,9 @@ from tqdm import tqdm
 from jdisagg.errors import CheckpointError, ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
-from jdisagg.ops.parameters import layout_mesh, weight_formats
+from jdisagg.ops.parameters import StageOf, layout_meshes, weight_formats
 from jdisagg.ops.quantized_weights import Weights
+from jdisagg.scheduler.blocks import StageCut, stage_layers
 from models import orbax_checkpoint
 from models.catalog import read_config
 from models.decoder import Decoder, abstract_model
@@ -55,11 +56,16 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A loaded model. Its parameters are global arrays on `mesh`, which has the axes ("dp", "kv",
-    "rep")."""
+    "rep"), and on the `later` meshes of further pipeline stages."""
 
     model: Decoder
     mesh: Mesh
     layout: Layout
+    later: tuple[Mesh, ...] = ()
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        return self.mesh, *self.later
 
 
 def load_config(directory: str | Path) -> DecoderConfig:
@@ -87,6 +93,7 @@ def load_model(
     weights: Weights = "",
     kv_dtype: str = "",
     next_token: bool = False,
+    cut: StageCut | None = None,
 ) -> LoadedModel:
     """Loads a model. Blocks until all weights are read.
 
@@ -101,6 +108,8 @@ def load_model(
             no quantization.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means `dtype`.
         next_token: Whether to read the layer that drafts tokens, if the checkpoint has one.
+        cut: Function from the model's KV spec to the layers of each pipeline stage. None cuts
+            between any two layers.
 
     Raises:
         CheckpointError: The files do not fit the config, or are unreadable.
@@ -123,12 +132,19 @@ def load_model(
         )
         config = replace(config, tied=False)
     layout.check(config.geometry)
-    mesh = layout_mesh(layout, config.kv_heads, devices)
+    meshes = layout_meshes(layout, config.kv_heads, devices)
+    mesh, staged = meshes[0], layout.pp > 1
     platform = platform or devices[0].platform
-    abstract = partial(abstract_model, dtype=dtype, platform=platform, tp=layout.tp)
+    abstract = partial(abstract_model, dtype=dtype, platform=platform, tp=layout.tp, staged=staged)
     scales = _kv_scales(directory, config, files) if kv_dtype else None
     model = abstract(config)
+    placed = partial(weight_formats, mesh=mesh, layout=layout, later=_stage_of(model, meshes, cut))
     if files is None:
+        if staged:
+            raise ConfigError(
+                f"layout {layout}: {directory} is in Orbax format, which is not loaded for several"
+                " pipeline stages; give the Hugging Face directory, or use pp=1"
+            )
         if weights:
             raise ConfigError(
                 f"weights={weights}: {directory} is in Orbax format, and weights are quantized only"
@@ -144,11 +160,28 @@ def load_model(
             }
             model = abstract(config, weights=weights)
             sources = quantized_sources(model, by_path, files)
-        model = _fill(model, sources, files, directory, mesh, layout)
+        model = _fill(model, sources, files, directory, placed(model))
     if scales is not None:
         kept = abstract(replace(config, kv_dtype=kv_dtype), weights=weights)
-        model = _with_kv_scales(model, kept, scales, mesh, layout)
-    return LoadedModel(model, mesh, layout)
+        model = _with_kv_scales(model, kept, scales, placed(kept))
+    return LoadedModel(model, mesh, layout, meshes[1:])
+
+
+def _stage_of(model: Decoder, meshes: tuple[Mesh, ...], cut: StageCut | None) -> StageOf | None:
+    """Returns the function from a parameter's path to its mesh, or None with one mesh."""
+    if len(meshes) == 1:
+        return None
+    spec, stages = model.kv_spec, len(meshes)
+    every = len(spec.layers)
+    runs = cut(spec) if cut else stage_layers(spec.positioned, every, every, stages)
+    of_layer = [at for at, run in enumerate(runs) for _ in run]
+
+    def mesh_of(path: tuple[Any, ...]) -> Mesh:
+        if path[0] == "layers":
+            return meshes[of_layer[int(path[1])]]
+        return meshes[0 if path[0] == "stem" else -1]
+
+    return mesh_of
 
 
 def _kv_scales(directory: Path, config: DecoderConfig, files: CheckpointTensors | None) -> KVScales:
@@ -158,16 +191,14 @@ def _kv_scales(directory: Path, config: DecoderConfig, files: CheckpointTensors 
 
 
 def _with_kv_scales(
-    read: Decoder, kept: Decoder, scales: KVScales, mesh: Mesh, layout: Layout
+    read: Decoder, kept: Decoder, scales: KVScales, shardings: Sequence[Any]
 ) -> Decoder:
     """Adds KV scales to a loaded model. Copies the arrays of `read` into the abstract model `kept`,
     which has parameters for the scales, and fills these parameters from `scales`."""
     leaves = jax.tree.leaves(nnx.state(read))
     of_path = {part.path: leaf for part, leaf in zip(parameter_shapes(read), leaves, strict=True)}
     arrays = []
-    for part, sharding in zip(
-        parameter_shapes(kept), weight_formats(kept, mesh, layout), strict=True
-    ):
+    for part, sharding in zip(parameter_shapes(kept), shardings, strict=True):
         if part.path not in of_path:
             first, layer, *_, component = part.path
             # The KV of drafts is not calibrated, because no stream depends on it.
@@ -218,11 +249,9 @@ def _fill(
     sources: Sequence[Source],
     files: CheckpointTensors,
     directory: Path,
-    mesh: Mesh,
-    layout: Layout,
+    shardings: Sequence[Any],
 ) -> Decoder:
     parameters = parameter_shapes(model)
-    shardings = weight_formats(model, mesh, layout)
     total = sum(part.dtype.itemsize * int(np.prod(part.shape)) for part in parameters)
     arrays = []
     with tqdm(

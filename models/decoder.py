@@ -26,25 +26,50 @@ from models.next_token import NextTokenLayer
 
 
 class DecoderStem(nnx.Module):
-    """Embedding [V, D], final norm, and an output head unless the head is tied to the embedding."""
+    """Embedding [V, D], final norm, and an output head unless the head is tied to the embedding.
 
-    def __init__(self, make: Make, config: DecoderConfig, padded: int, form: KernelForm) -> None:
-        self.embedding = parameter(
-            make((padded, config.width), "embedding", config.width), ("vocab", "embed")
+    Args:
+        embeds: Whether the stem has what `embed` needs.
+        projects: Whether the stem has what `normed` and `project` need.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        config: DecoderConfig,
+        padded: int,
+        form: KernelForm,
+        *,
+        embeds: bool = True,
+        projects: bool = True,
+    ) -> None:
+        self.embedding = (
+            parameter(make((padded, config.width), "embedding", config.width), ("vocab", "embed"))
+            if embeds or config.tied
+            else None
         )
-        self.norm = Norm(
-            make, config.width, ("embed",), config.norm_epsilon, above_one=config.norms_above_one
+        self.norm = (
+            Norm(
+                make,
+                config.width,
+                ("embed",),
+                config.norm_epsilon,
+                above_one=config.norms_above_one,
+            )
+            if projects
+            else None
         )
         self.head = (
-            None
-            if config.tied
-            else Linear(make, (config.width, padded), ("embed", "vocab"), form=form)
+            Linear(make, (config.width, padded), ("embed", "vocab"), form=form)
+            if projects and not config.tied
+            else None
         )
         self.vocabulary = config.vocabulary
         self.scale, self.divisor = config.embedding_scale, config.logits_divisor
         self.cap = config.logits_cap
 
     def embed(self, tokens_T: jax.Array, shards: Shards) -> jax.Array:
+        assert self.embedding is not None
         x_TD = embed_tokens(self.embedding[...], tokens_T, shards.tp)
         if self.scale == 1:
             return x_TD
@@ -55,6 +80,7 @@ class DecoderStem(nnx.Module):
         return self.project(self.normed(x_RD), shards)
 
     def normed(self, x_RD: jax.Array) -> jax.Array:
+        assert self.norm is not None
         return self.norm(x_RD)
 
     def project(self, y_RD: jax.Array, shards: Shards) -> jax.Array:
@@ -65,7 +91,7 @@ class DecoderStem(nnx.Module):
         )
         out = project(
             y_RD,
-            kernel[...],
+            kernel[...],  # type: ignore[index]  # one of the two is there
             transposed=transposed,
             platform=shards.platform,
             out_dtype=jnp.dtype("float32"),
@@ -78,7 +104,8 @@ class DecoderStem(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The whole model: `stem`, `layers`, and the properties that `jdisagg.model_api` requires."""
+    """The whole model: `stem`, `layers`, and the properties that `jdisagg.model_api` requires. With
+    `staged`, embedding and head are in two stems, because they are on different meshes."""
 
     def __init__(
         self,
@@ -89,10 +116,13 @@ class Decoder(nnx.Module):
         platform: str,
         tp: int,
         weights: Weights = "",
+        staged: bool = False,
     ) -> None:
         form = KernelForm(kernel_is_transposed(platform, dtype), weights, platform)
         padded = padded_vocabulary(config.vocabulary, tp)
-        self.stem = DecoderStem(make, config, padded, form.plain())
+        plain = form.plain()
+        self.stem = DecoderStem(make, config, padded, plain, projects=not staged)
+        self.last_stem = DecoderStem(make, config, padded, plain, embeds=False) if staged else None
         self.layers = nnx.List([DecoderLayer(make, config, layer, form) for layer in config.layers])
         self.next_token = (
             NextTokenLayer(make, config, config.layers[-1], form) if config.next_token else None
@@ -103,6 +133,11 @@ class Decoder(nnx.Module):
         self.geometry = config.geometry
         self.vocabulary = config.vocabulary
         self.context_tokens = config.context_tokens
+
+    @property
+    def head(self) -> DecoderStem:
+        """See `model_api.Model`."""
+        return self.stem if self.last_stem is None else self.last_stem
 
     def adapted_layers(self, adapters: AdapterSize, make: MakeStack) -> list[DecoderLayer]:
         """See `model_api.Model`."""
@@ -128,7 +163,7 @@ class Decoder(nnx.Module):
         for layer, kept in zip(self.layers, self.kv_spec.layers, strict=False):
             recur = recur_from_the_beginning(kept.state, self.kv_spec.dtype, x_TD.shape[0], shards)
             x_TD = layer(x_TD, positions_T, attend, shards, recur=recur)
-        return self.stem.logits(x_TD, shards)
+        return self.head.logits(x_TD, shards)
 
 
 def abstract_model(
@@ -138,18 +173,21 @@ def abstract_model(
     platform: str = "cpu",
     tp: int = 1,
     weights: Weights = "",
+    staged: bool = False,
 ) -> Decoder:
     """Builds the model with shapes instead of arrays, without allocating memory.
 
     Args:
         tp: Tensor-parallel size. The vocabulary is padded to a multiple of it.
         weights: Type to which the layers' matrices are quantized. Empty means no quantization.
+        staged: Whether embedding and head are separate, for several pipeline stages.
     """
 
     def make(shape: tuple[int, ...], role: Role, fan_in: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(role if role in TYPE_ROLES else dtype))
 
-    return Decoder(make, config, dtype=dtype, platform=platform, tp=tp, weights=weights)
+    how = {"dtype": dtype, "platform": platform, "tp": tp}
+    return Decoder(make, config, **how, weights=weights, staged=staged)  # type: ignore[arg-type]
 
 
 def init_model(

@@ -179,7 +179,7 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
     """Returns where one parameter is stored. `found` holds the shapes of the checkpoint's tensors,
     which show the format in use."""
     path, shape = parameter.path, parameter.shape
-    if path[0] == "stem":
+    if path[0] in ("stem", "last_stem"):
         return _stem_source(parameter, config.vocabulary)
     if path[0] == "next_token":
         return _next_token_source(parameter, config, found)

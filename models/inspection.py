@@ -15,6 +15,7 @@ from jdisagg.layout.axes import MESH_AXES, Layout
 from jdisagg.layout.kv_spec import KVLayer, KVSpec
 from jdisagg.ops.parameters import param_specs
 from jdisagg.ops.quantized_weights import Weights
+from jdisagg.scheduler.blocks import stage_layers
 from models import orbax_checkpoint
 from models.catalog import FAMILIES, read_config
 from models.checkpoint import find_sources, open_files
@@ -86,19 +87,26 @@ def kv_by_kind(config: DecoderConfig, dtype: str) -> dict[str, int]:
 def bytes_per_device(
     config: DecoderConfig, layout: Layout, dtype: str, weights: Weights = ""
 ) -> tuple[int, int, int]:
-    """Returns the bytes on one device of weights, of KV per token, and of state per sequence.
-    Raises LayoutError."""
+    """Returns the bytes on one device of weights, of KV per token, and of state per sequence. Of
+    several pipeline stages, that with the most bytes counts. Raises LayoutError."""
     layout.check(config.geometry)
     shape = layout.mesh_shape(config.kv_heads)
     sizes: dict[str, int] = dict(zip(MESH_AXES, shape, strict=True))
-    model = abstract_model(config, dtype=dtype, tp=layout.tp, weights=weights)
-    held = sum(
-        parameter.dtype.itemsize
-        * (prod(parameter.shape) // prod(sizes[axis] for axes in spec for axis in _tuple(axes)))
-        for parameter, spec in zip(parameter_shapes(model), param_specs(model, layout), strict=True)
+    model = abstract_model(config, dtype=dtype, tp=layout.tp, weights=weights, staged=layout.pp > 1)
+    spec, shards, every = model.kv_spec, sizes["kv"], len(model.kv_spec.layers)
+    runs = stage_layers(spec.positioned, every, every, layout.pp)
+    of_layer = [stage for stage, run in enumerate(runs) for _ in run]
+    held = [0] * layout.pp
+    for parameter, axes_of in zip(parameter_shapes(model), param_specs(model, layout), strict=True):
+        parts = prod(sizes[axis] for axes in axes_of for axis in _tuple(axes))
+        first, *rest = parameter.path
+        stage = of_layer[int(rest[0])] if first == "layers" else -(first != "stem")
+        held[stage] += parameter.dtype.itemsize * (prod(parameter.shape) // parts)
+    kv = max(
+        KVSpec(spec.layers[run.start : run.stop], spec.dtype).bytes_per_device(shards)
+        for run in runs
     )
-    spec, shards = model.kv_spec, sizes["kv"]
-    return held, spec.bytes_per_device(shards), spec.state.bytes_per_device(shards)
+    return max(held), kv, spec.state.bytes_per_device(shards)
 
 
 def _read_strictly(found: Inspection, hf: HfConfig) -> None:

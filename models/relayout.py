@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdisagg.errors import LayoutError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.ops.parameters import layout_mesh, weight_formats
@@ -29,6 +30,10 @@ def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> 
     memory in use. Raises `LayoutError` before anything is transferred."""
     config, dtype = loaded.model.config, loaded.model.kv_spec.dtype
     layout.check(config.geometry)
+    if layout.pp > 1 or loaded.later:
+        raise LayoutError(
+            f"layout {layout}: weights of pipeline stages are not resharded in place; load them"
+        )
     mesh = layout_mesh(layout, config.kv_heads, devices)
     model = abstract_model(
         config,

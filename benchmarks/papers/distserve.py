@@ -45,11 +45,11 @@ class Instance:
         return self.tp * self.stages * self.count
 
     def pool(self, chunk: int) -> Pool:
-        layout = Layout(tp=self.tp)
+        layout = Layout(tp=self.tp, pp=self.stages)
         instance = replace(
             INSTANCE, layout=layout, chunk_tokens=chunk, min_chunk_tokens=min(256, chunk)
         )
-        return Pool(self.count, A100, instance, self.stages)
+        return Pool(self.count, A100, instance)
 
     def __str__(self) -> str:
         return f"{self.count} x tp{self.tp}" + (f" pp{self.stages}" if self.stages > 1 else "")

@@ -75,9 +75,9 @@ def exchange_seconds(
     if kernels.exchange == "gather":
         # Bytes that each device sends in a ring all-gather.
         sent = (layout.dp - 1) / layout.dp * everyone * back_bytes
-        one = collective_seconds(accelerator, kernels, sent, layout.dp, layout.devices)
+        one = collective_seconds(accelerator, kernels, sent, layout.dp, layout.stage_devices)
         return 2 * one
-    path = link_among(accelerator, layout.devices)
+    path = link_among(accelerator, layout.stage_devices)
     copies = float(min(experts.active, layout.ep - 1))
     part = accelerator.efficiency.collective_bandwidth
     large = tokens > kernels.direct_tokens > 0
@@ -87,7 +87,7 @@ def exchange_seconds(
             part = SCALE_UP_EXCHANGE
     else:
         per_host = min(accelerator.domain_devices, MOST_HOST_DEVICES)
-        hosts = math.ceil(layout.devices / per_host)
+        hosts = math.ceil(layout.stage_devices / per_host)
         if large:
             copies = hosts * (1 - (1 - 1 / hosts) ** experts.active)
             if experts.groups_of_token:

@@ -47,8 +47,7 @@ class CostModel:
     Args:
       geometry: Sizes of the model.
       accelerator: Kind of all devices.
-      layout: Layout of one pipeline stage.
-      stages: Number of pipeline stages, each of `layout.devices` devices.
+      layout: Layout of an instance, with its pipeline stages.
       dtype: Data type of weights and activations.
       kv_dtype: Data type of KV. If empty, the KV type of `geometry`, or `dtype` if `geometry` has
         no KV type.
@@ -60,21 +59,21 @@ class CostModel:
         geometry: CostGeometry,
         accelerator: Accelerator,
         layout: Layout | None = None,
-        stages: int = 1,
         *,
         dtype: str = "bfloat16",
         kv_dtype: str = "",
         kernels: Kernels | None = None,
     ) -> None:
-        self.geometry, self.accelerator, self.stages = geometry, accelerator, stages
+        self.geometry, self.accelerator = geometry, accelerator
         self._kernels = kernels = kernels or accelerator.kernels
         self.layout = layout or Layout()
+        self.stages = self.layout.pp
         self.value_bytes = dtype_bytes(dtype)
         self.kv_value_bytes = dtype_bytes(kv_dtype or geometry.kv_dtype or dtype)
         self._matrix_bytes = geometry.matrix_bits / 8 or self.value_bytes
         self._expert_bytes = kernels.expert_bits / 8 or self._matrix_bytes
         redundant = kernels.redundant_experts
-        check_layout(geometry, self.layout, stages, redundant_experts=redundant)
+        check_layout(geometry, self.layout, redundant_experts=redundant)
         self._expert_slots = expert_slots(geometry, self.layout, redundant_experts=redundant)
         # Mean head size over all layers with attention.
         layers = max(1, geometry.attention_layers)
@@ -98,7 +97,7 @@ class CostModel:
         self._step_terms: dict[int, tuple[float, float, float, float, float, float]] = {}
         attention = geometry.attention
         windowed = not isinstance(attention, LatentAttention) and attention.window is not None
-        out = link_among(accelerator, self.layout.devices) is accelerator.scale_out
+        out = link_among(accelerator, self.layout.stage_devices) is accelerator.scale_out
         self._overlaps = kernels.overlaps and out and self.layout.ep > self.layout.tp
         self._linear = not (
             windowed
@@ -294,15 +293,30 @@ class CostModel:
         by tp, and layers are spread over pipeline stages. Every device has the whole MoE router,
         the whole projections of an MLA latent, and at least one kv head. Every dp rank has a copy
         of all weights except experts."""
+        matrices, experts, embedded = self._weight_bytes
+        return (matrices + experts + embedded) / self.stages
+
+    def stage_weight_bytes(self, layers: int) -> float:
+        """Returns the most bytes of weights on one device of a pipeline stage with `layers` layers.
+        The stage is assumed to have layers with experts, and both embedding and head."""
+        matrices, experts, embedded = self._weight_bytes
+        shape = self.geometry
+        part = min(1.0, layers / shape.expert_layers) if shape.expert_layers else 0.0
+        return matrices * layers / shape.layers + experts * part + embedded
+
+    @property
+    def _weight_bytes(self) -> tuple[float, float, float]:
+        """Bytes on one device of all layers' matrices, of their experts, and of embedding and head,
+        if there were one stage."""
         shape, layout = self.geometry, self.layout
         spread = layout.ep if layout.ep > 1 else layout.tp
         embedded = shape.embedding_parameters / layout.tp
         experts = self._expert_parameters() / spread
         return (
-            sum(product.weight_bytes * product.layers for product in self._products)
-            + self.value_bytes * embedded
-            + self._expert_bytes * experts
-        ) / self.stages
+            sum(product.weight_bytes * product.layers for product in self._products),
+            self._expert_bytes * experts,
+            self.value_bytes * embedded,
+        )
 
     def kv_tokens_per_rank(self, reserve: float = 0.1) -> int:
         """Returns the number of tokens whose KV fits on one dp rank beside the weights, or 0 if the
@@ -534,7 +548,8 @@ class CostModel:
         stages. Stages that share a scale-up link use this link; other stages use the scale-out
         link."""
         accelerator = self.accelerator
-        out = math.ceil(self.stages / max(1, accelerator.domain_devices // self.layout.devices)) - 1
+        in_domain = max(1, accelerator.domain_devices // self.layout.stage_devices)
+        out = math.ceil(self.stages / in_domain) - 1
         return (self.stages - 1 - out) * accelerator.scale_up.seconds(
             size_bytes
         ) + out * accelerator.scale_out.seconds(size_bytes)

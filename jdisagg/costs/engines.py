@@ -202,7 +202,7 @@ class GpuEngine(EnginePreset):
             start = min(start, WHOLE_EXPERTS_START)
         if layout.ep > WIDE and weights in ("fp8", "fp4"):
             kernels = replace(kernels, dispatch_bits=8)
-        if layout.devices > card.domain_devices:
+        if layout.stage_devices > card.domain_devices:
             kernels = replace(kernels, **_ACROSS_HOSTS)
         return replace(
             kernels,

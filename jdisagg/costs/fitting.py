@@ -50,7 +50,6 @@ class Observation:
     phase: Literal["prefill", "decode"]
     rows: tuple[tuple[int, int], ...]
     seconds: float
-    stages: int = 1
     dtype: str = "bfloat16"
     kernels: Kernels = OURS
 
@@ -82,18 +81,13 @@ class Errors:
 
 def predict(accelerator: Accelerator, observations: Sequence[Observation]) -> list[Cost]:
     """Returns the cost model's prediction for each observation."""
-    models: dict[tuple[str, Layout, int, str, Kernels], CostModel] = {}
+    models: dict[tuple[str, Layout, str, Kernels], CostModel] = {}
     costs = []
     for seen in observations:
-        key = (seen.geometry.name, seen.layout, seen.stages, seen.dtype, seen.kernels)
+        key = (seen.geometry.name, seen.layout, seen.dtype, seen.kernels)
         if key not in models:
             models[key] = CostModel(
-                seen.geometry,
-                accelerator,
-                seen.layout,
-                seen.stages,
-                dtype=seen.dtype,
-                kernels=seen.kernels,
+                seen.geometry, accelerator, seen.layout, dtype=seen.dtype, kernels=seen.kernels
             )
         if seen.phase == "prefill":
             costs.append(models[key].prefill(seen.rows))
@@ -141,7 +135,7 @@ def _floors(observations: Sequence[Observation], share: float) -> dict[str, floa
     found = {}
     for phase, name in (("decode", "launch_seconds"), ("prefill", "prefill_launch_seconds")):
         times = [
-            seen.seconds * seen.stages / seen.geometry.layers
+            seen.seconds * seen.layout.pp / seen.geometry.layers
             for seen in observations
             if seen.phase == phase
         ]

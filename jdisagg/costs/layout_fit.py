@@ -6,7 +6,7 @@ from jdisagg.layout.axes import Layout, ModelGeometry
 
 
 def check_layout(
-    geometry: CostGeometry, layout: Layout, stages: int, *, redundant_experts: bool = False
+    geometry: CostGeometry, layout: Layout, *, redundant_experts: bool = False
 ) -> None:
     """Raises LayoutError or ConfigError if the layout does not divide the model evenly.
     `redundant_experts`: whether experts are replicated until ep divides their number."""
@@ -24,10 +24,10 @@ def check_layout(
         state_value_heads=linear.value_heads if linear else 0,
     )
     layout.check(sizes)
-    if not 1 <= stages <= geometry.layers:
+    if layout.pp > geometry.layers:
         raise ConfigError(
-            f"{stages} pipeline stages do not fit a model of {geometry.layers} layers; choose 1 to"
-            f" {geometry.layers}"
+            f"{layout.pp} pipeline stages do not fit a model of {geometry.layers} layers; choose 1"
+            f" to {geometry.layers}"
         )
 
 

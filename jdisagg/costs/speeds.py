@@ -57,7 +57,6 @@ class Kind:
     geometry: CostGeometry
     layout: Layout
     hardware: Accelerator | None
-    stages: int = 1
     dtype: str = "bfloat16"
     times: StepTimes | None = None
 
@@ -113,7 +112,7 @@ class Speed:
             few = self.model.prefill_of(chunk, 0.0, chunk, 1).seconds
             pairs = 64.0 * chunk * chunk
             pair = (self.model.prefill_of(chunk, pairs, chunk, 1).seconds - few) / pairs
-            self._rates[chunk] = (few / chunk / self.kind.stages, pair / self.kind.stages)
+            self._rates[chunk] = (few / chunk / self.kind.layout.pp, pair / self.kind.layout.pp)
         return self._rates[chunk]
 
     def step_seconds(self, sequences: Array, contexts: Array) -> Array:
@@ -158,7 +157,7 @@ class Speed:
         return self._chunks.between(np.minimum(np.maximum(tokens, CHUNKS[0]), CHUNKS[-1]), cached)
 
     def _step(self, sequences: float, context: float) -> float:
-        fullest = math.ceil(sequences / self.kind.stages)
+        fullest = math.ceil(sequences / self.kind.layout.pp)
         return self.model.decode_of(fullest, fullest * context).seconds
 
     def _prefill(self, new: int, cached: int, chunk_tokens: int) -> float:
@@ -174,7 +173,7 @@ class Speed:
     def _behind_each_other(self, every: Seconds, last: Seconds) -> Seconds:
         """Returns the seconds of chunks that run through pipeline stages one after the other.
         `every`: sum of the chunks' seconds. `last`: seconds of the last chunk."""
-        return (every - last) / self.kind.stages + last
+        return (every - last) / self.kind.layout.pp + last
 
 
 def _with_jumps(sizes: Array, jumps: tuple[int, ...]) -> Array:
@@ -185,7 +184,7 @@ def _with_jumps(sizes: Array, jumps: tuple[int, ...]) -> Array:
 
 def _model(kind: Kind) -> CostModel | MeasuredCosts:
     if kind.hardware is not None:
-        return CostModel(kind.geometry, kind.hardware, kind.layout, kind.stages, dtype=kind.dtype)
+        return CostModel(kind.geometry, kind.hardware, kind.layout, dtype=kind.dtype)
     if kind.times is not None:
         return MeasuredCosts(kind.geometry, kind.times, kind.dtype)
     raise ConfigError(

@@ -308,5 +308,5 @@ def _description(card: WorkerCard) -> Description:
     geometry = card.model.geometry
     if geometry is None:
         return Description(card.place)
-    kind = Kind(geometry, card.layout, card.hardware, max(1, card.stages), card.model.dtype)
+    kind = Kind(geometry, card.layout, card.hardware, card.model.dtype)
     return Description(card.place, kind)

@@ -21,7 +21,7 @@ from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents, Route
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.kernel_check import failed_kernels
-from jdisagg.engine.limits import hands_windows_apart
+from jdisagg.engine.limits import asked_groups, hands_windows_apart
 from jdisagg.engine.memory_plan import tier_room
 from jdisagg.engine.replica import (
     Loaded,
@@ -31,6 +31,7 @@ from jdisagg.engine.replica import (
     build_replica,
     context_tokens,
     load_rest,
+    load_stages,
     mesh_role,
     warm_up,
 )
@@ -117,12 +118,13 @@ class EmbeddedCluster:
         self._observer, self._record = observer, record
         self._meshes: list[Executor] = []
         prefill_devices, decode_devices = carve_devices(config, devices)
-        decode_loaded = load(config.decode.layout, decode_devices)
+        groups = self._layer_groups
+        decode_loaded = load_stages(load, config.decode.layout, decode_devices, groups)
         self.model = decode_loaded.model
         self.context_tokens = context_tokens(config.model, self.model)
         self.prefill: Replica | None = None
         if config.mode is Mode.DISAGGREGATED:
-            loaded = load(config.prefill.layout, prefill_devices)
+            loaded = load_stages(load, config.prefill.layout, prefill_devices, groups)
             self.prefill = self.build("prefill", WorkerRole.PREFILL, config.prefill, loaded)
         role = WorkerRole.DECODE if self.prefill else WorkerRole.MIXED
         self.decode = self.build("decode", role, config.decode, decode_loaded)
@@ -144,6 +146,14 @@ class EmbeddedCluster:
         self.observed_path = wrap.path(self.path, observer)
         if observer:
             self._watch(observer)
+
+    @property
+    def _layer_groups(self) -> int | None:
+        """Number of layer groups that is asked for, which both sides of a hand-off must use."""
+        here, there = self.config.prefill, self.config.decode.layout.pp
+        if self.config.mode is not Mode.DISAGGREGATED:
+            return there
+        return asked_groups(here.layer_groups, here.layout.pp, there)
 
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
         """Returns the observation middleware for the ports by which `caller` calls `worker`."""
@@ -292,12 +302,8 @@ class EmbeddedCluster:
         each block shape."""
         if not self.prefill:
             return []
-        source, executor, codec = (
-            self.prefill.loaded.mesh,
-            self.decode.executor,
-            self.config.decode.codec,
-        )
-        limits = self.prefill.executor.limits
+        source, executor = self.prefill.executor, self.decode.executor
+        codec, limits = self.config.decode.codec, source.limits
         blocks = [
             (spec.row_heads, kind, groups, tokens)
             for spec, kind, shapes in (
@@ -311,7 +317,8 @@ class EmbeddedCluster:
             block = PullBlock(
                 -1, 0, 0, groups.start, tokens, 0.0, codec=codec, groups=len(groups), kind=kind
             )
-            self.channel.warm_up(source, executor.pull_target(block), heads)
+            mesh = source.blocks.mesh(kind, groups.start)
+            self.channel.warm_up(mesh, executor.pull_target(block), heads)
 
         return [partial(warm, *block) for block in blocks]
 
@@ -378,7 +385,6 @@ class EmbeddedCluster:
         peer_tokens: int = 0,
     ) -> Replica:
         """Builds the replica for one mesh, which transfers KV over this cluster's channel."""
-        groups = self.config.prefill.layer_groups if self.config.mode is Mode.DISAGGREGATED else 1
         return build_replica(
             name,
             # Both sides of a hand-off must use the same layer groups.
@@ -394,7 +400,7 @@ class EmbeddedCluster:
             ),
             self.channel,
             self.context_tokens,
-            groups,
+            self._layer_groups,
             hands_windows_apart(self.kv_spec.can_part, self.config.mode),
             self.config.prefix,
         )

@@ -1,11 +1,14 @@
 """Computes the limits that a scheduler and its executor share (`MeshLimits`), from an instance's
 configuration and a model's KV spec. All functions are pure."""
 
+import math
+
 from jdisagg.config import InstanceConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVSpec, ring_pages
 from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.scheduler.blocks import StageCut, stage_layers
 from jdisagg.scheduler.executor import MeshLimits, buckets, sequences_ahead
 
 GRANULE_TOKENS = 16
@@ -17,6 +20,7 @@ SAMPLES_PER_CHUNK = 16
 # costs host work.
 GROUP_BYTES = 4 << 20
 GROUP_TOKENS = 512
+GROUPS_PER_STAGE = 2
 # A block costs both workers about 1 ms of CPU time, as much as the transfer of this many bytes.
 BLOCK_COST_BYTES = 1 << 20
 
@@ -55,7 +59,12 @@ def mesh_limits(
         prefix: Configuration of the prefix cache. None is one without reuse.
         draft_layer: Whether the last layer of `spec` drafts tokens.
     """
-    traits = traits_of(platform)
+    traits, pp = traits_of(platform), instance.layout.pp
+    if pp > 1 and instance.block_bytes:
+        raise ConfigError(
+            f"block_bytes={instance.block_bytes} must be 0 with pipeline stages (pp={pp}): a block"
+            " has the layers of one stage; remove block_bytes"
+        )
     if instance.page_size < traits.least_page:
         raise ConfigError(
             f"page_size={instance.page_size} must be at least {traits.least_page} on a"
@@ -90,7 +99,7 @@ def mesh_limits(
         batch_buckets=buckets(
             min(traits.least_batch, instance.slots_per_rank), instance.slots_per_rank
         ),
-        layer_groups=groups_of_layers(sent, layer_groups),
+        layer_groups=groups_of_layers(sent, layer_groups, pp),
         granule_tokens=GRANULE_TOKENS,
         rows_per_chunk=ROWS_PER_CHUNK,
         samples_per_chunk=SAMPLES_PER_CHUNK,
@@ -101,6 +110,7 @@ def mesh_limits(
             else instance.block_bytes
         ),
         block_cost_tokens=BLOCK_COST_BYTES / sent.bytes_per_token,
+        stages=pp,
         continuing_rows=1 if traits.without_loops else CONTINUING_ROWS,
         state_slots_per_rank=state_slots(instance) if spec.has_state or rings else 0,
         windows_apart=windows_apart,
@@ -162,14 +172,57 @@ def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> 
     return max(instance.min_chunk_tokens, min(_power_of_two(context_tokens), LARGEST_WHOLE_PREFILL))
 
 
-def groups_of_layers(spec: KVSpec, asked: int | None) -> int:
+def asked_groups(asked: int | None, *pps: int) -> int | None:
+    """Returns the number of layer groups of instances that hand KV to each other: `asked`, or, if
+    it is None and some instance has several pipeline stages, two groups for each stage. The number
+    is divisible by each number of stages, so that stages are equally long, if there are enough
+    layers. The result is None if it is derived from the model.
+
+    Args:
+        asked: Configured number, or None.
+        pps: Numbers of pipeline stages of all instances.
+    """
+    if asked is not None or max(pps) == 1:
+        return asked
+    return GROUPS_PER_STAGE * math.lcm(*pps)
+
+
+def stage_cut(pp: int, layer_groups: int | None) -> StageCut:
+    """Returns the function that divides a model's layers into `pp` pipeline stages. For
+    `layer_groups` see `mesh_limits`."""
+
+    def cut(spec: KVSpec) -> tuple[range, ...]:
+        groups = groups_of_layers(spec, layer_groups, pp)
+        return stage_layers(spec.positioned, len(spec.layers), groups, pp)
+
+    return cut
+
+
+def groups_of_layers(spec: KVSpec, asked: int | None, pp: int = 1) -> int:
     """Returns the number of layer groups. Each group is one program of a prefill chunk, and a
     group's KV is transferred while the next group computes. With n groups the transfer of the last
     one, 1/n of the KV, cannot overlap with computation. On the other hand, each block costs host
     work. Without `asked`, the result is the largest number for which the blocks of a typical prompt
-    are large enough. Both sides of a hand-off must use the same number."""
-    by_bytes = max(1, spec.bytes_per_token * GROUP_TOKENS // GROUP_BYTES)
-    return min(asked or by_bytes, len(spec.positioned))
+    are large enough. Both sides of a hand-off must use the same number.
+
+    Raises:
+        ConfigError: There are fewer groups than pipeline stages.
+    """
+    return group_count(spec.bytes_per_token, len(spec.positioned), asked, pp)
+
+
+def group_count(token_bytes: int, layers: int, asked: int | None, pp: int) -> int:
+    """Returns the result of `groups_of_layers` for `layers` layers with KV, of which a token has
+    `token_bytes` bytes in all."""
+    by_bytes = max(1, token_bytes * GROUP_TOKENS // GROUP_BYTES)
+    groups = min(asked or by_bytes, layers)
+    if groups < pp:
+        raise ConfigError(
+            f"pp={pp} exceeds the {groups} groups of layers, and each stage has whole groups;"
+            f" choose at most pp={groups}"
+            + (f", or raise layer_groups={asked}" if asked and asked < layers else "")
+        )
+    return groups
 
 
 def finer(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -23,23 +23,28 @@ from jdisagg.config import (
 )
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.layout_fit import check_layout
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
 from jdisagg.engine.adapter_memory import adapter_bytes
 from jdisagg.engine.host_memory import host_memory
 from jdisagg.engine.limits import (
     SAMPLES_PER_CHUNK,
+    asked_groups,
     fetched_tokens,
+    group_count,
     hands_windows_apart,
     largest_chunk,
     snapshot_slots,
     state_slots,
 )
+from jdisagg.engine.stages import check_stages
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import ring_pages
 from jdisagg.layout.platforms import ACCELERATOR_DRAFT_ROWS, DEVICE_FRACTION, traits_of
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
+from jdisagg.scheduler.blocks import stage_layers
 from jdisagg.scheduler.executor import LONGEST_RUN
 from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE
@@ -130,10 +135,14 @@ def fit_engine(
         roles = {"decode": WorkerRole.MIXED}
     made: dict[str, InstanceConfig] = {}
     plans: list[MemoryPlan] = []
-    model = config.model
+    model, pp = config.model, config.decode.layout.pp
+    groups = asked_groups(config.prefill.layer_groups, config.prefill.layout.pp, pp) if two else pp
     for name, role in roles.items():
+        instance = getattr(config, name)
+        if pp > 1 or (two and config.prefill.layout.pp > 1):
+            instance = replace(instance, layer_groups=groups)
         made[name], plan = fit_instance(
-            getattr(config, name), role, config.mode, model, geometry, memory, config.prefix
+            instance, role, config.mode, model, geometry, memory, config.prefix
         )
         plans.append(plan)
     context = min(plan.context_tokens for plan in plans)
@@ -171,6 +180,9 @@ def fit_instance(
         ConfigError: The device memory is too small for the weights, activations, KV in transfer,
             and the configured pages (or the pages of one sequence). The message lists these parts.
     """
+    drafts = geometry.next_token_layers > 0
+    apart = hands_windows_apart(0 < geometry.windowed_part < 1, mode)
+    check_stages(instance, state=bool(geometry.linear), windows_apart=apart, drafts=drafts)
     context = model.context_tokens or geometry.context_tokens
     weights, token_bytes, state_bytes, windowed = bytes_per_device(geometry, instance, model.dtype)
     chunk = largest_chunk(instance, mode, context)
@@ -264,20 +276,34 @@ class DeviceBytes(NamedTuple):
 
 
 def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: str) -> DeviceBytes:
-    """Returns the bytes of a model on each device, with its next-token layer if that drafts."""
+    """Returns the bytes of a model on each device, with its next-token layer if that drafts. Of
+    several pipeline stages, the longest one counts, with all of embedding and head."""
     added = 0
     if geometry.next_token_layers and instance.speculate in LAYER_DRAFTS:
         experts = geometry.expert_layers + (geometry.experts is not None)
         geometry = replace(geometry, layers=geometry.layers + 1, expert_layers=experts)
         added = int(2 * geometry.width**2 * dtype_bytes(dtype))  # joins token and hidden state
     # The kind of accelerator does not affect the bytes.
-    costs = CostModel(geometry, accelerator("h100"), instance.layout, dtype=dtype)
+    costs = CostModel(geometry, accelerator("h100"), replace(instance.layout, pp=1), dtype=dtype)
+    longest = _longest_stage(geometry, instance, costs)
+    kv = costs.kv_bytes_per_device * longest / geometry.layers
     return DeviceBytes(
-        int(costs.weight_bytes_per_device) + added,
-        int(costs.kv_bytes_per_device),
+        int(costs.stage_weight_bytes(longest)) + added,
+        int(kv),
         int(costs.state_bytes_per_device),
-        round(costs.kv_bytes_per_device * geometry.windowed_part),
+        round(kv * geometry.windowed_part),
     )
+
+
+def _longest_stage(geometry: CostGeometry, instance: InstanceConfig, costs: CostModel) -> int:
+    """Returns the number of layers of the longest pipeline stage."""
+    layers, pp = geometry.layers, instance.layout.pp
+    if pp == 1:
+        return layers
+    check_layout(geometry, instance.layout)
+    kv = geometry.kv_values * costs.kv_value_bytes
+    groups = group_count(kv, layers, asked_groups(instance.layer_groups, pp), pp)
+    return max(map(len, stage_layers(tuple(range(layers)), layers, groups, pp)))
 
 
 def device_memory(

@@ -13,7 +13,14 @@ import msgspec
 
 from jdisagg.config import InstanceConfig, Mode, ModelConfig, PrefixConfig, WorkerConfig
 from jdisagg.costs.measured import StepTimes
-from jdisagg.engine.limits import fetched_tokens, hands_windows_apart, mesh_limits
+from jdisagg.engine.limits import (
+    asked_groups,
+    fetched_tokens,
+    hands_windows_apart,
+    mesh_limits,
+    stage_cut,
+)
+from jdisagg.engine.stages import check_stages
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
@@ -28,17 +35,21 @@ from jdisagg.transfer.channel import Channel
 
 
 class Loaded(Protocol):
-    """A loaded model. The model's arrays are on `mesh`, which has axes ("dp", "kv", "rep")."""
+    """A loaded model. The model's arrays are on `meshes`, one for each pipeline stage, which have
+    axes ("dp", "kv", "rep"). `mesh` is the first one."""
 
     @property
     def model(self) -> Model: ...
     @property
     def mesh(self) -> jax.sharding.Mesh: ...
+    @property
+    def meshes(self) -> tuple[jax.sharding.Mesh, ...]: ...
 
 
 # Longest wait for an idle mesh before a program is loaded while the mesh serves.
 BUSY_SECONDS = 2.0
-LoadModel = Callable[[Layout, Sequence[Device]], Loaded]
+# Loads a model. Called with a layout, devices, and for several pipeline stages a `StageCut`.
+LoadModel = Callable[..., Loaded]
 Progress = Callable[[int, int], None]
 
 
@@ -128,6 +139,13 @@ def build_replica(
         prefix: Configuration of the prefix cache. None is one without reuse.
     """
     prefix = prefix or PrefixConfig()
+    check_stages(
+        config,
+        state=loaded.model.kv_spec.has_state,
+        windows_apart=windows_apart,
+        drafts=loaded.model.next_token is not None,
+        processes=len({one.process_index for one in loaded.mesh.devices.flat}),
+    )
     platform = str(loaded.mesh.devices.flat[0].platform)
     limits = mesh_limits(
         config,
@@ -143,7 +161,7 @@ def build_replica(
         draft_layer=loaded.model.next_token is not None,
     )
     executor = MeshExecutor(
-        name, loaded.model, Programs(loaded.mesh), config.layout, limits, role, channel
+        name, loaded.model, Programs(*loaded.meshes), config.layout, limits, role, channel
     )
     return Replica(config, executor, loaded)
 
@@ -166,7 +184,8 @@ def build_worker_replica(
             f"layout {layout} needs {layout.devices} devices, and there are {len(devices)}; choose"
             " a smaller one, or give more"
         )
-    loaded = load(layout, devices[: layout.devices])
+    groups = layer_groups(role, config)
+    loaded = load_stages(load, layout, devices[: layout.devices], groups)
     mode = worker_mode(role, config.mode)
     instance = build_replica(
         name,
@@ -176,7 +195,7 @@ def build_worker_replica(
         mesh_role(role, config.instance, config.prefix),
         channel,
         context_tokens(config.model, loaded.model),
-        layer_groups(role, config),
+        groups,
         hands_windows_apart(loaded.model.kv_spec.can_part, mode),
         config.prefix,
     )
@@ -220,7 +239,20 @@ def mesh_role(role: WorkerRole, config: InstanceConfig, prefix: PrefixConfig) ->
 
 
 def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:
-    return 1 if role is WorkerRole.MIXED else config.instance.layer_groups
+    """Returns the number of layer groups that is asked for. A mesh that prefills and decodes needs
+    one for each pipeline stage."""
+    pp = config.instance.layout.pp
+    return pp if role is WorkerRole.MIXED else asked_groups(config.instance.layer_groups, pp)
+
+
+def load_stages(
+    load: LoadModel, layout: Layout, devices: Sequence[Device], groups: int | None
+) -> Loaded:
+    """Loads a model onto the meshes of a layout's pipeline stages, which have whole layer
+    groups."""
+    if layout.pp == 1:
+        return load(layout, devices)
+    return load(layout, devices, stage_cut(layout.pp, groups))
 
 
 async def warm_up(

@@ -8,6 +8,7 @@ out-of-range page number and write nothing. `PullTargets` makes the destinations
 `MeshBlocks` holds both for each kind of KV (`KvKind`) and runs the step commands for blocks. Only
 the dispatch thread uses this module."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,6 +61,11 @@ class BlockPrograms:
         self._programs, self._pool, self._groups = programs, pool, groups
         self._name = name
         self._ranks = programs.mesh.shape["dp"]
+
+    @property
+    def nowhere(self) -> int:
+        """A page number that no page has. Writes to it have no effect."""
+        return self._pool.rank_rows
 
     def insert(self, command: InsertBlock, arrays: tuple[jax.Array, ...]) -> jax.Array:
         """Writes a pulled block (`arrays`, the result of `Pull.arrays()`) into its pages and reads
@@ -226,7 +232,7 @@ class PullTargets:
     one array for each shape."""
 
     def __init__(self, programs: Programs, spec: KVSpec) -> None:
-        self._programs, self._mesh = programs, programs.mesh
+        self._programs, self.mesh = programs, programs.mesh
         self.spec = spec
         self._granules: dict[str, int] = {}
         self._zeros: dict[tuple[int, int, int], jax.Array] = {}
@@ -235,13 +241,13 @@ class PullTargets:
     @property
     def local_heads(self) -> int:
         """Number of KV heads in one shard."""
-        return self.spec.row_heads // self._mesh.shape["kv"]
+        return self.spec.row_heads // self.mesh.shape["kv"]
 
     def connect(self, peer: str, card: MeshCard) -> None:
         """Registers a mesh to pull from. A pull that names no mesh uses the mesh registered as "",
         for which warm-up also compiles."""
         self._granules[peer] = head_granule(
-            self.spec.row_heads, card.head_shards, self._mesh.shape["kv"]
+            self.spec.row_heads, card.head_shards, self.mesh.shape["kv"]
         )
 
     def disconnect(self, peer: str) -> None:
@@ -253,7 +259,7 @@ class PullTargets:
         heads = self.spec.row_heads
         shards = (count for count in range(1, heads + 1) if heads % count == 0)
         return set(self._granules.values()) or {
-            head_granule(heads, count, self._mesh.shape["kv"]) for count in shards
+            head_granule(heads, count, self.mesh.shape["kv"]) for count in shards
         }
 
     def target(self, block: PullBlock, layers: range, granule: int = 0) -> PullTarget:
@@ -300,7 +306,7 @@ class PullTargets:
         self, components: int, granule: int, tokens: int, width: int, dtype: jnp.dtype
     ) -> jax.Array:
         """Makes the same array as `transfer.channel.resident_zeros`, by a cached program."""
-        ranks, shards = self._mesh.shape["dp"], self._mesh.shape["kv"]
+        ranks, shards = self.mesh.shape["dp"], self.mesh.shape["kv"]
         shape = ranks, components, granule * shards, tokens, width
         return self._programs.zeros(shape, dtype, BLOCK_SPEC)
 
@@ -326,21 +332,33 @@ class _Kind:
 
 
 class MeshBlocks:
-    """Runs the step commands of one mesh that extract, pull, insert and copy blocks."""
+    """Runs the step commands of one instance that extract, pull, insert and copy blocks. With
+    pipeline stages, a block of positions has layers of one stage, and is on this stage's mesh.
+
+    Args:
+        stages: Programs and page pools of each stage.
+        stage_of: Stage of each layer group.
+    """
 
     def __init__(
         self,
-        programs: Programs,
-        pools: Pools,
+        stages: Sequence[tuple[Programs, Pools]],
+        stage_of: Sequence[int],
         limits: MeshLimits,
         groups: tuple[range, ...],
         channel: Channel,
         host: HostStore,
     ) -> None:
-        self._programs, self._pools, self._limits = programs, pools, limits
+        self._limits, self._stage_of = limits, stage_of
         self._channel, self._host = channel, host
         self.granule = 0
         self._pulls: dict[int, Pull] = {}
+        self._stages = [self._kinds_of(*stage, groups) for stage in stages]
+
+    def _kinds_of(
+        self, programs: Programs, pools: Pools, groups: tuple[range, ...]
+    ) -> dict[KvKind, _Kind]:
+        limits = self._limits
         spec, layers = limits.kv_spec, len(limits.kv_spec.layers)
         apart = limits.windows_apart
         windowed = spec.windowed if apart else limits.nothing
@@ -348,7 +366,7 @@ class MeshBlocks:
         window_groups = (
             layer_groups(windowed.positioned, layers, limits.window_groups) if apart else ()
         )
-        self._kinds = {
+        return {
             KvKind.POSITIONS: _Kind(
                 BlockPrograms(programs, pools.pages.view(limits.sent), groups),
                 PullTargets(programs, limits.sent),
@@ -369,18 +387,32 @@ class MeshBlocks:
 
     def connect(self, peer: str, card: MeshCard) -> None:
         """Registers a mesh to pull from (`PullTargets.connect`)."""
-        for kind in self._kinds.values():
+        for kind in self._every():
             if kind.sent:
                 kind.targets.connect(peer, card)
 
     def disconnect(self, peer: str) -> None:
-        for kind in self._kinds.values():
+        for kind in self._every():
             kind.targets.disconnect(peer)
+
+    def _every(self) -> Iterator[_Kind]:
+        for kinds in self._stages:
+            yield from kinds.values()
+
+    def _kind(self, kind: KvKind, group: int) -> _Kind:
+        """Returns the programs for blocks of a kind that begin with this layer group. States and
+        windows are only on instances with one stage."""
+        stage = self._stage_of[group] if kind is KvKind.POSITIONS else 0
+        return self._stages[stage][kind]
+
+    def mesh(self, kind: KvKind, group: int) -> jax.sharding.Mesh:
+        """Returns the mesh of the blocks of a kind that begin with this layer group."""
+        return self._kind(kind, group).targets.mesh
 
     def target(self, command: PullBlock) -> PullTarget:
         """Returns the destination of a pull. The source is another mesh, or this mesh's host
         memory, which stores each device's part of a block as one piece."""
-        kind = self._kinds[command.kind]
+        kind = self._kind(command.kind, command.group)
         layers = kind.programs.layers(command.group, command.groups)
         granule = kind.targets.local_heads if command.peer == HOST else self.granule
         return kind.targets.target(command, layers, granule)
@@ -395,7 +427,7 @@ class MeshBlocks:
     def insert(self, command: InsertBlock) -> BlockReading:
         """Writes a pulled block into its pages."""
         arrays = self._pulls.pop(command.offer_id).arrays()
-        found = self._kinds[command.kind].programs.insert(command, arrays)
+        found = self._kind(command.kind, command.group).programs.insert(command, arrays)
         start_reading((found,))
         return BlockReading(command.step, command.offer_id, found)
 
@@ -407,7 +439,8 @@ class MeshBlocks:
 
     def extract(self, command: ExtractBlock) -> BlockReading:
         """Extracts a block and offers it to other meshes, or copies it to host memory."""
-        block, found, stamp = self._kinds[command.kind].programs.extract(command)
+        programs = self._kind(command.kind, command.group).programs
+        block, found, stamp = programs.extract(command)
         copy = None
         if command.to_host:
             copy = self._host.put(command.offer_id, block, command.rank)
@@ -422,25 +455,29 @@ class MeshBlocks:
 
     def copy(self, command: CopyPages) -> None:
         """Copies pages, and recurrent states with their ring buffers."""
-        self._kinds[KvKind.POSITIONS].programs.copy(command.copies)
+        for kinds in self._stages:
+            kinds[KvKind.POSITIONS].programs.copy(command.copies)
+        first = self._stages[0]
         if self._limits.kv_spec.has_state:
-            self._kinds[KvKind.STATE].programs.copy(command.states)
+            first[KvKind.STATE].programs.copy(command.states)
         size = self._limits.ring_pages
         rings = tuple(
             (rank, source * size + page, destination * size + page)
             for rank, source, destination in command.states
             for page in range(size)
         )
-        self._kinds[KvKind.WINDOW].programs.copy(rings)
+        first[KvKind.WINDOW].programs.copy(rings)
 
     # The methods below compile programs by running them on blocks without a valid token.
 
     def warm_copy(self) -> None:
-        self._kinds[KvKind.POSITIONS].programs.copy(((0, 0, self._pools.pages.rank_rows),))
-        if self._limits.kv_spec.has_state:
-            self._kinds[KvKind.STATE].programs.copy(((0, 0, self._pools.states.rank_rows),))
-        if self._limits.ring_pages:
-            self._kinds[KvKind.WINDOW].programs.copy(((0, 0, self._pools.rings.rank_rows),))
+        kinds = [KvKind.POSITIONS]
+        kinds += [KvKind.STATE] if self._limits.kv_spec.has_state else []
+        kinds += [KvKind.WINDOW] if self._limits.ring_pages else []
+        for stage in self._stages:
+            for kind in kinds:
+                programs = stage[kind].programs
+                programs.copy(((0, 0, programs.nowhere),))
 
     def warm_insert(
         self,
@@ -461,7 +498,8 @@ class MeshBlocks:
             blanks: Whether the channel writes received pieces into arrays that JAX has allocated
                 before (`transfer.pieces.blank`).
         """
-        programs, targets = self._kinds[kind].programs, self._kinds[kind].targets
+        of_kind = self._kind(kind, groups.start)
+        programs, targets = of_kind.programs, of_kind.targets
         pull, insert = _empty(groups, tokens, kind, codec)
         layers = programs.layers(groups.start, len(groups))
         for granule in targets.granules():
@@ -474,26 +512,26 @@ class MeshBlocks:
     def warm_restore(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
         """Compiles the programs that insert a block from host memory, by running them."""
         pull, insert = _empty(groups, tokens, kind, NO_CODEC, HOST)
-        programs = self._kinds[kind].programs
+        programs = self._kind(kind, groups.start).programs
         programs.insert(insert, (self.target(pull).zeros,)).block_until_ready()
 
     def warm_pieces(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
         """Compiles the programs that cut a block into pieces, by running them for each piece size
         that peers may request. Programs of a codec are compiled later, at the first request that
         uses the codec."""
-        targets = self._kinds[kind].targets
-        spec = targets.spec
-        rows = spec.rows(self._kinds[kind].programs.layers(groups.start, len(groups)))
+        of_kind = self._kind(kind, groups.start)
+        targets, spec = of_kind.targets, of_kind.targets.spec
+        rows = spec.rows(of_kind.programs.layers(groups.start, len(groups)))
         shape = (rows, targets.local_heads, tokens, spec.row_width)
         for granule in targets.granules():
-            warm_pieces(self._programs.mesh, shape, jnp.dtype(spec.row_dtype), granule, NO_CODEC)
+            warm_pieces(targets.mesh, shape, jnp.dtype(spec.row_dtype), granule, NO_CODEC)
 
     def warm_extract(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
         """Compiles the program that extracts a block of this shape, by running it."""
         command = ExtractBlock(
             -1, 0, 0, groups.start, 0, 0, tokens, (), groups=len(groups), kind=kind
         )
-        self._kinds[kind].programs.extract(command)[1].block_until_ready()
+        self._kind(kind, groups.start).programs.extract(command)[1].block_until_ready()
 
 
 def _empty(

@@ -21,7 +21,7 @@ its own position. So a step with drafts gives the same tokens as successive step
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.speculation import CHAIN
 
 ROWS_PER_UPDATE = 8
+MOST_BATCHES = 16  # arrays of slot numbers that stay on the mesh
 
 
 class SlotState(NamedTuple):
@@ -57,16 +58,32 @@ class SlotState(NamedTuple):
     counts: jax.Array  # int32 [ranks, slots, V]
 
 
+class EarlierStages(Protocol):
+    """The pipeline stages before the last one."""
+
+    def run(self, slots: Slots, bucket: int, plan: DraftPlan | None) -> jax.Array:
+        """Issues the part of a step in these stages. Returns the activations [ranks, b + E, D]
+        before the last stage, on its mesh."""
+        ...
+
+
 class DecodePrograms:
-    """Builds and runs the decode programs, and owns the slot state. Used by the dispatch thread
-    only."""
+    """Builds and runs the decode programs for the layers of one mesh, and owns the slot state.
+    Used by the dispatch thread only.
+
+    Of pipeline stages, the last one chooses the tokens (`step`), and the others compute their
+    `part` of its steps.
+
+    Attributes:
+        earlier: The stages before this one. None if the mesh has the embedding.
+    """
 
     def __init__(
         self,
         programs: Programs,
         weights: Weights,
-        shards: Shards,
         pools: Pools,
+        shards: Shards,
         limits: MeshLimits,
         rows: RowFormat,
         grammars: GrammarRows,
@@ -82,7 +99,8 @@ class DecodePrograms:
             np.zeros((ranks, slots, rows.vocabulary), np.int32),
         )
         self._state = SlotState(*programs.put((hot, self._ints, self._floats, counts)))
-        self._batch: tuple[Slots, jax.Array] | None = None
+        self.earlier: EarlierStages | None = None
+        self._batches: dict[tuple[Slots, int], jax.Array] = {}  # of the newest steps
         self._next_tokens = (
             NextTokens(weights, shards, pools, rows, limits.ring_pages)
             if weights.next_token and limits.speculates
@@ -119,13 +137,59 @@ class DecodePrograms:
             guesses = self._grammars.runs(slots, self._limits.extra_rows(bucket), guesses)
         if guesses or variant.masked:
             return self._step_in_two(slots, batch, variant, self._plan(guesses, bucket))
+        x = self._before(slots, bucket, None)
         hot, ints, floats, counts = self._state
         kept, hot, chosen, counts_out = self._program(bucket, variant)(
-            *self._model(), hot, counts if variant.shaped else (), ints, floats, batch
+            *self._model(), hot, counts if variant.shaped else (), ints, floats, batch, (), x
         )
-        self._pools.put(0, kept)
+        self._pools.put(self._layers.start, kept)
         self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
         return chosen
+
+    @property
+    def hot(self) -> jax.Array:
+        """Token and position of each slot after the issued steps. The next step donates it."""
+        return self._state.hot
+
+    def part(
+        self, slots: Slots, bucket: int, plan: DraftPlan | None, hot: jax.Array, x: Any
+    ) -> jax.Array:
+        """Issues the part of a step in this stage, which is not the last one.
+
+        Args:
+            hot: Token and position of the step's slots, on this mesh.
+            x: Activations before the stage, or () in the first stage.
+
+        Returns:
+            Activations after the stage.
+        """
+        _, ints, floats, _ = self._state
+        drafts = () if plan is None else (self._programs.put(plan.array),)
+        batch = self._batch_array(slots, bucket)
+        arguments = (*self._model(), hot, (), ints, floats, batch, drafts, x)
+
+        def build() -> Any:
+            specs = (RANK, (), RANK, RANK, RANK, (RANK,) * len(drafts), self._before_spec)
+            return self._programs.compile(
+                self._step_body(None),
+                arguments,
+                (*self._model_specs(), *specs),
+                (self._pools.specs(self._layers), RANK),
+                donate=(2,),
+            )
+
+        kept, x = self._programs.get(("part", bucket, len(drafts) > 0), build)(*arguments)
+        self._pools.put(self._layers.start, kept)
+        return x
+
+    def _before(self, slots: Slots, bucket: int, plan: DraftPlan | None) -> Any:
+        """Returns the activations before this mesh's first layer, or () if it has the
+        embedding."""
+        return () if self.earlier is None else self.earlier.run(slots, bucket, plan)
+
+    @property
+    def _before_spec(self) -> Any:
+        return () if self._weights.begins else RANK
 
     def _plan(self, guesses: Guesses, bucket: int) -> DraftPlan | None:
         limits = self._limits
@@ -140,14 +204,15 @@ class DecodePrograms:
     ) -> Chosen:
         """Issues a step as a forward pass and a choice. Calls may transfer the plan and masks."""
         bucket, planned = batch.shape[1], self._programs.argument(plan.array) if plan else None
+        x = self._before(slots, bucket, plan)
         hot, ints, floats, counts = self._state
         drafter = self._next_tokens if plan else None
         drafts = () if planned is None else (planned, self._drafts) if drafter else (planned,)
         with jax.transfer_guard_host_to_device("allow"):
             kept, logits_TV, *y_TD = self._forward(
-                (*self._model(), hot, (), ints, floats, batch, drafts), bucket
+                (*self._model(), hot, (), ints, floats, batch, drafts, x), bucket
             )
-            self._pools.put(0, kept)
+            self._pools.put(self._layers.start, kept)
             mask: Any = ()
             if variant.masked:
                 masks = self._grammars.masks(slots, logits_TV.shape[1], plan)
@@ -182,15 +247,16 @@ class DecodePrograms:
             self._step_in_two(nobody, rows, variant, plan).token.block_until_ready()
 
     def _model(self) -> tuple[Any, Any, Kept]:
+        edge = self._weights.edge
         return (
-            self._weights.stem.leaves,
-            [layer.leaves for layer in self._weights.layers],
+            () if edge is None else edge.leaves,
+            [self._weights.layers[index].leaves for index in self._layers],
             self._pools.kept(self._layers),
         )
 
     @property
     def _layers(self) -> range:
-        return range(len(self._weights.layers))
+        return self._weights.held
 
     def warm_updates(self) -> None:
         """Compiles the programs of `update`, by running them without changes."""
@@ -199,13 +265,15 @@ class DecodePrograms:
         self._write_counts(nothing)
 
     def _batch_array(self, slots: Slots, bucket: int) -> jax.Array:
-        if self._batch is None or self._batch[0] != slots or self._batch[1].shape[1] != bucket:
+        if (slots, bucket) not in self._batches:
+            if len(self._batches) >= MOST_BATCHES:
+                self._batches.clear()
             # A number out of range is no slot.
             rows = np.full((len(slots), bucket), self._limits.slots_per_rank, np.int32)
             for rank, row in enumerate(slots):
                 rows[rank, : len(row)] = row
-            self._batch = (slots, self._programs.put(rows))
-        return self._batch[1]
+            self._batches[slots, bucket] = self._programs.put(rows)
+        return self._batches[slots, bucket]
 
     def _program(self, bucket: int, variant: Variant) -> Any:
         """Returns the program of a whole step."""
@@ -213,12 +281,17 @@ class DecodePrograms:
         def build() -> Any:
             hot, ints, floats, counts = self._state
             batch = jax.ShapeDtypeStruct((self._limits.ranks, bucket), jnp.int32)
+            x = (
+                ()
+                if self._weights.begins
+                else jax.ShapeDtypeStruct((*batch.shape, self._weights.width), self._weights.dtype)
+            )
             kept_specs = self._pools.specs(self._layers)
             counts_spec = RANK if variant.shaped else ()
             return self._programs.compile(
                 self._step_body(variant),
-                (*self._model(), hot, counts if variant.shaped else (), ints, floats, batch),
-                (*self._model_specs(), RANK, counts_spec, RANK, RANK, RANK),
+                (*self._model(), hot, counts if variant.shaped else (), ints, floats, batch, (), x),
+                (*self._model_specs(), RANK, counts_spec, RANK, RANK, RANK, (), self._before_spec),
                 (kept_specs, RANK, Chosen.specs(variant, self._programs), counts_spec),
                 donate=(2, 3, 4),
             )
@@ -227,17 +300,17 @@ class DecodePrograms:
 
     def _forward(self, arguments: tuple[Any, ...], bucket: int) -> Any:
         """Issues the forward pass of a step that runs as two programs. Its arguments are those of
-        `_step_body`, the last one the array of a `DraftPlan`, if any, and the drafts of the mesh
-        itself, if it makes any. It returns the page pools, the logits [ranks, b + E, V], and, if
-        the mesh drafts, the hidden states [ranks, b + E, D]."""
-        drafts = arguments[-1]
+        `_step_body`, with the array of a `DraftPlan`, if any, and the drafts of the mesh itself, if
+        it makes any. It returns the page pools, the logits [ranks, b + E, V], and, if the mesh
+        drafts, the hidden states [ranks, b + E, D]."""
+        drafts = arguments[-2]
 
         def build() -> Any:
             specs = (RANK,) * len(drafts)
             return self._programs.compile(
                 self._step_body(None),
                 arguments,
-                (*self._model_specs(), RANK, (), RANK, RANK, RANK, specs),
+                (*self._model_specs(), RANK, (), RANK, RANK, RANK, specs, self._before_spec),
                 (self._pools.specs(self._layers), *(RANK,) * max(1, len(drafts))),
                 donate=(2,),
             )
@@ -298,8 +371,9 @@ class DecodePrograms:
         return DraftRows.of(self._rows, batch[0], planned, longest, *state, ours)
 
     def _model_specs(self) -> tuple[Any, ...]:
-        layers = [layer.specs for layer in self._weights.layers]
-        return self._weights.stem.specs, layers, self._pools.specs(self._layers)
+        layers = [self._weights.layers[index].specs for index in self._layers]
+        edge = self._weights.edge
+        return () if edge is None else edge.specs, layers, self._pools.specs(self._layers)
 
     def _ending(self, variant: Variant) -> Any:
         """Returns the end of a step's program: a function from logits to the new `hot`, the choice
@@ -340,7 +414,9 @@ class DecodePrograms:
 
     def _step_body(self, variant: Variant | None) -> Any:
         """Returns the function that `shard_map` runs for a step. `variant` are the features that
-        the rows need. None computes only the forward pass."""
+        the rows need. None computes only the forward pass. The function of a stage that is not the
+        last one returns pages and activations."""
+        layers = [self._weights.layers[index] for index in self._layers]
         weights, common, rows = self._weights, self._shards, self._rows
         ending = None if variant is None else self._ending(variant)
         pools, nowhere, drafter = self._pools, self._pools.states.rank_rows, self._next_tokens
@@ -355,7 +431,8 @@ class DecodePrograms:
             ints: Any,
             floats: Any,
             batch: Any,
-            drafts: Any = (),
+            drafts: Any,
+            x: Any,
         ) -> Any:
             step = self._rows_of(batch, drafts, hot, ints, floats)
             row, at_T, shards = step.all, step.all.at, common
@@ -367,10 +444,10 @@ class DecodePrograms:
             new_states: list[LayerPages] = []
             new_rings: list[LayerPages] = []
 
-            stem: Any = weights.stem.merge(stem_leaves)
-            x_TD = stem.embed(row.token, shards)
+            edge: Any = weights.edge.merge(stem_leaves) if weights.edge else None
+            x_TD = edge.embed(row.token, shards) if weights.begins else x[0]
             for part, leaves, layer_pages, layer_states, layer_rings in zip(
-                weights.layers, layer_leaves, *kept, strict=True
+                layers, layer_leaves, *kept, strict=True
             ):
                 layer: Any = part.merge(leaves)
                 keep = new_rings if layer_rings else new_pages
@@ -384,11 +461,13 @@ class DecodePrograms:
                     new_states.append(())
                 if not layer_rings:
                     new_rings.append(())
-            y_TD = stem.normed(reveal(x_TD))
-            logits_TV, shard = logits(
-                variant or Variant.MASKED, stem, y_TD, shards, rows.vocabulary
-            )
             kept = (new_pages, new_states, new_rings)
+            if not weights.ends:
+                return kept, x_TD[None]
+            y_TD = edge.normed(reveal(x_TD))
+            logits_TV, shard = logits(
+                variant or Variant.MASKED, edge, y_TD, shards, rows.vocabulary
+            )
             if ending is None:
                 hidden = (y_TD[None],) if drafter and drafts else ()
                 return kept, logits_TV[None], *hidden

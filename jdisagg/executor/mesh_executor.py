@@ -1,4 +1,5 @@
-"""The JAX executor: runs step commands on one mesh, in order, on two threads.
+"""The JAX executor: runs step commands on one mesh, in order, on two threads. With pipeline stages,
+each stage has a mesh, and all are driven by the same two threads.
 
 Commands identify pages, slots and offers by number. Only the scheduler tracks which sequence owns
 each. An instance prefills, decodes, or does both, and builds only the programs that its role needs.
@@ -9,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
@@ -17,11 +19,13 @@ from jdisagg.executor.block_programs import MeshBlocks
 from jdisagg.executor.block_sums import ChunkSums, PrefillSums
 from jdisagg.executor.choose import Variant
 from jdisagg.executor.decode_program import DecodePrograms
+from jdisagg.executor.decode_stages import DecodeStages
 from jdisagg.executor.draft_rows import Guess
 from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
+from jdisagg.executor.prefill_stages import PrefillStages
 from jdisagg.executor.programs import MissingProgram, Programs
 from jdisagg.executor.prompt_scorer import PromptScorer
 from jdisagg.executor.results import DecodeReading, Finished, PrefillReading, start_reading
@@ -54,7 +58,7 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.model_api import Model
-from jdisagg.scheduler.blocks import layer_groups
+from jdisagg.scheduler.blocks import layer_groups, stage_layers
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.transfer.boxes import mesh_card
 from jdisagg.transfer.channel import Channel, PullTarget
@@ -121,32 +125,50 @@ class MeshExecutor:
         self._rows = RowFormat(
             -(-limits.context_tokens // limits.page_size), model.vocabulary, limits.adapters > 0
         )
-        self._pools = pools = Pools.of(programs, limits)
-        self._pool = pools.pages
-        spec = limits.kv_spec
-        self._groups = layer_groups(limits.sent.positioned, len(spec.layers), limits.layer_groups)
-        self._sums = (
-            PrefillSums(self.programs, limits.sent, self._groups, limits.granule_tokens)
+        self._groups = layer_groups(
+            limits.sent.positioned, len(limits.kv_spec.layers), limits.layer_groups
+        )
+        self._stages = _stages(programs, self._weights, limits)
+        self._pools = self._stages[0].pools
+        self._pool = self._pools.pages
+        stage_of = [
+            next(
+                at for at, stage in enumerate(self._stages) if group.start in stage.pools.pages.held
+            )
+            for group in self._groups
+        ]
+        sums = [
+            PrefillSums(stage.programs, limits.sent, self._groups, limits.granule_tokens)
             if role.emit
             else None
-        )
-        self._prefill = PrefillPrograms(
-            self.programs, self._weights, self._shards, pools, self._groups, self._sums, limits
+            for stage in self._stages
+        ]
+        self._sums = sums[0]
+        self._prefill = PrefillStages(
+            [
+                (
+                    stage.programs,
+                    PrefillPrograms(*stage, self._shards, self._groups, of_stage, limits),
+                )
+                for stage, of_stage in zip(self._stages, sums, strict=True)
+            ],
+            stage_of,
         )
         self._grammars = GrammarRows(model.vocabulary, limits.longest_run, platform)
+        last = self._stages[-1]
         self._sampler = PrefillSampler(
-            self.programs, self._weights, self._shards, limits, self._rows, self._grammars
+            last.programs, last.weights, self._shards, limits, self._rows, self._grammars
         )
-        self._scorer = PromptScorer(self.programs, self._weights, self._shards, model.vocabulary)
+        self._scorer = PromptScorer(last.programs, last.weights, self._shards, model.vocabulary)
         self._decode = (
-            DecodePrograms(
-                self.programs,
-                self._weights,
-                self._shards,
-                pools,
-                limits,
-                self._rows,
-                self._grammars,
+            DecodeStages(
+                [
+                    (
+                        stage.programs,
+                        DecodePrograms(*stage, self._shards, limits, self._rows, self._grammars),
+                    )
+                    for stage in self._stages
+                ]
             )
             if role.decode
             else None
@@ -154,9 +176,10 @@ class MeshExecutor:
         self.adapters = AdapterSlots(programs, self._weights, model, limits)
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self.host = HostStore(name)
-        self.blocks = MeshBlocks(programs, pools, limits, self._groups, channel, self.host)
+        pools = [(stage.programs, stage.pools) for stage in self._stages]
+        self.blocks = MeshBlocks(pools, stage_of, limits, self._groups, channel, self.host)
         self._saved = SavedBlocks(
-            role.disk, name, self.host, mesh.shape["kv"], _part_of_instance(mesh)
+            role.disk, name, self.host, mesh.shape["kv"], _part_of_instance(mesh, len(self._stages))
         )
         self._threads = WorkThreads(name)
 
@@ -164,7 +187,7 @@ class MeshExecutor:
     def pool_bytes(self) -> int:
         """Total size in bytes of the KV pages, recurrent states and ring buffers of all layers,
         summed over devices."""
-        return self._pools.bytes
+        return sum(stage.pools.bytes for stage in self._stages)
 
     def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
         return self._threads.submit(lambda: self._issue(command))
@@ -240,7 +263,7 @@ class MeshExecutor:
         )
         for groups, tokens in self.limits.block_shapes() if blocks else ():
             if tokens <= width:
-                self._prefill.cut(blocks[groups.start : groups.stop], 0, 0, tokens)
+                self._prefill.cut(blocks, groups, 0, 0, tokens)
         x.block_until_ready()
         for variant in self.variants if form.samples else ():
             self._sampler.warm_up(variant, x)
@@ -249,7 +272,8 @@ class MeshExecutor:
         """Compiles the program of a decode step, by running a step of `size` empty slots."""
         assert self._decode is not None
         empty = (self.limits.slots_per_rank,) * size
-        self._decode.step((empty,) * self.limits.ranks, variant).token.block_until_ready()
+        chosen = self._decode.step((empty,) * self.limits.ranks, variant)
+        chosen.parts[-1].token.block_until_ready()
         if variant.masked or self.limits.speculates:
             self._decode.warm_drafts(size, variant)
 
@@ -316,8 +340,10 @@ class MeshExecutor:
         for row in command.rows:
             for offer in row.offers:
                 assert self._sums is not None, "this instance hands nothing off"
-                parts = blocks[offer.group : offer.group + offer.groups]
-                block = self._prefill.cut(parts, row.rank, offer.offset, offer.block_tokens)
+                groups = range(offer.group, offer.group + offer.groups)
+                block = self._prefill.cut(
+                    blocks, groups, row.rank, offer.offset, offer.block_tokens
+                )
                 at = offer.offset - row.offset
                 valid = min(offer.block_tokens, len(row.tokens) - at)
                 stamp = self._sums.stamp(offer.group, command.checksum_key, row.start + at, valid)
@@ -342,7 +368,7 @@ class MeshExecutor:
             for number in range(command.steps)
         ]
         for chosen in steps:
-            start_reading(chosen)
+            chosen.start_reading()
         wanted: tuple[tuple[int | None, ...], ...] = tuple(() for _ in command.slots)
         if variant.shaped:
             wanted = tuple(
@@ -352,7 +378,33 @@ class MeshExecutor:
         return DecodeReading(command, steps, wanted)
 
 
-def _part_of_instance(mesh: jax.sharding.Mesh) -> str:
-    """Returns this process's place among the processes of the mesh, or "" if it is the only one."""
+class _Stage(NamedTuple):
+    """What each pipeline stage has for itself."""
+
+    programs: Programs
+    weights: Weights
+    pools: Pools
+
+
+def _stages(programs: Programs, weights: Weights, limits: MeshLimits) -> list[_Stage]:
+    """Returns the pipeline stages of an instance, with empty page pools."""
+    if not programs.later:
+        return [_Stage(programs, weights, Pools.of(programs, limits))]
+    layers = stage_layers(
+        limits.sent.positioned,
+        len(limits.kv_spec.layers),
+        limits.layer_groups,
+        len(programs.stages),
+    )
+    return [
+        _Stage(stage, weights.of_stage(held), Pools.of(stage, limits, held))
+        for stage, held in zip(programs.stages, layers, strict=True)
+    ]
+
+
+def _part_of_instance(mesh: jax.sharding.Mesh, stages: int) -> str:
+    """Returns what else determines how blocks are cut: this process's place among the processes of
+    the mesh, and the number of pipeline stages, if there are several."""
     processes = {device.process_index for device in mesh.devices.flat}
-    return f" {jax.process_index()}/{len(processes)}" if len(processes) > 1 else ""
+    place = f" {jax.process_index()}/{len(processes)}" if len(processes) > 1 else ""
+    return place + (f" {stages} stages" if stages > 1 else "")

@@ -24,15 +24,26 @@ Kept = tuple[list[LayerPages], list[LayerPages], list[LayerPages]]
 
 
 class PagePool:
-    """The only owner of the page arrays of all layers. Used by the dispatch thread only."""
+    """The only owner of the page arrays of all layers. Used by the dispatch thread only.
+
+    Args:
+        held: Layers of this mesh. None is all layers. Other layers have no arrays here.
+    """
 
     def __init__(
-        self, programs: Programs, spec: KVSpec, pages_per_rank: int, page_size: int, dummy_rows: int
+        self,
+        programs: Programs,
+        spec: KVSpec,
+        pages_per_rank: int,
+        page_size: int,
+        dummy_rows: int,
+        held: range | None = None,
     ) -> None:
         self.page_size = page_size
         self.pages_per_rank = pages_per_rank
         self.rank_rows = pages_per_rank + -(-dummy_rows // page_size)
         self.spec = spec
+        self.held = range(len(spec.layers)) if held is None else held
         rows = programs.mesh.shape["dp"] * self.rank_rows
 
         def pages(part: KVComponent) -> jax.Array:
@@ -43,7 +54,8 @@ class PagePool:
             return programs.zeros(shape, dtype, _pages_spec(part))
 
         self.layers: list[LayerPages] = [
-            tuple(pages(part) for part in layer.components) for layer in spec.layers
+            tuple(pages(part) for part in layer.components) if index in self.held else ()
+            for index, layer in enumerate(spec.layers)
         ]
 
     @property
@@ -56,7 +68,7 @@ class PagePool:
 
     def specs(self, layers: range | None = None) -> list[tuple[PartitionSpec, ...]]:
         """Returns the PartitionSpecs of the page arrays of these layers, or of all layers."""
-        return _layer_specs(self.spec, layers)
+        return _layer_specs(self.spec, self.held, layers)
 
     def put(self, first: int, layers: list[LayerPages]) -> None:
         """Replaces the page arrays of the layers from `first` on by a program's results."""
@@ -69,7 +81,7 @@ class PageView:
     def __init__(self, pool: PagePool, spec: KVSpec) -> None:
         self._pool = pool
         self.spec = spec
-        self.page_size, self.rank_rows = pool.page_size, pool.rank_rows
+        self.page_size, self.rank_rows, self.held = pool.page_size, pool.rank_rows, pool.held
 
     @property
     def layers(self) -> list[LayerPages]:
@@ -79,7 +91,7 @@ class PageView:
         ]
 
     def specs(self, layers: range | None = None) -> list[tuple[PartitionSpec, ...]]:
-        return _layer_specs(self.spec, layers)
+        return _layer_specs(self.spec, self.held, layers)
 
     def put(self, first: int, layers: list[LayerPages]) -> None:
         for index, pages in enumerate(layers, first):
@@ -102,15 +114,18 @@ class Pools(NamedTuple):
     rings: PagePool
 
     @staticmethod
-    def of(programs: Programs, limits: MeshLimits) -> "Pools":
+    def of(programs: Programs, limits: MeshLimits, held: range | None = None) -> "Pools":
+        """Makes the pools of one mesh with the layers `held`, or all layers."""
         spec, size, largest = limits.kv_spec, limits.page_size, limits.batch_buckets[-1]
         padding = largest + limits.extra_rows(largest)
         rings = limits.state_rows * limits.ring_pages
         return Pools(
-            PagePool(programs, limits.paged, limits.pages_per_rank, size, padding),
+            PagePool(programs, limits.paged, limits.pages_per_rank, size, padding, held),
             # Padding rows write no state, because each dummy state would be as large as a real one.
-            PagePool(programs, spec.state, limits.state_rows, 1, 0),
-            PagePool(programs, spec.windowed if rings else limits.nothing, rings, size, padding),
+            PagePool(programs, spec.state, limits.state_rows, 1, 0, held),
+            PagePool(
+                programs, spec.windowed if rings else limits.nothing, rings, size, padding, held
+            ),
         )
 
     @property
@@ -134,9 +149,13 @@ class Pools(NamedTuple):
         self.rings.put(first, kept[2])
 
 
-def _layer_specs(spec: KVSpec, layers: range | None) -> list[tuple[PartitionSpec, ...]]:
-    wanted = slice(None) if layers is None else slice(layers.start, layers.stop)
-    return [tuple(_pages_spec(part) for part in layer.components) for layer in spec.layers[wanted]]
+def _layer_specs(
+    spec: KVSpec, held: range, layers: range | None
+) -> list[tuple[PartitionSpec, ...]]:
+    return [
+        tuple(_pages_spec(part) for part in spec.layers[index].components) if index in held else ()
+        for index in (range(len(spec.layers)) if layers is None else layers)
+    ]
 
 
 def _pages_spec(part: KVComponent) -> PartitionSpec:

@@ -195,35 +195,46 @@ def asks_of_prompts(command: PrefillChunk) -> bool:
 
 
 class PrefillPrograms:
-    """Builds and runs the programs of prefill chunks. Used by the dispatch thread only."""
+    """Builds and runs the programs of prefill chunks for the layers of one mesh. Used by the
+    dispatch thread only."""
 
     def __init__(
         self,
         programs: Programs,
         weights: Weights,
-        shards: Shards,
         pools: Pools,
+        shards: Shards,
         groups: tuple[range, ...],
         sums: PrefillSums | None,
         limits: MeshLimits,
     ) -> None:
         self._programs, self._weights, self._shards = programs, weights, shards
         self._pool, self._states = pools.pages, pools.states
-        self._groups, self._sums, self._emit = groups, sums, sums is not None
+        held = self._pool.held
+        self._groups = [(at, group) for at, group in enumerate(groups) if group.start in held]
+        self._sums, self._emit = sums, sums is not None
         # Rows of a packed chunk begin at multiples of this power of two, as the recurrence needs.
         self._grain = limits.granule_tokens & -limits.granule_tokens
         self._long_grain = limits.state_grain
         self._keeps = limits.snapshots_per_rank > 0
         self._adapters = limits.adapters > 0
 
-    def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+    def run(
+        self, chunk: ChunkArrays, x: jax.Array | None = None
+    ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         """Issues the programs of one chunk.
 
+        Args:
+            chunk: The chunk.
+            x: Activations [ranks, T, D] before the mesh's first layer, on this mesh. None on the
+                mesh with the embedding.
+
         Returns:
-            Activations after the last layer: [ranks, R, D] for the rows in `ChunkArrays.sampling`,
-                or [ranks, T, D] for every token with `ChunkForm.every_token`. If no row may sample,
-                any array of the last program, for the caller to wait for. If the instance hands off
-                KV, also one KV block for each layer group, and the blocks' checksums.
+            Activations after the mesh's last layer, [ranks, T, D]. After the model's last layer:
+                [ranks, R, D] for the rows in `ChunkArrays.sampling`, or [ranks, T, D] for every
+                token with `ChunkForm.every_token`. If no row may sample, any array of the last
+                program, for the caller to wait for. If the instance hands off KV, also one KV block
+                for each of the mesh's layer groups, and the blocks' checksums.
         """
         on_host = (
             chunk.tokens,
@@ -236,11 +247,12 @@ class PrefillPrograms:
             chunk.sampling,
         )
         tokens, *meta, sampling = self._programs.put(on_host)
-        x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
+        if x is None:
+            x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
         blocks: list[jax.Array] = []
         sums: list[jax.Array] = []
         key = self._programs.put(self._sums.key(chunk.checksum_key)) if self._sums else None
-        for index, group in enumerate(self._groups):
+        for index, group in self._groups:
             layers = [part.leaves for part in self._weights[group]]
             pages = self._pool.layers[group.start : group.stop]
             states = self._states.layers[group.start : group.stop]
@@ -254,6 +266,7 @@ class PrefillPrograms:
             if self._sums and key is not None:
                 sums.append(self._sums.run(index, block[0], meta[0], meta[1], key))
             blocks.extend(block)
+        assert x is not None
         return x, blocks, sums
 
     def cut(self, blocks: Sequence[jax.Array], rank: int, offset: int, tokens: int) -> jax.Array:

@@ -128,7 +128,7 @@ class PrefillSampler:
 
     def _head(self, variant: Variant, x: jax.Array, rows: _SampledRows) -> Chosen:
         stem, shards, row_format, programs = (
-            self._weights.stem,
+            self._weights.head,
             self._shards,
             self._rows,
             self._programs,

@@ -39,30 +39,46 @@ class MissingProgram(Exception):
 
 class Programs:
     """The compiled programs of one mesh. Thread-safe, so that warm-up can compile several at
-    once."""
+    once.
 
-    def __init__(self, mesh: Mesh) -> None:
+    The first pipeline stage of an instance also holds the programs of the `later` stages, which
+    run on meshes of their own."""
+
+    def __init__(self, mesh: Mesh, *later: Mesh) -> None:
         self.mesh = mesh
+        self.later = tuple(map(Programs, later))
         self.platform = str(mesh.devices.flat[0].platform)
         self.spans_processes = any(
             device.process_index != jax.process_index() for device in mesh.devices.flat
         )
-        self.compilations = 0
+        self._compilations = 0
         self.compiler_options: dict[str, str | bool] = {}
         self._by_rank = NamedSharding(mesh, RANK)
         self._built: dict[Hashable, Callable[..., Any]] = {}
         self._lock = threading.Lock()
         self._this_thread = threading.local()
 
+    @property
+    def stages(self) -> tuple["Programs", ...]:
+        """The programs of each pipeline stage, in order, beginning with these."""
+        return self, *self.later
+
+    @property
+    def compilations(self) -> int:
+        """Number of compiled programs of all stages."""
+        return self._compilations + sum(stage.compilations for stage in self.later)
+
     @contextlib.contextmanager
     def only_compiled(self) -> Iterator[None]:
         """Returns a context in which `get` on this thread raises MissingProgram instead of
         compiling a program."""
-        self._this_thread.only_compiled = True
+        for stage in self.stages:
+            stage._this_thread.only_compiled = True
         try:
             yield
         finally:
-            self._this_thread.only_compiled = False
+            for stage in self.stages:
+                stage._this_thread.only_compiled = False
 
     @property
     def readable_spec(self) -> PartitionSpec:
@@ -94,6 +110,11 @@ class Programs:
 
         return jax.tree.map(by_callback, host)
 
+    def receive(self, array: jax.Array) -> jax.Array:
+        """Copies an array [ranks, ...] from the mesh of another stage to this mesh. No host memory
+        is used, and the call does not wait for the array."""
+        return jax.device_put(array, self._by_rank)
+
     def argument(self, host: np.ndarray) -> Any:
         """Returns `host` in the form in which a program call accepts it fastest. On a mesh of one
         device, this is the host array itself, which the call transfers in a tenth of the time of
@@ -119,7 +140,7 @@ class Programs:
             built = build()
             with self._lock:
                 program = self._built.setdefault(key, built)
-                self.compilations += program is built
+                self._compilations += program is built
         return program
 
     def adopt(self, earlier: "Programs") -> None:
@@ -127,7 +148,9 @@ class Programs:
         mesh must be equal."""
         assert earlier.mesh == self.mesh, "executables are made for their mesh"
         self._built.update(earlier._built)
-        self.compilations += earlier.compilations
+        self._compilations += earlier._compilations
+        for stage, before in zip(self.later, earlier.later, strict=True):
+            stage.adopt(before)
 
     def compile(
         self,

@@ -46,12 +46,12 @@ class PromptScorer:
         for row in command.rows:
             span = slice(row.offset, row.offset + len(row.tokens))
             following[row.rank, span] = (*row.tokens[1:], max(row.following, 0))
-        return self._program(x)(self._weights.stem.leaves, x, self._programs.put(following))
+        return self._program(x)(self._weights.head.leaves, x, self._programs.put(following))
 
     def logits(self, row: PrefillRow, x: jax.Array) -> np.ndarray:
         """Returns the logits after each token of a row, float32 [T, V], on the host. Requires a
         mesh of one process. Blocks, and needs memory for the logits of the whole chunk."""
-        stem, shards = self._weights.stem, self._shards
+        stem, shards = self._weights.head, self._shards
         assert not self._programs.spans_processes
 
         def body(leaves: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
@@ -68,11 +68,11 @@ class PromptScorer:
 
     def _local_logits(self, leaves: tuple[jax.Array, ...], x_TD: jax.Array) -> jax.Array:
         """Returns the logits of this device's vocabulary part."""
-        head: Any = self._weights.stem.merge(leaves)
+        head: Any = self._weights.head.merge(leaves)
         return head.logits(reveal(x_TD), replace(self._shards, tp=()))
 
     def _program(self, x: jax.Array) -> Callable[..., TokenScores]:
-        stem, shards, programs = self._weights.stem, self._shards, self._programs
+        stem, shards, programs = self._weights.head, self._shards, self._programs
         ranks, width, _ = x.shape
         block = min(BLOCK_TOKENS, width)
         vocabulary = self._vocabulary

@@ -79,7 +79,7 @@ class PrefillReading:
         if self.chosen is None:
             self.last.block_until_ready()
             return PrefillResult(self.command.step, (), self.sums.read(), prompts)
-        host = _Host(self.chosen)
+        host = _Host(StepChoice((self.chosen,)))
         samples: list[SampledToken] = []
         used: dict[int, int] = {}
         for row in self.command.rows:
@@ -122,21 +122,64 @@ class BlockReading:
         return InsertResult(self.step, self.offer_id, found.checksum, found.intact)
 
 
+@dataclass(frozen=True)
+class StepChoice:
+    """The choices of one decode step.
+
+    Attributes:
+        parts: Choices of each batch that the step consists of. One, unless the instance has
+            pipeline stages.
+        places: Index of each of the step's rows among the rows of all parts, int32 [ranks, rows].
+            None if there is one part in the order of the rows.
+    """
+
+    parts: tuple[Chosen, ...]
+    places: np.ndarray | None = None
+
+    def start_reading(self) -> None:
+        """Starts to copy all parts to the host."""
+        for part in self.parts:
+            start_reading(part)
+
+    def is_ready(self) -> bool:
+        return all(is_ready(part.token) for part in self.parts)
+
+    def read(self, field: int) -> np.ndarray | None:
+        """Returns field number `field` of `Chosen` for the step's rows. Blocks until it is
+        computed."""
+        arrays = [jax.device_get(part[field]) for part in self.parts]
+        if self.places is None or arrays[0] is None:
+            return arrays[0]
+        # Only parts with drafts have several tokens a row.
+        most = max(array.shape[2] for array in arrays)
+        filler = NO_TOKEN if field == 0 else 0
+        alike = [
+            np.pad(
+                array,
+                [(0, 0), (0, 0), (0, most - array.shape[2])] + [(0, 0)] * (array.ndim - 3),
+                constant_values=filler,
+            )
+            for array in arrays
+        ]
+        rank = np.arange(len(self.places))[:, None]
+        return np.concatenate(alike, axis=1)[rank, self.places]
+
+
 @dataclass
 class DecodeReading:
     """The tokens of one or more decode steps, which are all read at once."""
 
     command: DecodeSteps
-    steps: list[Chosen]
+    steps: list[StepChoice]
     wanted: tuple[tuple[int | None, ...], ...]
     in_order: bool = True
 
     def is_ready(self) -> bool:
-        return is_ready(self.steps[-1].token)
+        return self.steps[-1].is_ready()
 
     def result(self) -> DecodeResult:
         # One conversion for all, because token by token took 2 ms for 8 ranks of 256 rows.
-        by_step = [jax.device_get(chosen.token) for chosen in self.steps]
+        by_step = [array for step in self.steps if (array := step.read(0)) is not None]
         by_rank = np.concatenate(by_step, -1).tolist()
         rows = [(rank, range(len(slots))) for rank, slots in enumerate(self.command.slots)]
         # After the tokens of a step with drafts, NO_TOKEN fills the row.
@@ -184,10 +227,8 @@ class PullReading:
 
 
 class _Host:
-    def __init__(self, chosen: Chosen) -> None:
-        self._token, *self._rest = (
-            None if array is None else jax.device_get(array) for array in chosen[:4]
-        )
+    def __init__(self, chosen: StepChoice) -> None:
+        self._token, *self._rest = map(chosen.read, range(4))
 
     def token(self, rank: int, row: int) -> int:
         assert self._token is not None

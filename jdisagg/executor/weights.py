@@ -5,7 +5,7 @@ A part is one layer, or the rest of the model outside the layers (stem). Layers 
 have equal `structure`, so that they can share a compiled program. No weight is copied."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -64,13 +64,42 @@ NO_ADAPTERS = AdapterSize()
 @dataclass(frozen=True)
 class Weights:
     """All parts of a model, and the `width` and `dtype` of the activations between its layers.
-    `next_token` is the layer that drafts tokens, whose KV comes after that of `layers`."""
+
+    Attributes:
+        stem: Embedding, and final norm and head if the instance has one pipeline stage.
+        head: Final norm and head.
+        held: Layers on the mesh that uses these weights. All of `layers`, unless the instance has
+            several stages.
+        next_token: The layer that drafts tokens, whose KV comes after that of `layers`.
+    """
 
     stem: Part
+    head: Part
     layers: tuple[Part, ...]
     width: int
     dtype: jnp.dtype
+    held: range
     next_token: Part | None = None
+
+    @property
+    def begins(self) -> bool:
+        """Whether the mesh has the embedding and the first layer."""
+        return self.held.start == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether the mesh has the last layer, final norm and head."""
+        return self.held.stop == len(self.layers)
+
+    @property
+    def edge(self) -> Part | None:
+        """The parts outside the layers that a step on this mesh needs. None on a mesh between the
+        first and the last stage."""
+        return self.stem if self.begins else self.head if self.ends else None
+
+    def of_stage(self, held: range) -> "Weights":
+        """Returns the weights as the mesh with these layers uses them."""
+        return replace(self, held=held)
 
     def __getitem__(self, group: range) -> list[Part]:
         """Returns the layers with KV number `group`, the next-token layer included."""
@@ -105,7 +134,9 @@ def split_model(
         )
     layers = tuple(_part(layer, layout) for layer in modules)
     next_token = None if model.next_token is None else _part(model.next_token, layout)
-    return Weights(stem, layers, x.shape[-1], x.dtype, next_token)
+    head = stem if model.head is model.stem else _part(model.head, layout)
+    held = range(len(layers))
+    return Weights(stem, head, layers, x.shape[-1], x.dtype, held, next_token)
 
 
 def _part(module: object, layout: Layout) -> Part:

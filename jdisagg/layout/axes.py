@@ -5,10 +5,11 @@ Dimension key of the whole project: B sequences, T tokens of a flattened step, L
 slots of a page, N query heads, K kv heads, H head size, D model width, F ffn width, E experts, V
 vocabulary, C chunk.
 
-An instance's mesh has the axes ("dp", "kv", "rep"). Tensor parallelism is split into two axes: kv
-heads are sharded over `kv`, and replicated over `rep` if tp exceeds their number. Every KV array
-thus has an ordinary sharding, and a reshard plan needs no special case. All other tensor-parallel
-dimensions are sharded over both axes, `kv` major. Does not import JAX."""
+An instance has one or more pipeline stages, each with a range of consecutive layers and a mesh of
+its own with the axes ("dp", "kv", "rep"). Tensor parallelism is split into two axes: kv heads are
+sharded over `kv`, and replicated over `rep` if tp exceeds their number. Every KV array thus has an
+ordinary sharding, and a reshard plan needs no special case. All other tensor-parallel dimensions
+are sharded over both axes, `kv` major. Does not import JAX."""
 
 import re
 from dataclasses import dataclass
@@ -56,21 +57,24 @@ class ModelGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Placement of one model replica on dp * tp devices.
+    """Placement of one model replica on pp * dp * tp devices.
 
     Attributes:
         dp: Number of data-parallel ranks, each with its own sequences.
         tp: Number of shards of attention heads, ffn and vocabulary.
         ep: Number of expert-parallel shards: 1, tp, or dp * tp. Experts use the same devices as
             attention. With 1, each expert is sharded over tp like the dense ffn.
+        pp: Number of pipeline stages. Each stage has a mesh of dp * tp devices and a range of
+            consecutive layers.
     """
 
     dp: int = 1
     tp: int = 1
     ep: int = 1
+    pp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "ep"):
+        for name in ("dp", "tp", "ep", "pp"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise LayoutError(f"layout {name} must be a positive integer, got {value!r}")
@@ -82,10 +86,17 @@ class Layout:
 
     @property
     def devices(self) -> int:
+        """Number of devices of all stages."""
+        return self.pp * self.stage_devices
+
+    @property
+    def stage_devices(self) -> int:
+        """Number of devices of one stage."""
         return self.dp * self.tp
 
     def __str__(self) -> str:
-        return f"dp={self.dp},tp={self.tp},ep={self.ep}"
+        stages = f",pp={self.pp}" if self.pp > 1 else ""
+        return f"dp={self.dp},tp={self.tp},ep={self.ep}{stages}"
 
     @classmethod
     def of(cls, layout: "Layout | str") -> "Layout":
@@ -94,15 +105,16 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Parses text such as 'dp=1,tp=2,ep=1'. The order is free, and a missing size is 1."""
+        """Parses text such as 'dp=1,tp=2,ep=1' or 'pp=2,tp=2'. The order is free, and a missing
+        size is 1."""
         sizes: dict[str, int] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
-            match = re.fullmatch(r"(dp|tp|ep)=(\d+)", part)
+            match = re.fullmatch(r"(dp|tp|ep|pp)=(\d+)", part)
             if not match or match[1] in sizes:
                 how_many = "; how many workers: --prefill_workers, --decode_workers"
                 raise LayoutError(
-                    f"layout {text!r}: {part!r} is not one of dp=N, tp=N, ep=N, each at most once"
-                    + how_many * part.isdigit()
+                    f"layout {text!r}: {part!r} is not one of dp=N, tp=N, ep=N, pp=N, each at most"
+                    " once" + how_many * part.isdigit()
                 )
             sizes[match[1]] = int(match[2])
         return cls(**sizes)

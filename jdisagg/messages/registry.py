@@ -39,7 +39,7 @@ class WorkerCard(Message, frozen=True):
             The more leading parts two workers share, the closer they are. If a fast interconnect
             domain spans hosts, give the domain's name as the host.
         hardware: Speed of one device of the worker, or None if unknown.
-        stages: Number of pipeline stages, each on layout.devices devices.
+        stages: `layout.pp`, for routers of protocol versions up to 33.
         kept: How the worker names its cached KV blocks. None without a prefix cache.
     """
 

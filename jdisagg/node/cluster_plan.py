@@ -71,6 +71,12 @@ class ClusterConfig:
                 " change their roles; give each instance one process, or leave --elastic away: the"
                 " router's advice stays"
             )
+        staged = max(self.engine.prefill.layout.pp, self.engine.decode.layout.pp)
+        if self.changes_roles and staged > 1:
+            raise ConfigError(
+                f"--elastic: workers with pipeline stages (pp={staged}) cannot change their roles;"
+                " use pp=1, or leave --elastic away: the router's advice stays"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +321,12 @@ def plan_instances(
         raise ConfigError(
             f"--{role.value}_workers={count} must not be negative and"
             f" --processes_per_instance={processes} must be at least 1"
+        )
+    if count and processes > 1 and layout.pp > 1:
+        raise ConfigError(
+            f"--{'prefill' if role is WorkerRole.PREFILL else 'decode'}={layout}: an instance of"
+            f" --processes_per_instance={processes} processes has one pipeline stage; use"
+            " --processes_per_instance=1, or pp=1"
         )
     if count and layout.devices % processes:
         flag = "prefill" if role is WorkerRole.PREFILL else "decode"

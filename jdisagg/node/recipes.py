@@ -19,6 +19,7 @@ from typing import TypeVar
 import yaml
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, WorkerConfig, override
+from jdisagg.engine.limits import asked_groups
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
@@ -187,12 +188,12 @@ def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
     instance = config.prefill if role is WorkerRole.PREFILL else config.decode
     cut = config.prefill  # Both sides of a hand-off must use the same layer groups.
     two_meshes = config.mode is Mode.DISAGGREGATED
+    pps = (cut.layout.pp, config.decode.layout.pp) if two_meshes else (1,)
+    groups = asked_groups(cut.layer_groups, *pps)
     return WorkerConfig(
         model=config.model,
         mode=Mode.CHUNKED if two_meshes else config.mode,
-        instance=dataclasses.replace(
-            instance, layer_groups=cut.layer_groups, block_bytes=cut.block_bytes
-        ),
+        instance=dataclasses.replace(instance, layer_groups=groups, block_bytes=cut.block_bytes),
         limits=config.limits,
         prefix=config.prefix,
         service=config.service,
@@ -247,4 +248,5 @@ def _call(value: ModelConfig | InstanceConfig, defaults: ModelConfig | InstanceC
 
 
 def _layout(layout: Layout) -> str:
-    return f"Layout(dp={layout.dp}, tp={layout.tp}, ep={layout.ep})"
+    stages = f", pp={layout.pp}" if layout.pp > 1 else ""
+    return f"Layout(dp={layout.dp}, tp={layout.tp}, ep={layout.ep}{stages})"

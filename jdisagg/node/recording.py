@@ -23,7 +23,7 @@ import jax
 
 from jdisagg.config import ModelConfig
 from jdisagg.engine.embedded import Record
-from jdisagg.engine.replica import LoadModel, Replica
+from jdisagg.engine.replica import LoadModel, Replica, load_stages
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
@@ -248,14 +248,16 @@ def rebuild(
 ) -> MeshExecutor:
     """Builds a mesh as described by the recording's header, on devices of this process."""
     layout = Layout.parse(header.layout)
-    loaded = load(layout, devices)
     fields = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in header.limits.items()
     }
+    groups = fields["layer_groups"]
+    assert isinstance(groups, int)
+    loaded = load_stages(load, layout, devices, groups)
     spec = loaded.model.kv_spec
     limits = MeshLimits(**fields, kv_spec=spec)  # pyright: ignore  # JSON's own types
     role = MeshRole(header.prefill, header.decode, header.emit, header.codec, header.extracts)
     return MeshExecutor(
-        header.name, loaded.model, Programs(loaded.mesh), layout, limits, role, channel
+        header.name, loaded.model, Programs(*loaded.meshes), layout, limits, role, channel
     )

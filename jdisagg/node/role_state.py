@@ -136,6 +136,12 @@ class RoleState:
                 f"worker {self._name!r} is {self.now.role.value} and was asked to be"
                 f" {call.role.value}: prefill and decode change places alone"
             )
+        if max(call.layout.pp, self.now.layout.pp) > 1:
+            raise LayoutError(
+                f"worker {self._name!r} ({self.now.layout}) cannot become {call.role.value}"
+                f" ({call.layout}): a role change lays out the weights of one mesh anew, and"
+                " pipeline stages have several; start a worker in the other role"
+            )
         if call.layout.devices > self._devices:
             raise LayoutError(
                 f"layout {call.layout} needs {call.layout.devices} devices, and worker"

@@ -209,6 +209,8 @@ class WorkerRuntime:
         instance = build_worker_replica(
             state.spec.name, state.spec.role, self._fitted(), load, state.devices, channel, plane
         )
+        if instance.config.layout.pp > 1:
+            channel.name_devices_by(instance.loaded.mesh)
         instance.executor.constrain(state.spec.grammars)
         state.loaded = instance.loaded
         if state.roles.now in state.programs:
@@ -479,6 +481,7 @@ class WorkerRuntime:
             card,
             spec.place,
             spec.hardware,
+            layout.pp,
             kept=worker.kept_scheme,
         )
 

@@ -5,7 +5,7 @@ table in `layout/axes.py`. A layout maps these names to mesh axes. Flax's own sh
 are not used, because they constrain eagerly and our programs run on local shards inside
 `shard_map`. Leaves are always in the order of `jax.tree.leaves(nnx.state(module))`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import jax
@@ -23,6 +23,10 @@ Axes = tuple[LogicalAxis, ...]
 TypeRole = Literal["float32", "int8", "uint8", "int4", "float8_e4m3fn"]
 TYPE_ROLES: tuple[TypeRole, ...] = get_args(TypeRole)
 Role = Literal["matrix", "embedding", "norm", "bias", TypeRole]
+
+
+# Mesh of the pipeline stage that has a parameter, by the parameter's path.
+StageOf = Callable[[tuple[Any, ...]], Mesh]
 
 
 class Make(Protocol):
@@ -64,25 +68,45 @@ def weight_shardings(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[Na
     return tuple(NamedSharding(mesh, spec) for spec in param_specs(module, layout))
 
 
-def weight_formats(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[Any, ...]:
+def weight_formats(
+    module: nnx.Module, mesh: Mesh, layout: Layout, later: StageOf | None = None
+) -> tuple[Any, ...]:
     """Returns the sharding of each parameter with the order of its axes where the platform needs
-    one, in the order of `jax.tree.leaves`. JAX creates arrays in it as in a sharding."""
+    one, in the order of `jax.tree.leaves`. JAX creates arrays in it as in a sharding.
+
+    Args:
+        later: Function from a parameter's path to the mesh of its pipeline stage. None puts all on
+            `mesh`.
+    """
     platform = mesh.devices.flat[0].platform
     axes = (len(axes) for axes in param_logical_axes(module))
     shardings = weight_shardings(module, mesh, layout)
+    if later is not None:
+        paths = (path for path, _ in nnx.to_flat_state(nnx.state(module)))
+        shardings = tuple(
+            NamedSharding(later(path), sharding.spec)
+            for path, sharding in zip(paths, shardings, strict=True)
+        )
     return tuple(map(kept_format, axes, shardings, [platform] * len(shardings)))
 
 
-def layout_mesh(layout: Layout, kv_heads: int, devices: Sequence[Device]) -> Mesh:
-    """Builds the mesh of an instance on exactly these devices, with the axes ("dp", "kv",
-    "rep")."""
+def layout_meshes(layout: Layout, kv_heads: int, devices: Sequence[Device]) -> tuple[Mesh, ...]:
+    """Builds the mesh of each pipeline stage of an instance on exactly these devices, with the axes
+    ("dp", "kv", "rep"). The first stage gets the first devices."""
     shape = layout.mesh_shape(kv_heads)
     if len(devices) != layout.devices:
         raise LayoutError(
             f"layout {layout} needs {layout.devices} devices, got {len(devices)}; give as many as"
-            " dp * tp"
+            " dp * tp * pp"
         )
-    return Mesh(np.array(devices, dtype=object).reshape(shape), MESH_AXES)
+    stages = np.array(devices, dtype=object).reshape(layout.pp, *shape)
+    return tuple(Mesh(stage, MESH_AXES) for stage in stages)
+
+
+def layout_mesh(layout: Layout, kv_heads: int, devices: Sequence[Device]) -> Mesh:
+    """Builds the mesh of an instance with one pipeline stage (`layout_meshes`)."""
+    (mesh,) = layout_meshes(layout, kv_heads, devices)
+    return mesh
 
 
 def _is_variable(node: object) -> bool:

@@ -154,9 +154,8 @@ def _kind(fields: Mapping[str, Any]) -> Kind:
     described, times = fields["hardware"], fields.get("times")
     return Kind(
         CostGeometry(**shape),
-        Layout(**fields["layout"]),
+        Layout(**{"pp": fields.get("stages", 1), **fields["layout"]}),  # as older records say it
         accelerator_from_fields(described, "the record's hardware") if described else None,
-        fields["stages"],
         fields["dtype"],
         msgspec.convert(times, StepTimes) if times else None,
     )

@@ -12,7 +12,13 @@ prompts a band has several layer groups, because the host's work per block would
 sending the bytes. Pure."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from jdisagg.errors import LayoutError
+from jdisagg.layout.kv_spec import KVSpec
+
+# Function from a model's KV spec to the range of layers of each pipeline stage.
+StageCut = Callable[[KVSpec], tuple[range, ...]]
 
 
 def split_blocks(
@@ -59,6 +65,32 @@ def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple
     last = [positioned[run.stop - 1] + 1 for run in even_runs(len(positioned), groups)]
     stops = [*last[:-1], layers]
     return tuple(range(first, stop) for first, stop in zip([0, *stops[:-1]], stops, strict=True))
+
+
+def stage_layers(
+    positioned: tuple[int, ...], layers: int, groups: int, stages: int
+) -> tuple[range, ...]:
+    """Returns the range of layers of each pipeline stage. A stage has whole layer groups, so that
+    each block of one group lies on one stage. The stages have as nearly the same number of layers
+    as the groups allow. For the other arguments see `layer_groups`.
+
+    Raises:
+        LayoutError: A stage would have no group.
+    """
+    cut = layer_groups(positioned, layers, groups)
+    count = len(cut)
+    if stages > count:
+        raise LayoutError(
+            f"layout pp={stages} exceeds the {count} groups of layers; choose at most pp={count}"
+        )
+    starts = [group.start for group in cut]
+    borders = [0]
+    for stage in range(1, stages):
+        possible = range(borders[-1] + 1, count - (stages - stage) + 1)
+        wanted = stage * layers / stages
+        borders.append(min(possible, key=lambda at: abs(starts[at] - wanted)))
+    stops = [*(starts[border] for border in borders[1:]), layers]
+    return tuple(range(starts[at], stop) for at, stop in zip(borders, stops, strict=True))
 
 
 @functools.lru_cache(maxsize=1024)

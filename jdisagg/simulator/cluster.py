@@ -187,7 +187,7 @@ class SimulatedCluster:
             self._model,
             seat.place,
             hardware,
-            seat.pool.stages,
+            instance.layout.pp,
             worker.kept_scheme,
         )
         process = self.processes[name] = Process(worker, mesh, card)

@@ -48,15 +48,12 @@ class Pool:
       count: Number of instances.
       hardware: Kind of all accelerators in the pool.
       instance: Configuration of one instance, as a live worker reads it.
-      stages: Number of pipeline stages; an instance has `stages` x `instance.layout.devices`
-        devices.
       costs: Durations of steps; None takes the durations from the cost model.
     """
 
     count: int
     hardware: Accelerator
     instance: InstanceConfig = INSTANCE
-    stages: int = 1
     costs: StepCosts | None = None
 
     def __post_init__(self) -> None:
@@ -66,7 +63,12 @@ class Pool:
     @property
     def devices(self) -> int:
         """Number of devices of one instance."""
-        return self.instance.layout.devices * self.stages
+        return self.instance.layout.devices
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages of one instance."""
+        return self.instance.layout.pp
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,6 @@ class Fleet:
             self.geometry,
             self.hardware_of(pool),
             layout,
-            pool.stages,
             dtype=self.dtype,
             kv_dtype=self.kept_dtype,
         )
@@ -215,16 +216,18 @@ class Fleet:
                 raise ConfigError(
                     f"{self.geometry.name} in {self.weights_text} takes"
                     f" {model.weight_bytes_per_device / 1e9:.0f} GB on each {pool.hardware.name}"
-                    f" with layout {instance.layout} and {pool.stages} stages, which leaves no room"
-                    f" for KV in its {pool.hardware.memory_bytes / 1e9:.0f} GB; use more devices an"
+                    f" with layout {instance.layout}, which leaves no room for KV in its"
+                    f" {pool.hardware.memory_bytes / 1e9:.0f} GB; use more devices an"
                     " instance, or another accelerator"
                 )
             # More pages than all slots can use would serve only a prefix cache.
             most = instance.slots_per_rank * math.ceil(self.context / instance.page_size)
             kept = pages if self.prefix.reuse else min(pages, most)
             instance = replace(instance, pages_per_rank=kept)
+        # All KV of a prompt is one block, which is a block of all stages.
+        one = replace(instance, layout=replace(instance.layout, pp=1))
         limits = mesh_limits(
-            instance,
+            one,
             self.mode_of(pool),
             kv_spec(self.geometry, self.kept_dtype),
             self.context,

@@ -93,8 +93,7 @@ def fleet_text(fleet: Fleet) -> str:
         "decode" if fleet.prefill else "prefill and decode": fleet.decode,
     }
     told = [
-        f"{role} {pool.count} x {pool.hardware.name} ({pool.instance.layout}"
-        + (f", {pool.stages} stages)" if pool.stages > 1 else ")")
+        f"{role} {pool.count} x {pool.hardware.name} ({pool.instance.layout})"
         for role, pool in pools.items()
         if pool is not None
     ]

@@ -96,7 +96,12 @@ class _PeerState:
 
 class KvSender:
     """The sending half of a channel (see the module's docstring). The lock guards `_offers`,
-    `_waiting` and `_ended`. Only the sender's thread uses `_peers` and `_seen`."""
+    `_waiting` and `_ended`. Only the sender's thread uses `_peers` and `_seen`.
+
+    Attributes:
+        card: Mesh by whose devices receivers name pieces, if blocks are on the meshes of several
+            pipeline stages. Set before the first offer.
+    """
 
     def __init__(
         self,
@@ -108,6 +113,7 @@ class KvSender:
     ) -> None:
         self._clock, self._end, self._link, self._options = clock, end, link, options
         self._backends = {backend.kind: backend for backend in backends}
+        self.card: jax.sharding.Mesh | None = None
         self._numbers = itertools.count()
         self._computing = ComputeWait("kv-wait") if len(backends) > 1 else None
         self._timeouts = options.timeouts
@@ -121,7 +127,7 @@ class KvSender:
         self._thread = ChannelThread("kv-send", self._regularly)
 
     def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp) -> None:
-        offered = OfferedBlock.of(block, rank, stamp, next(self._numbers))
+        offered = OfferedBlock.of(block, rank, stamp, next(self._numbers), self.card)
         with self._lock:
             if not self._ended.admits(offer_id, self._offers):
                 return

@@ -67,6 +67,11 @@ class NegotiatedChannel:
     def disconnect(self, peer: str) -> None:
         self._puller.disconnect(peer)
 
+    def name_devices_by(self, mesh: jax.sharding.Mesh) -> None:
+        """Sets the mesh whose card peers have, for blocks on the meshes of several pipeline stages.
+        The meshes have equal shapes. Must be called before the first offer."""
+        self._sender.card = mesh
+
     def offer(
         self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
     ) -> None:

@@ -36,14 +36,32 @@ class OfferedBlock:
     number: int = 0
 
     @staticmethod
-    def of(block: jax.Array, rank: int, stamp: BlockStamp, number: int = 0) -> "OfferedBlock":
+    def of(
+        block: jax.Array,
+        rank: int,
+        stamp: BlockStamp,
+        number: int = 0,
+        card: jax.sharding.Mesh | None = None,
+    ) -> "OfferedBlock":
+        """Returns one dp rank's part of a block.
+
+        Args:
+            card: Mesh whose devices peers know, if the block is on the mesh of another pipeline
+                stage. Each device then has the number of the device at the same place of `card`.
+        """
         devices = rank_placement(block.sharding, block.shape, rank)
         shards = {
             shard.device.id: shard.data
             for shard in block.addressable_shards
             if shard.device.id in devices
         }
-        return OfferedBlock(shards, block.shape, block.sharding, rank, stamp, number)
+        sharding = block.sharding
+        if card is not None and isinstance(sharding, jax.sharding.NamedSharding):
+            own = [device.id for device in sharding.mesh.devices.flat]  # type: ignore[union-attr]
+            known = dict(zip(own, [device.id for device in card.devices.flat], strict=True))
+            shards = {known[device]: array for device, array in shards.items()}
+            sharding = jax.sharding.NamedSharding(card, sharding.spec)
+        return OfferedBlock(shards, block.shape, sharding, rank, stamp, number)
 
     @property
     def dtype(self) -> str:

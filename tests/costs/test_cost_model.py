@@ -247,9 +247,7 @@ def test_experts_over_all_ranks_pay_an_exchange_of_their_own() -> None:
 
 
 def test_pipeline_stages_hand_on_and_let_the_next_batch_in_earlier() -> None:
-    one, two = (
-        CostModel(geometry("opt-13b"), accelerator("a100"), stages=stages) for stages in (1, 2)
-    )
+    one, two = (CostModel(geometry("opt-13b"), accelerator("a100"), Layout(pp=pp)) for pp in (1, 2))
     assert two.decode([500]).seconds > one.decode([500]).seconds
     assert two.interval_seconds(two.decode([500])) < 0.6 * one.interval_seconds(one.decode([500]))
     assert two.kv_tokens_per_rank() > 2 * one.kv_tokens_per_rank()
@@ -282,7 +280,7 @@ def test_what_leaves_a_domain_goes_over_the_slower_link() -> None:
     for tp, stages, out in ((1, 8, 0), (4, 2, 0), (4, 3, 1), (4, 5, 2), (8, 2, 1), (2, 8, 1)):
         dense = dataclasses.replace(DENSE, attention=GroupedAttention(16, 8, 64))
         communication = (
-            CostModel(dense, slow, Layout(tp=tp), stages).prefill([(512, 0)]).communication
+            CostModel(dense, slow, Layout(tp=tp, pp=stages)).prefill([(512, 0)]).communication
         )
         assert communication == pytest.approx(out * (1e-3 + 512 * row / 1e9), abs=1e-9), (
             tp,
@@ -388,7 +386,7 @@ def test_layouts_names_and_codecs_that_do_not_fit_are_refused() -> None:
     with pytest.raises(LayoutError, match="query heads|kv heads"):
         CostModel(DENSE, IDEAL, Layout(tp=3))
     with pytest.raises(ConfigError, match="11 pipeline stages"):
-        CostModel(DENSE, IDEAL, stages=11)
+        CostModel(DENSE, IDEAL, Layout(pp=11))
     with pytest.raises(ConfigError, match="no hardware named 'h900'"):
         accelerator("h900")
     with pytest.raises(ConfigError, match="no link named"):

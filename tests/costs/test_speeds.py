@@ -14,7 +14,7 @@ from jdisagg.scheduler.backlog import causal_pairs
 KINDS = (
     Kind(geometry("llama-3-70b"), Layout(tp=8), accelerator("h100")),
     Kind(geometry("qwen3-235b-a22b"), Layout(dp=8, tp=4, ep=32), accelerator("gb200-nvl72")),
-    Kind(geometry("opt-13b"), Layout(), accelerator("a100"), stages=2),
+    Kind(geometry("opt-13b"), Layout(pp=2), accelerator("a100")),
 )
 
 
@@ -25,13 +25,13 @@ def test_steps_of_a_column_are_the_cost_models_within_a_few_percent(kind: Kind) 
     contexts = sequences * np.exp(draw.uniform(np.log(20), np.log(30000), 300))
     speed = Speed(kind)
     found = speed.step_seconds(sequences, contexts)
-    fullest = np.ceil(sequences / kind.stages)
+    fullest = np.ceil(sequences / kind.layout.pp)
     shares = fullest / sequences
     wanted = [
         speed.model.decode_of(int(count), context).seconds
         for count, context in zip(fullest, contexts * shares, strict=True)
     ]
-    assert np.abs(found / wanted - 1).max() < (0.03 if kind.stages == 1 else 0.08), (
+    assert np.abs(found / wanted - 1).max() < (0.03 if kind.layout.pp == 1 else 0.08), (
         "a sequence more may make no batch fuller"
     )
 
@@ -68,7 +68,7 @@ def test_prompts_of_a_column_cost_what_they_cost_one_by_one(kind: Kind) -> None:
 
 def test_a_backlog_of_full_chunks_takes_as_long_as_the_prompts_it_was_made_of() -> None:
     for stages in (1, 4):
-        speed = Speed(replace(KINDS[0], stages=stages))
+        speed = Speed(replace(KINDS[0], layout=Layout(tp=8, pp=stages)))
         per_token, per_pair = speed.backlog_rates(2048)
         predicted = 8 * (8192 * per_token + causal_pairs(0, 8192) * per_pair)
         chunks = [speed.model.prefill([(2048, start)]) for start in range(0, 8192, 2048)]

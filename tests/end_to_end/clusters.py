@@ -73,12 +73,13 @@ def config(
     growth: int = 64,
     steps: int = 1,
     block_bytes: int | None = None,
+    layer_groups: int | None = 2,
 ) -> EngineConfig:
     common = InstanceConfig(
         chunk_tokens=chunk,
         min_chunk_tokens=min(chunk, 64),
         slots_per_rank=slots,
-        layer_groups=2,
+        layer_groups=layer_groups,
         block_bytes=block_bytes,
         growth_tokens=growth,
         steps_per_dispatch=steps,

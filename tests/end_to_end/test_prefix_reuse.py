@@ -138,6 +138,7 @@ async def reference() -> list[object]:
     [
         (Mode.DISAGGREGATED, "tp=2", "dp=2", 16, 8),
         (Mode.DISAGGREGATED, "dp=2", "tp=2", 32, 16),
+        (Mode.DISAGGREGATED, "pp=2", "pp=2,tp=2", 16, 8),
         (Mode.CHUNKED, "", "dp=2", 16, 16),
         (Mode.UNIFIED, "", "tp=2", 16, 8),
     ],
@@ -156,7 +157,9 @@ async def test_streams_are_those_of_a_server_that_keeps_nothing(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("prefill", "decode"), [("tp=2", "dp=2"), ("dp=2,tp=2", "tp=2")])
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [("tp=2", "dp=2"), ("dp=2,tp=2", "tp=2"), ("pp=2,tp=2", "tp=2")]
+)
 async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_memory(
     prefill: str, decode: str
 ) -> None:
@@ -208,9 +211,9 @@ async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(mode: Mo
     assert heard[0] == heard[1]
 
 
-def on_disk(folder: Path) -> EngineConfig:
+def on_disk(folder: Path, prefill: str) -> EngineConfig:
     """Pages for one long prompt, and a disk behind host memory."""
-    engine = config(prefill_page=16)
+    engine = config(prefill=prefill, prefill_page=16)
     prefix = PrefixConfig(
         True, 16, host_gib=0.25, restores="always", disk_dir=str(folder), disk_gib=0.25
     )
@@ -229,15 +232,16 @@ async def on_disk_alone(run: Running) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("prefill", ["tp=2", pytest.param("pp=2", marks=pytest.mark.slow)])
 async def test_streams_are_the_same_when_they_come_back_from_disk_and_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was asked is asked again, which brings it to disk, and once more of the same server and
     of one that is started anew on the folder."""
     for wait in ("FILE_SECONDS", "START_SECONDS"):
         monkeypatch.setattr(disk_tier, wait, time_scale.seconds(120))
     monkeypatch.setattr(host_pieces, "COPY_SECONDS", time_scale.seconds(120))
-    engine, waves, cached = on_disk(tmp_path / "kv"), list[list[Request]](), list[int]()
+    engine, waves, cached = on_disk(tmp_path / "kv", prefill), list[list[Request]](), list[int]()
     from_disk: list[int] = []
 
     async def ask_again(run: Running, name: str) -> int:

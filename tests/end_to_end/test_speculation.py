@@ -116,6 +116,7 @@ async def alone() -> list[Collected]:
         pytest.param(Mode.UNIFIED, "tp=1", "tp=1", 1, marks=pytest.mark.slow),
         (Mode.CHUNKED, "tp=1", "dp=2,tp=2", 4),
         (Mode.DISAGGREGATED, "tp=2", "dp=2", 1),
+        (Mode.DISAGGREGATED, "pp=2", "pp=2,tp=2", 4),
     ],
 )
 async def test_drafts_change_no_stream(

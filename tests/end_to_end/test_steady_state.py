@@ -47,6 +47,7 @@ def test_the_count_sees_a_compilation():
         (Mode.DISAGGREGATED, "tp=1", "dp=2,tp=2"),
         pytest.param(Mode.DISAGGREGATED, "dp=2,tp=2", "tp=1", marks=pytest.mark.slow),
         (Mode.CHUNKED, "", "dp=2"),
+        (Mode.DISAGGREGATED, "pp=2", "pp=2"),
     ],
 )
 async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
@@ -63,9 +64,10 @@ async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
         context=256,
     )
     # blocks of 16 and 32 tokens carry all layers, of 64 half of them
-    few = replace(meshes.prefill, block_bytes=64 << 10)
+    one = "pp" not in decode
+    few = replace(meshes.prefill, block_bytes=64 << 10) if one else meshes.prefill
     aside = PrefixConfig(host_gib=0.1, restores="always")
-    source = "ngram" if mode is Mode.CHUNKED else "mtp"
+    source = "mtp" if mode is Mode.DISAGGREGATED and one else "ngram"
     drafts = replace(meshes.decode, speculate=source)
     engine = replace(meshes, prefill=few, decode=drafts, prefix=aside)
     async with running(engine) as run:
@@ -139,7 +141,7 @@ async def test_the_host_reads_tokens_and_nothing_else():
     than on a GPU)."""
     jax.config.update("jax_transfer_guard_device_to_host", "disallow")
     try:
-        async with running(config(Mode.DISAGGREGATED, "tp=2", "dp=2")) as run:
+        async with running(config(Mode.DISAGGREGATED, "pp=2,tp=2", "pp=2")) as run:
             done = await run.complete(
                 run.request("Once upon a time", max_tokens=20, ignore_eos=True)
             )

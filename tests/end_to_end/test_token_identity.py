@@ -159,6 +159,8 @@ async def outgrow_their_pages(
         (Mode.DISAGGREGATED, "tp=1", "tp=2", 58, 1, 0.25),
         (Mode.DISAGGREGATED, "tp=2", "dp=2", 56, 1, 0.25),
         (Mode.CHUNKED, "tp=1", "tp=1", 58, 1, 0.25),
+        (Mode.DISAGGREGATED, "pp=2", "pp=2", 58, 1, 0.25),
+        (Mode.CHUNKED, "tp=1", "pp=2", 58, 4, 0.0),
     ],
 )
 async def test_preemption_changes_no_stream(mode, prefill, decode, pages, steps, host_gib):

@@ -283,7 +283,7 @@ def test_the_recipes_for_an_h200_fit_one(recipe: str, model: str) -> None:
     kept = as_kept(geometry(model), asked.model)
     config, plans = fit_engine(asked, kept, device)
     for instance in (asked.prefill, asked.decode):
-        check_layout(kept, instance.layout, 1)
+        check_layout(kept, instance.layout)
     for plan in plans:
         assert plan.total <= device.bytes
         assert plan.tokens_per_rank >= 2 * plan.context_tokens, "room for two of the longest"

@@ -105,10 +105,6 @@ def test_a_trace_in_one_pool_with_a_fault_gives_the_same_twice(tmp_path: Path) -
                 ("--mode=chunked", "--prefill_workers=3"),
                 "--prefill_workers=3 has no effect in mode chunked",
             ),
-            (
-                ("--mode=unified", "--prefill_stages=2"),
-                "--prefill_stages=2 has no effect in mode unified",
-            ),
             (("--speed=2",), "--speed=2 needs --trace"),
             (("--think_seconds=2",), "--think_seconds=2.0 needs --turns"),
             (("--turns=0.5",), "1 turn or more"),

@@ -19,6 +19,7 @@ MOE = ModelGeometry(query_heads=8, kv_heads=4, ffn=64, experts=8, expert_ffn=32)
         ("dp=1,tp=2,ep=1", Layout(1, 2, 1)),
         ("ep=4,dp=2, tp=2", Layout(2, 2, 4)),
         ("dp=4,tp=4,ep=16", Layout(4, 4, 16)),
+        ("pp=2,tp=2", Layout(tp=2, pp=2)),
     ],
 )
 def test_a_layout_is_read_in_any_order_and_printed_so_that_it_can_be_read_again(
@@ -29,7 +30,7 @@ def test_a_layout_is_read_in_any_order_and_printed_so_that_it_can_be_read_again(
 
 
 @pytest.mark.parametrize(
-    "text", ["tp", "tp=", "tp=two", "tp=-1", "pp=2", "tp=2,tp=2", "tp=2 dp=2", "tp=1.5"]
+    "text", ["tp", "tp=", "tp=two", "tp=-1", "sp=2", "tp=2,tp=2", "tp=2 dp=2", "tp=1.5"]
 )
 def test_text_that_is_no_layout_is_refused_with_the_part_that_is_wrong(text: str) -> None:
     with pytest.raises(LayoutError, match="is not one of dp=N, tp=N, ep=N"):
@@ -48,10 +49,11 @@ def test_a_number_alone_is_refused_with_the_flags_that_count_workers() -> None:
         ((1, -2, 1), "tp must be a positive integer, got -2"),
         ((2, 2, 3), r"ep=3 must be 1, tp=2 or dp\*tp=4"),
         ((4, 1, 2), r"ep=2 must be 1, tp=1 or dp\*tp=4"),
+        ((1, 1, 1, 0), "pp must be a positive integer, got 0"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_with_the_numbers(
-    sizes: tuple[int, int, int], message: str
+    sizes: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
         Layout(*sizes)

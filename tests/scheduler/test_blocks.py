@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.scheduler.blocks import bands, even_runs
+from jdisagg.errors import LayoutError
+from jdisagg.scheduler.blocks import bands, even_runs, layer_groups, stage_layers
 
 MIB = 1 << 20
 
@@ -56,3 +57,31 @@ def test_an_8b_models_prompts_leave_in_blocks_of_four_mebibytes_until_there_is_o
     tokens: int, blocks: int
 ) -> None:
     assert len(bands(16, tokens * 128 << 10, 4 * MIB)) == blocks
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 8), st.data())
+def test_stages_cover_every_layer_once_and_cut_no_layer_group(
+    layers: int, groups: int, stages: int, data: st.DataObject
+) -> None:
+    positioned = tuple(
+        sorted(data.draw(st.sets(st.integers(0, layers - 1), min_size=1), "layers with KV"))
+    )
+    cut = layer_groups(positioned, layers, groups)
+    if stages > len(cut):
+        with pytest.raises(LayoutError, match=f"choose at most pp={len(cut)}"):
+            stage_layers(positioned, layers, groups, stages)
+        return
+    found = stage_layers(positioned, layers, groups, stages)
+    assert [layer for run in found for layer in run] == list(range(layers))
+    assert len(found) == stages and all(found)
+    starts = {group.start for group in cut}
+    assert all(run.start in starts for run in found)
+
+
+@given(st.integers(1, 200), st.integers(1, 8))
+def test_stages_that_may_be_cut_anywhere_differ_by_one_layer_at_most(
+    layers: int, stages: int
+) -> None:
+    stages = min(stages, layers)
+    sizes = [len(run) for run in stage_layers(tuple(range(layers)), layers, layers, stages)]
+    assert max(sizes) - min(sizes) <= 1

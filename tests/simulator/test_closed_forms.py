@@ -109,6 +109,11 @@ def test_a_closed_loop_goes_on_when_a_request_is_refused() -> None:
         simulate(one_server(Mode.DISAGGREGATED), arrivals, concurrency=0)
 
 
+def staged(pool: Pool, stages: int) -> Pool:
+    layout = replace(pool.instance.layout, pp=stages)
+    return replace(pool, instance=replace(pool.instance, layout=layout))
+
+
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_prompts_follow_each_other_through_a_pipeline_a_stage_apart(stages: int) -> None:
     """The first stage is again a single server."""
@@ -116,7 +121,7 @@ def test_prompts_follow_each_other_through_a_pipeline_a_stage_apart(stages: int)
     assert fleet.prefill is not None
     fleet = replace(
         fleet,
-        prefill=replace(fleet.prefill, stages=stages, costs=ConstantCosts(SERVICE, 0.02, stages)),
+        prefill=replace(staged(fleet.prefill, stages), costs=ConstantCosts(SERVICE, 0.02, stages)),
     )
     arrivals = gamma(0.9 * stages / SERVICE, 300, Fixed(CHUNK, 1), 1.0, seed=3)
     wanted = lindley([item.at_seconds for item in arrivals], SERVICE / stages)
@@ -130,10 +135,10 @@ def test_a_router_that_knows_of_the_pipeline_keeps_it_full() -> None:
     fleet = Fleet(
         geometry("llama-3.1-8b"),
         pool,
-        replace(pool, stages=stages),
+        staged(pool, stages),
         routing=RoutingConfig(ttft_slo_seconds=0.5),
     )
-    seconds = fleet.cost_model(replace(pool, stages=stages)).prefill([(2048, 0)]).seconds
+    seconds = fleet.cost_model(staged(pool, stages)).prefill([(2048, 0)]).seconds
     result = simulate(fleet, gamma(0.9 * stages / seconds, 300, Fixed(2048, 1), 1.0, seed=3))
     assert {outcome.end for outcome in result.outcomes} == {"finished"}
     assert sorted(outcome.ttft or 0.0 for outcome in result.outcomes)[-1] < 0.5

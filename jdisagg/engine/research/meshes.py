@@ -77,6 +77,11 @@ class ResearchMeshes:
         self._instances.clear()
 
     def _build(self, layout: Layout, devices: Sequence[Device]) -> ResearchInstance:
+        if layout.pp > 1:
+            raise LayoutError(
+                f"layout {layout}: the research API has one mesh for each layout, and pipeline"
+                " stages have several; use pp=1, or jdisagg serve"
+            )
         loaded, sizes = self._load(layout, devices), self._sizes
         model = loaded.model
         layout.check(model.geometry)

@@ -128,11 +128,11 @@ def all_logprobs_from_proto(messages: Iterable[pb.TokenLogprobs]) -> tuple[Token
 
 
 def layout_to_proto(layout: Layout) -> pb.Layout:
-    return pb.Layout(dp=layout.dp, tp=layout.tp, ep=layout.ep)
+    return pb.Layout(dp=layout.dp, tp=layout.tp, ep=layout.ep, pp=layout.pp)
 
 
 def layout_from_proto(message: pb.Layout) -> Layout:
-    return Layout(dp=message.dp, tp=message.tp, ep=message.ep)
+    return Layout(dp=message.dp, tp=message.tp, ep=message.ep, pp=message.pp or 1)
 
 
 _ROLE_TO_PROTO = {

@@ -1,0 +1,121 @@
+"""Runs decode steps of an instance with pipeline stages.
+
+A step runs through the stages in order. So that all stages work at the same time, the slots are
+divided into as many batches as there are stages, which take turns: while one stage computes the
+first batch, the stage before it computes the second. The batch of a slot is its number modulo the
+number of stages, so that it never changes.
+
+The state of the slots is on the last stage, which chooses the tokens. After each step of a batch
+the last stage's tokens and positions are copied to the devices of the earlier stages, where the
+batch's next step begins. No host reads or waits. Admissions and growth update page tables on every
+stage. A batch begins its next step with the copy that was made after its own last step. So it waits
+for no other batch, unless a sequence was admitted to the batch meanwhile.
+
+An instance without stages is one with a single stage, and one batch."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jdisagg.executor.choose import Chosen, Variant
+from jdisagg.executor.decode_program import DecodePrograms
+from jdisagg.executor.draft_rows import DraftPlan, Guesses, Slots
+from jdisagg.executor.programs import Programs
+from jdisagg.executor.results import StepChoice
+from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
+
+
+class _Earlier:
+    """Implements `EarlierStages`. `turn` is the batch of the step that is issued."""
+
+    def __init__(
+        self,
+        stages: Sequence[tuple[Programs, DecodePrograms]],
+        last: Programs,
+        newest: DecodePrograms,
+    ) -> None:
+        self._stages, self._last, self._newest = stages, last, newest
+        self._hot: dict[int, list[jax.Array]] = {}  # by batch: on each of these stages
+        self.turn = 0
+
+    def run(self, slots: Slots, bucket: int, plan: DraftPlan | None) -> jax.Array:
+        x: jax.Array | tuple[()] = ()
+        if self.turn not in self._hot:
+            self.copy_state()
+        for (programs, stage), hot in zip(self._stages, self._hot[self.turn], strict=True):
+            x = stage.part(
+                slots, bucket, plan, hot, x if isinstance(x, tuple) else programs.receive(x)
+            )
+        assert not isinstance(x, tuple)
+        return self._last.receive(x)
+
+    def copy_state(self) -> None:
+        """Copies the newest tokens and positions to these stages, for the batch's next step."""
+        self._hot[self.turn] = [programs.receive(self._newest.hot) for programs, _ in self._stages]
+
+    def forget(self, turn: int) -> None:
+        """Makes a batch's next step begin with the newest tokens and positions."""
+        self._hot.pop(turn, None)
+
+
+class DecodeStages:
+    """The decode programs of all stages. Used by the dispatch thread only."""
+
+    def __init__(self, stages: Sequence[tuple[Programs, DecodePrograms]]) -> None:
+        self._stages = [stage for _, stage in stages]
+        self._last = self._stages[-1]
+        self._earlier = None
+        if len(stages) > 1:
+            self._earlier = _Earlier(stages[:-1], stages[-1][0], self._last)
+            self._last.earlier = self._earlier
+
+    def update(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
+        """Admits sequences to slots and extends the page tables of running sequences."""
+        for stage in self._stages:
+            stage.update(admits, grows)
+        if self._earlier is not None:
+            for admit in admits:
+                self._earlier.forget(admit.slot % len(self._stages))
+
+    def step(self, slots: Slots, variant: Variant, guesses: Guesses | None = None) -> StepChoice:
+        """Issues one decode step. For the arguments see `DecodePrograms.step`. Rows are in the
+        order of `slots`."""
+        if self._earlier is None:
+            return StepChoice((self._last.step(slots, variant, guesses),))
+        count, guesses = len(self._stages), guesses or {}
+        parts: list[Chosen] = []
+        places = np.zeros((len(slots), max(map(len, slots))), np.int32)
+        first = 0
+        for turn in range(count):
+            rows = [
+                [index for index, slot in enumerate(row) if slot % count == turn] for row in slots
+            ]
+            if not any(rows):
+                continue
+            of_turn = {
+                (rank, at): guesses[rank, index]
+                for rank, indices in enumerate(rows)
+                for at, index in enumerate(indices)
+                if (rank, index) in guesses
+            }
+            batch = tuple(
+                tuple(slots[rank][index] for index in indices) for rank, indices in enumerate(rows)
+            )
+            self._earlier.turn = turn
+            chosen = self._last.step(batch, variant, of_turn)
+            self._earlier.copy_state()
+            for rank, indices in enumerate(rows):
+                places[rank, indices] = first + np.arange(len(indices))
+            first += chosen.token.shape[1]
+            parts.append(chosen)
+        return StepChoice(tuple(parts), places)
+
+    def warm_drafts(self, bucket: int, variant: Variant) -> None:
+        """Compiles the programs of a step with drafts, for one batch size."""
+        self._last.warm_drafts(bucket, variant)
+
+    def warm_updates(self) -> None:
+        """Compiles the programs of `update`, by running them without changes."""
+        for stage in self._stages:
+            stage.warm_updates()

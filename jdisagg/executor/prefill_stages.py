@@ -1,0 +1,52 @@
+"""Runs the prefill chunks of an instance with pipeline stages.
+
+Each stage has a mesh of its own, with a range of consecutive layer groups, their weights and their
+pages. A chunk runs through the stages in order. Its activations are copied from the devices of one
+stage to those of the next, where the device with the same place in its mesh has the same part. All
+calls only issue work. So while a stage computes one chunk, the stage before it computes the next
+chunk, as long as enough commands are in flight (`MeshLimits.stages`). The KV of each layer group
+leaves from the mesh of its stage. An instance without stages is one with a single stage."""
+
+from collections.abc import Sequence
+
+import jax
+
+from jdisagg.executor.prefill_program import ChunkArrays, PrefillPrograms
+from jdisagg.executor.programs import Programs
+
+
+class PrefillStages:
+    """The prefill programs of all stages. Used by the dispatch thread only.
+
+    Args:
+        stages: Programs of the mesh, and programs of prefill chunks, of each stage.
+        stage_of: Stage of each layer group.
+    """
+
+    def __init__(
+        self, stages: Sequence[tuple[Programs, PrefillPrograms]], stage_of: Sequence[int]
+    ) -> None:
+        self._stages, self._stage_of = stages, stage_of
+
+    def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+        """Issues the programs of one chunk. Returns the result of `PrefillPrograms.run` for the
+        whole model, with the blocks and checksums of all layer groups."""
+        (_, first), *later = self._stages
+        x, blocks, sums = first.run(chunk)
+        for programs, stage in later:
+            x, more, of_more = stage.run(chunk, programs.receive(x))
+            blocks, sums = [*blocks, *more], [*sums, *of_more]
+        return x, blocks, sums
+
+    def cut(
+        self, blocks: Sequence[jax.Array], groups: range, rank: int, offset: int, tokens: int
+    ) -> jax.Array:
+        """Cuts the tokens of one offer out of a chunk's KV blocks (`PrefillPrograms.cut`).
+
+        Args:
+            blocks: Blocks of all layer groups.
+            groups: Layer groups of the offer, all of one stage.
+        """
+        _, stage = self._stages[self._stage_of[groups.start]]
+        assert self._stage_of[groups.start] == self._stage_of[groups.stop - 1], groups
+        return stage.cut(blocks[groups.start : groups.stop], rank, offset, tokens)

@@ -1,0 +1,123 @@
+"""Chunks and steps on the meshes of two pipeline stages, by hand."""
+
+import jax
+import numpy as np
+import pytest
+
+from jdisagg.executor.mesh_executor import MeshRole
+from jdisagg.executor.programs import Programs
+from jdisagg.messages.step_commands import (
+    DecodeResult,
+    DecodeSteps,
+    PrefillChunk,
+    PrefillRow,
+    SampleSpec,
+    SlotAdmit,
+)
+from jdisagg.request import SamplingParams
+from tests.executor.meshes import HandChannel, executor
+
+GREEDY = SampleSpec(0, SamplingParams(temperature=0.0))
+WIDTH = 128  # of the shipped model
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> list[jax.Array]:
+    """What is copied from stage to stage."""
+    seen: list[jax.Array] = []
+    receive = Programs.receive
+
+    def noted(self: Programs, array: jax.Array) -> jax.Array:
+        seen.append(array)
+        assert array.sharding.device_set.isdisjoint(self.mesh.devices.flat)
+        return receive(self, array)
+
+    monkeypatch.setattr(Programs, "receive", noted)
+    return seen
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)])
+def test_arrays_go_from_stage_to_stage_without_the_host(
+    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = np.array(jax.devices()[: 2 * np.prod(shape)]).reshape(2, *shape)
+    first, second = Programs(
+        *(jax.sharding.Mesh(stage, ("dp", "kv", "rep")) for stage in devices)
+    ).stages
+    values = np.arange(shape[0] * 6, dtype=np.float32).reshape(shape[0], 2, 3)
+    computed = jax.jit(lambda x: x + 1)(first.put(values))
+
+    def host_view(_: jax.Array) -> np.ndarray:
+        raise AssertionError("an array was read on the host")
+
+    with monkeypatch.context() as patched, jax.transfer_guard_device_to_host("disallow_explicit"):
+        patched.setattr(type(computed), "_value", property(host_view))
+        patched.setattr(type(computed), "__array__", host_view)
+        there = second.receive(computed)
+    assert list(there.sharding.mesh.devices.flat) == list(devices[1].flat)  # type: ignore[attr-defined]
+    assert np.array_equal(np.asarray(there), values + 1)
+
+
+async def test_a_chunk_sends_its_activations_to_the_next_stage_and_nothing_else(
+    received: list[jax.Array],
+) -> None:
+    role = MeshRole(True, False, emit=True)
+    mesh = executor("p", "pp=2,tp=2", role, HandChannel(), 0, page=16, dtype="float32")
+    try:
+        rows = (PrefillRow(0, 0, 0, tuple(range(20, 60)), 0, (0, 1, 2), (GREEDY,)),)
+        await mesh.run(PrefillChunk(1, 64, rows))
+        (x,) = received
+        assert x.shape == (1, 64, WIDTH) and x.nbytes == 64 * WIDTH * 4
+    finally:
+        mesh.close()
+
+
+async def test_a_step_sends_activations_on_and_tokens_back_for_each_batch(
+    received: list[jax.Array],
+) -> None:
+    """Slots 0 and 1 are of two batches. The tokens are those of the same steps on one mesh."""
+    tokens = []
+    for layout in ("tp=1", "pp=2"):
+        mesh = executor(
+            "d", layout, MeshRole(True, True), HandChannel(), 0, page=16, dtype="float32"
+        )
+        try:
+            rows = tuple(
+                PrefillRow(
+                    slot,
+                    0,
+                    64 * slot,
+                    tuple(range(20, 60)),
+                    0,
+                    (4 * slot, 4 * slot + 1, 4 * slot + 2),
+                    (),
+                )
+                for slot in range(2)
+            )
+            await mesh.run(PrefillChunk(1, 128, rows))
+            received.clear()
+            admits = tuple(
+                SlotAdmit(
+                    slot,
+                    0,
+                    slot,
+                    9 + slot,
+                    40,
+                    48,
+                    (4 * slot, 4 * slot + 1, 4 * slot + 2),
+                    GREEDY,
+                    slot,
+                )
+                for slot in range(2)
+            )
+            result = await mesh.run(DecodeSteps(2, 3, ((1, 0),), False, False, admits=admits))
+            assert isinstance(result, DecodeResult)
+            tokens.append(result.tokens)
+        finally:
+            mesh.close()
+    assert tokens[0] == tokens[1]
+    shapes = [array.shape for array in received]
+    # Before its first step a batch has no tokens on the first stage.
+    assert shapes.count((1, 1, WIDTH)) == 2 * 3
+    assert shapes.count((1, 2, 2)) == 2 * 3 + 2
+    assert len(shapes) == 14
