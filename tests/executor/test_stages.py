@@ -4,9 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from jdisagg.executor.choose import Chosen
 from jdisagg.executor.mesh_executor import MeshRole
 from jdisagg.executor.programs import Programs
+from jdisagg.executor.results import StepChoice
 from jdisagg.messages.step_commands import (
+    NO_TOKEN,
     DecodeResult,
     DecodeSteps,
     PrefillChunk,
@@ -121,3 +124,16 @@ async def test_a_step_sends_activations_on_and_tokens_back_for_each_batch(
     assert shapes.count((1, 1, WIDTH)) == 2 * 3
     assert shapes.count((1, 2, 2)) == 2 * 3 + 2
     assert len(shapes) == 14
+
+
+def test_the_choices_of_batches_are_read_in_the_order_of_the_steps_rows() -> None:
+    """Two ranks; the first batch verified drafts, so that its rows have three tokens."""
+    first = np.arange(12, dtype=np.int32).reshape(2, 2, 3)
+    second = np.array([[[90]], [[91]]], np.int32)
+    places = np.array([[2, 0, 1], [1, 2, 0]], np.int32)
+    parts = (Chosen(first), Chosen(second))  # type: ignore[arg-type]
+    found = StepChoice(parts, places).read(0)
+    assert found is not None
+    assert found[0].tolist() == [[90, NO_TOKEN, NO_TOKEN], [0, 1, 2], [3, 4, 5]]
+    assert found[1].tolist() == [[9, 10, 11], [91, NO_TOKEN, NO_TOKEN], [6, 7, 8]]
+    assert StepChoice(parts, places).read(1) is None

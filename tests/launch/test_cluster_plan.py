@@ -20,7 +20,7 @@ from jdisagg.node.cluster_plan import (
     plan_cluster,
     plan_instances,
 )
-from jdisagg.node.recipes import ClusterShape
+from jdisagg.node.recipes import ClusterShape, worker_config
 from jdisagg.node.run_files import RouterProcessConfig, WorkerProcessConfig, read_config
 from jdisagg.observe.process import ObserveConfig
 from launch.shipped import SHIPPED_MODEL
@@ -136,6 +136,8 @@ def test_a_layout_that_its_processes_do_not_divide_is_refused():
         match=r"--decode=dp=3\S* has 3 devices, which --processes_per_instance=2 does not",
     ):
         plan_instances(WorkerRole.DECODE, 1, Layout(dp=3), 2, HOST)
+    with pytest.raises(ConfigError, match=r"--decode=\S*pp=2: .* processes has one pipeline stage"):
+        plan_instances(WorkerRole.DECODE, 1, Layout(pp=2), 2, HOST)
     assert plan_instances(WorkerRole.MIXED, 0, Layout(), 2, HOST) == ()
 
 
@@ -182,3 +184,14 @@ def test_an_ipv6_host_is_bracketed_wherever_a_port_follows(tmp_path: Path):
     assert plan.addresses == ("[::1]:8700", "[::1]:8702")
     (one,) = workers(plan)
     assert (one.routers, one.worker.service.host) == (plan.addresses, "::1")
+
+
+def test_workers_with_stages_cut_into_the_same_layer_groups_and_keep_their_roles() -> None:
+    staged = override(EngineConfig(), ["prefill.layout=pp=2", "decode.layout=pp=3"])
+    groups = {
+        worker_config(staged, role).instance.layer_groups
+        for role in (WorkerRole.PREFILL, WorkerRole.DECODE)
+    }
+    assert groups == {12}
+    with pytest.raises(ConfigError, match=r"--elastic: workers with pipeline stages \(pp=3\)"):
+        config(engine=staged, changes_roles=True)
