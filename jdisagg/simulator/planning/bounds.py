@@ -297,9 +297,7 @@ class Estimator:
         times, dp, goal = self.prefill_seconds(layout, chunk), layout.dp, self.goal
         mean, sharing = float(times.mean()), max(1.0, chunk / self.demand.prompt_mean)
         uneven = (_longest(times, dp) / mean - 1) / math.sqrt(sharing)
-        # Seconds of the instance per prompt. A prompt may enter the first of several pipeline
-        # stages when the prompt before it leaves this stage.
-        occupied = times * ((1 + uneven) / dp / layout.pp)
+        occupied = times * ((1 + uneven) / dp)  # seconds of the instance per prompt
         most = FULL / float(occupied.mean()) / dp
 
         def ttft_met(rate: float) -> bool:
@@ -344,9 +342,7 @@ class Estimator:
 
 
 def _step(model: CostModel, count: float, context: float) -> float:
-    """Returns the seconds of a decode step of `count` sequences with `context` tokens each. With
-    pipeline stages, the sequences form as many batches as there are stages."""
-    count /= model.stages
+    """Returns the seconds of a decode step of `count` sequences with `context` tokens each."""
     whole = max(1, math.ceil(count))
     return model.decode_of(whole, max(1.0, count) * context).seconds
 
