@@ -125,7 +125,7 @@ def every_candidate(case: Case, rate: float) -> dict[str, object]:
     model, site = (geometry(case.model), Site(accelerator(case.hardware), case.accelerators))
     maker = FleetMaker(model, site, hardware=case.hardware)
     goal = Goal(case.ttft, case.tpot)
-    planner = Planner(model, site, goal, maker.run, Search(), spread=on_cores(usable_cores()))
+    planner = Planner(model, site, goal, maker.runners, Search(), spread=on_cores(usable_cores()))
     before, began = _children_seconds(), time.monotonic()
     beating, tried = planner.beating(_workload(case), MARGIN * rate / (1 + TOLERANCE))
     return {

@@ -89,7 +89,7 @@ def main() -> None:
     )
     spread = on_cores(flags.processes or usable_cores())
     with aloud() as told:
-        planner = Planner(geometry, site, goal, maker.run, search, told, spread)
+        planner = Planner(geometry, site, goal, maker.runners, search, told, spread)
         plan = planner.plan(workload)
     table = plan_table(plan, geometry, site, goal, flags.dtype)
     Console(width=None if sys.stdout.isatty() else 80).print(table)

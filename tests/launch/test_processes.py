@@ -15,10 +15,10 @@ PROGRAM = """
 from jdisagg.costs.catalog import geometry
 from jdisagg.simulator.planning.planner import Planner, Search, in_turn
 from launch.processes import on_cores
-from tests.simulator.planning.test_planner import GOAL, SITE, WORKLOAD, Servers
+from tests.simulator.planning.test_planner import GOAL, SITE, WORKLOAD, Servers, both
 plans = [
     Planner(
-        geometry("llama-3-70b"), SITE, GOAL, Servers(lambda item: 3.0 + len(item.name)),
+        geometry("llama-3-70b"), SITE, GOAL, both(Servers(lambda item: 3.0 + len(item.name))),
         Search(finalists=2), spread=spread,
     ).plan(WORKLOAD)
     for spread in (in_turn, on_cores(2))

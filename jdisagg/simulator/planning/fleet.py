@@ -14,7 +14,8 @@ from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KEPT_NAMES
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.planning.candidates import ACTIVATIONS, PAGE_TOKENS, Candidate, Site
-from jdisagg.simulator.planning.trials import Lost, Runner, TrialRun
+from jdisagg.simulator.planning.stepped import SteppedRunner
+from jdisagg.simulator.planning.trials import Lost, Runner, Runners, TrialRun
 from jdisagg.simulator.planning.verdict import Finding
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
@@ -95,6 +96,10 @@ class FleetMaker:
         Implements the planner's `Runner`."""
         result = simulate(self.fleet(candidate), arrivals, self.seed, enough=lost)
         return TrialRun(result.outcomes, result.usage, result.stopped)
+
+    @property
+    def runners(self) -> Runners:
+        return Runners(self.run, SteppedRunner(self.site, self.fleet))
 
     def _pool(self, candidate: Candidate, layout: Layout, count: int) -> Pool:
         instance = replace(

@@ -26,6 +26,7 @@ class Task:
         this candidate cannot exceed the rate.
       tolerance: Relative error of the rate at which the search ends.
       trials: Trials of an earlier, less precise search, from which this search continues.
+      expected: Rate that the stepped cost model found, from which the search starts; 0 if unknown.
     """
 
     candidate: Candidate
@@ -34,6 +35,7 @@ class Task:
     rival_rate: float = 0.0
     tolerance: float = TOLERANCE
     trials: tuple[Trial, ...] = ()
+    expected: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,11 @@ class Measurer:
         # Even if the bound is 0, the simulator may attain the goal at a low rate.
         demand = self.demand
         lowest = 2 / (self.goal.ttft_seconds + demand.steps_mean * self.goal.tpot_seconds)
-        guess = max(task.bounds.rate, lowest)
+        guess = task.expected or max(task.bounds.rate, lowest)
         known = [(item.rate, item.lasting_attainment) for item in task.trials]
         wanted, within = self.goal.attainment, task.tolerance
-        rate = highest_rate(trial, guess, wanted, above, within, known)
+        near = bool(task.expected)
+        rate = highest_rate(trial, guess, wanted, above, within, known, near=near)
         return self._found(task, trials, rate)
 
     def _found(self, task: Task, trials: Sequence[Trial], rate: float) -> Finding:
@@ -120,6 +123,8 @@ def highest_rate(
     carried: float = 0.0,
     tolerance: float = TOLERANCE,
     known: Sequence[tuple[float, float]] = (),
+    *,
+    near: bool = False,
 ) -> float:
     """Returns the highest tried rate at which `attained(rate)` is at least `wanted`.
 
@@ -135,6 +140,8 @@ def highest_rate(
         search ends.
       known: (rate, attainment) of earlier trials: at least one that reached `wanted` and one that
         did not.
+      near: Whether the result is probably within a few percent of `guess`. The search then starts
+        beside it and widens its steps.
     """
     runs = 0
 
@@ -144,10 +151,12 @@ def highest_rate(
         return attained(rate) >= wanted
 
     low, high, step = carried, 0.0, 1.1 if carried else 1.3  # neighbours are close
+    if near:
+        step = 1 + tolerance
     if known:
         high = min(rate for rate, part in known if part < wanted)
         low = max(rate for rate, part in known if part >= wanted and rate < high)
-    rate = step * carried or 0.8 * guess
+    rate = step * carried or (guess / step**0.5 if near else 0.8 * guess)
     while runs < MOST_RUNS and not (low and high):
         if met(rate):
             low, rate, step = rate, rate * step, min(4.0, step**1.5)  # grows while far off
@@ -155,6 +164,8 @@ def highest_rate(
             high = rate
         elif rate < 0.4 * guess:
             return 0.0
+        elif near and rate > 0.6 * guess:
+            high, rate, step = rate, rate / step, min(4.0, step**1.5)
         else:
             high, rate = rate, rate / 1.6 if rate > 0.6 * guess else 0.01 * guess
     while low and high > low * (1 + tolerance) and runs < MOST_RUNS:

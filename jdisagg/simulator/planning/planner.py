@@ -1,22 +1,20 @@
-"""Plans whether to disaggregate, and the number and layout of the instances of each role. Ranks all
-candidates with the cost model and simulates the best few of each mode.
+"""Plans whether to disaggregate, and the number and layout of the instances of each role.
 
-`Planner.plan` lists the layouts that fit (`candidates`), ranks the candidates by the upper bounds
-on their rates (`bounds`), and keeps the best `finalists` of each mode. For each finalist, bisection
-finds the highest rate at which the simulation attains the goal (`measure`, `trials`). Finalists
-that may be the best of their mode are searched again with a smaller tolerance. Then the planner
-tries neighbours of the best candidates until none is better. A `Plan` ranks the simulated
-candidates by their rate per accelerator of the site, idle accelerators included. It has the binding
+The search has two levels. The first level ranks all candidates with the cost model: by upper bounds
+on their rates (`bounds`), and then by stepping (`ranking`, `stepped`). The second level simulates
+live code. It finds the rate of the best candidate with one pool and of the best with two pools
+(`measure`, `trials`). Candidates whose stepped rate is close to these, at most `finalists` of each
+kind, are simulated at a rate just above. A `Plan` ranks the candidates by their rate per
+accelerator of the site, idle accelerators included, simulated candidates first. It has the binding
 limit of each candidate and a verdict as text (`verdict`).
 
-Goals that no candidate can attain are refused before any simulation (`never`): a prompt is fastest
-alone in one chunk, and a decode step is fastest with a single sequence.
+Goals that no candidate can attain are refused before any run (`never`): a prompt is fastest alone
+in one chunk, and a decode step is fastest with a single sequence.
 
-Accesses the simulator only through `Runner`; prints nothing. Deterministic by seed."""
+Accesses the simulator only through `Runners`; prints nothing. Deterministic by seed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import numpy as np
 
@@ -24,7 +22,6 @@ from jdisagg.config import Mode
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError
-from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.bounds import SAMPLE, Bounds, Demand, Estimator, Goal, alone_seconds
 from jdisagg.simulator.planning.candidates import (
     WHOLE_CHUNK,
@@ -38,20 +35,28 @@ from jdisagg.simulator.planning.candidates import (
     two_pools,
 )
 from jdisagg.simulator.planning.measure import Measurer, Task
-from jdisagg.simulator.planning.trials import TOLERANCE, Process, Runner
+from jdisagg.simulator.planning.ranking import (
+    STEPPED_REQUESTS,
+    Spread,
+    ranked_by_stepping,
+    rate_with_error,
+)
+from jdisagg.simulator.planning.trials import Process, Runner, Runners
 from jdisagg.simulator.planning.verdict import (
     HEADROOM,
     Finding,
     Trial,
+    error_bars,
     first_answer,
     headroom,
     no_rate,
+    stepped_answer,
     verdict,
 )
 from jdisagg.simulator.workloads import Arrival
 
-# Relative tolerance of the first search, which drops candidates that cannot reach the best rate.
-ROUGHLY = 0.15
+# A candidate is simulated if its stepped rate, plus this fraction, exceeds the best simulated rate.
+STEPPING_ERROR = 0.06
 ALL_MODES = (Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED)
 
 
@@ -60,7 +65,7 @@ class Plan:
     """The result of a planner's search.
 
     Attributes:
-      findings: Simulated candidates, best first.
+      findings: Simulated candidates, best first, and then the best stepped candidates.
       considered: Number of candidates that were ranked with the cost model.
       verdict: Which mode is best, by how much and why, as text.
       left_out: Modes without a candidate, each with the reason as text.
@@ -80,7 +85,8 @@ class Search:
         dtype: Data type of weights and KV.
         codec: Codec of the KV that prefill instances send to decode instances.
         modes: Modes to compare.
-        finalists: Number of candidates of each mode to simulate.
+        finalists: Largest number of candidates to simulate, of those with one pool and of those
+            with two pools; also the number of stepped candidates of each mode in the plan.
         most_requests: Cap on the number of requests of one simulated run.
         fused: Whether the chunked mode runs a prefill chunk and a decode step as one program. This
             engine alternates them instead. Must equal the value of the `runner`.
@@ -122,8 +128,6 @@ class Told:
 
 UNTOLD = Told()
 
-Spread = Callable[[Measurer, Sequence[Task]], Iterator[tuple[int, Finding | None]]]
-
 
 def in_turn(measurer: Measurer, tasks: Sequence[Task]) -> Iterator[tuple[int, Finding | None]]:
     """Runs tasks one after the other. Yields (index of the task, the task's finding or None)."""
@@ -135,7 +139,7 @@ class Planner:
     """Searches the best use of a site's accelerators for a model, goal and workload.
 
     Args:
-      runner: Simulates a candidate.
+      runners: Run a candidate in simulation and with the stepped cost model.
       told: Receives progress and preliminary results.
       spread: Function that runs the searches of all candidates, possibly on several cores.
     """
@@ -145,12 +149,12 @@ class Planner:
         geometry: CostGeometry,
         site: Site,
         goal: Goal,
-        runner: Runner,
+        runners: Runners,
         search: Search = Search(),
         told: Told = UNTOLD,
         spread: Spread = in_turn,
     ) -> None:
-        self._geometry, self._site, self._goal, self._runner = geometry, site, goal, runner
+        self._geometry, self._site, self._goal, self._runners = geometry, site, goal, runners
         self._search, self._told, self._spread = search, told, spread
 
     def plan(self, workload: Sequence[Arrival]) -> Plan:
@@ -161,33 +165,64 @@ class Planner:
         if reason := never(fitting, estimator.demand, self._goal, cached):
             raise NothingFits(reason)
         priced = self._priced(fitting, estimator)
-        chosen, left_out = self._chosen(fitting, priced)
-        self._told.answer(first_answer([item for mode in chosen for item in mode], self._site))
+        self._told.answer(first_answer(priced, self._site))
+        stepper = self._measurer(workload, estimator.demand, self._runners.stepped)
+        told = self._told.progress
+        stepped = ranked_by_stepping(priced, stepper, estimator.rooms, self._spread, told)
+        self._told.answer(stepped_answer(stepped))
         measurer = self._measurer(workload, estimator.demand)
         found = _Found(self._site, self._told)
-        # Interleaves the modes, so that the best of each is known early.
-        ordered = [item for row in zip_longest(*chosen) for item in row if item is not None]
-        rooms = estimator.rooms
-        tasks = [
-            Task(candidate, limits, rooms[candidate.decode], tolerance=ROUGHLY)
-            for candidate, limits in ordered
-        ]
-        self._measure(measurer, tasks, found)
-        self._measure(measurer, found.close_to_the_best(self._goal.attainment, rooms), found)
-        while beside_best := neighbours(found, priced):
-            tasks = [
-                Task(candidate, limits, rooms[candidate.decode], rate)
-                for (candidate, limits), rate in beside_best
-            ]
-            self._measure(measurer, tasks, found)
+        self._simulate(measurer, stepped, found)
         self._told.progress("done", 1, 1)
         findings = found.ranked
         best = findings[0]
         if not best.rate:
             raise NothingFits(no_rate(findings, self._goal))
+        left_out = self._left_out(fitting, priced)
         below = measurer.trial(best.candidate, HEADROOM * best.rate)
         said = f"{verdict(findings, estimator, left_out)} {headroom(best, below)}"
+        if bars := self._error_bars(stepper, stepped, best):
+            said = f"{said} {bars}"
+        findings += self._rows(stepped, found)
         return Plan(tuple(findings), len(priced), said, left_out)
+
+    def _simulate(self, measurer: Measurer, stepped: Sequence[Finding], found: "_Found") -> None:
+        """Simulates the best candidate with one pool, the best with two pools, and those close to
+        them."""
+        kinds = [
+            [item for item in stepped if bool(item.candidate.prefill) is two]
+            for two in (False, True)
+        ]
+        kinds = [_layouts_once(kind)[: self._search.finalists] for kind in kinds if kind]
+        leaders = [_task(kind[0], expected=True) for kind in kinds]
+        self._measure(measurer, leaders, found)
+        while tasks := [
+            _task(item, rival=found.best(kind))
+            for kind in kinds
+            for item in kind
+            if item.candidate not in found.tried
+            and item.rate * (1 + STEPPING_ERROR) > found.best(kind)
+        ]:
+            self._measure(measurer, tasks, found)
+
+    def _error_bars(self, stepper: Measurer, stepped: Sequence[Finding], best: Finding) -> str:
+        """Describes the rate of the best finding if predicted steps are wrong; "" if its candidate
+        has no stepped rate."""
+        own = next((item for item in stepped if item.candidate == best.candidate), None)
+        if own is None or not own.rate:
+            return ""
+        error = self._site.software.engine.step_error
+        low, high = (rate_with_error(stepper, own, 1 + part) for part in (error, -error))
+        return error_bars(best, low, high, error)
+
+    def _rows(self, stepped: Sequence[Finding], found: "_Found") -> list[Finding]:
+        """Returns the best stepped candidates of each mode that were not simulated."""
+        rows: list[Finding] = []
+        for mode in self._search.modes:
+            of_mode = [item for item in stepped if item.candidate.mode is mode and item.rate]
+            best = _layouts_once(of_mode)[: self._search.finalists]
+            rows += [item for item in best if item.candidate not in found.tried]
+        return sorted(rows, key=lambda item: -item.rate)
 
     def beating(self, workload: Sequence[Arrival], rate: float) -> tuple[list[Finding], int]:
         """Simulates every candidate of every mode, to check the result of `plan`.
@@ -225,31 +260,17 @@ class Planner:
             priced.append((candidate, estimator.bounds(candidate)))
         return sorted(priced, key=lambda item: -item[1].rate)
 
-    def _chosen(
-        self, fitting: list[Fitting], priced: list[tuple[Candidate, Bounds]]
-    ) -> tuple[list[list[tuple[Candidate, Bounds]]], tuple[str, ...]]:
-        """Returns the candidates of each mode with the highest bounds, and the modes without a
-        candidate. Only the best chunk size of each chunked layout is considered."""
-        chosen: list[list[tuple[Candidate, Bounds]]] = []
-        left_out: list[str] = []
-        chunked: dict[Layout, tuple[Candidate, Bounds]] = {}
-        for item in priced:
-            if item[0].mode is Mode.CHUNKED:
-                chunked.setdefault(item[0].decode, item)
-        for mode in self._search.modes:
-            best = (
-                list(chunked.values())
-                if mode is Mode.CHUNKED
-                else [item for item in priced if item[0].mode is mode]
-            )
-            if not best:
-                needed = 2 * min(item.layout.devices for item in fitting)
-                left_out.append(
-                    f"{mode.value}: two pools need {needed} accelerators at least, there are"
-                    f" {self._site.accelerators}"
-                )
-            chosen.append(best[: self._search.finalists])
-        return chosen, tuple(left_out)
+    def _left_out(
+        self, fitting: list[Fitting], priced: Sequence[tuple[Candidate, Bounds]]
+    ) -> tuple[str, ...]:
+        """Returns the modes without a candidate, each with the reason."""
+        needed = 2 * min(item.layout.devices for item in fitting)
+        return tuple(
+            f"{mode.value}: two pools need {needed} accelerators at least, there are"
+            f" {self._site.accelerators}"
+            for mode in self._search.modes
+            if not any(candidate.mode is mode for candidate, _ in priced)
+        )
 
     def _measurer(
         self, workload: Sequence[Arrival], demand: Demand, runner: Runner | None = None
@@ -260,8 +281,10 @@ class Planner:
             workload,
             demand,
             self._site.accelerators,
-            runner or self._runner,
-            search.most_requests,
+            runner or self._runners.simulated,
+            min(search.most_requests, STEPPED_REQUESTS)
+            if runner is self._runners.stepped
+            else search.most_requests,
             search.arrivals,
             search.seed,
         )
@@ -305,20 +328,11 @@ class _Found:
             f" {finding.binding}"
         )
 
-    def close_to_the_best(self, wanted: float, rooms: Mapping[Layout, int]) -> list[Task]:
-        """Returns tasks that search the candidates that may be the best of their mode again, with a
-        smaller tolerance."""
-        tasks: list[Task] = []
-        best: dict[Mode, float] = {}
-        for item in self.ranked:
-            most = best.setdefault(item.candidate.mode, item.rate)
-            missed = [one.rate for one in item.trials if one.lasting_attainment < wanted]
-            ceiling = min([rate for rate in missed if rate > item.rate], default=0.0)
-            close = ceiling <= item.rate * (1 + TOLERANCE)
-            if item.rate and not close and ceiling > most:
-                room = rooms[item.candidate.decode]
-                tasks.append(Task(item.candidate, item.bounds, room, trials=item.trials))
-        return tasks
+    def best(self, among: Sequence[Finding]) -> float:
+        """Returns the highest simulated rate of the candidates of `among`."""
+        wanted = {item.candidate for item in among}
+        rates = [item.rate for item in self._findings.values() if item.candidate in wanted]
+        return max(rates, default=0.0)
 
     @property
     def ranked(self) -> list[Finding]:
@@ -335,36 +349,20 @@ class _Found:
         )
 
 
-def neighbours(
-    found: _Found, priced: Sequence[tuple[Candidate, Bounds]]
-) -> list[tuple[tuple[Candidate, Bounds], float]]:
-    """Returns untried neighbours of the best candidates as tasks. Neighbours of a chunked candidate
-    have an adjacent chunk size. Neighbours of a disaggregated candidate have one prefill instance
-    more or less. In simulation a neighbour may reach a higher rate than the cost model
-    predicted."""
-    chosen: list[tuple[tuple[Candidate, Bounds], float]] = []
-    for mode in (Mode.CHUNKED, Mode.DISAGGREGATED):
-        best = next((item for item in found.ranked if item.candidate.mode is mode), None)
-        if best is None or not best.rate:
-            continue
-        chosen += [
-            (item, best.rate)
-            for item in priced
-            if item[0] not in found.tried and beside(item[0], best.candidate)
-        ]
-    return chosen
+def _layouts_once(ranked: Sequence[Finding]) -> list[Finding]:
+    """Returns the best of the candidates with equal layouts, which differ in chunk size or numbers
+    of instances. `ranked`: findings, best first."""
+    found: dict[object, Finding] = {}
+    for item in ranked:
+        one = item.candidate
+        found.setdefault((one.mode, one.prefill, one.decode), item)
+    return list(found.values())
 
 
-def beside(one: Candidate, other: Candidate) -> bool:
-    """Returns whether two candidates have the same mode and layouts and differ by one step of the
-    chunk size or by one prefill instance."""
-    if (one.mode, one.decode, one.prefill) != (other.mode, other.decode, other.prefill):
-        return False
-    if one.mode is Mode.CHUNKED:
-        return max(one.chunk_tokens, other.chunk_tokens) == 2 * min(
-            one.chunk_tokens, other.chunk_tokens
-        )
-    return abs(one.prefill_instances - other.prefill_instances) == 1
+def _task(item: Finding, rival: float = 0.0, *, expected: bool = False) -> Task:
+    """Returns the task that finds a stepped candidate's rate in simulation."""
+    rate = item.rate if expected else 0.0
+    return Task(item.candidate, item.bounds, item.kv_tokens, rival, expected=rate)
 
 
 # ---- unattainable goals

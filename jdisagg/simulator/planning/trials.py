@@ -58,6 +58,17 @@ class TrialRun:
 Lost = Callable[[RequestOutcome], bool]
 # Simulates a candidate on arrivals. `Lost` is called with each outcome and returns whether to stop.
 Runner = Callable[[Candidate, Sequence[Arrival], Lost], TrialRun]
+
+
+@dataclass(frozen=True, slots=True)
+class Runners:
+    """The ways to run a candidate: `simulated` runs live code in virtual time, `stepped` only steps
+    the cost model."""
+
+    simulated: Runner
+    stepped: Runner
+
+
 Process = Literal["poisson", "trace"]
 
 

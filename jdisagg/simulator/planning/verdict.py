@@ -68,6 +68,7 @@ class Finding:
       kv_share: Mean fraction of the decode instances' KV memory that requests hold at `rate`.
       tokens_per_second: Output tokens per second at `rate`.
       short: Whether the arrivals were too few to decide if a higher rate is possible.
+      simulated: Whether live code was simulated, or only the cost model was stepped.
     """
 
     candidate: Candidate
@@ -82,6 +83,7 @@ class Finding:
     kv_tokens: int
     tokens_per_second: float
     short: bool = False
+    simulated: bool = True
 
 
 def binding_limit(trial: Trial, limits: Bounds) -> str:
@@ -113,16 +115,27 @@ def binding_limit(trial: Trial, limits: Bounds) -> str:
     return kind if name == kind or name == "compute" else f"{kind}, by {name}"
 
 
-def first_answer(chosen: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
-    """Describes the best candidate of each mode before any simulation. `chosen`: candidates of each
-    mode, best first."""
-    best = {item.mode: (item, bounds) for item, bounds in reversed(chosen)}
+def first_answer(priced: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
+    """Describes the candidate of each mode with the highest bound, before any run. `priced`:
+    candidates with their bounds."""
+    best: dict[Mode, tuple[Candidate, Bounds]] = {}
+    for item in sorted(priced, key=lambda pair: -pair[1].rate):
+        best.setdefault(item[0].mode, item)
     lines = [
         f"  {item.mode.value} {item.name}: up to {bounds.rate / site.accelerators:.3g} requests/s"
         f" an accelerator, bound by {bounds.binding[0]}"
-        for item, bounds in sorted(best.values(), key=lambda pair: -pair[1].rate)
+        for item, bounds in best.values()
     ]
     return "\n".join(["By arithmetic, before simulation:", *lines])
+
+
+def stepped_answer(stepped: Sequence[Finding]) -> str:
+    """Describes the best stepped candidate of each mode. `stepped`: findings, best first."""
+    best: dict[Mode, Finding] = {}
+    for item in stepped:
+        best.setdefault(item.candidate.mode, item)
+    lines = [f"  {_said(item)}, bound by {item.binding}" for item in best.values()]
+    return "\n".join(["By stepping the cost model, before simulation:", *lines])
 
 
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
@@ -190,6 +203,20 @@ def headroom(best: Finding, trial: Trial) -> str:
     return (
         f"At {trial.rate / best.rate:.0%} of the first row's rate: {', '.join(parts)}; the rate"
         " itself is where the goal begins to fail."
+    )
+
+
+def error_bars(best: Finding, low: float, high: float, error: float) -> str:
+    """Describes the rates of the best finding if all steps take longer or less time than predicted.
+
+    Args:
+      low, high: Fractions of the finding's rate, with longer and with shorter steps.
+      error: Relative error of predicted steps.
+    """
+    each = best.per_accelerator
+    return (
+        f"If all steps take {error:.0%} more or {error:.0%} less time than predicted, the first row"
+        f" carries {low * each:.3g} or {high * each:.3g} requests/s an accelerator."
     )
 
 

@@ -37,7 +37,7 @@ def plan(
 ) -> Plan:
     maker = FleetMaker(MODEL, site)
     return Planner(
-        MODEL, site, goal, maker.run, Search(modes=modes, finalists=1, most_requests=80)
+        MODEL, site, goal, maker.runners, Search(modes=modes, finalists=1, most_requests=80)
     ).plan(workload)
 
 
@@ -86,7 +86,7 @@ def test_more_than_the_prefill_can_compute_is_not_carried_however_generous_the_l
         .prefill_seconds(Layout(), candidate.chunk_tokens)
         .mean()
     )
-    planner = Planner(MODEL, site, goal, FleetMaker(MODEL, site).run, Search(most_requests=400))
+    planner = Planner(MODEL, site, goal, FleetMaker(MODEL, site).runners, Search(most_requests=400))
     over, under = (planner.trial(candidate, workload, factor * computed) for factor in (1.5, 0.85))
     assert over.attainment == 1 and over.overload
     assert under.lasting_attainment == 1
@@ -156,7 +156,11 @@ def test_a_recipe_has_as_few_slots_as_carry_what_was_predicted():
     )
     maker = FleetMaker(MODEL, site)
     planner = Planner(
-        MODEL, site, goal, maker.run, Search(modes=(Mode.UNIFIED,), finalists=1, most_requests=60)
+        MODEL,
+        site,
+        goal,
+        maker.runners,
+        Search(modes=(Mode.UNIFIED,), finalists=1, most_requests=60),
     )
     candidate, rate = Candidate(Mode.UNIFIED, Layout(), 1), 5.0
     trial = planner.trial(candidate, workload, rate)

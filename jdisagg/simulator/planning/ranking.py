@@ -1,0 +1,82 @@
+"""First level of the planner's search: ranks all candidates by stepping the cost model.
+
+Candidates are stepped in the order of their bounds. A candidate is dropped after one trial if it
+does not reach nearly the rate of the best candidate of its mode. It is not stepped at all if its
+bound is far below that rate."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from jdisagg.config import Mode
+from jdisagg.layout.axes import Layout
+from jdisagg.simulator.planning.bounds import Bounds, Goal
+from jdisagg.simulator.planning.candidates import Candidate
+from jdisagg.simulator.planning.measure import Measurer, Task
+from jdisagg.simulator.planning.verdict import Finding
+
+# Candidates within this fraction of the best rate of their mode get a rate.
+KEPT = 0.92
+# Bounds below this fraction of the best rate of their mode are not stepped.
+HOPELESS = 0.8
+# Number of requests of a stepped run; a run that decides nothing gets more.
+STEPPED_REQUESTS = 2000
+FIRST_ROUND, SECOND_ROUND = 1, 12  # candidates of each mode
+
+Priced = tuple[Candidate, Bounds]
+Spread = Callable[[Measurer, Sequence[Task]], Iterator[tuple[int, Finding | None]]]
+
+
+def ranked_by_stepping(
+    priced: Sequence[Priced],
+    measurer: Measurer,
+    rooms: Mapping[Layout, int],
+    spread: Spread,
+    told: Callable[[str, int, int], None],
+) -> list[Finding]:
+    """Returns the candidates with the highest stepped rates, best first. A rate is 0 if the
+    candidate attains the goal at no rate.
+
+    Args:
+      priced: Candidates with their bounds, highest bound first.
+      measurer: Finds rates with the stepped runner.
+      rooms: Number of tokens whose KV fits on a dp rank of each layout.
+      spread: Runs the searches of several candidates.
+      told: Receives progress as (text, done, total).
+    """
+    left = {mode: [item for item in priced if item[0].mode is mode] for mode in Mode}
+    best: dict[Mode, float] = {}
+    found: list[Finding] = []
+    done = 0
+    for most in (FIRST_ROUND, SECOND_ROUND, len(priced)):
+        tasks: list[Task] = []
+        for mode, items in left.items():
+            rival = best.get(mode, 0.0)
+            taken, left[mode] = items[:most], items[most:]
+            tasks += [
+                Task(candidate, bounds, rooms[candidate.decode], KEPT * rival)
+                for candidate, bounds in taken
+                if bounds.rate >= HOPELESS * rival
+            ]
+        for _, finding in spread(measurer, tasks) if tasks else ():
+            done += 1
+            told("candidates by stepping the cost model", done, len(priced))
+            if finding is None:
+                continue
+            mode = finding.candidate.mode
+            best[mode] = max(best.get(mode, 0.0), finding.rate)
+            found.append(replace(finding, simulated=False))
+    return sorted(found, key=lambda item: (-item.rate, -item.bounds.rate, str(item.candidate)))
+
+
+def rate_with_error(measurer: Measurer, stepped: Finding, factor: float) -> float:
+    """Returns the stepped rate of a finding's candidate if every step takes `factor` times the
+    predicted time, as a fraction of the finding's rate.
+
+    Scaling all times by a factor equals scaling the limits by its inverse and the rate with
+    them."""
+    goal = measurer.goal
+    scaled = Goal(goal.ttft_seconds / factor, goal.tpot_seconds / factor, goal.attainment)
+    task = Task(stepped.candidate, stepped.bounds, stepped.kv_tokens, expected=stepped.rate)
+    found = replace(measurer, goal=scaled).measured(task)
+    assert found is not None, "a task without a rival has a finding"
+    return found.rate / factor / stepped.rate

@@ -1,0 +1,308 @@
+"""Steps the cost model through a workload on a whole fleet, to rank candidates before they are
+simulated with live code.
+
+The result has the form of a simulated run (`trials.Runner`). Queues, chunks, spans, KV room,
+hand-off and the duration of each step are modelled as in the simulator, but with plain counters: no
+messages, leases, pages or heartbeats. Requests go to the prefill instance with the fewest queued
+tokens and to the decode instance with the fewest sequences. A request takes tens of microseconds,
+where the simulator takes a millisecond. Deterministic."""
+
+import heapq
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jdisagg.config import Mode
+from jdisagg.costs.hardware import Link
+from jdisagg.simulator.fleet import Fleet, Pool
+from jdisagg.simulator.planning.candidates import Candidate, Site, handoff_path
+from jdisagg.simulator.planning.stepped_instances import Chunk, Instance, SteppedRequest
+from jdisagg.simulator.planning.trials import Lost, TrialRun
+from jdisagg.simulator.report import RequestOutcome, WorkerUsage
+from jdisagg.simulator.step_costs import StepCosts
+from jdisagg.simulator.workloads import Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """The links over which prefill instances send KV to decode instances.
+
+    Attributes:
+      link: The link of one device.
+      lanes: Number of links that carry one prompt's KV.
+      links: Number of links of one instance, the smaller of both sides.
+    """
+
+    link: Link
+    lanes: int
+    links: int
+
+
+class SteppedRunner:
+    """Steps candidates through workloads. Implements the planner's `Runner`.
+
+    Args:
+      site: The accelerators.
+      fleet_of: Returns the fleet of a candidate.
+    """
+
+    def __init__(self, site: Site, fleet_of: Callable[[Candidate], Fleet]) -> None:
+        self._site, self._fleet_of = site, fleet_of
+        self._costs: dict[object, StepCosts] = {}
+        self._last: tuple[Candidate, Fleet, Handoff | None] | None = None
+
+    def __call__(
+        self, candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost | None = None
+    ) -> TrialRun:
+        if self._last is None or self._last[0] != candidate:
+            self._last = candidate, self._fleet_of(candidate), self._handoff(candidate)
+        _, fleet, handoff = self._last
+        prefill = self._costs_of(fleet, fleet.prefill) if fleet.prefill else None
+        run = SteppedRun(fleet, handoff, prefill, self._costs_of(fleet, fleet.decode))
+        return run.run(arrivals, lost)
+
+    def _handoff(self, candidate: Candidate) -> Handoff | None:
+        if candidate.prefill is None:
+            return None
+        link, lanes = handoff_path(self._site, candidate)
+        return Handoff(link, lanes, min(candidate.prefill.devices, candidate.decode.devices))
+
+    def _costs_of(self, fleet: Fleet, pool: Pool) -> StepCosts:
+        key = pool.hardware.name, pool.instance.layout
+        if key not in self._costs:
+            self._costs[key] = fleet.costs_of(pool)
+        return self._costs[key]
+
+
+class PrefixCache:
+    """The names of the prompt blocks that one instance caches. The least recently used block is
+    dropped first."""
+
+    def __init__(self, block_tokens: int, room_tokens: int) -> None:
+        self._block, self._most = block_tokens, max(1, room_tokens // block_tokens)
+        self._kept: OrderedDict[int, None] = OrderedDict()
+
+    def cached_tokens(self, arrival: Arrival) -> int:
+        """Returns the number of leading prompt tokens that are cached. At least one token of a
+        prompt is computed."""
+        known = itertools.takewhile(self._kept.__contains__, arrival.block_hashes)
+        return min(sum(1 for _ in known) * self._block, arrival.prompt_tokens - 1)
+
+    def add(self, arrival: Arrival) -> None:
+        for name in arrival.block_hashes:
+            self._kept[name] = None
+            self._kept.move_to_end(name)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+
+
+class SteppedRun:
+    """One run of a workload on a fleet.
+
+    Args:
+      handoff: Links between prefill and decode instances; None with one pool.
+      prefill: Step costs of the prefill pool; None with one pool.
+      decode: Step costs of the decode pool.
+    """
+
+    def __init__(
+        self, fleet: Fleet, handoff: Handoff | None, prefill: StepCosts | None, decode: StepCosts
+    ) -> None:
+        self._fleet, self._handoff = fleet, handoff
+        self._now, self._front = 0.0, fleet.software.engine.front_seconds
+        self._decodes = self._instances(fleet.decode, decode)
+        self._prefills = (
+            self._instances(fleet.prefill, prefill) if fleet.prefill and prefill else []
+        )
+        self._first = self._prefills or self._decodes  # the instances that prefill
+        self._every = [*self._prefills, *self._decodes]
+        self._sent = prefill or decode
+        self._out_free, self._in_free = [0.0] * len(self._first), [0.0] * len(self._decodes)
+        self._where: dict[int, tuple[int, int]] = {}  # prefill and decode instance of a request
+        self._waiting: deque[SteppedRequest] = deque()
+        limits = fleet.limits_of(fleet.prefill or fleet.decode)
+        chunk = limits.chunk_buckets[-1]
+        seconds = self._sent.prefill(((chunk, 0),))[0] / chunk
+        self._hold_tokens = fleet.routing.hold_seconds / seconds * limits.ranks
+        self._caches = self._prefix_caches() if fleet.prefix.reuse else []
+        # Ends of commands have a version, arrivals of KV a request.
+        self._events: list[tuple[float, int, int, int, SteppedRequest | None]] = []
+        self._numbers = itertools.count()
+        self._arrivals: Sequence[Arrival] = ()
+        self._outcomes: list[RequestOutcome] = []
+
+    def _instances(self, pool: Pool, costs: StepCosts) -> list[Instance]:
+        fleet, limits = self._fleet, self._fleet.limits_of(pool)
+        chunk = limits.pack_tokens or limits.chunk_buckets[-1]
+        return [Instance(limits, costs, fleet.mode, chunk, fleet.fused) for _ in range(pool.count)]
+
+    def _prefix_caches(self) -> list[PrefixCache]:
+        limits = self._fleet.limits_of(self._fleet.prefill or self._fleet.decode)
+        room = limits.pages_per_rank * limits.page_size * limits.ranks
+        return [PrefixCache(self._fleet.block_tokens, room) for _ in self._first]
+
+    def run(self, arrivals: Sequence[Arrival], lost: Lost | None = None) -> TrialRun:
+        """Returns the outcomes of all requests in order of arrival, or of the requests that ended
+        before `lost` returned True."""
+        self._arrivals = arrivals
+        coming, number = len(arrivals), 0
+        ended, events = self._outcomes, self._events
+        while number < coming or events:
+            seen = len(ended)
+            if number < coming and (
+                not events or arrivals[number].at_seconds + self._front <= events[0][0]
+            ):
+                self._now = arrivals[number].at_seconds + self._front
+                self._arrive(number)
+                number += 1
+            else:
+                self._now, _, index, version, request = heapq.heappop(events)
+                if request is not None:
+                    self._receive(request)
+                elif self._every[index].version == version:
+                    self._end_command(index)
+            if lost is not None and any(lost(outcome) for outcome in ended[seen:]):
+                return TrialRun(tuple(ended), tuple(self._usage()), stopped=True)
+        ended.sort(key=lambda outcome: int(outcome.request_id))
+        return TrialRun(tuple(ended), tuple(self._usage()))
+
+    # ---- placement
+
+    def _arrive(self, number: int) -> None:
+        item = self._arrivals[number]
+        request = SteppedRequest(number, item.at_seconds, item.prompt_tokens, item.output_tokens)
+        if not self._decodes[0].batch.fits_at_all(request):
+            self._close(request, "the request exceeds the KV room of a dp rank")
+            return
+        self._waiting.append(request)
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        """Places waiting requests in order, as long as a decode instance has room."""
+        while self._waiting and self._place(self._waiting[0]):
+            self._waiting.popleft()
+
+    def _place(self, request: SteppedRequest) -> bool:
+        arrival = self._arrivals[request.number]
+        cached = [cache.cached_tokens(arrival) for cache in self._caches]
+        loads = [item.batch.load for item in self._decodes]
+        work = [item.prompt_tokens for item in self._first]
+        if cached:
+            work = [queued - known for queued, known in zip(work, cached, strict=True)]
+        if self._prefills:
+            first = min(range(len(work)), key=work.__getitem__)
+            if work[first] > self._hold_tokens:
+                return False  # the router holds requests while all prefill workers have work
+            order = sorted(range(len(loads)), key=loads.__getitem__)
+        else:
+            order = sorted(range(len(loads)), key=lambda one: (work[one], loads[one]))
+        decode = next((one for one in order if self._decodes[one].batch.reserve(request)), None)
+        if decode is None:
+            return False
+        if not self._prefills:
+            first = decode
+        request.cached = cached[first] if cached else 0
+        request.left = request.prompt - request.cached
+        self._where[request.number] = first, decode
+        if self._caches:
+            self._caches[first].add(arrival)
+        queues = self._first[first].queues
+        queues.add(request, queues.shortest() if self._prefills else request.rank)
+        self._go_on(first)
+        return True
+
+    # ---- commands
+
+    def _go_on(self, index: int) -> None:
+        """Begins the next command of an idle instance, or shortens its running span."""
+        instance = self._every[index]
+        if instance.ends_at is not None:
+            if index < len(self._prefills):
+                instance.issue_ahead()
+            if not instance.interrupt(self._now):
+                return
+        elif not instance.begin(self._now):
+            return
+        elif instance.chunk is not None and self._handoff is not None:
+            self._send(self._handoff, index, instance.chunk, instance.ends_at or self._now)
+            instance.issue_ahead()
+        assert instance.ends_at is not None
+        entry = instance.ends_at, next(self._numbers), index, instance.version, None
+        heapq.heappush(self._events, entry)
+
+    def _send(self, path: Handoff, index: int, chunk: Chunk, ready: float) -> None:
+        """Computes when the KV of the chunk's rows arrives at the decode instances. `ready`: end of
+        the chunk."""
+        overlap = self._fleet.overlap
+        head_at = self._now + (ready - self._now) / overlap
+        rate = path.link.bytes_per_second * path.link.efficiency
+        rows = [row for rows in chunk.rows for row in rows]
+        for request, (new, _) in zip(chunk.requests, rows, strict=True):
+            if request.output < 2:
+                continue
+            size = self._sent.wire_bytes(new + (0 if request.received else request.cached))
+            decode = self._where[request.number][1]
+            start = max(head_at, self._out_free[index], self._in_free[decode])
+            self._out_free[index] = self._in_free[decode] = start + size / (rate * path.links)
+            alone = size / (rate * path.lanes)
+            arrives = max(start + alone, ready + alone / overlap) + path.link.latency_seconds
+            request.received = max(request.received, arrives)
+
+    def _receive(self, request: SteppedRequest) -> None:
+        decode = self._where[request.number][1]
+        self._decodes[decode].receive(request)
+        self._go_on(len(self._prefills) + decode)
+
+    def _end_command(self, index: int) -> None:
+        instance = self._every[index]
+        done = instance.end()
+        for request in done.first:
+            request.first = self._now
+            if request.output < 2:
+                self._finish(request)
+            elif self._handoff is None:
+                instance.joining.append(request)
+            else:
+                at = max(self._now, request.received)
+                heapq.heappush(self._events, (at, next(self._numbers), index, 0, request))
+        for request in done.last:
+            self._finish(request)
+        if self._waiting:
+            self._place_waiting()
+        if instance.ends_at is None:
+            self._go_on(index)
+
+    def _finish(self, request: SteppedRequest) -> None:
+        self._decodes[self._where.pop(request.number)[1]].batch.release(request)
+        self._close(request)
+
+    def _close(self, request: SteppedRequest, refused: str = "") -> None:
+        self._outcomes.append(
+            RequestOutcome(
+                str(request.number),
+                request.arrival,
+                self._now,
+                request.prompt,
+                0 if refused else request.output,
+                None if refused else request.first,
+                end="failed" if refused else "finished",
+                reason=refused,
+                cached_tokens=request.cached,
+            )
+        )
+
+    def _usage(self) -> list[WorkerUsage]:
+        fleet, usage = self._fleet, []
+        one_pool = fleet.mode is not Mode.DISAGGREGATED
+        pools = (
+            (self._prefills, fleet.prefill, "prefill"),
+            (self._decodes, fleet.decode, "decode"),
+        )
+        for instances, pool, role in pools:
+            name = "mixed" if one_pool else role
+            for index, item in enumerate(instances):
+                assert pool is not None
+                used = item.busy_seconds
+                usage.append(WorkerUsage(f"{name}-{index}", name, pool.devices, used))
+        return usage

@@ -1,0 +1,344 @@
+"""Instances of the stepped fleet (`stepped.py`): queues, batches and KV room of one instance, and
+the seconds of its next command.
+
+An instance runs one command at a time: a prefill chunk, a span of decode steps, or a chunk and a
+step together (`fused`). The dp rank with the most work determines the duration. A span ends when
+its first sequence ends, or two steps after a request waits to join, as in the live loop. Chunks,
+spans, order of commands and reservations of pages follow the live workers. Preemption, swapping and
+page granularity are left out. Pure; times are in seconds on the caller's clock."""
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdisagg.config import Mode
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.simulator.step_costs import Pace, StepCosts
+
+RUN_AHEAD = 1  # steps between the running step and the first step that a request can join
+
+
+@dataclass(slots=True)
+class SteppedRequest:
+    """A request in progress.
+
+    Attributes:
+      cached: Number of prompt tokens that the prefix cache holds.
+      left: Number of prompt tokens that are in no chunk yet.
+      kept: Number of tokens for which pages are reserved.
+      first: Time of the first token.
+      received: Time at which all KV has arrived at the decode instance.
+      rank: dp rank that holds the request's pages for decoding.
+    """
+
+    number: int
+    arrival: float
+    prompt: int
+    output: int
+    cached: int = 0
+    left: int = 0
+    kept: int = 0
+    first: float = -1.0
+    received: float = 0.0
+    rank: int = 0
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Rows of a prefill chunk by dp rank, as (new tokens, tokens before them), and the requests of
+    these rows. `ended`: requests whose prompts end in the chunk."""
+
+    rows: list[list[tuple[int, int]]]
+    requests: list[SteppedRequest]
+    ended: list[SteppedRequest]
+
+    @property
+    def tokens(self) -> int:
+        return sum(new for rows in self.rows for new, _ in rows)
+
+
+class PromptQueues:
+    """Prompts that wait for prefill on the dp ranks of one instance."""
+
+    def __init__(self, limits: MeshLimits, chunk_tokens: int) -> None:
+        self._queues: list[deque[SteppedRequest]] = [deque() for _ in range(limits.ranks)]
+        self._tokens = [0] * limits.ranks
+        self._chunk, self._rows = chunk_tokens, limits.rows_per_chunk
+        self.count = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(self._tokens)
+
+    def shortest(self) -> int:
+        """Returns the dp rank with the fewest queued tokens."""
+        return min(range(len(self._tokens)), key=self._tokens.__getitem__)
+
+    def add(self, request: SteppedRequest, rank: int) -> None:
+        self._queues[rank].append(request)
+        self._tokens[rank] += request.left
+        self.count += 1
+
+    @property
+    def all_ranks(self) -> bool:
+        """Whether every dp rank has a prompt."""
+        return all(self._queues)
+
+    def take(self) -> Chunk:
+        """Removes and returns the next chunk: on each rank the oldest prompts, up to the chunk's
+        tokens. A prompt that does not fit is split, if it is the first or has waited longest."""
+        chunk = Chunk([], [], [])
+        for rank, queue in enumerate(self._queues):
+            rows: list[tuple[int, int]] = []
+            room = self._chunk
+            while queue and room and len(rows) < self._rows:
+                request = queue[0]
+                new = min(room, request.left)
+                rows.append((new, request.prompt - request.left))
+                chunk.requests.append(request)
+                request.left -= new
+                room -= new
+                self._tokens[rank] -= new
+                if not request.left:
+                    chunk.ended.append(queue.popleft())
+                    self.count -= 1
+            chunk.rows.append(rows)
+        return chunk
+
+
+class DecodeBatch:
+    """The decoding sequences of one instance, and the KV room of its dp ranks.
+
+    All sequences make one token a step, so a sequence ends after a known number of the instance's
+    steps."""
+
+    def __init__(self, limits: MeshLimits, growth_tokens: int) -> None:
+        ranks = limits.ranks
+        self.room = limits.pages_per_rank * limits.page_size
+        self.slots = limits.slots_per_rank
+        self._growth = growth_tokens
+        self.counts, self.contexts = [0] * ranks, [0] * ranks
+        self.held, self.reserved = [0] * ranks, [0] * ranks
+        self.steps = 0
+        self._ends: list[tuple[int, int, SteppedRequest]] = []
+
+    @property
+    def running(self) -> int:
+        return len(self._ends)
+
+    @property
+    def load(self) -> int:
+        return sum(self.reserved)
+
+    def fits_at_all(self, request: SteppedRequest) -> bool:
+        return request.prompt + request.output - 1 <= self.room
+
+    def reserve(self, request: SteppedRequest) -> bool:
+        """Reserves room for the prompt and the next tokens on the rank with the fewest sequences.
+        Returns whether a rank has room."""
+        need = request.prompt + min(request.output, self._growth)
+        ranks = [
+            rank
+            for rank, count in enumerate(self.reserved)
+            if count < self.slots and (not count or self._taken(rank) + need <= self.room)
+        ]
+        if not ranks:
+            return False
+        rank = min(ranks, key=lambda one: (self.reserved[one], self.held[one]))
+        request.rank, request.kept = rank, need
+        self.held[rank] += need
+        self.reserved[rank] += 1
+        return True
+
+    def _taken(self, rank: int) -> int:
+        """Returns the reserved tokens of a rank, or its contexts if they outgrew the first
+        reservations."""
+        return max(self.held[rank], self.contexts[rank] + self.counts[rank])
+
+    def release(self, request: SteppedRequest) -> None:
+        self.held[request.rank] -= request.kept
+        self.reserved[request.rank] -= 1
+
+    def join(self, request: SteppedRequest) -> None:
+        self.counts[request.rank] += 1
+        self.contexts[request.rank] += request.prompt + 1
+        entry = (self.steps + request.output - 1, request.number, request)
+        heapq.heappush(self._ends, entry)
+
+    def until_first_end(self) -> int:
+        return self._ends[0][0] - self.steps
+
+    def advance(self, steps: int) -> list[SteppedRequest]:
+        """Runs `steps` steps and removes the sequences that end. Returns these sequences, with
+        their room still held."""
+        self.steps += steps
+        for rank, count in enumerate(self.counts):
+            self.contexts[rank] += steps * count
+        ended: list[SteppedRequest] = []
+        while self._ends and self._ends[0][0] <= self.steps:
+            request = heapq.heappop(self._ends)[2]
+            self.counts[request.rank] -= 1
+            self.contexts[request.rank] -= request.prompt + request.output
+            ended.append(request)
+        return ended
+
+
+@dataclass(slots=True)
+class Span:
+    """A running span of decode steps."""
+
+    start: float
+    pace: Pace
+    steps: int
+
+
+@dataclass(slots=True)
+class Done:
+    """What a command completed: requests with their first token, and requests with their last."""
+
+    first: Sequence[SteppedRequest] = ()
+    last: Sequence[SteppedRequest] = ()
+
+
+class Instance:
+    """One instance that prefills, decodes or both. `mode` orders the commands of one that does
+    both.
+
+    Attributes:
+      queues: Prompts to prefill.
+      batch: Decoding sequences.
+      joining: Sequences whose KV has arrived and that join after the running command.
+      ends_at: End of the running command, None without one.
+      busy_seconds: Sum of the durations of all commands.
+      chunk: The running prefill chunk.
+      version: Number of the latest change of `ends_at`.
+    """
+
+    def __init__(
+        self, limits: MeshLimits, costs: StepCosts, mode: Mode, chunk_tokens: int, fused: bool
+    ) -> None:
+        self.queues = PromptQueues(limits, chunk_tokens)
+        self.batch = DecodeBatch(limits, growth_tokens=256)
+        self.joining: list[SteppedRequest] = []
+        self.ends_at: float | None = None
+        self.busy_seconds = 0.0
+        self.version = 0
+        self.chunk: Chunk | None = None
+        self._costs, self._mode, self._fused = costs, mode, fused
+        self._span: Span | None = None
+        self._prefilled_last = False
+        self._delay = 0.0
+        self._issued: Chunk | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens that are queued or in the running chunk."""
+        chunks = [chunk for chunk in (self.chunk, self._issued) if chunk is not None]
+        return self.queues.tokens + sum(chunk.tokens for chunk in chunks)
+
+    def receive(self, request: SteppedRequest) -> None:
+        """Adds a request whose KV has arrived. Writing its KV to pages delays the next steps."""
+        self.joining.append(request)
+        self._delay += self._costs.insert(request.prompt)
+
+    def begin(self, now: float) -> bool:
+        """Begins the next command if there is work. Returns whether a command began."""
+        for request in self.joining:
+            self.batch.join(request)
+        self.joining.clear()
+        prompts, running = self.queues.count, self.batch.running
+        if (prompts or self._issued) and not (
+            self._mode is Mode.CHUNKED and self._prefilled_last and running
+        ):
+            self._begin_chunk(now)
+        elif running:
+            self._begin_span(now)
+        else:
+            return False
+        return True
+
+    def _begin_chunk(self, now: float) -> None:
+        self.chunk = chunk = self._issued or self.queues.take()
+        self._issued = None
+        if self._fused and self.batch.running:
+            seconds = self._mixed_seconds(chunk)
+            self._span = Span(now, Pace(seconds), 1)
+        else:
+            fullest = _fullest(chunk.rows)
+            seconds = max(self._costs.prefill(chunk.rows[rank])[0] for rank in fullest)
+            self._prefilled_last = not self._fused
+        self._ends(now, now + seconds)
+
+    def _mixed_seconds(self, chunk: Chunk) -> float:
+        """Returns the seconds of one step with the chunk and all decoding sequences."""
+        counts, contexts = self.batch.counts, self.batch.contexts
+        tokens = [
+            sum(new for new, _ in rows) + count
+            for rows, count in zip(chunk.rows, counts, strict=True)
+        ]
+        every = sum(tokens)
+        return max(
+            self._costs.mixed(chunk.rows[rank], counts[rank], contexts[rank], every - tokens[rank])
+            for rank in _fullest(chunk.rows)
+        )
+
+    def _begin_span(self, now: float) -> None:
+        batch = self.batch
+        prompts = self.queues.count and self._mode is Mode.CHUNKED
+        steps = 1 if prompts else batch.until_first_end()
+        pace = self._costs.decode(max(batch.counts), max(batch.contexts), steps)
+        start, self._delay = now + self._delay, 0.0
+        self._span = Span(start, pace, steps)
+        self._prefilled_last = False
+        self._ends(now, start + pace.seconds(steps))
+
+    def issue_ahead(self) -> None:
+        """Decides the chunk after the running one if it leaves no dp rank idle, as live prefill
+        workers do. Prompts that arrive later cannot join this chunk."""
+        if self.chunk is not None and self._issued is None and self.queues.all_ranks:
+            self._issued = self.queues.take()
+
+    def interrupt(self, now: float) -> bool:
+        """Shortens the running span, so that a waiting request can join. Returns whether the span
+        became shorter."""
+        span = self._span
+        if span is None or self.chunk is not None or self.ends_at is None:
+            return False
+        steps = max(1, span.pace.steps_begun(now - span.start)) + RUN_AHEAD
+        if steps >= span.steps:
+            return False
+        span.steps = steps
+        end = span.start + span.pace.seconds(steps)
+        self.busy_seconds -= self.ends_at - end
+        self.ends_at = end
+        self.version += 1
+        return True
+
+    def _ends(self, now: float, at: float) -> None:
+        self.ends_at = at
+        self.busy_seconds += at - now
+        self.version += 1
+
+    def end(self) -> Done:
+        """Ends the running command."""
+        self.ends_at = None
+        done = Done()
+        if self._span is not None:
+            done.last = self.batch.advance(self._span.steps)
+            self._span = None
+        if self.chunk is not None:
+            done.first = self.chunk.ended
+            self.chunk = None
+        return done
+
+
+def _fullest(rows: Sequence[Sequence[tuple[int, int]]]) -> set[int]:
+    """Returns the dp ranks with the most tokens and with the most attention, of which one takes
+    longest."""
+    filled = [rank for rank, of_rank in enumerate(rows) if of_rank]
+    if len(filled) == 1:
+        return set(filled)
+    tokens = max(filled, key=lambda rank: sum(new for new, _ in rows[rank]))
+    pairs = max(filled, key=lambda rank: sum(new * (new + 2 * old) for new, old in rows[rank]))
+    return {tokens, pairs}
