@@ -1,5 +1,5 @@
-"""Is `jdisagg plan` quick, readable and right? Plans four sites as users would. For the two smaller
-sites, every candidate is simulated afterwards.
+"""Is `jdisagg plan` quick, readable and right? Plans five sites as users would. For two dense sites
+and a mixture of experts, every candidate is simulated afterwards.
 
     python -m benchmarks.plans [--sites=llama-3-8b on 4 l40s,...] [--name=plans]
 
@@ -69,6 +69,7 @@ CHAT = ("0.8:1000/200", "0.2:8000/300")
 CASES = (
     Case("llama-3.1-8b", "l40s", 4, ("1:1000/200",), 1.0, 0.05, every=True),
     Case("llama-3.1-70b", "h100", 16, CHAT, 1.0, 0.05, every=True),
+    Case("gpt-oss-120b", "h100", 8, CHAT, 1.0, 0.05, every=True),
     Case("qwen3-235b-a22b", "gb200-nvl72", 32, CHAT, 1.0, 0.05),
     Case("deepseek-v3", "h200", 32, CHAT, 2.0, 0.05, weights="fp8"),
 )
@@ -101,7 +102,7 @@ def planned(case: Case) -> dict[str, object]:
         "processor_seconds": round(_children_seconds() - before, 1),
         "table_columns": max(map(len, table.splitlines())),
         "considered": plan["considered"],
-        "simulated": len(plan["findings"]),
+        "simulated": sum(item["simulated"] for item in plan["findings"]),
         "wins": {
             key: best[key]
             for key in (

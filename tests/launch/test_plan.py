@@ -53,9 +53,11 @@ def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: P
     )
     assert status == 0
     found = json.loads(figures.read_text())
-    answers = err.splitlines()  # arithmetic's of each mode first, then each candidate's
-    assert "By arithmetic" in answers[0] and len(answers) >= 4 + len(found["findings"])
-    assert all("requests/s" in line for line in answers[1:])
+    answers = err.splitlines()  # by arithmetic, by stepping, and then each simulated candidate
+    assert "By arithmetic" in answers[0] and "By stepping" in answers[4]
+    assert all("requests/s" in line for line in answers[1:4] + answers[5:])
+    simulated = [item for item in found["findings"] if item["simulated"]]
+    assert 2 <= len(simulated) <= len(answers) - 8
     assert "Left at their defaults:" in out and "seed=0" in found["defaults"]
     assert "ttft" not in found["defaults"] and "accelerators" not in found["defaults"]
     assert {item["mode"] for item in found["findings"]} == {"disaggregated", "chunked", "unified"}
@@ -73,7 +75,7 @@ def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: P
         p99 = 1e3 * item["report"]["ttft"]["p99"]
         assert (f"{p99:.0f}" if p99 >= 100 else f"{p99:.3g}") in out.split()
         assert item["mode"] in out.split()
-    carried = [item["per_accelerator"] for item in found["findings"]]
+    carried = [item["per_accelerator"] for item in simulated]
     assert carried == sorted(carried, reverse=True) and carried[-1] > 0
     assert found["verdict"] in out and (
         "win" in found["verdict"] or "No clear winner" in found["verdict"]

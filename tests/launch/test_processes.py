@@ -23,7 +23,8 @@ plans = [
     ).plan(WORKLOAD)
     for spread in (in_turn, on_cores(2))
 ]
-assert plans[0] == plans[1] and len(plans[0].findings) >= 6
+assert plans[0] == plans[1], plans
+assert len(plans[0].findings) >= 4, plans[0].findings
 print("alike")
 """
 

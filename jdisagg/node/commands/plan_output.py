@@ -27,7 +27,8 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
         f"{goal.attainment:.0%} within TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT"
         f" {1e3 * goal.tpot_seconds:g} ms"
     )
-    found = f"{plan.considered} candidates, {len(plan.findings)} simulated"
+    simulated = sum(item.simulated for item in plan.findings)
+    found = f"{plan.considered} candidates, {simulated} simulated"
     title = f"{geometry.name} on {site.accelerators} {site.accelerator.name}: {limits}; {found}"
     table = Table(
         box=box.SIMPLE_HEAD, title_justify="left", title=title, padding=(0, 1, 0, 0), leading=1
@@ -60,7 +61,7 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
             _three(item.report.tpot),
             f"{100 * item.link_share:.1f} %" if candidate.prefill else "-",
             f"{item.kv_tokens * kept / 1e9:.0f} GB\n{100 * item.kv_share:.0f} %",
-            item.binding,
+            item.binding if item.simulated else f"{item.binding} (stepped)",
         )
     return table
 
@@ -105,6 +106,7 @@ def plan_fields(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal) -> d
         "findings": [
             {
                 **_candidate_fields(item.candidate),
+                "simulated": item.simulated,
                 "requests_per_second": item.rate,
                 "per_accelerator": item.per_accelerator,
                 "binding": item.binding,

@@ -56,7 +56,7 @@ from jdisagg.simulator.planning.verdict import (
 from jdisagg.simulator.workloads import Arrival
 
 # A candidate is simulated if its stepped rate, plus this fraction, exceeds the best simulated rate.
-STEPPING_ERROR = 0.06
+STEPPING_ERROR = 0.04
 ALL_MODES = (Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED)
 
 

@@ -15,9 +15,9 @@ from jdisagg.simulator.planning.measure import Measurer, Task
 from jdisagg.simulator.planning.verdict import Finding
 
 # Candidates within this fraction of the best rate of their mode get a rate.
-KEPT = 0.92
+KEPT = 0.95
 # Bounds below this fraction of the best rate of their mode are not stepped.
-HOPELESS = 0.8
+HOPELESS = 0.85
 # Number of requests of a stepped run; a run that decides nothing gets more.
 STEPPED_REQUESTS = 2000
 FIRST_ROUND, SECOND_ROUND = 1, 12  # candidates of each mode
