@@ -354,6 +354,10 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "mixture": _list(
             None, "Instead of a trace: weight:prompt/output,... e.g. 0.8:1000/200,0.2:8000/300."
         ),
+        "shared_tokens": _count(
+            0, "Leading prompt tokens that all requests of --mixture share.", least=0
+        ),
+        "hit_rate": _real(0.0, "Fraction of each prompt of --mixture that the prefix cache holds."),
         "arrivals": _one_of(
             ["poisson", "trace"], "poisson", "Poisson arrivals, or the trace's times, stretched."
         ),
@@ -432,7 +436,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
     },
     "Search": {
         "modes": _list(MODES, "Modes to compare."),
-        "finalists": _count(3, "Candidates per mode that are simulated."),
+        "finalists": _count(3, "Most candidates simulated with one and with two pools."),
         "most_requests": _count(
             4000, "Requests of one simulated run. Unclear runs take up to eight times as many."
         ),

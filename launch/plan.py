@@ -9,9 +9,10 @@ Disaggregation is compared with the strongest alternative: chunked prefill that 
 decode step as one program, with the best layout and chunk size. --nofused estimates jdisagg's own
 chunked mode instead, which alternates chunks and decode steps.
 
-The cost model first ranks all combinations of layouts, worker counts and chunk sizes, and stderr
-shows the best within seconds. The best of each mode are then simulated, which takes minutes. Stdout
-gets the table, best first, and a verdict. --output writes a recipe for `jdisagg serve`, `cluster`
+The cost model first ranks all combinations of layouts, worker counts and chunk sizes, by arithmetic
+and then by stepping through requests; stderr shows the best within seconds. The best are then
+simulated with live code, which takes up to a minute. Stdout gets the table, best first, and a
+verdict. --output writes a recipe for `jdisagg serve`, `cluster`
 and `router`. --engine plans for vLLM, SGLang or TensorRT-LLM, without a recipe. Exit status 1: the
 model does not fit or cannot meet the objective; the message gives the reason. docs/planner.md
 explains the table. Loads neither weights nor JAX."""
@@ -34,14 +35,15 @@ from jdisagg.simulator.planning.verdict import devices_for
 from launch.console import run
 from launch.cost_inputs import find_geometry, software_of
 from launch.flags import define
-from launch.plan_inputs import check_choice, modes_of, planned_workload, site_of
+from launch.plan_inputs import block_tokens, check_choice, modes_of, planned_workload, site_of
 from launch.processes import on_cores, usable_cores
 from launch.progress import aloud
 from launch.workload_inputs import check_output
 
 FLAGS = (
     "model", "hardware", "accelerators", "devices_per_node", "domain_devices", "link", "trace",
-    "mixture", "limit", "arrivals", "ttft", "tpot", "attainment", "modes", "finalists",
+    "mixture", "limit", "shared_tokens", "hit_rate", "arrivals", "ttft", "tpot", "attainment",
+    "modes", "finalists",
     "most_requests", "engine", "speculation", "dtype", "weights", "kv_dtype", "codec", "fused",
     "prefix_cache", "seed", "processes", "serve_rate", "dollars_per_hour", "output", "choose",
     "model_directory", "json",
@@ -76,7 +78,7 @@ def main() -> None:
     check_choice(flags, flags.finalists * len(modes))
     workload, left_out = planned_workload(flags, geometry.context_tokens)
     sizes = flags.dtype, flags.codec, flags.fused, flags.prefix_cache, flags.seed, flags.hardware
-    maker = FleetMaker(geometry, site, *sizes)
+    maker = FleetMaker(geometry, site, *sizes, block_tokens=block_tokens(flags))
     search = Search(
         dtype=flags.dtype,
         codec=flags.codec,

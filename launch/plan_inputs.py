@@ -9,10 +9,13 @@ from jdisagg.costs.engines import Software
 from jdisagg.costs.hardware import link
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.node.hardware_files import find_accelerator
-from jdisagg.simulator.planning.candidates import Site
+from jdisagg.simulator.planning.candidates import PAGE_TOKENS, Site
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, Fixed, Mixture, poisson, within_context
 from launch.flags import Given
+
+NAMED_REQUESTS = 20_000
+TRACE_BLOCK_TOKENS = 512
 
 
 def site_of(flags: Given, software: Software) -> Site:
@@ -43,6 +46,34 @@ def modes_of(flags: Given) -> list[Mode]:
     return [known[name] for name in dict.fromkeys(flags.modes)]
 
 
+def block_tokens(flags: Given) -> int:
+    """Returns the number of tokens in a named block of the workload's prompts."""
+    return TRACE_BLOCK_TOKENS if flags.trace else PAGE_TOKENS
+
+
+def shared_prefixes(
+    arrivals: Sequence[Arrival], shared_tokens: int, hit_rate: float
+) -> list[Arrival]:
+    """Returns the requests with the names of the prompt blocks that all of them share: the first
+    `shared_tokens` tokens of each prompt, or the fraction `hit_rate`, in whole blocks. Raises
+    ConfigError for values that cannot be used."""
+    if not (math.isfinite(hit_rate) and 0 <= hit_rate < 1):
+        raise ConfigError(
+            f"--hit_rate={hit_rate} must be at least 0 and less than 1; 0.6 means that 60% of each"
+            " prompt is cached"
+        )
+    if shared_tokens and hit_rate:
+        raise ConfigError("--shared_tokens and --hit_rate exclude each other; leave one out")
+    names: dict[int, tuple[int, ...]] = {}
+    found: list[Arrival] = []
+    for item in arrivals:
+        tokens = min(item.prompt_tokens, shared_tokens) or hit_rate * item.prompt_tokens
+        count = int(tokens // PAGE_TOKENS)
+        named = names.setdefault(count, tuple(range(count)))
+        found.append(replace(item, block_hashes=named))
+    return found
+
+
 def planned_workload(flags: Given, context_tokens: int) -> tuple[list[Arrival], int]:
     """Returns (requests, number of requests dropped because they exceed the context). Raises
     ConfigError or WorkloadError for flags that cannot be used."""
@@ -55,11 +86,18 @@ def planned_workload(flags: Given, context_tokens: int) -> tuple[list[Arrival], 
             "--limit counts the requests of a trace, and --mixture has none; leave it out, or see"
             " --most_requests"
         )
-    listed = (
-        read_trace(flags.trace, flags.limit)
-        if flags.trace
-        else poisson(1.0, 4000, mixture(flags.mixture or ()), flags.seed)
-    )
+    shared = flags.shared_tokens, flags.hit_rate
+    if flags.trace and any(shared):
+        raise ConfigError(
+            "--shared_tokens and --hit_rate describe a --mixture; a trace has names of its blocks"
+        )
+    if flags.trace:
+        listed = read_trace(flags.trace, flags.limit)
+    elif any(shared):  # runs do not repeat requests with named blocks
+        drawn = poisson(1.0, NAMED_REQUESTS, mixture(flags.mixture or ()), flags.seed)
+        listed = shared_prefixes(drawn, *shared)
+    else:
+        listed = poisson(1.0, 4000, mixture(flags.mixture or ()), flags.seed)
     kept = within_context(listed, context_tokens)
     return kept, len(listed) - len(kept)
 

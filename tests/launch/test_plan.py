@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.costs.catalog import geometry
+from jdisagg.costs.hardware import accelerator
 from jdisagg.errors import ConfigError, WorkloadError
+from jdisagg.layout.axes import Layout
 from jdisagg.node.recipes import load_recipe, load_shape
-from launch.plan_inputs import mixture
+from jdisagg.simulator.planning.candidates import PAGE_TOKENS, Candidate, Site
+from jdisagg.simulator.planning.fleet import FleetMaker
+from jdisagg.simulator.workloads import poisson
+from launch.plan_inputs import mixture, shared_prefixes
 from launch.workload_inputs import check_output
 from tests import time_scale
 
@@ -92,7 +98,31 @@ def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: P
     )  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("shared", "rate"), [(1000, 0.0), (0, 0.6)])
+def test_a_prefix_in_plain_numbers_is_what_the_simulated_cache_holds(shared: int, rate: float):
+    """All prompts but the first find the tokens that they share, in whole pages."""
+    drawn = poisson(2.0, 60, mixture(("0.5:900/4", "0.5:2500/4")), seed=1)
+    named = shared_prefixes(drawn, shared, rate)
+    maker = FleetMaker(
+        geometry("llama-3-8b"), Site(accelerator("h100"), 1), reuse=True, block_tokens=PAGE_TOKENS
+    )
+    one = Candidate(Mode.UNIFIED, Layout(), 1)
+    for run in (maker.run, maker.runners.stepped):
+        outcomes = run(one, named, lambda outcome: False).outcomes
+        for item, outcome in zip(drawn[5:], outcomes[5:], strict=True):
+            wanted = min(shared, item.prompt_tokens - 1) or rate * item.prompt_tokens
+            assert wanted - 2 * PAGE_TOKENS < outcome.cached_tokens <= wanted
+
+
 REFUSED = (
+    (
+        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --hit_rate=1",
+        "error: --hit_rate=1.0 must be at least 0 and less than 1",
+    ),
+    (
+        "--model=llama-3-8b --hardware=h100 --trace=x.csv --shared_tokens=64",
+        "error: --shared_tokens and --hit_rate describe a --mixture",
+    ),
     (
         "--model=llama-3-70b --hardware=h100 --accelerators=1 --mixture=1:100/10",
         "error: nothing fits, because the weights of llama-3-70b",

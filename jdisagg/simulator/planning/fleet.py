@@ -36,6 +36,7 @@ class FleetMaker:
       reuse: Whether workers use a prefix cache.
       hardware: Name of the accelerator in a written configuration.
       slots: Maximum number of sequences that a dp rank decodes at once.
+      block_tokens: Number of tokens in one named block of the workload's prompts.
     """
 
     geometry: CostGeometry
@@ -47,6 +48,7 @@ class FleetMaker:
     seed: int = 0
     hardware: str = ""
     slots: int = MOST_SLOTS
+    block_tokens: int = 512
 
     def sized(self, finding: Finding, holds: Callable[[Runner], bool]) -> "FleetMaker":
         """Returns a maker with the fewest slots at which a simulation still reaches the finding's
@@ -85,6 +87,7 @@ class FleetMaker:
             overlap=LAYER_GROUPS,
             fused=self.fused and candidate.mode is Mode.CHUNKED,
             prefix=PrefixConfig(reuse=self.reuse),
+            block_tokens=self.block_tokens,
             memory_reserve=ACTIVATIONS,
             software=self.site.software,
         )

@@ -43,6 +43,8 @@ def ranked_by_stepping(
       spread: Runs the searches of several candidates.
       told: Receives progress as (text, done, total).
     """
+    # Bounds ignore cached prefixes, so that they bound nothing if there are any.
+    hopeless = 0.0 if any(item.block_hashes for item in measurer.workload) else HOPELESS
     left = {mode: [item for item in priced if item[0].mode is mode] for mode in Mode}
     best: dict[Mode, float] = {}
     found: list[Finding] = []
@@ -55,7 +57,7 @@ def ranked_by_stepping(
             tasks += [
                 Task(candidate, bounds, rooms[candidate.decode], KEPT * rival)
                 for candidate, bounds in taken
-                if bounds.rate >= HOPELESS * rival
+                if bounds.rate >= hopeless * rival
             ]
         for _, finding in spread(measurer, tasks) if tasks else ():
             done += 1
