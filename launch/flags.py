@@ -354,9 +354,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "mixture": _list(
             None, "Instead of a trace: weight:prompt/output,... e.g. 0.8:1000/200,0.2:8000/300."
         ),
-        "shared_tokens": _count(
-            0, "Leading prompt tokens that all requests of --mixture share.", least=0
-        ),
+        "shared_tokens": _count(0, "Leading tokens that all prompts of --mixture share.", 0),
         "hit_rate": _real(0.0, "Fraction of each prompt of --mixture that the prefix cache holds."),
         "arrivals": _one_of(
             ["poisson", "trace"], "poisson", "Poisson arrivals, or the trace's times, stretched."
@@ -425,9 +423,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "domain_devices": _count(
             None, "Accelerators joined by NVLink or ICI. Default: as usually built."
         ),
-        "memory_gigabytes": _real(
-            None, "Memory of a device, in GB. Default: what the device reports."
-        ),
+        "memory_gigabytes": _real(None, "Memory of a device, in GB. Default: as it reports."),
         "tokens_per_second": _real(
             None, "Prompt tokens transferred per second. Default: one prompt's."
         ),

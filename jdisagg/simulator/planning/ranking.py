@@ -31,7 +31,7 @@ def ranked_by_stepping(
     measurer: Measurer,
     rooms: Mapping[Layout, int],
     spread: Spread,
-    told: Callable[[str, int, int], None],
+    progress: Callable[[str, int, int], None],
 ) -> list[Finding]:
     """Returns the candidates with the highest stepped rates, best first. A rate is 0 if the
     candidate attains the goal at no rate.
@@ -41,7 +41,7 @@ def ranked_by_stepping(
       measurer: Finds rates with the stepped runner.
       rooms: Number of tokens whose KV fits on a dp rank of each layout.
       spread: Runs the searches of several candidates.
-      told: Receives progress as (text, done, total).
+      progress: Receives progress as (text, done, total).
     """
     # Bounds ignore cached prefixes, so that they bound nothing if there are any.
     hopeless = 0.0 if any(item.block_hashes for item in measurer.workload) else HOPELESS
@@ -61,7 +61,7 @@ def ranked_by_stepping(
             ]
         for _, finding in spread(measurer, tasks) if tasks else ():
             done += 1
-            told("candidates by stepping the cost model", done, len(priced))
+            progress("candidates by stepping the cost model", done, len(priced))
             if finding is None:
                 continue
             mode = finding.candidate.mode

@@ -25,7 +25,7 @@ from jdisagg.simulator.workloads import Arrival
 
 
 @dataclass(frozen=True, slots=True)
-class Handoff:
+class HandoffLinks:
     """The links over which prefill instances send KV to decode instances.
 
     Attributes:
@@ -50,7 +50,7 @@ class SteppedRunner:
     def __init__(self, site: Site, fleet_of: Callable[[Candidate], Fleet]) -> None:
         self._site, self._fleet_of = site, fleet_of
         self._costs: dict[object, StepCosts] = {}
-        self._last: tuple[Candidate, Fleet, Handoff | None] | None = None
+        self._last: tuple[Candidate, Fleet, HandoffLinks | None] | None = None
 
     def __call__(
         self, candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost | None = None
@@ -62,11 +62,11 @@ class SteppedRunner:
         run = SteppedRun(fleet, handoff, prefill, self._costs_of(fleet, fleet.decode))
         return run.run(arrivals, lost)
 
-    def _handoff(self, candidate: Candidate) -> Handoff | None:
+    def _handoff(self, candidate: Candidate) -> HandoffLinks | None:
         if candidate.prefill is None:
             return None
         link, lanes = handoff_path(self._site, candidate)
-        return Handoff(link, lanes, min(candidate.prefill.devices, candidate.decode.devices))
+        return HandoffLinks(link, lanes, min(candidate.prefill.devices, candidate.decode.devices))
 
     def _costs_of(self, fleet: Fleet, pool: Pool) -> StepCosts:
         key = pool.hardware.name, pool.instance.layout
@@ -107,7 +107,11 @@ class SteppedRun:
     """
 
     def __init__(
-        self, fleet: Fleet, handoff: Handoff | None, prefill: StepCosts | None, decode: StepCosts
+        self,
+        fleet: Fleet,
+        handoff: HandoffLinks | None,
+        prefill: StepCosts | None,
+        decode: StepCosts,
     ) -> None:
         self._fleet, self._handoff = fleet, handoff
         self._now, self._front = 0.0, fleet.software.engine.front_seconds
@@ -231,7 +235,7 @@ class SteppedRun:
         entry = instance.ends_at, next(self._numbers), index, instance.version, None
         heapq.heappush(self._events, entry)
 
-    def _send(self, path: Handoff, index: int, chunk: Chunk, ready: float) -> None:
+    def _send(self, path: HandoffLinks, index: int, chunk: Chunk, ready: float) -> None:
         """Computes when the KV of the chunk's rows arrives at the decode instances. `ready`: end of
         the chunk."""
         overlap = self._fleet.overlap

@@ -185,7 +185,7 @@ class DecodeBatch:
 
 
 @dataclass(slots=True)
-class Span:
+class SteppedSpan:
     """A running span of decode steps."""
 
     start: float
@@ -194,7 +194,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Done:
+class CommandEnd:
     """What a command completed: requests with their first token, and requests with their last."""
 
     first: Sequence[SteppedRequest] = ()
@@ -226,7 +226,7 @@ class Instance:
         self.version = 0
         self.chunk: Chunk | None = None
         self._costs, self._mode, self._fused = costs, mode, fused
-        self._span: Span | None = None
+        self._span: SteppedSpan | None = None
         self._prefilled_last = False
         self._delay = 0.0
         self._issued: Chunk | None = None
@@ -263,7 +263,7 @@ class Instance:
         self._issued = None
         if self._fused and self.batch.running:
             seconds = self._mixed_seconds(chunk)
-            self._span = Span(now, Pace(seconds), 1)
+            self._span = SteppedSpan(now, Pace(seconds), 1)
         else:
             fullest = _fullest(chunk.rows)
             seconds = max(self._costs.prefill(chunk.rows[rank])[0] for rank in fullest)
@@ -289,7 +289,7 @@ class Instance:
         steps = 1 if prompts else batch.until_first_end()
         pace = self._costs.decode(max(batch.counts), max(batch.contexts), steps)
         start, self._delay = now + self._delay, 0.0
-        self._span = Span(start, pace, steps)
+        self._span = SteppedSpan(start, pace, steps)
         self._prefilled_last = False
         self._ends(now, start + pace.seconds(steps))
 
@@ -320,10 +320,10 @@ class Instance:
         self.busy_seconds += at - now
         self.version += 1
 
-    def end(self) -> Done:
+    def end(self) -> CommandEnd:
         """Ends the running command."""
         self.ends_at = None
-        done = Done()
+        done = CommandEnd()
         if self._span is not None:
             done.last = self.batch.advance(self._span.steps)
             self._span = None
