@@ -14,7 +14,8 @@ from jdisagg.simulator.planning.candidates import Candidate
 from jdisagg.simulator.planning.measure import Measurer, Task
 from jdisagg.simulator.planning.verdict import Finding
 
-# Candidates within this fraction of the best rate of their mode get a rate.
+# A candidate gets a rate only if it reaches this fraction, and one tolerance of the search more, of
+# the best rate of its mode.
 KEPT = 0.95
 # Bounds below this fraction of the best rate of their mode are not stepped.
 HOPELESS = 0.85
