@@ -16,6 +16,7 @@ LARGEST_WHOLE_PREFILL = 8192
 ROWS_PER_CHUNK = 16
 CONTINUING_ROWS = 4  # CPU cap: each row with cached tokens attends with all queries.
 SAMPLES_PER_CHUNK = 16
+MIXED_SIZES = 3
 # KV bytes of a group for a prompt of GROUP_TOKENS. With more groups little more overlaps, and each
 # costs host work.
 GROUP_BYTES = 4 << 20
@@ -124,7 +125,18 @@ def mesh_limits(
         adapter_rank=instance.adapter_rank if instance.adapters else 0,
         adapter_experts=bool(instance.adapters) and instance.adapter_experts,
         draft_layer=draft_layer,
+        mixed_buckets=(
+            mixed_chunks(smallest, largest)
+            if mode is Mode.CHUNKED and pp == 1 and not spec.has_state and not draft_layer
+            else ()
+        ),
     )
+
+
+def mixed_chunks(smallest: int, largest: int) -> tuple[int, ...]:
+    """Returns the sizes of prefill chunks that run together with a decode step. They are the
+    `MIXED_SIZES` largest sizes, each half of the next, because each is a program of all layers."""
+    return buckets(smallest, largest)[-MIXED_SIZES:]
 
 
 def _chunk_buckets(smallest: int, largest: int, platform: str) -> tuple[int, ...]:

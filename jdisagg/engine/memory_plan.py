@@ -436,6 +436,8 @@ def _activations(
     tokens = 0
     if chunk:
         tokens, rows = chunk, SAMPLES_PER_CHUNK
+        if role is WorkerRole.MIXED:  # a chunk and a decode step may run in one program
+            tokens += instance.slots_per_rank
     if role is not WorkerRole.PREFILL:
         step = instance.slots_per_rank
         drafts = ACCELERATOR_DRAFT_ROWS if instance.speculate != "off" else 1

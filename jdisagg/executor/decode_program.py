@@ -19,7 +19,7 @@ runs, when the grammar masks are available. The forward pass may compute several
 slot (`draft_rows.py`). All rows write their KV before any row attends, and each row attends up to
 its own position. So a step with drafts gives the same tokens as successive steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -47,6 +47,7 @@ from jdisagg.scheduler.speculation import CHAIN
 
 ROWS_PER_UPDATE = 8
 MOST_BATCHES = 16  # arrays of slot numbers that stay on the mesh
+Forward = Callable[[tuple[Any, ...], int], Any]
 
 
 class SlotState(NamedTuple):
@@ -173,7 +174,7 @@ class DecodePrograms:
             return self._programs.compile(
                 self._step_body(None),
                 arguments,
-                (*self._model_specs(), *specs),
+                (*self.model_specs(), *specs),
                 (self._pools.specs(self._layers), RANK),
                 donate=(2,),
             )
@@ -191,6 +192,22 @@ class DecodePrograms:
     def _before_spec(self) -> Any:
         return () if self._weights.begins else RANK
 
+    def step_with(self, slots: Slots, variant: Variant, forward: Forward) -> Chosen:
+        """Issues one decode step without drafts, whose forward pass another program computes.
+
+        Args:
+            forward: Function that issues the forward pass. It has the arguments of `_step_body`
+                and the batch size, and returns the page pools and the logits.
+
+        Returns:
+            As `step`.
+        """
+        width = max(1, max(len(row) for row in slots))
+        bucket = next(size for size in self._limits.mixed_batches if size >= width)
+        if variant.masked:
+            self._grammars.runs(slots, 0, {})
+        return self._step_in_two(slots, self._batch_array(slots, bucket), variant, None, forward)
+
     def _plan(self, guesses: Guesses, bucket: int) -> DraftPlan | None:
         limits = self._limits
         if not guesses:
@@ -200,7 +217,12 @@ class DecodePrograms:
         )
 
     def _step_in_two(
-        self, slots: Slots, batch: jax.Array, variant: Variant, plan: DraftPlan | None
+        self,
+        slots: Slots,
+        batch: jax.Array,
+        variant: Variant,
+        plan: DraftPlan | None,
+        forward: Forward | None = None,
     ) -> Chosen:
         """Issues a step as a forward pass and a choice. Calls may transfer the plan and masks."""
         bucket, planned = batch.shape[1], self._programs.argument(plan.array) if plan else None
@@ -209,7 +231,7 @@ class DecodePrograms:
         drafter = self._next_tokens if plan else None
         drafts = () if planned is None else (planned, self._drafts) if drafter else (planned,)
         with jax.transfer_guard_host_to_device("allow"):
-            kept, logits_TV, *y_TD = self._forward(
+            kept, logits_TV, *y_TD = (forward or self._forward)(
                 (*self._model(), hot, (), ints, floats, batch, drafts, x), bucket
             )
             self._pools.put(self._layers.start, kept)
@@ -291,7 +313,7 @@ class DecodePrograms:
             return self._programs.compile(
                 self._step_body(variant),
                 (*self._model(), hot, counts if variant.shaped else (), ints, floats, batch, (), x),
-                (*self._model_specs(), RANK, counts_spec, RANK, RANK, RANK, (), self._before_spec),
+                (*self.model_specs(), RANK, counts_spec, RANK, RANK, RANK, (), self._before_spec),
                 (kept_specs, RANK, Chosen.specs(variant, self._programs), counts_spec),
                 donate=(2, 3, 4),
             )
@@ -310,7 +332,7 @@ class DecodePrograms:
             return self._programs.compile(
                 self._step_body(None),
                 arguments,
-                (*self._model_specs(), RANK, (), RANK, RANK, RANK, specs, self._before_spec),
+                (*self.model_specs(), RANK, (), RANK, RANK, RANK, specs, self._before_spec),
                 (self._pools.specs(self._layers), *(RANK,) * max(1, len(drafts))),
                 donate=(2,),
             )
@@ -370,7 +392,8 @@ class DecodePrograms:
         longest, state = self._limits.longest_run, (hot[0], ints[0], floats[0])
         return DraftRows.of(self._rows, batch[0], planned, longest, *state, ours)
 
-    def _model_specs(self) -> tuple[Any, ...]:
+    def model_specs(self) -> tuple[Any, ...]:
+        """Returns the PartitionSpecs of stem, layers and page pools."""
         layers = [self._weights.layers[index].specs for index in self._layers]
         edge = self._weights.edge
         return () if edge is None else edge.specs, layers, self._pools.specs(self._layers)

@@ -70,6 +70,12 @@ class DecodeStages:
             self._earlier = _Earlier(stages[:-1], stages[-1][0], self._last)
             self._last.earlier = self._earlier
 
+    @property
+    def only(self) -> DecodePrograms:
+        """The programs of the only stage."""
+        assert self._earlier is None, "there are several stages"
+        return self._last
+
     def update(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
         """Admits sequences to slots and extends the page tables of running sequences."""
         for stage in self._stages:

@@ -22,13 +22,21 @@ from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.decode_stages import DecodeStages
 from jdisagg.executor.draft_rows import Guess
 from jdisagg.executor.grammar_rows import GrammarRows
+from jdisagg.executor.mixed_program import MixedPrograms
 from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
 from jdisagg.executor.prefill_stages import PrefillStages
 from jdisagg.executor.programs import MissingProgram, Programs
 from jdisagg.executor.prompt_scorer import PromptScorer
-from jdisagg.executor.results import DecodeReading, Finished, PrefillReading, start_reading
+from jdisagg.executor.results import (
+    DecodeReading,
+    Finished,
+    MixedReading,
+    PrefillReading,
+    StepChoice,
+    start_reading,
+)
 from jdisagg.executor.saved_blocks import SavedBlocks
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.weights import Weights, mesh_shards, split_model
@@ -173,6 +181,11 @@ class MeshExecutor:
             if role.decode
             else None
         )
+        self._mixed = (
+            MixedPrograms(*last, self._shards, limits, self._rows, self._decode.only)
+            if self._decode and limits.mixed_buckets
+            else None
+        )
         self.adapters = AdapterSlots(programs, self._weights, model, limits)
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self.host = HostStore(name)
@@ -277,6 +290,15 @@ class MeshExecutor:
         if variant.masked or self.limits.speculates:
             self._decode.warm_drafts(size, variant)
 
+    def warm_mixed(self, width: int, form: ChunkForm, size: int) -> None:
+        """Compiles the programs of a prefill chunk with a decode step, by running a chunk of
+        padding with a step of `size` empty slots."""
+        assert self._mixed is not None
+        slots = ((self.limits.slots_per_rank,) * size,) * self.limits.ranks
+        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form)
+        for variant in self.variants:
+            self._mixed.run(chunk, slots, variant)[1].parts[0].token.block_until_ready()
+
     def warm_updates(self) -> None:
         """Compiles the programs that admit sequences, extend page tables, set token counts and copy
         pages, by running them."""
@@ -330,7 +352,7 @@ class MeshExecutor:
                 self._channel.disconnect(command.peer)
         return Finished(command.step)
 
-    def _run_prefill(self, command: PrefillChunk) -> Waiting:
+    def _run_prefill(self, command: PrefillChunk) -> PrefillReading:
         chunk = ChunkArrays.build(command, self.limits.computed, platform=self.platform)
         x, blocks, sums = self._prefill.run(chunk)
         # Sampled before blocks are cut and offered, because the client waits for the first token.
@@ -354,12 +376,9 @@ class MeshExecutor:
 
     def _run_decode(self, command: DecodeSteps) -> Waiting:
         assert self._decode is not None, "this instance has no decode programs"
-        if command.admits or command.grows:
-            self._decode.update(command.admits, command.grows)
-            self._grammars.admit(command.admits, command.grows)
-            for admit in command.admits:
-                self._wanted_logprobs[admit.rank, admit.slot] = admit.sample.sampling.logprobs
-        variant = Variant.of(command.sampled, command.shaped, command.masked)
+        if command.chunk is not None:
+            return self._run_mixed(command, command.chunk)
+        variant = self._update_slots(command)
         guesses = {
             (one.rank, one.row): Guess(one.start, one.tokens, one.count) for one in command.drafts
         }
@@ -367,6 +386,37 @@ class MeshExecutor:
             self._decode.step(command.slots, variant, {} if number else guesses)
             for number in range(command.steps)
         ]
+        return self._reading(command, variant, steps)
+
+    def _run_mixed(self, command: DecodeSteps, part: PrefillChunk) -> MixedReading:
+        """Runs a chunk and a decode step, in one program if there is one for this chunk."""
+        assert self._decode is not None and command.steps == 1
+        chunk = self._mixed.arrays(part) if self._mixed else None
+        if self._mixed is None or chunk is None:
+            prefill, variant = self._run_prefill(part), self._update_slots(command)
+            step = self._decode.step(command.slots, variant)
+        else:
+            variant = self._update_slots(command)
+            x, step = self._mixed.run(chunk, command.slots, variant)
+            chosen = self._sampler.run(part, x)
+            start_reading(chosen or ())
+            sums = ChunkSums(part, self.limits.granule_tokens, [])
+            prefill = PrefillReading(part, x, chosen, sums)
+        return MixedReading(prefill, self._reading(command, variant, [step]))
+
+    def _update_slots(self, command: DecodeSteps) -> Variant:
+        """Admits and grows a command's sequences. Returns the features that its rows need."""
+        assert self._decode is not None
+        if command.admits or command.grows:
+            self._decode.update(command.admits, command.grows)
+            self._grammars.admit(command.admits, command.grows)
+            for admit in command.admits:
+                self._wanted_logprobs[admit.rank, admit.slot] = admit.sample.sampling.logprobs
+        return Variant.of(command.sampled, command.shaped, command.masked)
+
+    def _reading(
+        self, command: DecodeSteps, variant: Variant, steps: list[StepChoice]
+    ) -> DecodeReading:
         for chosen in steps:
             chosen.start_reading()
         wanted: tuple[tuple[int | None, ...], ...] = tuple(() for _ in command.slots)

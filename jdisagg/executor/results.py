@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import jax
+import msgspec
 import numpy as np
 
 from jdisagg.executor.block_sums import ChunkSums, Found
@@ -204,6 +205,22 @@ class DecodeReading:
             for rank, indices in rows
         )
         return DecodeResult(self.command.step, tokens, logprobs)
+
+
+@dataclass
+class MixedReading:
+    """The results of a prefill chunk and a decode step that one command runs."""
+
+    prefill: PrefillReading
+    decode: DecodeReading
+    in_order: bool = True
+
+    def is_ready(self) -> bool:
+        return self.prefill.is_ready() and self.decode.is_ready()
+
+    def result(self) -> DecodeResult:
+        chunk = self.prefill.result()
+        return msgspec.structs.replace(self.decode.result(), chunk=chunk)
 
 
 @dataclass

@@ -23,6 +23,17 @@ class _Places(NamedTuple):
     slot_B: jax.Array
 
 
+class AttentionForm(NamedTuple):
+    """How a layer computes attention: the keyword arguments of `Attend`."""
+
+    scale: float
+    window: int | None
+    cap: float
+    sinks_N: jax.Array | None
+    latent: Latent | None
+    index: Index | None
+
+
 class StepAttention:
     """Builds the attention functions of the layers of one step, on one dp rank."""
 
@@ -40,7 +51,6 @@ class StepAttention:
     def over(self, pages: LayerPages, rings: LayerPages, keep: list[LayerPages]) -> Attend:
         """Returns the attention function of a layer whose KV is in `pages` or in `rings`. It
         appends the written arrays to `keep`."""
-        step, positions_BQ = self._step, self._positions_BQ
         layer_pages, places = (rings, self._in_rings) if rings else (pages, self._in_pages)
 
         def attend(
@@ -55,36 +65,62 @@ class StepAttention:
             latent: Latent | None = None,
             index: Index | None = None,
         ) -> jax.Array:
-            sealed = seal(k_TKH, v_TKH, index)
-            written = tuple(
-                write_tokens(pages, part, places.page_B, places.slot_B, unique=True)
-                for pages, part in zip(layer_pages, sealed, strict=True)
-            )
+            written = _write(layer_pages, places, k_TKH, v_TKH, index)
             keep.append(written)
-            if index is not None:
-                q_THD, w_TH = index.queries_THD, index.weights_TH
-                q_THD, w_TH = _slot_rows(step, q_THD), _slot_rows(step, w_TH)
-                index = index._replace(queries_THD=q_THD, weights_TH=w_TH)
-            o_TNH = paged_attention(
-                _slot_rows(step, q_TNH),
-                written[0],
-                None if latent else written[1],
-                places.table_BN[: positions_BQ.shape[0]],
-                positions_BQ,
-                scale=scale,
-                window=window,
-                cap=cap,
-                sinks_N=sinks_N,
-                latent=latent,
-                index=index,
-                index_pages_PKSH=None if index is None else written[1],
-                platform=self._platform,
-            )
-            if not step.drafts:
-                return o_TNH
-            return step.by_row(o_TNH.reshape(*positions_BQ.shape, *o_TNH.shape[1:]))
+            how = AttentionForm(scale, window, cap, sinks_N, latent, index)
+            return self._attend(q_TNH, written, places, how)
 
         return attend
+
+    def write(
+        self, pages: LayerPages, k_TKH: jax.Array, v_TKH: jax.Array | None, index: Index | None
+    ) -> LayerPages:
+        """Writes the KV of the step's rows to a layer's pages, and returns the new pages."""
+        return _write(pages, self._in_pages, k_TKH, v_TKH, index)
+
+    def read(self, q_TNH: jax.Array, pages: LayerPages, how: AttentionForm) -> jax.Array:
+        """Returns the attention output of the step's rows over a layer's pages."""
+        return self._attend(q_TNH, pages, self._in_pages, how)
+
+    def _attend(
+        self, q_TNH: jax.Array, written: LayerPages, places: _Places, how: AttentionForm
+    ) -> jax.Array:
+        step, positions_BQ, index = self._step, self._positions_BQ, how.index
+        if index is not None:
+            q_THD, w_TH = index.queries_THD, index.weights_TH
+            q_THD, w_TH = _slot_rows(step, q_THD), _slot_rows(step, w_TH)
+            index = index._replace(queries_THD=q_THD, weights_TH=w_TH)
+        o_TNH = paged_attention(
+            _slot_rows(step, q_TNH),
+            written[0],
+            None if how.latent else written[1],
+            places.table_BN[: positions_BQ.shape[0]],
+            positions_BQ,
+            scale=how.scale,
+            window=how.window,
+            cap=how.cap,
+            sinks_N=how.sinks_N,
+            latent=how.latent,
+            index=index,
+            index_pages_PKSH=None if index is None else written[1],
+            platform=self._platform,
+        )
+        if not step.drafts:
+            return o_TNH
+        return step.by_row(o_TNH.reshape(*positions_BQ.shape, *o_TNH.shape[1:]))
+
+
+def _write(
+    layer_pages: LayerPages,
+    places: _Places,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array | None,
+    index: Index | None,
+) -> LayerPages:
+    return tuple(
+        write_tokens(pages, part, places.page_B, places.slot_B, unique=True)
+        for pages, part in zip(layer_pages, seal(k_TKH, v_TKH, index), strict=True)
+    )
 
 
 def _places(table_BN: jax.Array, row: BatchRows, pool: PagePool) -> _Places:

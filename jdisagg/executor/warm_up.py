@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
-from jdisagg.executor.prefill_program import chunk_forms
+from jdisagg.executor.mixed_program import mixed_forms
+from jdisagg.executor.prefill_program import ChunkForm, chunk_forms
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.layout.platforms import traits_of
 from jdisagg.scheduler.blocks import split_blocks
@@ -43,6 +44,7 @@ def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
     if role.decode:
         sizes = [(size, variant) for size in limits.batch_buckets for variant in executor.variants]
         steps += [WarmUpStep(partial(executor.warm_decode, *one)) for one in sizes]
+        steps += [WarmUpStep(partial(executor.warm_mixed, *one)) for one in _mixed(executor)]
         steps += [WarmUpStep(executor.warm_updates)]
         # Otherwise it is the only mesh of an embedded cluster and receives no blocks.
         if role.extracts or not role.prefill:
@@ -81,6 +83,17 @@ def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
     if limits.snapshots_per_rank and not role.decode:
         steps += [WarmUpStep(executor.blocks.warm_copy, Capability.REUSE)]
     return steps
+
+
+def _mixed(executor: MeshExecutor) -> list[tuple[int, ChunkForm, int]]:
+    """Returns (chunk tokens, form, batch) of the programs that run a chunk with a decode step."""
+    limits = executor.limits
+    return [
+        (width, form, batch)
+        for width in limits.mixed_buckets
+        for form in mixed_forms(limits, executor.platform)
+        for batch in limits.mixed_batches
+    ]
 
 
 def _needs_extracts(role: MeshRole) -> Capability | None:

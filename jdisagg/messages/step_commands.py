@@ -250,7 +250,10 @@ class DecodeSteps(Message, frozen=True):
     """Applies `SlotAdmit` and `SlotGrow` commands, then runs `steps` decode steps over the slots
     `slots[rank]` of each dp rank. A slot at its limit yields -1 in place of a token. `masked` means
     that at least one row has a grammar. The first step verifies `drafts`, and chooses the same
-    tokens as without them."""
+    tokens as without them.
+
+    `chunk` is a prefill chunk that runs together with the only step, which then has no drafts. No
+    row of the step belongs to a sequence of the chunk."""
 
     step: int
     steps: int
@@ -261,6 +264,7 @@ class DecodeSteps(Message, frozen=True):
     grows: tuple[SlotGrow, ...] = ()
     masked: bool = False
     drafts: tuple[DraftRow, ...] = ()
+    chunk: PrefillChunk | None = None
 
 
 class FindSaved(Message, frozen=True):
@@ -380,11 +384,12 @@ class DecodeResult(Message, frozen=True):
     `slots[rank][row]`, which may be NO_TOKEN, BROKEN_TOKEN or STUCK_TOKEN. A row with drafts or a
     grammar may have more than one entry per step, because a step also chooses the tokens after
     accepted drafts and after tokens that the grammar forces. `logprobs` has the shape of `tokens`
-    if requested, and is empty otherwise."""
+    if requested, and is empty otherwise. `chunk` is the result of the command's prefill chunk."""
 
     step: int
     tokens: tuple[tuple[tuple[int, ...], ...], ...]
     logprobs: tuple[tuple[tuple[TokenLogprobs | None, ...], ...], ...] = ()
+    chunk: PrefillResult | None = None
 
 
 class PullResult(Message, frozen=True):

@@ -95,8 +95,11 @@ class ObservedExecutor:
             self._pulled(command, result, issued_at, now)
             return
         started, self._free_at = max(issued_at, self._free_at), now
+        name = _NAMES[type(command)]
+        if isinstance(command, DecodeSteps) and command.chunk is not None:
+            name = "mixed step"
         self._observer.metrics.meshes.step_seconds.labels(
-            self._worker, _NAMES[type(command)].replace(" ", "_")
+            self._worker, name.replace(" ", "_")
         ).observe(now - started)
         if self._observer.tracing.on:
             self._record(command, started, now)
@@ -126,26 +129,10 @@ class ObservedExecutor:
         tracing, worker, track = self._observer.tracing, self._worker, f"mesh of {self._worker}"
         match command:
             case PrefillChunk():
-                tokens = sum(len(row.tokens) for row in command.rows)
-                tracing.span(
-                    "prefill chunk",
-                    started,
-                    now,
-                    track=track,
-                    step=command.step,
-                    rows=len(command.rows),
-                    tokens=tokens,
-                )
-                for row in command.rows:
-                    args: dict[str, Value] = {
-                        "start": row.start,
-                        "tokens": len(row.tokens),
-                        "step": command.step,
-                    }
-                    tracing.span(
-                        "prefill chunk", started, now, _owner(worker, row), worker=worker, **args
-                    )
+                self._record_chunk(command, started, now)
             case DecodeSteps():
+                if command.chunk is not None:
+                    self._record_chunk(command.chunk, started, now)
                 running = sum(len(slots) for slots in command.slots)
                 sizes: dict[str, Value] = {
                     "steps": command.steps,
@@ -183,11 +170,32 @@ class ObservedExecutor:
                     group=command.group,
                 )
 
+    def _record_chunk(self, command: PrefillChunk, started: float, now: float) -> None:
+        tracing, worker, track = self._observer.tracing, self._worker, f"mesh of {self._worker}"
+        tracing.span(
+            "prefill chunk",
+            started,
+            now,
+            track=track,
+            step=command.step,
+            rows=len(command.rows),
+            tokens=sum(len(row.tokens) for row in command.rows),
+        )
+        for row in command.rows:
+            args: dict[str, Value] = {
+                "start": row.start,
+                "tokens": len(row.tokens),
+                "step": command.step,
+            }
+            tracing.span("prefill chunk", started, now, _owner(worker, row), worker=worker, **args)
+
     def _remember(self, command: StepCommand) -> None:
         """Records which hand-off or reservation writes each page. No other sequence shares the page
         of a sequence's newest position, so the writer of this page identifies the sequence's
         request. A page that is copied for a child keeps its writer."""
         match command:
+            case DecodeSteps(chunk=PrefillChunk() as chunk):
+                self._remember(chunk)
             case PrefillChunk():
                 for row in command.rows:
                     self._writers[

@@ -188,9 +188,26 @@ class DecodeBatches:
     def _waiting(self) -> bool:
         return any(not child.frozen for child in self._state.ready)
 
-    def next_step(self, step: int, quiet: bool) -> DecodeSteps | None:
-        """Returns the next decode command, or None if no sequence can run. `quiet` means that no
-        other work waits for the mesh, so the command may have several steps."""
+    def width(self) -> int:
+        """Returns the number of sequences of the next step on the dp rank with the most."""
+        waiting = [0] * len(self._state.slots)
+        for child in self._state.ready:
+            waiting[child.rank] += not child.frozen
+        return max(
+            min(len(slots), len(running) + ready)
+            for slots, running, ready in zip(
+                self._state.slots, self._state.running, waiting, strict=True
+            )
+        )
+
+    def next_step(self, step: int, quiet: bool, drafts: bool = True) -> DecodeSteps | None:
+        """Returns the next decode command, or None if no sequence can run.
+
+        Args:
+            quiet: Whether no other work waits for the mesh, so that the command may have several
+                steps.
+            drafts: Whether the command may verify drafts.
+        """
         steps = 1 if self._spans or not quiet or self._waiting() else self._most_steps()
         grows = self._grow_running(steps)
         admits = [
@@ -225,15 +242,15 @@ class DecodeBatches:
             )
         steps = min(steps, boundary)
         shaped, sampled, masked = self._sampling(active)
-        drafts: dict[tuple[int, int], Planned] = {}
-        if self._speculation is not None:
+        planned: dict[tuple[int, int], Planned] = {}
+        if self._speculation is not None and drafts:
             kind = self._speculation.kind(active, shaped, sampled, masked)
-            drafts = self._speculation.plan(active, kind)
-            steps = 1 if drafts else steps
+            planned = self._speculation.plan(active, kind)
+            steps = 1 if planned else steps
             if steps == 1:
                 self._kinds[step] = kind
         self._issued[step] = [
-            _issue(rank, steps, number, drafts) for number, rank in enumerate(active)
+            _issue(rank, steps, number, planned) for number, rank in enumerate(active)
         ]
         return DecodeSteps(
             step=step,
@@ -244,7 +261,7 @@ class DecodeBatches:
             admits=tuple(admits),
             grows=tuple(grows),
             masked=masked,
-            drafts=tuple([one.drafts for one in drafts.values()]),
+            drafts=tuple([one.drafts for one in planned.values()]),
         )
 
     def take_snapshots(self) -> tuple[tuple[int, int, int], ...]:

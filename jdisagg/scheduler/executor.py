@@ -52,6 +52,8 @@ class MeshLimits:
         append_buckets: Numbers of tokens of the prefill chunks that a decode mesh computes itself,
             ascending; empty if it computes none. If set, `chunk_buckets` are the sizes of the
             chunks on prefill meshes.
+        mixed_buckets: Numbers of tokens of the prefill chunks that can run together with a decode
+            step in one program, ascending; empty if chunks and steps only alternate.
         adapters: Number of slots for LoRA adapters.
         adapter_rank: Largest rank of an adapter.
         adapter_experts: Whether adapters may change routed experts.
@@ -80,6 +82,7 @@ class MeshLimits:
     windows_apart: bool = False
     ring_pages: int = 0
     append_buckets: tuple[int, ...] = ()
+    mixed_buckets: tuple[int, ...] = ()
     draft_rows: int = 1
     speculates: bool = False
     draft_layer: bool = False
@@ -106,6 +109,14 @@ class MeshLimits:
         each dp rank. The sequences share these rows."""
         longest = self.longest_run
         return max(longest - 1, self.draft_rows * batch) if longest > 1 else 0
+
+    @property
+    def mixed_batches(self) -> tuple[int, ...]:
+        """Batch sizes of decode steps that run together with a prefill chunk: the largest, and one
+        of about a quarter of it. Few sizes keep the number of programs small. The rows of a step
+        are few compared with the tokens of a chunk."""
+        largest = self.batch_buckets[-1]
+        return tuple(size for size in self.batch_buckets if size in (largest, largest // 4))
 
     @property
     def state_rows(self) -> int:

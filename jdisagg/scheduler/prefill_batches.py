@@ -11,7 +11,7 @@ Invariants: a prompt's rows are issued in order and without gap after its cached
 is sampled only in the prompt's last row; a rank has at most one partly issued prompt of each
 priority, apart from those excluded by `held`."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -106,6 +106,10 @@ class PrefillBatches:
     def queued_tokens(self, rank: int) -> int:
         return sum(job.left_tokens for job in self._queues[rank])
 
+    def beside(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Returns those of these chunk sizes at which a prompt may be split."""
+        return tuple(size for size in sizes if size >= (self._cut_tokens or 0))
+
     def add(self, job: PrefillJob) -> None:
         """Queues a job by arrival, but never before a job of the same priority that is partly
         issued. A job of lower priority that is partly issued continues after this one."""
@@ -121,18 +125,34 @@ class PrefillBatches:
             queue[:] = [job for job in queue if job.sequence != sequence]
 
     def next_chunk(
-        self, step: int, held: Collection[int] = (), chunk_in_flight: bool = False
+        self,
+        step: int,
+        held: Collection[int] = (),
+        chunk_in_flight: bool = False,
+        beside: Sequence[int] = (),
     ) -> PrefillChunk | None:
         """Returns the next chunk without the sequences in `held`, or None if no other sequence is
         queued. Also returns None if a chunk is in flight and some rank would be idle in the next
-        chunk, because a prompt may arrive for that rank meanwhile."""
+        chunk, because a prompt may arrive for that rank meanwhile.
+
+        Args:
+            beside: If not empty, the chunk runs together with a decode step. It has at most as many
+                tokens as the last of these sizes, and one of these sizes if that less than doubles
+                its padded length.
+        """
         if chunk_in_flight and self._leaves_ranks_idle(held):
             return None
-        ranks = [packed for rank in range(self._limits.ranks) if (packed := self._pack(rank, held))]
+        buckets = self._limits.chunk_buckets
+        most = beside[-1] if beside else buckets[-1]
+        ranks = [
+            packed for rank in range(self._limits.ranks) if (packed := self._pack(rank, held, most))
+        ]
         if not ranks:
             return None
         fullest = max(packed[-1].offset + len(packed[-1].tokens) for packed in ranks)
-        chunk_tokens = next(bucket for bucket in self._limits.chunk_buckets if bucket >= fullest)
+        chunk_tokens = next(bucket for bucket in buckets if bucket >= fullest)
+        joint = next((size for size in beside if size >= fullest), chunk_tokens)
+        chunk_tokens = joint if joint < 2 * chunk_tokens else chunk_tokens
         for packed in ranks:
             packed[-1] = self._merged(packed[-1], chunk_tokens)
         return PrefillChunk(step, chunk_tokens, tuple(row for packed in ranks for row in packed))
@@ -159,13 +179,12 @@ class PrefillBatches:
             return row
         return msgspec.structs.replace(row, offers=tuple(self._bands(first, block_tokens)))
 
-    def _pack(self, rank: int, held: Collection[int]) -> list[PrefillRow]:
+    def _pack(self, rank: int, held: Collection[int], largest: int) -> list[PrefillRow]:
         limits = self._limits
         queue = [job for job in self._queues[rank] if job.sequence not in held]
         picked: list[tuple[PrefillJob, int]] = []
         used = samples = continuing = 0
-        largest = limits.chunk_buckets[-1]
-        capacity = limits.pack_tokens or largest
+        capacity = min(limits.pack_tokens or largest, largest)
         while queue and len(picked) < limits.rows_per_chunk and (not picked or used < capacity):
             job = queue[0]
             if picked and (

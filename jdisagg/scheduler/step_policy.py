@@ -1,8 +1,14 @@
-"""Decides what a decode mesh does next: prefill, decode, wait, or interrupt the running span (one
-command of many decode steps). Pure.
+"""Decides what a decode mesh does next: prefill, decode, both in one program, wait, or interrupt
+the running span (one command of many decode steps). Pure.
 
-CHUNKED mode alternates prefill chunks with decode steps; UNIFIED mode runs whole prefills first. No
-step is issued while sequences are about to join the batch, so that they join the next step. The
+CHUNKED mode runs prefill chunks together with decode steps. The predicted time of both together,
+which is the gap between two tokens of a running sequence, is at most `GAP_STEPS` times the measured
+time of a step alone. Among the sizes within this limit, the chunk has the smallest whose prompt
+tokens per second are within `EFFICIENT` of the best. If no sequence runs, chunks have their full
+size. A mesh without programs for both alternates chunks and steps. UNIFIED mode runs whole prefills
+first.
+
+No step is issued while sequences are about to join the batch, so that they join the next step. The
 mesh is busy with earlier commands meanwhile. Two kinds of sequences are about to join: those of a
 prefill chunk in flight (UNIFIED mode only), and those whose last KV insertions were issued before
 the newest step in flight.
@@ -15,9 +21,17 @@ import msgspec
 
 from jdisagg.config import Mode
 
+# Largest time of a decode step with a prefill chunk, in times of a step alone. The smallest chunk
+# may exceed it.
+GAP_STEPS = 6.0
+# A longer gap must pay: a larger chunk is taken if it computes more than a tenth more tokens per
+# second (benchmarks/LOG.md).
+EFFICIENT = 0.9
+
 
 class Action(enum.Enum):
     PREFILL = "prefill"
+    MIXED = "mixed"
     DECODE = "decode"
     WAIT = "wait"
     INTERRUPT = "interrupt"
@@ -31,6 +45,11 @@ class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
         prefilled_last: Whether the newest command was a prefill chunk.
         decode_runnable: Whether any sequence can run a decode step. Read only if a prompt waits,
             too.
+        mixes: Whether the mesh has programs for a chunk together with a decode step.
+        step_seconds: Measured seconds of a decode step alone. None if they are not measured yet, or
+            long ago. Read only with `mixes`.
+        mixed_seconds: (tokens of a chunk, predicted seconds of the chunk with a decode step),
+            ascending. The smallest chunk is always included, others only if they can be predicted.
         interruptible: Whether the mesh runs spans: commands of many steps that can be ended early.
         span_in_flight: Whether a span is running.
         span_blocks: Whether a sequence waits for the end of the running span.
@@ -45,21 +64,26 @@ class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
     prompts_queued: bool = False
     prefilled_last: bool = False
     decode_runnable: bool = True
+    mixes: bool = False
     span_in_flight: bool = False
     span_blocks: bool = False
     chunk_in_flight: bool = False
     kv_arriving: bool = False
     kv_completing: bool = False
+    step_seconds: float | None = None
+    mixed_seconds: tuple[tuple[int, float], ...] = ()
 
 
 class StepDecision(msgspec.Struct, frozen=True, gc=False):
     """The action that the mesh takes next, and the reason. `quiet` means that no other work waits,
-    so one command may run several steps. If no sequence can run when the action is DECODE, a queued
-    prompt is prefilled instead."""
+    so one command may run several steps. `chunk_tokens` is the largest number of tokens of the
+    chunk if the action is MIXED. If no sequence can run when the action is DECODE or MIXED, a
+    queued prompt is prefilled alone."""
 
     action: Action
     reason: str
     quiet: bool = False
+    chunk_tokens: int = 0
 
 
 _INTERRUPT = StepDecision(Action.INTERRUPT, "something waits for the end of the span")
@@ -67,6 +91,7 @@ _ONE_SPAN = StepDecision(Action.WAIT, "a span is under way; what follows is deci
 _WHOLE_PROMPTS = StepDecision(Action.PREFILL, "whole prompts go before decode steps")
 _CHUNKS_TURN = StepDecision(Action.PREFILL, "a prompt waits, and decode steps went last")
 _NO_STEPS = StepDecision(Action.PREFILL, "a prompt waits, and no sequence can be stepped")
+_UNMEASURED = StepDecision(Action.DECODE, "a prompt waits, and the time of a step is not measured")
 _CHUNK_JOINS = StepDecision(Action.WAIT, "the chunk's sequences join the next step")
 _KV_JOINS = StepDecision(Action.WAIT, "sequences whose KV is nearly whole join the next step")
 _ALONE = StepDecision(Action.DECODE, "nothing else waits", quiet=True)
@@ -80,6 +105,8 @@ def next_step(now: StepSnapshot) -> StepDecision:
     if now.prompts_queued:
         if now.mode is Mode.UNIFIED:
             return _WHOLE_PROMPTS
+        if now.mixes and now.decode_runnable:
+            return _UNMEASURED if now.step_seconds is None else _mixed(now, now.step_seconds)
         if not now.prefilled_last:
             return _CHUNKS_TURN
         if not now.decode_runnable:
@@ -90,3 +117,13 @@ def next_step(now: StepSnapshot) -> StepDecision:
         return _KV_JOINS
     quiet = not now.prompts_queued and (now.interruptible or not now.kv_arriving)
     return _ALONE if quiet else _BESIDE
+
+
+def _mixed(now: StepSnapshot, step_seconds: float) -> StepDecision:
+    smallest, *others = now.mixed_seconds
+    fits = [smallest, *(one for one in others if one[1] <= GAP_STEPS * step_seconds)]
+    best = max(size / max(seconds, 1e-9) for size, seconds in fits)
+    tokens = next(size for size, seconds in fits if size >= EFFICIENT * best * seconds)
+    return StepDecision(
+        Action.MIXED, "a prompt waits, and its chunk runs with a step", chunk_tokens=tokens
+    )

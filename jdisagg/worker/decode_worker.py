@@ -58,6 +58,7 @@ from jdisagg.worker.incoming_kv import IncomingKv
 from jdisagg.worker.kv_sources import RestoredBlocks
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
+from jdisagg.worker.mixed_steps import MixedSteps
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.own_prefills import OwnPrefills
 from jdisagg.worker.page_grants import PageGrants
@@ -106,6 +107,7 @@ class DecodeWorker(MeshWorker):
         can_prefill = mode is not Mode.DISAGGREGATED or executor.limits.append_buckets
         self._chunk_tokens = executor.limits.computed.chunk_buckets[-1] if can_prefill else 0
         self._prefilled_last = False
+        self._mixed = MixedSteps(self._state, self._batches, self._prefills, self.counters)
         self._requests = PageRequests(
             context.name, self._reservations, config.queue_limit, self._drop
         )
@@ -178,39 +180,39 @@ class DecodeWorker(MeshWorker):
             case Action.PREFILL:
                 self._prefilled_last = True
                 return self._prefills.next_chunk(step)
-            case Action.DECODE:
-                steps = self._batches.next_step(step, decision.quiet)
+            case Action.DECODE | Action.MIXED:
+                steps = self._batches.next_step(step, decision.quiet, not snapshot.mixes)
                 if snapshots := self._batches.take_snapshots():
                     self._loop.fire(CopyPages(self._loop.next_number(), (), snapshots))
                 if steps is None and snapshot.prompts_queued:
                     return self._prefills.next_chunk(step)
                 self._prefilled_last = False
-                return steps
+                return self._mixed.joined(steps, decision.chunk_tokens) if steps else None
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
         if isinstance(command, PrefillChunk):
             assert isinstance(result, PrefillResult)
-            seconds = self._prefills.computed(command)
-            self._sources.computed_in(sum([len(row.tokens) for row in command.rows]), seconds)
-            for key, of_part in result.prompts:
-                if (stream := self._streams.get(key)) is not None:
-                    stream.prompt_logprobs.append(of_part)
-            for row in command.rows:
-                if row.samples and (group := self._state.groups.get(row.sequence)) is not None:
-                    key = row.sequence
-                    self._join(group, tuple([one for one in result.samples if one.sequence == key]))
+            self._apply_chunk(command, result)
         else:
-            assert isinstance(result, DecodeResult)
+            assert isinstance(command, DecodeSteps) and isinstance(result, DecodeResult)
+            if command.chunk is not None and result.chunk is not None:
+                self._apply_chunk(command.chunk, result.chunk)
             for group, token in self._batches.apply(result, self._loop.took):
                 self.fail(group, self._unchosen(group.request, token))
-            if forced := self._batches.forced_tokens - self.counters["forced_tokens"]:
-                self.counters.add("forced_tokens", forced)
-            for source, drafted, accepted in self._batches.take_drafts():
-                self.counters.add("drafted_tokens", drafted, source=source)
-                self.counters.add("accepted_tokens", accepted, source=source)
+            self._mixed.ended(command, self._loop.took)
         self._prefills.step_ended()
         self._migration.poke()
         self._settle()
+
+    def _apply_chunk(self, command: PrefillChunk, result: PrefillResult) -> None:
+        seconds = self._prefills.computed(command)
+        self._sources.computed_in(sum([len(row.tokens) for row in command.rows]), seconds)
+        for key, of_part in result.prompts:
+            if (stream := self._streams.get(key)) is not None:
+                stream.prompt_logprobs.append(of_part)
+        for row in command.rows:
+            if row.samples and (group := self._state.groups.get(row.sequence)) is not None:
+                self._join(group, tuple([s for s in result.samples if s.sequence == group.key]))
 
     def _settle(self) -> None:
         """Sends new tokens to callers, grants free pages and wakes the step loop."""
@@ -262,8 +264,7 @@ class DecodeWorker(MeshWorker):
         )
 
     def _snapshot(self) -> StepSnapshot:
-        """Builds the input of the step policy. Omits fields that the policy would not read, to save
-        time."""
+        """Builds the input of the step policy, to save time without fields that are not read."""
         prompts, spans = bool(self._prefills), self._interruptible is not None
         newest = self._loop.newest(DecodeSteps)
         if spans and newest:
@@ -274,16 +275,16 @@ class DecodeWorker(MeshWorker):
                 span_in_flight=True,
                 span_blocks=not prompts and self._batches.interrupting(),
             )
-        return StepSnapshot(
+        snapshot = StepSnapshot(
             self._mode,
             interruptible=spans,
             prompts_queued=prompts,
             prefilled_last=self._prefilled_last,
-            decode_runnable=not (prompts and self._prefilled_last) or self._batches.runnable(),
             chunk_in_flight=self._mode is Mode.UNIFIED and self._loop.in_flight(PrefillChunk),
             kv_arriving=not spans and self._incoming.arriving,
             kv_completing=newest > 0 and self._incoming.completing_before(newest),
         )
+        return self._mixed.seen(snapshot)
 
     # ---- reservations
 

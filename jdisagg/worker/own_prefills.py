@@ -39,6 +39,12 @@ class OwnPrefills:
         self.waits = SharedWaits(state.residency, self._queued, self._times, counters)
         self._keys: dict[int, int] = {}  # keys in `waits`, by the group's key
 
+    def beside(self) -> tuple[int, ...]:
+        """Returns the sizes of the chunks that may run together with a decode step. There are none
+        with `grid_tokens`, because the same programs must then compute a KV block each time."""
+        on_grid = self._state.residency.on and not self._state.residency.keeps_answers
+        return () if on_grid else self._batches.beside(self._state.limits.mixed_buckets)
+
     def __bool__(self) -> bool:
         return bool(self._batches)
 
@@ -63,10 +69,11 @@ class OwnPrefills:
         if (waits := self._keys.pop(key, None)) is not None:
             self.waits.end(waits)
 
-    def next_chunk(self, step: int) -> PrefillChunk | None:
-        """Returns the next chunk. Caches the blocks that it computes, because later commands run
-        after it."""
-        chunk = self._batches.next_chunk(step)
+    def next_chunk(self, step: int, beside: tuple[int, ...] = ()) -> PrefillChunk | None:
+        """Returns the next chunk, which runs alone, or with `beside` together with a decode step
+        (`PrefillBatches.next_chunk`). Caches the blocks that it computes, because later commands
+        run after it."""
+        chunk = self._batches.next_chunk(step, beside=beside)
         if chunk is None:
             return None
         self._times.issued(self._now())

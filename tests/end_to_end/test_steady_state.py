@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jdisagg.config import Mode, PrefixConfig
+from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import Grammar, GrammarKind
 from tests import time_scale
 from tests.end_to_end.clusters import Running, config, running
@@ -114,6 +115,8 @@ async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode):
             await rest_and_go_on(run)
         counters = run.cluster._workers[-1].counters
         assert counters["forced_tokens"] > 0 and counters["drafted_tokens"] > 0
+        steps = [one for one in run.recording.decode if isinstance(one, DecodeSteps)]
+        assert (mode is Mode.CHUNKED) == any(one.chunk is not None for one in steps)
         assert seen.count == 0
         assert run.cluster.compilations == before
 

@@ -9,7 +9,7 @@ from jdisagg.config import InstanceConfig, Mode
 from jdisagg.engine.limits import groups_of_layers, hands_windows_apart, mesh_limits
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.recipes import worker_config
 from tests.launch.test_recipes import TWO
@@ -162,3 +162,21 @@ def test_windows_go_apart_only_between_two_meshes() -> None:
     assert hands_windows_apart(True, Mode.DISAGGREGATED)
     assert not hands_windows_apart(False, Mode.DISAGGREGATED)
     assert not hands_windows_apart(True, Mode.CHUNKED)
+
+
+def test_few_programs_run_chunks_with_steps_and_only_on_one_mesh_without_state_or_drafts() -> None:
+    config = InstanceConfig(chunk_tokens=1024, min_chunk_tokens=64, slots_per_rank=64)
+    rest = LLAMA_8B, 2048, 1
+    for platform in ("cpu", "gpu", "tpu"):
+        limits = mesh_limits(replace(config, page_size=32), Mode.CHUNKED, *rest, platform)
+        assert limits.mixed_buckets == (256, 512, 1024)
+        assert set(limits.mixed_buckets) <= set(limits.chunk_buckets)
+        assert limits.mixed_batches == (16, 64)
+    for mode in (Mode.UNIFIED, Mode.DISAGGREGATED):
+        assert not mesh_limits(config, mode, *rest).mixed_buckets
+    assert not mesh_limits(config, Mode.CHUNKED, *rest, draft_layer=True).mixed_buckets
+    state = KVLayer((), state=(KVComponent("state", 4, 16),))
+    with_state = replace(LLAMA_8B, layers=(*LLAMA_8B.layers, state))
+    assert not mesh_limits(config, Mode.CHUNKED, with_state, 2048, 1).mixed_buckets
+    one = replace(config, slots_per_rank=1)
+    assert mesh_limits(one, Mode.CHUNKED, *rest).mixed_batches == (1,)

@@ -170,6 +170,7 @@ class Fleet:
         grammars: Grammar compiler of all workers.
         fetches: Whether workers may fetch cached KV.
         mortal: Whether workers can be killed.
+        mixes: Whether a mesh in chunked mode runs chunks and steps together.
         addressed: Whether peers find a worker by address, or by name.
         wrap_mesh: Wraps a worker's mesh.
         wrap_prefill, wrap_decode, wrap_peer: Wrap ports, once each.
@@ -203,6 +204,7 @@ class Fleet:
         mode: Mode = Mode.DISAGGREGATED,
         steps_per_dispatch: int = 1,
         queue_limit: int = 1024,
+        mixes: bool = True,
         wrap_mesh: Callable[[str, Executor], Executor] = lambda name, mesh: mesh,
         wrap_prefill: Wrap[PrefillPort] = _as_it_is,
         wrap_decode: Wrap[DecodePort] = _as_it_is,
@@ -223,6 +225,9 @@ class Fleet:
             queue_limit=queue_limit,
         )
         self._limits = {"p": prefill or toy_limits(), "d": decode or toy_limits()}
+        if mode is Mode.CHUNKED and mixes and not self._limits["d"].kv_spec.has_state:
+            sizes = self._limits["d"].chunk_buckets
+            self._limits["d"] = replace(self._limits["d"], mixed_buckets=sizes)
         self._tiers = {"p": tiers or TierRoom(), "d": spills or TierRoom()}
         self._faults, self._costs, self._fingerprint = faults, costs, fingerprint
         self._random = random.Random(seed)

@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from jdisagg.errors import UnavailableError
 from jdisagg.layout.kv_spec import KvKind, KVSpec
 from jdisagg.layout.mesh_card import MeshCard
@@ -215,11 +217,10 @@ class FakeExecutor:
     def _cost(self, command: StepCommand) -> float:
         if isinstance(command, PrefillChunk):
             return command.chunk_tokens * self._costs.prefill_token
-        return (
-            command.steps * self._costs.decode_step
-            if isinstance(command, DecodeSteps)
-            else self._costs.other
-        )
+        if isinstance(command, DecodeSteps):
+            chunk = self._cost(command.chunk) if command.chunk else 0.0
+            return command.steps * self._costs.decode_step + chunk
+        return self._costs.other
 
     def _execute(self, command: StepCommand) -> StepResult:
         match command:
@@ -448,7 +449,17 @@ class FakeExecutor:
         ]
         return InsertResult(command.step, command.offer_id, sum(sums) % (1 << 64))
 
+    def _mixed(self, command: DecodeSteps, chunk: PrefillChunk) -> DecodeResult:
+        assert chunk.chunk_tokens in self.limits.mixed_buckets or chunk.rows
+        assert command.steps == 1 and not command.drafts
+        part = self._prefill(chunk)
+        return msgspec.structs.replace(
+            self._decode(msgspec.structs.replace(command, chunk=None)), chunk=part
+        )
+
     def _decode(self, command: DecodeSteps) -> DecodeResult:
+        if command.chunk is not None:
+            return self._mixed(command, command.chunk)
         for admit in command.admits:
             self._admit(admit)
         for grow in command.grows:

@@ -246,3 +246,36 @@ def test_blocks_are_offered_in_the_order_in_which_they_are_computed() -> None:
         (1, 1, 32),
         (0, 2, 16),
     ]
+
+
+def test_a_chunk_beside_a_step_keeps_to_its_sizes() -> None:
+    packer = batches()
+    packer.add(job(1, 100))
+    chunk = packer.next_chunk(0, beside=(16, 32))
+    assert chunk and (chunk.chunk_tokens, len(chunk.rows[0].tokens)) == (32, 32)
+    chunk = packer.next_chunk(0, beside=(16,))
+    assert chunk and chunk.chunk_tokens == 16 and chunk.rows[0].start == 32
+    chunk = packer.next_chunk(0)
+    assert chunk and chunk.chunk_tokens == 64 and len(chunk.rows[0].tokens) == 52
+
+
+def test_a_short_prompt_beside_a_step_is_not_padded_to_twice_its_chunk() -> None:
+    packer = batches()
+    packer.add(job(1, 10))
+    chunk = packer.next_chunk(0, beside=(64,))
+    assert chunk and chunk.chunk_tokens == 16
+    packer.add(job(2, 20))
+    finer = replace(LIMITS, chunk_buckets=(16, 24, 32, 64))
+    packer = batches(finer)
+    packer.add(job(2, 20))
+    chunk = packer.next_chunk(0, beside=(32, 64))
+    assert chunk and chunk.chunk_tokens == 32, "a size of both, not 24"
+
+
+def test_prompts_are_split_beside_a_step_only_where_they_may_be() -> None:
+    packer = PrefillBatches(LIMITS, itertools.count(1).__next__, cut_tokens=32)
+    assert packer.beside((16, 32, 64)) == (32, 64)
+    packer.add(job(1, 100))
+    chunk = packer.next_chunk(0, beside=(32,))
+    assert chunk and len(chunk.rows[0].tokens) == 32
+    assert batches().beside((16, 32, 64)) == (16, 32, 64)

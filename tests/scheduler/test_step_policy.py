@@ -6,18 +6,69 @@ import msgspec
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
+from jdisagg.scheduler.step_policy import GAP_STEPS, Action, StepSnapshot, next_step
 
 CHUNKED, UNIFIED, DISAGGREGATED = Mode.CHUNKED, Mode.UNIFIED, Mode.DISAGGREGATED
 
 
-def test_chunked_mode_alternates_chunks_and_steps() -> None:
+def test_a_mesh_without_programs_for_both_alternates_chunks_and_steps() -> None:
     waiting = StepSnapshot(CHUNKED, prompts_queued=True)
     assert next_step(waiting).action is Action.PREFILL
     after_a_chunk = msgspec.structs.replace(waiting, prefilled_last=True)
     assert next_step(after_a_chunk).action is Action.DECODE
     no_sequences = msgspec.structs.replace(after_a_chunk, decode_runnable=False)
     assert next_step(no_sequences).action is Action.PREFILL
+
+
+MIXING = StepSnapshot(
+    CHUNKED,
+    prompts_queued=True,
+    mixes=True,
+    step_seconds=0.01,
+    mixed_seconds=((64, 0.020), (128, 0.032), (256, 0.058), (512, 0.12)),
+)
+
+
+def test_a_chunk_runs_with_a_step_as_long_as_the_gap_between_tokens_allows() -> None:
+    steep = msgspec.structs.replace(
+        MIXING, mixed_seconds=((64, 0.03), (128, 0.04), (256, 0.05), (512, 0.085))
+    )
+    decision = next_step(steep)
+    assert (decision.action, decision.chunk_tokens) == (Action.MIXED, 256)
+    assert 0.05 <= GAP_STEPS * 0.01 < 0.085, "the case is between two sizes"
+    slower = msgspec.structs.replace(steep, step_seconds=0.02)
+    assert next_step(slower).chunk_tokens == 512
+    assert next_step(msgspec.structs.replace(steep, prefilled_last=True)) == decision
+
+
+def test_a_larger_chunk_is_taken_only_for_a_gain_in_tokens_per_second() -> None:
+    decision = next_step(MIXING)
+    rates = [size / seconds for size, seconds in MIXING.mixed_seconds[:3]]
+    assert rates[1] > 0.9 * rates[2] > rates[0]
+    assert (decision.action, decision.chunk_tokens) == (Action.MIXED, 128)
+    again = msgspec.structs.replace(MIXING, prefilled_last=True)
+    assert next_step(again) == decision, "nothing alternates"
+
+
+def test_the_smallest_chunk_runs_even_if_it_makes_the_gap_too_long() -> None:
+    tight = msgspec.structs.replace(MIXING, step_seconds=0.001)
+    unknown = msgspec.structs.replace(MIXING, mixed_seconds=((64, 0.0),))
+    assert next_step(unknown).chunk_tokens == 64
+    decision = next_step(tight)
+    assert (decision.action, decision.chunk_tokens) == (Action.MIXED, 64)
+
+
+def test_a_prompt_has_full_chunks_if_no_sequence_runs() -> None:
+    alone = msgspec.structs.replace(MIXING, decode_runnable=False)
+    assert next_step(alone).action is Action.PREFILL
+    again = msgspec.structs.replace(alone, prefilled_last=True)
+    assert next_step(again).action is Action.PREFILL
+
+
+def test_a_step_runs_alone_until_its_time_is_measured() -> None:
+    decision = next_step(msgspec.structs.replace(MIXING, step_seconds=None))
+    assert decision.action is Action.DECODE and "measured" in decision.reason
+    assert not decision.quiet, "one step, so that the prompt goes on"
 
 
 def test_unified_mode_prefills_whole_prompts_first_and_their_sequences_join_the_next_step() -> None:
@@ -71,13 +122,19 @@ def test_one_span_at_a_time_which_ends_when_something_waits_for_that(
 
 
 def test_every_snapshot_has_a_decision_with_its_reason_and_the_same_again() -> None:
-    flags = [name for name in StepSnapshot.__struct_fields__ if name != "mode"]
-    for mode in Mode:
+    fields = msgspec.structs.fields(StepSnapshot)
+    flags = [field.name for field in fields if field.type is bool]
+    assert len(flags) + 3 == len(fields)
+    sizes = ((64, 0.0), (128, 0.1))
+    for mode, step in itertools.product(Mode, (None, 0.05)):
         for values in itertools.product([False, True], repeat=len(flags)):
-            snapshot = StepSnapshot(mode, **dict(zip(flags, values, strict=True)))
+            given = dict(zip(flags, values, strict=True))
+            snapshot = StepSnapshot(mode, step_seconds=step, mixed_seconds=sizes, **given)
             decision = next_step(snapshot)
             recorded = msgspec.json.decode(msgspec.json.encode(snapshot), type=StepSnapshot)
             assert decision.reason and next_step(recorded) == decision
-            assert snapshot.prompts_queued or decision.action is not Action.PREFILL
+            prefills = decision.action in (Action.PREFILL, Action.MIXED)
+            assert snapshot.prompts_queued or not prefills
+            assert (decision.chunk_tokens > 0) == (decision.action is Action.MIXED)
             if decision.action is Action.INTERRUPT:
                 assert snapshot.span_in_flight

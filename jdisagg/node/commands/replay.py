@@ -134,6 +134,14 @@ def _worked(entry: RecordedCommand) -> bool:
     )
 
 
+def _sampled(then: PrefillResult, now: PrefillResult) -> list[tuple[str, int, int]]:
+    """Returns (place, recorded token, replayed token) of a chunk's samples."""
+    return [
+        (f"sequence {a.sequence}.{a.child}", a.token, b.token)
+        for a, b in zip(then.samples, now.samples, strict=True)
+    ]
+
+
 class _Stream:
     """Replays one recording on one rebuilt mesh."""
 
@@ -188,10 +196,7 @@ class _Stream:
     async def _compare(self, entry: RecordedCommand, future: asyncio.Future[StepResult]) -> None:
         now, then = await future, entry.result
         if isinstance(now, PrefillResult) and isinstance(then, PrefillResult):
-            tokens = [
-                (f"sequence {a.sequence}.{a.child}", a.token, b.token)
-                for a, b in zip(then.samples, now.samples, strict=True)
-            ]
+            tokens = _sampled(then, now)
         elif isinstance(now, DecodeResult) and isinstance(then, DecodeResult):
             tokens = [
                 (f"rank {rank}, row {row}, token {k}", a, b)
@@ -199,6 +204,8 @@ class _Stream:
                 for row, steps in enumerate(rows)
                 for k, (a, b) in enumerate(zip(steps, now.tokens[rank][row], strict=True))
             ]
+            if now.chunk is not None and then.chunk is not None:
+                tokens += _sampled(then.chunk, now.chunk)
         else:
             return
         self._replayed.steps += 1

@@ -1,0 +1,242 @@
+"""Runs a prefill chunk and one decode step in one program.
+
+Embedding, projections, MLPs, experts and norms are computed once over the T tokens of the chunk
+followed by the B rows of the step, so that weights are read once. Attention is split: the chunk's
+tokens and the step's rows attend by the same functions as apart. KV of both is written before
+either attends. The last layer is computed for the rows that leave it: the last token of each prompt
+that ends in the chunk, and the step's rows. The program returns logits of the step's rows, whose
+tokens are chosen by the second program of a step in two (`decode_program.py`), and the activations
+of the prompts, whose first tokens are sampled as after any chunk (`prefill_sampler.py`). So there
+is one program for each pair of sizes of chunk and batch.
+
+A token of a stream does not depend on whether its step had a chunk, because each row has its own
+sums. Models with recurrent state or a next-token layer, and instances with pipeline stages, run
+chunk and step one after the other."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdisagg.executor.choose import Variant, logits
+from jdisagg.executor.chunk_attention import ChunkAttention, RankChunk
+from jdisagg.executor.decode_program import DecodePrograms
+from jdisagg.executor.draft_rows import DraftRows, Slots
+from jdisagg.executor.page_pool import LayerPages, Pools
+from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, asks_of_prompts, past_columns
+from jdisagg.executor.programs import RANK, Programs
+from jdisagg.executor.results import StepChoice
+from jdisagg.executor.slot_state import RowFormat
+from jdisagg.executor.step_attention import AttentionForm, StepAttention
+from jdisagg.executor.weights import Weights
+from jdisagg.messages.step_commands import PrefillChunk
+from jdisagg.model_api import AdapterRows, Attend, Index, Latent, Shards
+from jdisagg.ops.quarantine import reveal
+from jdisagg.scheduler.executor import MeshLimits
+
+
+def mixed_forms(limits: MeshLimits, platform: str) -> tuple[ChunkForm, ...]:
+    """Returns the forms of chunks for which mixed programs are compiled: those for rows of any
+    kind."""
+    return tuple(ChunkForm(True, True, columns=count) for count in past_columns(limits, platform))
+
+
+class MixedPrograms:
+    """Builds and runs the programs of chunks with a decode step. Used by the dispatch thread
+    only."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        weights: Weights,
+        pools: Pools,
+        shards: Shards,
+        limits: MeshLimits,
+        rows: RowFormat,
+        decode: DecodePrograms,
+    ) -> None:
+        self._programs, self._weights, self._shards, self._pools = programs, weights, shards, pools
+        self._limits, self._rows, self._decode = limits, rows, decode
+
+    def arrays(self, command: PrefillChunk) -> ChunkArrays | None:
+        """Returns the arrays of a chunk, or None if no mixed program runs this chunk."""
+        limits, platform = self._limits, self._shards.platform
+        if command.chunk_tokens not in limits.mixed_buckets or asks_of_prompts(command):
+            return None
+        forms = mixed_forms(limits, platform)
+        reach = max((row.start for row in command.rows), default=0)
+        enough = (one for one in forms if one.columns * limits.page_size >= reach)
+        form = next(enough, forms[-1])
+        return ChunkArrays.build(command, limits, form, platform)
+
+    def run(
+        self, chunk: ChunkArrays, slots: Slots, variant: Variant
+    ) -> tuple[jax.Array, StepChoice]:
+        """Issues the programs of a chunk and a decode step.
+
+        Args:
+            chunk: The chunk, in one of `mixed_forms`.
+            slots: Decode slots of the step, by dp rank.
+            variant: Features that the step's rows need.
+
+        Returns:
+            Activations after the last layer, [ranks, R, D], as `PrefillPrograms.run`, and the
+                tokens that the step chooses, as `DecodePrograms.step`.
+        """
+        on_host = (
+            chunk.tokens,
+            chunk.positions,
+            chunk.segment,
+            chunk.table,
+            chunk.past,
+            chunk.continuing,
+            chunk.states,
+            chunk.sampling,
+        )
+        arrays = self._programs.put(on_host)
+        ends: list[jax.Array] = []
+
+        def forward(arguments: tuple[Any, ...], bucket: int) -> Any:
+            stem, layers, kept, hot, _, ints, floats, batch, *_ = arguments
+            step = (stem, layers, kept, hot, ints, floats, batch)
+            program = self._program(chunk, bucket, (*step, arrays))
+            new_pages, logits_BV, x_RD = program(*step, arrays)
+            ends.append(x_RD)
+            return (new_pages, *kept[1:]), logits_BV
+
+        chosen = self._decode.step_with(slots, variant, forward)
+        return ends[0], StepChoice((chosen,))
+
+    def _program(self, chunk: ChunkArrays, bucket: int, arguments: tuple[Any, ...]) -> Any:
+        def build() -> Any:
+            stem_specs, layer_specs, kept_specs = self._decode.model_specs()
+            in_specs = (stem_specs, layer_specs, kept_specs, *(RANK,) * 4, (RANK,) * 8)
+            return self._programs.compile(
+                self._body(chunk.form),
+                arguments,
+                in_specs,
+                (kept_specs[0], RANK, RANK),
+                donate=(2,),
+            )
+
+        key = "mixed", chunk.tokens.shape[1], chunk.form, bucket
+        return self._programs.get(key, build)
+
+    def _body(self, form: ChunkForm) -> Any:
+        weights, common, rows, pools = self._weights, self._shards, self._rows, self._pools
+        sizes = pools.pages.rank_rows, pools.pages.page_size
+
+        def body(
+            stem_leaves: Any,
+            layer_leaves: Any,
+            kept: Any,
+            hot: Any,
+            ints: Any,
+            floats: Any,
+            batch: Any,
+            arrays: Any,
+        ) -> Any:
+            tokens_T, positions_T, segment_T, table_RN, past_R, continuing, states, last_R = (
+                array[0] for array in arrays
+            )
+            step = DraftRows.of(rows, batch[0], None, 1, hot[0], ints[0], floats[0])
+            row, tokens = step.all, tokens_T.shape[0]
+            shards = common
+            if rows.adapters:
+                own_T = jnp.take(states[:, 3], segment_T, mode="clip")
+                slot_T = jnp.concatenate((own_T, rows.adapter(row.ints)))
+                shards = dataclasses.replace(common, adapters=AdapterRows(slot_T))
+            part = (positions_T, segment_T, table_RN, past_R, continuing, last_R)
+            chunk = ChunkAttention(RankChunk(*part, form.columns, True), *sizes, shards)
+            both = _MixedAttention(chunk, StepAttention(step, rows, pools, 0, shards.platform))
+
+            stem: Any = weights.stem.merge(stem_leaves)
+            at_T = jnp.concatenate((positions_T, row.at))
+            valid_T = jnp.concatenate((segment_T >= 0, row.active))
+            own_B = tokens + jnp.arange(row.slot.shape[0], dtype=jnp.int32)
+            asked_R = jnp.concatenate((last_R, own_B))
+            x_TD = stem.embed(jnp.concatenate((tokens_T, row.token)), shards)
+            last = len(layer_leaves) - 1
+            for number, (model, leaves, pages) in enumerate(
+                zip(weights.layers, layer_leaves, kept[0], strict=True)
+            ):
+                layer: Any = model.merge(leaves)
+                ends = number == last
+                attend = both.over(pages, tokens, ends)
+                x_TD = layer(x_TD, at_T, attend, shards, valid_T, asked_R if ends else None)
+                # A layer does not call `attend` if it keeps no KV.
+                if not pages:
+                    chunk.without_kv()
+            x_RD, x_BD = jnp.split(x_TD, (last_R.shape[0],))
+            y_BD = stem.normed(reveal(x_BD))
+            logits_BV, _ = logits(Variant.MASKED, stem, y_BD, shards, rows.vocabulary)
+            return chunk.pages, logits_BV[None], x_RD[None]
+
+        return body
+
+
+class _MixedAttention:
+    """Attention of a chunk's tokens followed by the rows of a decode step."""
+
+    def __init__(self, chunk: ChunkAttention, step: StepAttention) -> None:
+        self._chunk, self._step = chunk, step
+
+    def over(self, layer_pages: LayerPages, tokens: int, rows_alone: bool) -> Attend:
+        """Returns the attention function of the next layer.
+
+        Args:
+            layer_pages: Page arrays of the layer.
+            tokens: Number of tokens of the chunk.
+            rows_alone: Whether only rows that leave the last layer have a query.
+        """
+        chunk, step = self._chunk, self._step
+
+        def attend(
+            q_TNH: jax.Array,
+            k_TKH: jax.Array,
+            v_TKH: jax.Array | None,
+            *,
+            scale: float,
+            window: int | None,
+            cap: float = 0.0,
+            sinks_N: jax.Array | None = None,
+            latent: Latent | None = None,
+            index: Index | None = None,
+        ) -> jax.Array:
+            rows = k_TKH.shape[0] - tokens
+            queries = q_TNH.shape[0] - rows
+            v_parts = (None, None) if v_TKH is None else (v_TKH[:tokens], v_TKH[tokens:])
+            of_chunk, of_step = _split(index, queries, tokens)
+            # Both are written before either is read, so that XLA copies no pages.
+            pages = step.write(layer_pages, k_TKH[tokens:], v_parts[1], of_step)
+            o_chunk = chunk.over(pages, rows_alone, False)(
+                q_TNH[:queries],
+                k_TKH[:tokens],
+                v_parts[0],
+                scale=scale,
+                window=window,
+                cap=cap,
+                sinks_N=sinks_N,
+                latent=latent,
+                index=of_chunk,
+            )
+            how = AttentionForm(scale, window, cap, sinks_N, latent, of_step)
+            return jnp.concatenate((o_chunk, step.read(q_TNH[queries:], chunk.pages[-1], how)))
+
+        return attend
+
+
+def _split(index: Index | None, queries: int, tokens: int) -> tuple[Index | None, Index | None]:
+    """Splits the inputs of an indexer after the chunk's queries and tokens."""
+    if index is None:
+        return None, None
+    q_THD, k_T1D, w_TH = index.queries_THD, index.keys_T1D, index.weights_TH
+    return (
+        index._replace(
+            queries_THD=q_THD[:queries], keys_T1D=k_T1D[:tokens], weights_TH=w_TH[:queries]
+        ),
+        index._replace(
+            queries_THD=q_THD[queries:], keys_T1D=k_T1D[tokens:], weights_TH=w_TH[queries:]
+        ),
+    )

@@ -1,0 +1,82 @@
+"""Predicts the seconds of a decode step that runs together with a prefill chunk, from measured
+times. Pure: times are given as measured.
+
+The fastest of the newest measurements of a size counts, because other work on the machine only adds
+time. Measurements older than `KEPT_STEPS` commands do not count, because contexts grow. The time of a
+size without measurements is extrapolated from the nearest measured size: the tokens of the chunk
+are taken to cost what the mixed step takes longer than a step alone."""
+
+from collections import deque
+from collections.abc import Sequence
+
+SAMPLES = 9
+KEPT_STEPS = 256
+
+
+class _Recent:
+    """The newest measurements of one program: number of the command, and seconds."""
+
+    def __init__(self) -> None:
+        self._times: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
+
+    def add(self, now: int, seconds: float) -> None:
+        self._times.append((now, seconds))
+
+    def fastest(self, now: int) -> float | None:
+        while self._times and now - self._times[0][0] > KEPT_STEPS:
+            self._times.popleft()
+        return min([seconds for _, seconds in self._times], default=None)
+
+
+class MixedTimes:
+    """Measured seconds of decode steps on one mesh, alone and with a chunk.
+
+    Args:
+        chunks: Sizes of the chunks that run with a step, ascending.
+        batches: Batch sizes of steps, ascending. Their times are measured separately.
+    """
+
+    def __init__(self, chunks: Sequence[int], batches: Sequence[int]) -> None:
+        self.chunks = tuple(chunks)
+        self._batches = batches
+        self._alone = {size: _Recent() for size in batches}
+        self._mixed = {size: _Recent() for size in chunks}
+        self._now = 0
+
+    def took(self, sequences: int, chunk_tokens: int, seconds: float) -> None:
+        """Records the seconds of a step.
+
+        Args:
+            sequences: Number of sequences of the dp rank with the most.
+            chunk_tokens: Padded number of tokens of the chunk, or 0 without a chunk.
+        """
+        self._now += 1
+        if not chunk_tokens:
+            self._alone[self._batch(sequences)].add(self._now, seconds)
+        elif chunk_tokens in self._mixed:
+            self._mixed[chunk_tokens].add(self._now, seconds)
+
+    def alone(self, sequences: int) -> float | None:
+        """Returns the seconds of a step without a chunk, or None if they are not measured."""
+        return self._alone[self._batch(sequences)].fastest(self._now)
+
+    def mixed(self, sequences: int) -> tuple[tuple[int, float], ...]:
+        """Returns (tokens, predicted seconds) of a step with a chunk of each size that can be
+        predicted. The smallest size is always included, with 0 seconds if it is not measured."""
+        alone = self.alone(sequences)
+        known = {
+            size: seconds
+            for size, times in self._mixed.items()
+            if (seconds := times.fastest(self._now)) is not None
+        }
+        if alone is None or not known:
+            return ((self.chunks[0], 0.0),)
+        found: list[tuple[int, float]] = []
+        for size in self.chunks:
+            near = min(known, key=lambda one: (abs(one - size), one))
+            longer = max(0.0, known[near] - alone) * size / near
+            found.append((size, known.get(size, alone + longer)))
+        return tuple(found)
+
+    def _batch(self, sequences: int) -> int:
+        return next(size for size in self._batches if size >= min(sequences, self._batches[-1]))

@@ -1,0 +1,62 @@
+"""Plans decode steps that run together with a prefill chunk of the same mesh, and counts what steps
+of any kind did."""
+
+import msgspec
+
+from jdisagg.messages.step_commands import DecodeSteps
+from jdisagg.scheduler.decode_batches import DecodeBatches
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.mixed_times import MixedTimes
+from jdisagg.scheduler.step_policy import StepSnapshot
+from jdisagg.telemetry import Counters
+from jdisagg.worker.own_prefills import OwnPrefills
+
+
+class MixedSteps:
+    """Plans the mixed steps of one decode mesh, and measures its steps."""
+
+    def __init__(
+        self, state: DecodeState, batches: DecodeBatches, prefills: OwnPrefills, counters: Counters
+    ) -> None:
+        self._state, self._batches, self._prefills = state, batches, prefills
+        self._counters = counters
+        self._times = MixedTimes(prefills.beside(), state.limits.batch_buckets)
+
+    def seen(self, snapshot: StepSnapshot) -> StepSnapshot:
+        """Returns a snapshot with the fields that the choice of a mixed step reads."""
+        mixes = snapshot.prompts_queued and bool(self._times.chunks)
+        if not mixes and not (snapshot.prompts_queued and snapshot.prefilled_last):
+            return snapshot
+        runnable, width = self._batches.runnable(), self._batches.width()
+        times = mixes and runnable
+        return msgspec.structs.replace(
+            snapshot,
+            decode_runnable=runnable,
+            mixes=mixes,
+            step_seconds=self._times.alone(width) if times else None,
+            mixed_seconds=self._times.mixed(width) if times else (),
+        )
+
+    def joined(self, steps: DecodeSteps, chunk_tokens: int) -> DecodeSteps:
+        """Returns a decode step with the next chunk, of at most `chunk_tokens` tokens."""
+        if not chunk_tokens:
+            return steps
+        for progress in self._state.news:
+            # The plan of the step may have preempted a sequence whose prompt is queued.
+            if progress.group_key not in self._state.groups:
+                self._prefills.forget(progress.group_key)
+        sizes = tuple([size for size in self._times.chunks if size <= chunk_tokens])
+        chunk = self._prefills.next_chunk(steps.step, sizes)
+        return msgspec.structs.replace(steps, chunk=chunk)
+
+    def ended(self, command: DecodeSteps, seconds: float) -> None:
+        """Records the seconds of a command, and counts its forced tokens and drafts."""
+        if self._times.chunks and not command.drafts:
+            chunk_tokens = command.chunk.chunk_tokens if command.chunk else 0
+            sequences = max(map(len, command.slots))
+            self._times.took(sequences, chunk_tokens, seconds / command.steps)
+        if forced := self._batches.forced_tokens - self._counters["forced_tokens"]:
+            self._counters.add("forced_tokens", forced)
+        for source, drafted, accepted in self._batches.take_drafts():
+            self._counters.add("drafted_tokens", drafted, source=source)
+            self._counters.add("accepted_tokens", accepted, source=source)

@@ -1,0 +1,126 @@
+"""Chunks of prompts that run in one program with decode steps change no stream."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from jdisagg.config import EngineConfig, Mode, PrefixConfig
+from jdisagg.messages.step_commands import DecodeSteps
+from jdisagg.request import Grammar, GrammarKind, Request
+from tests.end_to_end.clusters import Running, config, golden_copy, golden_greedy, running
+from tests.fakes.cluster import Collected
+
+ANIMAL = Grammar(GrammarKind.REGEX, "(a dog|a cat|the frog) and [0-9]{3}")
+STORY = "once upon a time there was a little dog who lived in the forest"
+
+
+def chunked(decode: str = "tp=1", **more: object) -> EngineConfig:
+    return config(Mode.CHUNKED, decode=decode, chunk=64, slots=8, **more)  # type: ignore[arg-type]
+
+
+def mixed(run: Running) -> list[DecodeSteps]:
+    """The commands that ran a chunk with a step."""
+    commands = [one for one in run.recording.decode if isinstance(one, DecodeSteps)]
+    return [one for one in commands if one.chunk is not None and one.chunk.rows]
+
+
+def requests(run: Running, prompts: Sequence[int]) -> list[Request]:
+    """Requests of every kind of sampling, whose prompts have these numbers of tokens."""
+    kinds: list[dict[str, object]] = [
+        {},
+        {"temperature": 0.9, "seed": 7, "top_p": 0.9},
+        {"temperature": 0.7, "seed": 8, "n": 2, "logprobs": 2},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": ((20, 3.0),)},
+        {"grammar": ANIMAL, "ignore_eos": False},
+        {"temperature": 1.0, "seed": 9, "grammar": ANIMAL, "logprobs": 1, "ignore_eos": False},
+    ]
+    rng, words = random.Random(3), STORY.split()
+    made = []
+    for index, tokens in enumerate(prompts):
+        text = " ".join(rng.choice(words) for _ in range(tokens))
+        ids = (run.tokenizer.encode(text) * 2)[:tokens]
+        options = {"max_tokens": 24, "ignore_eos": True, **kinds[index % len(kinds)]}
+        made.append(run.request(ids, f"r{index}", **options))
+    return made
+
+
+def streams(done: Sequence[Collected]) -> list[object]:
+    return [(one.tokens, one.text, one.finish) for one in done]
+
+
+def logprobs(done: Sequence[Collected]) -> list[float]:
+    return [each.logprob for one in done for child in one.logprobs.values() for each in child]
+
+
+async def test_streams_beside_chunks_are_those_of_each_request_alone() -> None:
+    prompts = (20, 70, 130, 5, 33, 64, 150, 20, 65, 90, 12, 129)
+    async with running(config(Mode.UNIFIED, decode="tp=1", chunk=64)) as run:
+        expected = [await run.complete(request) for request in requests(run, prompts)]
+    async with running(chunked()) as run:
+        done = await run.complete_all(requests(run, prompts))
+        steps = mixed(run)
+    assert streams(done) == streams(expected)
+    assert logprobs(done) == pytest.approx(logprobs(expected), abs=1e-4)
+    assert any(one.chunk and one.chunk.rows[0].start for one in steps), "a prompt went on"
+    assert any(one.chunk and len(one.chunk.rows) > 1 for one in steps), "packed"
+    assert any(one.masked for one in steps) and any(one.shaped for one in steps)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("decode", "pages", "host_gib"), [("dp=2,tp=2", None, 0.0), ("dp=2", 44, 0.25)]
+)
+async def test_layouts_preemption_and_cached_prefixes_change_no_stream_beside_chunks(
+    decode: str, pages: int | None, host_gib: float
+) -> None:
+    prompts = (20, 70, 130, 5, 33, 64, 150, 20, 65, 90, 12, 129, 200, 180, 40, 77)
+    async with running(config(Mode.DISAGGREGATED, chunk=64)) as run:
+        expected = streams(await run.complete_all(requests(run, prompts)))
+    few = {"decode_page": 8, "pages": pages, "growth": 1} if pages else {}
+    prefix = PrefixConfig(True, 16, host_gib=host_gib, restores="always")
+    async with running(replace(chunked(decode, **few), prefix=prefix)) as run:
+        for _ in range(2):
+            wanted = requests(run, prompts)
+            if pages:
+                done, preemptions = await run.complete_preempted(wanted)
+                assert preemptions > 0
+            else:
+                done = await run.complete_all(wanted)
+            assert streams(done) == expected
+        assert mixed(run)
+        assert run.cluster._workers[-1].counters["prefix_hit_tokens"] > 0
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_moe", "deepseek_v32"])
+async def test_every_kind_of_attention_gives_the_published_tokens_beside_chunks(
+    family: str, tmp_path
+) -> None:
+    """Sliding windows, caps, sinks, experts, latent and sparse attention, against transformers."""
+    directory = golden_copy(family, tmp_path)
+    prompt, greedy = golden_greedy(directory)
+    async with running(chunked(directory=directory)) as run:
+        limits = run.cluster.decode.executor.limits
+        assert limits.mixed_buckets, "no mixed programs"
+        wanted = [
+            run.request(prompt, f"r{index}", max_tokens=len(greedy), ignore_eos=True)
+            for index in range(6)
+        ]
+        done = await run.complete_all(wanted)
+        assert len(mixed(run)) >= 2
+    for one in done:
+        assert one.tokens[0] == greedy
+
+
+@pytest.mark.ci
+async def test_models_with_recurrent_state_alternate_chunks_and_steps(tmp_path) -> None:
+    directory = golden_copy("qwen3_next", tmp_path)
+    prompt, greedy = golden_greedy(directory)
+    async with running(chunked(directory=directory)) as run:
+        done = await run.complete_all(
+            [run.request(prompt, f"r{n}", max_tokens=len(greedy), ignore_eos=True) for n in (1, 2)]
+        )
+        assert run.recording.decode and not mixed(run)
+    assert [one.tokens[0] for one in done] == [greedy, greedy]
