@@ -401,9 +401,9 @@ GROUPS: dict[str, dict[str, Spec]] = {
         ),
         "decode_hardware": _text(None, "Hardware of decode workers. Default: --prefill_hardware."),
         "fused": _yes(
-            False,
-            "Chunked mode runs a prefill chunk and a decode step as one program. jdisagg itself"
-            " alternates.",
+            True,
+            "Chunked mode runs a prefill chunk and a decode step as one program. If not, they"
+            " alternate, as for models with recurrent state.",
         ),
         "link": _text(None, f"Link between workers beyond the fast domain: {', '.join(LINKS)}."),
         "host_devices": _count(

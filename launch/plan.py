@@ -6,8 +6,8 @@ latency objective.
         --mixture=0.8:1000/200,0.2:8000/300 --ttft=1 --tpot=0.05
 
 Disaggregation is compared with the strongest alternative: chunked prefill that runs a chunk and a
-decode step as one program, with the best layout and chunk size. --nofused estimates jdisagg's own
-chunked mode instead, which alternates chunks and decode steps.
+decode step as one program, with the best layout and chunk size. --nofused estimates chunks and
+decode steps that alternate, as for models with recurrent state.
 
 The cost model first ranks all combinations of layouts, worker counts and chunk sizes, by arithmetic
 and then by stepping through requests; stderr shows the best within seconds. The best are then

@@ -2,8 +2,8 @@
 times. Pure: times are given as measured.
 
 The fastest of the newest measurements of a size counts, because other work on the machine only adds
-time. Measurements older than `KEPT_STEPS` commands do not count, because contexts grow. The time of a
-size without measurements is extrapolated from the nearest measured size: the tokens of the chunk
+time. Measurements older than `KEPT_STEPS` commands do not count, because contexts grow. The time of
+a size without measurements is extrapolated from the nearest measured size: the tokens of the chunk
 are taken to cost what the mixed step takes longer than a step alone."""
 
 from collections import deque

@@ -164,16 +164,13 @@ class SimulatedCluster:
         self.channel.stalled.discard(name)
         fleet, instance = self.fleet, seat.pool.instance
         longest = min(30.0, fleet.limits.step_seconds / 4)
-        fused = (
-            fleet.fused and seat.role is not WorkerRole.PREFILL
-        )  # prefill workers run no decode steps
         mesh = self.executor(
             name,
             self._limits[index],
             self._costs[index],
             self.channel,
             timeline,
-            EngineTraits(fused, seat.pool.stages, longest),
+            EngineTraits(seat.pool.stages, longest),
             self._host_memory(seat),
         )
         worker = self._worker(name, seat.role, mesh, seat.pool)

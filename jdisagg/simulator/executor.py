@@ -11,8 +11,8 @@ The live loop issues steps ahead of the running step (worker/step_loop.py). A co
 during a step therefore takes effect `run_ahead` steps after the running step ends. The simulation
 delays interruptions and insertions of received KV in the same way, and insertions delay the
 following steps. With pipeline stages, the fullest batch determines the duration of a step
-(turns.py). With `fused`, a prefill chunk and the decode step issued with the chunk run as one step,
-as in Sarathi-Serve. The live mesh alternates chunks and decode steps instead.
+(turns.py). A prefill chunk that a `DecodeSteps` command contains runs within its first step, as in
+Sarathi-Serve.
 
 Must not depend on requests, pages or schedulers. Invariant: all commands except pulls end in the
 order in which they were submitted."""
@@ -52,8 +52,6 @@ from jdisagg.simulator.timeline import Timeline
 from jdisagg.simulator.turns import Load, Turns, load_of
 
 Result = asyncio.Future[StepResult]
-# Turns of the event loop, more than the step loop needs to read a result and issue a command.
-ISSUE_TURNS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -78,13 +76,11 @@ class EngineTraits:
     """How the simulated engine runs its commands.
 
     Attributes:
-      fused: A prefill chunk and a decode step run as one step.
       stages: Number of pipeline stages.
       longest_span_seconds: Cap on the duration of one span, so that a long span is not mistaken for
         a hung mesh.
     """
 
-    fused: bool = False
     stages: int = 1
     longest_span_seconds: float = 30.0
 
@@ -117,7 +113,6 @@ class SimulatedExecutor:
         self.steps_run = 0
         self._costs = costs
         self._channel = channel
-        self._fused = engine.fused
         self._longest_span_seconds = engine.longest_span_seconds
         staged = limits.ranks if engine.stages > 1 else 0
         self._turns = [Turns(engine.stages, self._step_parts) for _ in range(staged)]
@@ -125,7 +120,6 @@ class SimulatedExecutor:
         self._free_at = 0.0
         self._prefills = False  # whether any chunk has run
         self._span: RunningSpan | None = None
-        self._held: tuple[PrefillChunk, Result] | None = None
         self._positions = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
         self._limit = [[0] * limits.slots_per_rank for _ in range(limits.ranks)]
         self._broken = self._hanging = False
@@ -171,32 +165,7 @@ class SimulatedExecutor:
     # ---- prefill
 
     def _prefill(self, command: PrefillChunk, future: Result) -> None:
-        if self._fused:
-            # Holds the chunk so that a decode step issued before its begin is fused with it.
-            self._run_held()
-            self._held = command, future
-            self._loop.call_soon(self._release_held, command, ISSUE_TURNS)
-        else:
-            self._run_chunk(command, future, *self._prefill_seconds(command))
-
-    def _release_held(self, command: PrefillChunk, turns: int) -> None:
-        """Runs a prefill chunk without a decode step. The chunk was held back for a fused step, but
-        the mesh is free and no decode step was issued within `turns` iterations of the event
-        loop."""
-        if self._held is None or self._held[0] is not command:
-            return
-        if self._loop.time() < self._free_at:
-            self._loop.call_at(self._free_at, self._release_held, command, ISSUE_TURNS)
-        elif turns:
-            self._loop.call_soon(self._release_held, command, turns - 1)
-        else:
-            self._run_held()
-
-    def _run_held(self) -> None:
-        if self._held is not None:
-            chunk, future = self._held
-            self._held = None
-            self._run_chunk(chunk, future, *self._prefill_seconds(chunk))
+        self._run_chunk(command, future, *self._prefill_seconds(command))
 
     def _run_chunk(
         self, command: PrefillChunk, future: Result, seconds: float, interval: float
@@ -214,12 +183,7 @@ class SimulatedExecutor:
         if not self._ends(future):
             return
         (token,) = self.timeline.add(start, Pace(seconds), 1)
-        samples = tuple(
-            SampledToken(row.sequence, spec.child, token)
-            for row in command.rows
-            for spec in row.samples
-        )
-        future.set_result(PrefillResult(command.step, samples))
+        future.set_result(_sampled(command, token))
 
     def _offer(self, rows: Sequence[PrefillRow], begins_at: float, ready_at: float) -> None:
         for row in rows:
@@ -258,8 +222,8 @@ class SimulatedExecutor:
         if pace.seconds(steps) > self._longest_span_seconds:
             steps = max(1, pace.steps_begun(self._longest_span_seconds))
         span = self._span = RunningSpan(command, future, start, pace, steps)
-        if self._held is not None:
-            self._fuse(span, loads)
+        if command.chunk is not None:
+            self._fuse(span, command.chunk, loads)
         self._reschedule(span)
 
     def _pace(self, command: DecodeSteps, loads: Sequence[Load], start: float) -> tuple[Pace, int]:
@@ -272,12 +236,9 @@ class SimulatedExecutor:
         host = self._costs.host(sequences)
         return self._costs.decode(sequences, context_tokens, 1, longest).first - host, host
 
-    def _fuse(self, span: RunningSpan, loads: Sequence[Load]) -> None:
-        """Runs the waiting prefill chunk within the first step of the span. The slowest dp rank
-        determines the duration of the step."""
-        assert self._held is not None
-        chunk, future = self._held
-        self._held = None
+    def _fuse(self, span: RunningSpan, chunk: PrefillChunk, loads: Sequence[Load]) -> None:
+        """Runs a prefill chunk within the first step of the span. The slowest dp rank determines
+        the duration of the step."""
         chunks: list[list[tuple[int, int]]] = [[] for _ in loads]
         for row, sizes in zip(chunk.rows, _sizes(chunk.rows), strict=True):
             chunks[row.rank].append(sizes)
@@ -290,9 +251,6 @@ class SimulatedExecutor:
             for rows, (sequences, held, _), own in zip(chunks, loads, tokens, strict=True)
         )
         span.delay = max(0.0, seconds - span.pace.first)
-        end = span.end_of(1)
-        self._offer(chunk.rows, span.start, end)
-        self._loop.call_at(end, self._end_chunk, chunk, future, span.start, end - span.start)
 
     def _reschedule(self, span: RunningSpan) -> None:
         if span.timer is not None:
@@ -323,7 +281,8 @@ class SimulatedExecutor:
                     rows[row] = made[: steps - over] + (NO_TOKEN,) * over
                     positions[slot] = limits[slot]
             tokens.append(tuple(rows))
-        span.future.set_result(DecodeResult(command.step, tuple(tokens)))
+        chunk = _sampled(command.chunk, made[0]) if command.chunk is not None else None
+        span.future.set_result(DecodeResult(command.step, tuple(tokens), chunk=chunk))
 
     def _drop_span(self) -> None:
         if self._span is not None and self._span.timer is not None:
@@ -421,6 +380,14 @@ class SimulatedExecutor:
             self.name, command.block_tokens, start, ready_at
         )
         self._loop.call_at(ready_at, self._end, future, result)
+
+
+def _sampled(chunk: PrefillChunk, token: int) -> PrefillResult:
+    """Returns the result of a chunk in which each prompt that ends samples `token`."""
+    samples = [
+        SampledToken(row.sequence, spec.child, token) for row in chunk.rows for spec in row.samples
+    ]
+    return PrefillResult(chunk.step, tuple(samples))
 
 
 def _sizes(rows: Sequence[PrefillRow]) -> list[tuple[int, int]]:

@@ -87,7 +87,9 @@ class Fleet:
       link: Link between any two instances; None selects the scale-up link within a host and the
         scale-out link between hosts.
       overlap: Number of layer groups in which the KV of a prompt chunk is sent.
-      fused: Whether a prefill chunk and a decode step run as one step.
+      fused: Whether chunked mode runs a prefill chunk and a decode step as one step, as live
+        meshes do unless the model has recurrent state. If not, they alternate. Chunks have their
+        full size while sequences run, too.
       context_tokens: Context length in tokens; None uses the model's.
       block_tokens: Number of tokens in one named block of the workload's prompts.
       prefix: Prefix cache settings of the workers.
@@ -234,7 +236,9 @@ class Fleet:
             layer_groups=1,
             append_tokens=self.prefix.appends if pool is self.decode else 0,
         )
-        return replace(limits, whole_blocks=True, stages=pool.stages)
+        # Every chunk has the size that is simulated, because planners compare chunk sizes.
+        mixed = limits.chunk_buckets[-1:] if self.fused and self.mode is Mode.CHUNKED else ()
+        return replace(limits, whole_blocks=True, stages=pool.stages, mixed_buckets=mixed)
 
     @property
     def tiers(self) -> TierRoom:

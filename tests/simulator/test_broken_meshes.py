@@ -22,7 +22,7 @@ from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import SamplingParams
 from jdisagg.simulator.channel import ChannelEnd, SimulatedChannel, SimulatedOffer
 from jdisagg.simulator.cluster import SimulatedCluster
-from jdisagg.simulator.executor import EngineTraits, SimulatedExecutor
+from jdisagg.simulator.executor import SimulatedExecutor
 from jdisagg.simulator.faults import Broken, Death, Fault, Stall, schedule
 from jdisagg.simulator.run import Hook, Result, simulate
 from jdisagg.simulator.timeline import Timeline
@@ -32,9 +32,12 @@ from tests.simulator.fleets import small_fleet
 
 SAMPLE = SampleSpec(0, SamplingParams())
 PROMPT = PrefillRow(1, 0, 0, (0,) * 1000, 0, (), (SAMPLE,))
+CHUNK = PrefillChunk(1, 1024, (PROMPT,))
+ADMIT = SlotAdmit(1, 0, 0, 0, 100, 9000, (), SAMPLE)
 UNDER_WAY: list[tuple[StepCommand, ...]] = [
-    (PrefillChunk(1, 1024, (PROMPT,)),),
-    (DecodeSteps(1, 4000, ((0,),), False, False, (SlotAdmit(1, 0, 0, 0, 100, 9000, (), SAMPLE),)),),
+    (CHUNK,),
+    (DecodeSteps(1, 4000, ((0,),), False, False, (ADMIT,)),),
+    (DecodeSteps(1, 1, ((0,),), False, False, (ADMIT,), chunk=CHUNK),),
     (PullBlock(1, 7, 0, 0, 1024, 10.0, "other"),),
     (InsertBlock(1, 7, 0, 0, 1024, 1000, 0, ()),),
     (ExtractBlock(1, 8, 0, 0, 0, 1000, 1024, ()),),
@@ -42,7 +45,7 @@ UNDER_WAY: list[tuple[StepCommand, ...]] = [
 
 
 def struck(
-    commands: Sequence[StepCommand], fault: Callable[[SimulatedExecutor], None], fused: bool = False
+    commands: Sequence[StepCommand], fault: Callable[[SimulatedExecutor], None]
 ) -> list[str]:
     """Returns the state of commands that were running when the fault struck, long afterwards."""
 
@@ -55,9 +58,7 @@ def struck(
         }
         channel.offered[7] = SimulatedOffer("other", 1024, 0.0, 0.0)
         limits, costs = fleet.limits_of(fleet.decode), fleet.costs_of(fleet.decode)
-        mesh = SimulatedExecutor(
-            "mesh", limits, costs, channel, Timeline(0, "mesh"), EngineTraits(fused=fused)
-        )
+        mesh = SimulatedExecutor("mesh", limits, costs, channel, Timeline(0, "mesh"))
         results = [mesh.run(command) for command in commands]
         await asyncio.sleep(1e-6)
         assert not any(result.done() for result in results), "it is under way"
@@ -72,14 +73,13 @@ def struck(
     return run_virtually(main)
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("commands", UNDER_WAY, ids=lambda commands: type(commands[0]).__name__)
 def test_what_is_under_way_on_a_mesh_fails_when_it_breaks_and_never_ends_when_it_hangs(
-    commands: tuple[StepCommand, ...], fused: bool
+    commands: tuple[StepCommand, ...],
 ) -> None:
-    assert struck(commands, SimulatedExecutor.break_down, fused) == ["failed"]
-    assert struck(commands, SimulatedExecutor.hang, fused) == ["waits"]
-    assert struck(commands, lambda mesh: None, fused) == ["ended"]
+    assert struck(commands, SimulatedExecutor.break_down) == ["failed"]
+    assert struck(commands, SimulatedExecutor.hang) == ["waits"]
+    assert struck(commands, lambda mesh: None) == ["ended"]
 
 
 def simulated(hooks: list[Hook], faults: list[Fault]) -> Result:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from jdisagg.config import Mode
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.node.recipes import ClusterShape, recipe_text
 from jdisagg.simulator.planning.bounds import Goal
@@ -184,13 +183,6 @@ def plan_recipe(
     used = f"{candidate.devices} of {site.accelerators} {site.accelerator.name}"
     rate, share = f"{item.per_accelerator:.3g}", f"{goal.attainment:.0%}"
     limits = f"TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT {1e3 * goal.tpot_seconds:g} ms"
-    if maker.fused and candidate.mode is Mode.CHUNKED:
-        caution = (
-            "\nThat is with a chunk and a decode step in one program. This engine takes turns and"
-            " carries less:\njdisagg plan --nofused predicts it.\n"
-        )
-    else:
-        caution = ""
     text = f"""{maker.geometry.name} on {used}: {candidate.mode.value}, {candidate.name}.
 
     jdisagg cluster --config={path}{model}{hosts}
@@ -198,5 +190,5 @@ def plan_recipe(
 
 PREDICTED by jdisagg plan, not measured: {rate} requests/s an accelerator, {share} of them within
 {limits}; bound by {item.binding}.
-{caution}"""
+"""
     return recipe_text(engine, shape, text)

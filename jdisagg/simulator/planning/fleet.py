@@ -31,8 +31,8 @@ class FleetMaker:
     """Builds the simulated fleet and the configuration of a candidate.
 
     Attributes:
-      fused: Whether the chunked mode runs a prefill chunk and a decode step as one step, as in
-        Sarathi-Serve. This engine alternates chunks and decode steps instead.
+      fused: Whether the chunked mode runs a prefill chunk and a decode step as one step. If not,
+        chunks and decode steps alternate.
       reuse: Whether workers use a prefix cache.
       hardware: Name of the accelerator in a written configuration.
       slots: Maximum number of sequences that a dp rank decodes at once.

@@ -88,8 +88,8 @@ class Search:
         finalists: Largest number of candidates to simulate, of those with one pool and of those
             with two pools; also the number of stepped candidates of each mode in the plan.
         most_requests: Cap on the number of requests of one simulated run.
-        fused: Whether the chunked mode runs a prefill chunk and a decode step as one program. This
-            engine alternates them instead. Must equal the value of the `runner`.
+        fused: Whether the chunked mode runs a prefill chunk and a decode step as one program, or
+            alternates them. Must equal the value of the `runner`.
         arrivals: Arrival process.
         seed: Seed of all random numbers.
 

@@ -13,13 +13,10 @@ from jdisagg.simulator.planning.candidates import Candidate, Site
 from jdisagg.simulator.report import Report
 
 HEADROOM = 0.8  # fraction of the highest rate at which the verdict reports latencies
-FUSED = (
-    "Chunked prefill is priced as the strongest rival, a chunk and a decode step in one program;"
-    " this engine takes turns and carries less."
-)
+FUSED = "Chunked prefill is priced as a chunk and a decode step in one program."
 TURNS = (
-    "Chunked prefill is priced as this engine runs it, a chunk and a decode step in turns; an"
-    " engine that runs both in one program carries more."
+    "Chunked prefill is priced as a chunk and a decode step in turns; in one program they carry"
+    " more."
 )
 MORE = (
     "give a longer workload, or one that names no blocks and may be repeated, or more requests a"
