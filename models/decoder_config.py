@@ -11,7 +11,7 @@ from typing import Literal
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, LatentAttention
 from jdisagg.layout.axes import ModelGeometry
-from jdisagg.layout.kv_spec import KEPT_DTYPES, KVComponent, KVLayer, KVSpec
+from jdisagg.layout.kv_spec import KEPT_DTYPES, KVComponent, KVLayer, KVSpec, latent_layer
 from jdisagg.ops.activations import Activation, ExpertGate
 from jdisagg.ops.rope_frequencies import Rope
 
@@ -47,13 +47,16 @@ class LatentConfig:
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
     """Sizes of a Gated DeltaNet layer. Each of `key_heads` heads serves a group of value heads. A
-    convolution covers the last `taps` tokens."""
+    convolution covers the last `taps` tokens. If `rank` is not 0, the layer is Kimi Delta
+    Attention: each channel of a key has a gate, gates are computed by two projections with `rank`
+    values between them, and outputs are gated by a sigmoid instead of a SiLU."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
+    rank: int = 0
 
     @property
     def values_per_key(self) -> int:
@@ -286,7 +289,10 @@ class DecoderConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Largest number of shards that divides the number of kv heads of every layer."""
+        """Largest number of shards that divides the number of kv heads of every layer. Beside
+        latent attention, which has none, it is the number of shards of the state."""
+        if self.attention.latent and self.delta:
+            return self.kv_spec("float32").row_heads
         return math.gcd(*(self.attention_of(layer).kv_heads for layer in self.layers))
 
     @property
@@ -381,7 +387,8 @@ class DecoderConfig:
         layers = sum(layer.recurrent is not None for layer in self.layers)
         if delta := self.delta:
             keys, values = delta.key_heads, delta.value_heads
-            return LinearAttention(layers, keys, values, delta.key_dim, delta.value_dim, delta.taps)
+            sizes = layers, keys, values, delta.key_dim, delta.value_dim, delta.taps
+            return LinearAttention(*sizes, gate_rank=delta.rank)
         if mamba := self.mamba:
             return LinearAttention(
                 layers,
@@ -397,10 +404,6 @@ class DecoderConfig:
 
     def kv_spec(self, dtype: str) -> KVSpec:
         kept, layers = KEPT_DTYPES.get(self.kv_dtype, ""), self.stored_layers
-        if latent := self.attention.latent:
-            index = latent.index.dim if latent.index else 0
-            width = latent.rank + latent.rope_dim
-            return KVSpec.latent(len(layers), width, dtype, kept, index)
         return KVSpec(tuple(self._kept_of(layer, kept) for layer in layers), dtype)
 
     @property
@@ -425,5 +428,8 @@ class DecoderConfig:
         if layer.parts == "ffn":
             return KVLayer(())
         attention = self.attention_of(layer)
+        if latent := attention.latent:
+            index = latent.index.dim if latent.index else 0
+            return latent_layer(latent.rank + latent.rope_dim, kept, index)
         parts = (KVComponent(name, attention.kv_heads, attention.head_dim, kept) for name in "kv")
         return KVLayer(tuple(parts), layer.window)

@@ -37,18 +37,18 @@ DSA_ROUTING = RoutingDefaults(256, 8, 2048, scaling=2.5)
 
 
 def read_v3_config(hf: HfConfig) -> DecoderConfig:
-    config = _read_latent(hf, V3_DEFAULTS, SIZES)
+    config = read_latent(hf, V3_DEFAULTS, SIZES)
     sparse = _behind_dense(hf, config, 3)
-    return _sparse(hf, config, read_experts(hf, V3_ROUTING), sparse)
+    return with_experts(hf, config, read_experts(hf, V3_ROUTING), sparse)
 
 
 def read_flash_config(hf: HfConfig) -> DecoderConfig:
     """Reads the config.json of GLM-4.7-Flash."""
-    config = _read_latent(hf, FLASH_DEFAULTS, FLASH_SIZES)
-    return _sparse(hf, config, read_experts(hf, FLASH_ROUTING), _sparse_layers(hf, config, 1))
+    config = read_latent(hf, FLASH_DEFAULTS, FLASH_SIZES)
+    return with_experts(hf, config, read_experts(hf, FLASH_ROUTING), sparse_layers(hf, config, 1))
 
 
-def _sparse_layers(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
+def sparse_layers(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
     """Returns a flag for each layer that is set if the layer has experts, from `mlp_layer_types` or
     else as `_behind_dense`."""
     count = len(config.layers)
@@ -66,14 +66,14 @@ def _sparse_layers(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool
 
 def read_v32_config(hf: HfConfig) -> DecoderConfig:
     """Reads the config.json of DeepSeek-V3.2: V3 with an indexer in every layer."""
-    config = _with_indexer(hf, _read_latent(hf, V32_DEFAULTS, SIZES), 64, interleaved=False)
-    return _sparse(hf, config, read_experts(hf, V3_ROUTING), _sparse_layers(hf, config, 3))
+    config = _with_indexer(hf, read_latent(hf, V32_DEFAULTS, SIZES), 64, interleaved=False)
+    return with_experts(hf, config, read_experts(hf, V3_ROUTING), sparse_layers(hf, config, 3))
 
 
 def read_dsa_config(hf: HfConfig) -> DecoderConfig:
     """Reads the config.json of GLM-5. Its later versions (5.2, 5.3) share one selection among
     several layers, which is refused by name."""
-    config = _with_indexer(hf, _read_latent(hf, DSA_DEFAULTS, DSA_SIZES), 32, interleaved=True)
+    config = _with_indexer(hf, read_latent(hf, DSA_DEFAULTS, DSA_SIZES), 32, interleaved=True)
     kinds = hf.names("indexer_types") or ()
     shared = any(kind != "full" for kind in kinds) or hf.count("index_topk_freq", 1) > 1
     shared = shared or "S" in str(hf.raw("index_topk_pattern") or "").upper()
@@ -84,7 +84,7 @@ def read_dsa_config(hf: HfConfig) -> DecoderConfig:
             "must be 'full' in every layer (index_topk_freq 1)",
             "a selection that several layers share is not supported",
         )
-    return _sparse(hf, config, read_experts(hf, DSA_ROUTING), _sparse_layers(hf, config, 3))
+    return with_experts(hf, config, read_experts(hf, DSA_ROUTING), sparse_layers(hf, config, 3))
 
 
 def _with_indexer(
@@ -115,7 +115,7 @@ def _with_indexer(
 def read_v2_config(hf: HfConfig) -> DecoderConfig:
     """Reads the config.json of DeepSeek-V2, which routes by softmax and scales expert weights
     without normalising them."""
-    config = _read_latent(hf, V2_DEFAULTS, SIZES)
+    config = read_latent(hf, V2_DEFAULTS, SIZES)
     method = hf.raw("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise hf.error(
@@ -139,7 +139,7 @@ def read_v2_config(hf: HfConfig) -> DecoderConfig:
         wide=True,
     )
     sparse = _behind_dense(hf, config, 0)
-    return _sparse(hf, config, check_groups(hf, experts), sparse)
+    return with_experts(hf, config, check_groups(hf, experts), sparse)
 
 
 def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
@@ -151,7 +151,7 @@ def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
     plain, beta = without_query_growth(
         hf.changed(partial_rotary_factor=None), MISTRAL_ROPE, "partial_rotary_factor"
     )
-    config = _read_latent(plain, MISTRAL_DEFAULTS, MISTRAL_SIZES)
+    config = read_latent(plain, MISTRAL_DEFAULTS, MISTRAL_SIZES)
     config = with_query_growth(config, beta, plain)
     ffn = hf.count("moe_intermediate_size", 2048)
     experts = ExpertConfig(
@@ -164,7 +164,7 @@ def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
         wide=True,
     )
     sparse = _behind_dense(hf, config, 0)
-    return _sparse(hf, config, check_groups(hf, experts), sparse)
+    return with_experts(hf, config, check_groups(hf, experts), sparse)
 
 
 def _behind_dense(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
@@ -190,7 +190,7 @@ def _check_turned_part(hf: HfConfig) -> None:
         )
 
 
-def _read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> DecoderConfig:
+def read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> DecoderConfig:
     """Reads all fields except those that describe experts."""
     if hf.raw("index_topk") is None or hf.fields.get("layer_types") is None:
         refuse_windows(hf, "this family uses full attention")
@@ -246,7 +246,7 @@ def _yarn_scale(hf: HfConfig) -> float:
     return 0.1 * all_dim * math.log(factor) + 1.0
 
 
-def _sparse(
+def with_experts(
     hf: HfConfig, config: DecoderConfig, experts: ExpertConfig, sparse: list[bool]
 ) -> DecoderConfig:
     if hf.count("moe_layer_freq", 1) != 1 and not hf.sizes_only:

@@ -1,5 +1,6 @@
 """Gated DeltaNet (Yang et al., 2024), in place of attention in most layers of Qwen3-Next and
-Qwen3.5: a short convolution, the gated delta rule, and a gated norm on each head.
+Qwen3.5: a short convolution, the gated delta rule, and a gated norm on each head. Kimi Linear has
+the same with a gate per channel (Kimi Delta Attention, arXiv 2510.26692).
 
 Each key head serves a group of value heads, and a group's queries, keys and values are adjacent in
 one kernel and one convolution. Groups and state are sharded over the mesh axis "kv". Devices along
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jdisagg.layout.axes import LogicalAxis
 from jdisagg.model_api import Recur, Runs, Shards, State
 from jdisagg.ops.gated_delta import DeltaInputs, delta_runs, delta_step, unit_length
 from jdisagg.ops.norm import rms_norm
@@ -19,6 +21,19 @@ from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.short_convolution import convolve_runs, convolve_step
 from models.decoder_config import DecoderConfig, DeltaConfig
 from models.linear import Linear, Norm, own_heads, rows_of
+
+
+class LowRank(nnx.Module):
+    """Two linear maps with `rank` values between them, which every device computes."""
+
+    def __init__(
+        self, make: Make, shape: tuple[int, int], rank: int, axis: LogicalAxis, form: KernelForm
+    ) -> None:
+        self.a = Linear(make, (shape[0], rank), ("embed", "latent"), form=form)
+        self.b = Linear(make, (rank, shape[1]), ("latent", axis), form=form)
+
+    def __call__(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
+        return self.b(self.a(x_TD, shards), shards)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -31,17 +46,24 @@ class GatedDeltaNet(nnx.Module):
         width, heads = config.width, delta.value_heads
         channels, values = delta.key_heads * delta.group_channels, heads * delta.value_dim
 
-        def into(size: int, form: KernelForm) -> Linear:
-            return Linear(make, (width, size), ("embed", "kv_heads"), form=form)
+        def into(size: int, axis: LogicalAxis, form: KernelForm) -> Linear:
+            return Linear(make, (width, size), ("embed", axis), form=form)
 
-        self.qkv = into(channels, form)
-        self.write, self.decay = into(heads, form.plain()), into(heads, form.plain())
+        def gate(size: int, axis: LogicalAxis, form: KernelForm) -> Linear | LowRank:
+            if not delta.rank:
+                return into(size, axis, form)
+            return LowRank(make, (width, size), delta.rank, axis, form)
+
+        gates = heads * (delta.key_dim if delta.rank else 1)
+        self.qkv = into(channels, "kv_heads", form)
+        self.write = into(heads, "kv_heads", form.plain())
+        self.decay = gate(gates, "kv_heads", form.plain())
         self.kernel = parameter(
             make((channels, delta.taps), "matrix", delta.taps), ("kv_heads", "head")
         )
-        self.decay_bias = parameter(make((heads,), "float32", width), ("kv_heads",))
+        self.decay_bias = parameter(make((gates,), "float32", width), ("kv_heads",))
         self.decay_log = parameter(make((heads,), "float32", width), ("kv_heads",))
-        self.gate = Linear(make, (width, values), ("embed", "q_heads"), form=form)
+        self.gate = gate(values, "q_heads", form)
         self.norm = Norm(make, delta.value_dim, ("head",), config.norm_epsilon)
         self.o = Linear(make, (values, width), ("q_heads", "embed"), form=form)
         self.delta = delta
@@ -53,17 +75,18 @@ class GatedDeltaNet(nnx.Module):
         the other tokens only update the state."""
         mixed_TC = self.qkv(x_TD, shards)
         write_TN = jax.nn.sigmoid(self.write(x_TD, shards).astype(jnp.float32))
-        step_TN = self.decay(x_TD, shards).astype(jnp.float32) + self.decay_bias[...][None, :]
-        decay_TN = -jnp.exp(self.decay_log[...])[None, :] * jax.nn.softplus(step_TN)
+        step_TC = self.decay(x_TD, shards).astype(jnp.float32) + self.decay_bias[...][None, :]
+        step_TNG = jax.nn.softplus(step_TC).reshape(*write_TN.shape, -1)
+        decay_TNG = -jnp.exp(self.decay_log[...])[None, :, None] * step_TNG
 
         def advance(state: State, runs: Runs | None) -> tuple[jax.Array, State]:
             inputs_RSC, kept = self._inputs(state[0]), self._matrices(state[1])
             if runs is None:
                 y_TC, inputs_RSC = convolve_step(mixed_TC, self.kernel[...], inputs_RSC)
-                out_TNH, kept = delta_step(self._heads(y_TC, decay_TN, write_TN), kept)
+                out_TNH, kept = delta_step(self._heads(y_TC, decay_TNG, write_TN), kept)
             else:
                 y_TC, inputs_RSC = convolve_runs(mixed_TC, self.kernel[...], inputs_RSC, runs)
-                heads = self._heads(y_TC, decay_TN, write_TN)
+                heads = self._heads(y_TC, decay_TNG, write_TN)
                 out_TNH, kept = delta_runs(heads, kept, runs, shards.platform)
             return out_TNH, (self._by_group(inputs_RSC), kept.reshape(*kept.shape[:2], -1))
 
@@ -74,10 +97,11 @@ class GatedDeltaNet(nnx.Module):
         gate_RNH = self.gate(x_RD, shards).reshape(x_RD.shape[0], -1, self.delta.value_dim)
         out_RNH = own_heads(out_RNH, gate_RNH.shape[1], shards)
         normal_RNH = rms_norm(out_RNH, self.norm.weight[...], self.norm.epsilon)
-        gated_RNH = normal_RNH.astype(jnp.float32) * jax.nn.silu(gate_RNH.astype(jnp.float32))
+        opened = jax.nn.sigmoid if self.delta.rank else jax.nn.silu
+        gated_RNH = normal_RNH.astype(jnp.float32) * opened(gate_RNH.astype(jnp.float32))
         return self.o.summed(gated_RNH.astype(x_TD.dtype).reshape(x_RD.shape[0], -1), shards)
 
-    def _heads(self, y_TC: jax.Array, decay_TN: jax.Array, write_TN: jax.Array) -> DeltaInputs:
+    def _heads(self, y_TC: jax.Array, decay_TNG: jax.Array, write_TN: jax.Array) -> DeltaInputs:
         """Splits the convolution's output into the inputs of the delta rule."""
         delta, tokens = self.delta, y_TC.shape[0]
         group_TGC = jax.nn.silu(y_TC).reshape(tokens, -1, delta.group_channels)
@@ -86,7 +110,7 @@ class GatedDeltaNet(nnx.Module):
             jnp.repeat(unit_length(part), delta.values_per_key, axis=1) for part in (q_TGH, k_TGH)
         )
         v_TNH = v_TGC.reshape(tokens, -1, delta.value_dim)
-        return DeltaInputs(q_TNH * delta.key_dim**-0.5, k_TNH, v_TNH, decay_TN, write_TN)
+        return DeltaInputs(q_TNH * delta.key_dim**-0.5, k_TNH, v_TNH, decay_TNG, write_TN)
 
     def _inputs(self, kept_RGX: jax.Array) -> jax.Array:
         """Converts the convolution's state from its stored form, one row per group [R, G, S x

@@ -4,7 +4,8 @@ Gated DeltaNet (`models/gated_delta.py`) groups rows by key head. Qwen3-Next sto
 values and gate in one tensor grouped by key head, and the two scalars of each value head in
 another. Qwen3.5 has one tensor for queries, keys and values, each with all its heads together, and
 one for each other parameter. Both models store the convolution's queries, keys and values in
-Qwen3.5's order.
+Qwen3.5's order. Kimi Linear has one tensor for each parameter, and one each for queries, keys and
+values.
 
 Mamba-2 (`models/mamba2.py`) has one tensor for all inputs (gate, x, all groups' b, all groups' c, a
 step per head), one for the convolution over x, b and c, and one for each other parameter. Our
@@ -13,7 +14,7 @@ parameters order b and c by group, b before c."""
 from collections.abc import Mapping
 
 from models.decoder_config import DecoderConfig, DeltaConfig, MambaConfig
-from models.hf_sources import SomeRows, Source, Whole
+from models.hf_sources import JoinedHeads, OneDimension, SomeRows, Source, Whole
 from models.parameter_tree import ParameterShape
 
 DELTA_PREFIX = "linear_attn."
@@ -31,6 +32,19 @@ DELTA_TENSORS = {
 }
 
 
+KDA_PREFIX = "self_attn."
+KDA_TENSORS = {
+    "attention.write.kernel": "b_proj.weight",
+    "attention.decay.a.kernel": "f_a_proj.weight",
+    "attention.decay.b.kernel": "f_b_proj.weight",
+    "attention.gate.a.kernel": "g_a_proj.weight",
+    "attention.gate.b.kernel": "g_b_proj.weight",
+    "attention.o.kernel": "o_proj.weight",
+    "attention.norm.weight": "o_norm.weight",
+    "attention.decay_bias": "dt_bias",
+}
+
+
 def delta_source(
     prefix: str,
     key: str,
@@ -42,6 +56,8 @@ def delta_source(
     `prefix`."""
     delta, flipped, start = config.delta, not parameter.transposed, prefix + DELTA_PREFIX
     assert delta is not None, "this layer has a gated delta net"
+    if delta.rank:
+        return _kda_source(prefix + KDA_PREFIX, key, config.width, delta, parameter)
     channels = delta.key_heads * delta.group_channels
     if key == "attention.kernel":
         return SomeRows(start + "conv1d.weight", (channels, 1, delta.taps), _by_group(delta))
@@ -64,6 +80,22 @@ def delta_source(
     if key.endswith(".kernel") and flipped:
         return Whole(start + DELTA_TENSORS[key], parameter.shape[::-1], flipped=True)
     return Whole(start + DELTA_TENSORS[key], parameter.shape)
+
+
+def _kda_source(
+    start: str, key: str, width: int, delta: DeltaConfig, parameter: ParameterShape
+) -> Source:
+    """Returns where one parameter of Kimi Delta Attention is stored."""
+    flipped, rows = not parameter.transposed, delta.key_heads * delta.key_dim
+    if key in ("attention.qkv.kernel", "attention.kernel"):
+        end, shape = ("proj", (rows, width)) if "qkv" in key else ("conv1d", (rows, 1, delta.taps))
+        parts = tuple((f"{start}{name}_{end}.weight", shape) for name in "qkv")
+        return JoinedHeads(parts, delta.key_heads, flipped and "qkv" in key)
+    if key == "attention.decay_log":
+        return OneDimension(start + "A_log", (1, 1, delta.value_heads, 1), 2)
+    if key.endswith(".kernel") and flipped:
+        return Whole(start + KDA_TENSORS[key], parameter.shape[::-1], flipped=True)
+    return Whole(start + KDA_TENSORS[key], parameter.shape)
 
 
 def _parts(delta: DeltaConfig, size: int, first: int, count: int) -> tuple[int, ...]:

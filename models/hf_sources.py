@@ -49,6 +49,23 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
+class OneDimension:
+    """A parameter that is dimension `axis` of a tensor whose other dimensions have size one."""
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        theirs = [slice(0, 1)] * len(self.shape)
+        theirs[self.axis] = index[0]
+        return tensor(self.name, tuple(theirs)).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
 class PerExpert:
     """A parameter [E, in, out] that stacks one tensor [out, in] per expert. `pattern` contains
     '{expert}'."""
@@ -135,6 +152,35 @@ class SomeRows:
         ]
         found = np.concatenate(parts).reshape(len(rows), *(part.stop - part.start for part in into))
         return found.T if self.flipped else found
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedHeads:
+    """A parameter that joins several tensors [heads x rows, ...] head by head: the rows of a head
+    in the first tensor, then those in the next. `parts` are (name, shape) of the tensors. `flipped`
+    means that the parameter is [in, out]. Dimensions of the tensors beyond the second must have
+    size one."""
+
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    heads: int
+    flipped: bool = False
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.parts)
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        out, *into = index[::-1] if self.flipped else index
+        sizes = [shape[0] // self.heads for _, shape in self.parts]
+        first, last = out.start // sum(sizes), -(-out.stop // sum(sizes))
+        found = []
+        for (name, shape), size in zip(self.parts, sizes, strict=True):
+            rest = (slice(0, 1),) * (len(shape) - len(index))
+            rows = tensor(name, (slice(first * size, last * size), *rest, *into))
+            found.append(rows.reshape(last - first, size, *(_length(part) for part in into)))
+        joined = np.concatenate(found, axis=1)
+        joined = joined.reshape(-1, *joined.shape[2:])[out.start - first * sum(sizes) :]
+        joined = joined[: _length(out)]
+        return joined.T if self.flipped else joined
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """Multi-head latent attention of DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash and Mistral 4,
-with the indexer of DeepSeek-V3.2 and GLM-5.
+with the indexer of DeepSeek-V3.2 and GLM-5, and without rotary positions in Kimi Linear.
 `jdisagg/ops/latent_attention.py` describes the cache and the computation.
 
 The projection to the cached vector is replicated, and heads are sharded over tp. Queries are
@@ -64,7 +64,7 @@ class MultiHeadLatentAttention(nnx.Module):
             if latent.index
             else None
         )
-        self.config, self.rope = latent, attention.rope
+        self.config, self.rope = latent, attention.rope if layer.rotated else None
         self.scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
         self.window = layer.window
         self.kv_scales = scale_parameters(make, config, latent=0)
@@ -109,7 +109,7 @@ class MultiHeadLatentAttention(nnx.Module):
         q_RNH = q.reshape(q.shape[0], q.shape[1] // head, head)
         turned_RNR = self._turned(q_RNH[..., nope:], positions_R)
         q_RNH = jnp.concatenate((q_RNH[..., :nope], turned_RNR), axis=-1)
-        if not self.rope.query_beta:
+        if self.rope is None or not self.rope.query_beta:
             return q_RNH
         return q_RNH * query_growth(positions_R, self.rope).astype(q_RNH.dtype)
 
@@ -121,5 +121,7 @@ class MultiHeadLatentAttention(nnx.Module):
         return jnp.concatenate((self.kv_norm(both[:, :rank])[:, None], turned_T1R), axis=-1)
 
     def _turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        if self.rope is None:
+            return x
         angles = rope_angles(positions, self.rope)
         return rotate(x, angles, interleaved=self.rope.interleaved)

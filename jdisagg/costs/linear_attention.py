@@ -1,5 +1,5 @@
-"""Sizes and costs of recurrent layers: Gated DeltaNet (arXiv 2412.06464) and Mamba-2 (arXiv
-2405.21060).
+"""Sizes and costs of recurrent layers: Gated DeltaNet (arXiv 2412.06464), Kimi Delta Attention
+(arXiv 2510.26692) and Mamba-2 (arXiv 2405.21060).
 
 The state of a sequence has constant size: a float32 matrix for each value head, and the last inputs
 of a short convolution. Must not depend on hardware or layout."""
@@ -24,6 +24,8 @@ class LinearAttention(Message, frozen=True):
         update only adds.
       key_copies: Number of shards that each hold all key heads and their convolution inputs; 0 if
         key heads are sharded.
+      gate_rank: Number of values between the two projections of a gate per channel, and between
+        those of the output gate (Kimi Delta Attention); 0 for one projection each.
     """
 
     layers: int
@@ -34,6 +36,7 @@ class LinearAttention(Message, frozen=True):
     taps: int
     corrects: bool = True
     key_copies: int = 0
+    gate_rank: int = 0
 
     @property
     def channels(self) -> int:
@@ -63,6 +66,10 @@ class LinearAttention(Message, frozen=True):
         """Returns the number of parameters of one layer: projections, scalars, gate and
         convolution."""
         into = self.channels + self.scalars + self.values
+        if rank := self.gate_rank:
+            into = self.channels + self.value_heads + 2 * rank
+            gates = rank * (self.value_heads * self.key_dim + self.values)
+            return width * (into + self.values) + gates + self.channels * self.taps
         return width * (into + self.values) + self.channels * self.taps
 
     def state_bytes(self, value_bytes: int) -> int:

@@ -8,9 +8,9 @@ differ in number of heads, width and type.
 KV is transferred in blocks [ranks, rows, heads, tokens, values] of one type. For this, each
 component is cut into *rows* of `row_heads` heads with `row_width` values each. These are the
 largest sizes that divide all components, so that transfers need only one shape. If all components
-are equal, as in nearly every model, each component is one row. If other components have heads, a
-component without heads is cut along its values, so that no byte is sent twice: each kv shard sends
-one part, and the receiver joins the parts. `ops/kv_rows.py` cuts the rows.
+are equal, as in nearly every model, each component is one row. If other components or the state
+have heads, a component without heads is cut along its values, so that no byte is sent twice: each
+kv shard sends one part, and the receiver joins the parts. `ops/kv_rows.py` cuts the rows.
 
 A recurrent layer has state: values of fixed size per sequence, which each step replaces. The states
 of all layers form a separate spec (`KVSpec.state`), in which one "token" is the whole state of one
@@ -182,8 +182,12 @@ class KVSpec:
     @functools.cached_property
     def row_heads(self) -> int:
         """Number of heads of a row: the greatest common divisor of the head counts of all
-        components, or 1 without heads. It is also the largest possible number of head shards."""
-        return math.gcd(*(part.heads for part in self.components)) or 1
+        components. If none has heads, it is that of the heads of the state and of the values to
+        cut, or 1 without state. It is also the largest possible number of head shards."""
+        if heads := math.gcd(*(part.heads for part in self.components)):
+            return heads
+        state = [part.heads for layer in self.layers for part in layer.state]
+        return math.gcd(*state, *map(self._units, self.components)) if state else 1
 
     @functools.cached_property
     def row_dtype(self) -> str:
@@ -267,11 +271,16 @@ class KVSpec:
     def latent(
         cls, layers: int, width: int, dtype: str, kept: str = "", index: int = 0
     ) -> "KVSpec":
-        """Returns the spec of multi-head latent attention (MLA): one vector of `width` values per
-        token and layer, which holds latent and rope key and is shared by all heads. `kept` is the
-        data type in which the vector is stored, or "" for `dtype`. `index` is the number of values
-        of an indexer's key, which is stored in `dtype`, so that `kept` does not change which
-        positions are selected; 0 without an indexer."""
-        parts = (KVComponent("latent", 0, width, kept),)
-        parts += (KVComponent("index", 0, index),) if index else ()
-        return cls((KVLayer(parts),) * layers, dtype)
+        """Returns the spec of multi-head latent attention (MLA), whose layers `latent_layer`
+        describes."""
+        return cls((latent_layer(width, kept, index),) * layers, dtype)
+
+
+def latent_layer(width: int, kept: str = "", index: int = 0) -> KVLayer:
+    """Returns a layer of multi-head latent attention (MLA): one vector of `width` values per token,
+    which holds latent and rope key and is shared by all heads. `kept` is the data type in which the
+    vector is stored, or "" for the spec's type. `index` is the number of values of an indexer's
+    key, which is stored in the spec's type, so that `kept` does not change which positions are
+    selected; 0 without an indexer."""
+    parts = (KVComponent("latent", 0, width, kept),)
+    return KVLayer(parts + ((KVComponent("index", 0, index),) if index else ()))

@@ -1,15 +1,17 @@
 """The gated delta rule (Yang et al., 2024, arXiv 2412.06464): linear attention whose state decays
-by a gate. Before a new value is written for a key, the old value for this key is subtracted.
+by a gate. Before a new value is written for a key, the old value for this key is subtracted. The
+gate is one number for each head, or one for each channel of its keys (Kimi Delta Attention, arXiv
+2510.26692).
 
 For each head, with state S [dk, dv], key k, value v, query q, gate exp(g) and strength b:
 
-u_t = b_t (v_t - exp(g_t) S_(t-1)^T k_t),   S_t = exp(g_t) S_(t-1) + k_t (x) u_t,   o_t = S_t^T q_t
+u_t = b_t (v_t - (exp(g_t) S_(t-1))^T k_t),   S_t = exp(g_t) S_(t-1) + k_t (x) u_t,   o_t = S_t^T q_t
 
 A decode step computes exactly these equations. A prefill chunk is processed in runs of `grain`
 tokens. Within a run, with cumulative gates G, the vectors u solve a triangular system, (I + A) U =
-B (V - exp(G) K S), A_ij = b_i exp(G_i - G_j) k_i.k_j for j < i. Each run thus takes a few matrix
-products, and only the state is passed from run to run. All arithmetic is float32. The vectors q and
-k must have norm one."""
+B (V - exp(G) K S), A_ij = b_i sum_c exp(G_ic - G_jc) k_ic k_jc for j < i. Each run thus takes a few
+matrix products, and only the state is passed from run to run. All arithmetic is float32. The
+vectors q and k must have norm one."""
 
 from typing import NamedTuple
 
@@ -22,16 +24,20 @@ from jdisagg.model_api import Runs
 from jdisagg.ops.recurrent_runs import at_once, cut_into_runs, in_turn
 
 
+# Tokens of a run that are multiplied channel by channel if each channel has a gate.
+_BLOCK = 16
+
+
 class DeltaInputs(NamedTuple):
-    """Inputs per token and head. `g_TN` is the logarithm of the gate and never positive. `b_TN` is
-    the strength of writing. Both are set to zero for padding, which therefore leaves the state
-    unchanged.
+    """Inputs per token and head. `g_TNG` is the logarithm of the gate and never positive. G is 1
+    for one gate per head, or dk for one per channel. `b_TN` is the strength of writing. Both are
+    set to zero for padding, which therefore leaves the state unchanged.
     """
 
     q_TNH: jax.Array
     k_TNH: jax.Array
     v_TNH: jax.Array
-    g_TN: jax.Array
+    g_TNG: jax.Array
     b_TN: jax.Array
 
 
@@ -44,13 +50,13 @@ class _Run(NamedTuple):
     queries_NCK: jax.Array
     mix_NCC: jax.Array
     writes_NCK: jax.Array
-    decay_N: jax.Array
+    decay_NG: jax.Array
 
     def on(self, state_NKV: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Applies the run to a state. Returns the output [N, C, dv] and the next state."""
         u_NCV = self.values_NCV - _product(self.keys_NCK, state_NKV)
         out_NCV = _product(self.queries_NCK, state_NKV) + _product(self.mix_NCC, u_NCV)
-        kept_NKV = self.decay_N[:, None, None] * state_NKV
+        kept_NKV = self.decay_NG[..., None] * state_NKV
         return out_NCV, kept_NKV + _product(jnp.swapaxes(self.writes_NCK, 1, 2), u_NCV)
 
 
@@ -92,9 +98,9 @@ def _at_once(parts: _Run, state_RNKV: jax.Array, runs: Runs) -> tuple[jax.Array,
     """Processes all runs without a loop, by expressing each run's effect on the state as a matrix.
     Needs more arithmetic than the loop."""
     written_nNKC = jnp.swapaxes(parts.writes_NCK, 2, 3)
-    keep_nNKK = parts.decay_N[:, :, None, None] * jnp.eye(state_RNKV.shape[2])[
-        None, None
-    ] - _product(written_nNKC, parts.keys_NCK)
+    keep_nNKK = parts.decay_NG[..., None] * jnp.eye(state_RNKV.shape[2])[None, None] - _product(
+        written_nNKC, parts.keys_NCK
+    )
     add_nNKV = _product(written_nNKC, parts.values_NCV)
     before_nNKV, new_RNKV = at_once(keep_nNKK, add_nNKV, state_RNKV, runs, _product)
     out, _ = jax.vmap(_Run.on)(parts, before_nNKV)
@@ -105,7 +111,7 @@ def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, j
     """Applies the gated delta rule to one new token of each sequence. Returns the outputs [B, N,
     dv] and the next states."""
     q, k, v, g, b = (part.astype(jnp.float32) for part in inputs)
-    kept = jnp.exp(g)[..., None, None] * state_BNKV
+    kept = jnp.exp(g)[..., None] * state_BNKV
     u_BNV = b[..., None] * (v - _read(kept, k))
     new = kept + k[..., None] * u_BNV[..., None, :]
     return _read(new, q), new
@@ -119,25 +125,69 @@ def _read(state_BNKV: jax.Array, key_BNK: jax.Array) -> jax.Array:
 def _prepare(run: DeltaInputs) -> _Run:
     """Computes a run's matrices from the inputs of its tokens, heads first [N, C, ...]."""
     q, k, v, g, b = run
-    size = g.shape[-1]
-    total_NC = jnp.cumsum(g, axis=-1)
+    size = g.shape[1]
+    total_NCG = jnp.cumsum(g, axis=1)
     before_CC = jnp.tril(jnp.ones((size, size), jnp.bool_), -1)
     upto_CC = jnp.tril(jnp.ones((size, size), jnp.bool_))
-    # above the diagonal the exponent would be positive
-    gap_NCC = jnp.where(upto_CC, total_NC[:, :, None] - total_NC[:, None, :], 0.0)
-    decay_NCC = jnp.exp(gap_NCC)
-    keys_NCC = _product(k, jnp.swapaxes(k, 1, 2)) * decay_NCC * b[:, :, None]
-    solve_NCC = _inverse(jnp.where(before_CC, keys_NCC, 0.0))
-    queries_NCC = _product(q, jnp.swapaxes(k, 1, 2)) * decay_NCC
-    from_start, to_end = jnp.exp(total_NC), jnp.exp(total_NC[:, -1:] - total_NC)
+    pairs = _pairs_of_heads if g.shape[2] == 1 else _pairs_of_channels
+    keys_NCC, queries_NCC = pairs(q, k, total_NCG, upto_CC)
+    solve_NCC = _inverse(jnp.where(before_CC, keys_NCC * b[:, :, None], 0.0))
+    from_start, to_end = jnp.exp(total_NCG), jnp.exp(total_NCG[:, -1:] - total_NCG)
     return _Run(
         values_NCV=_product(solve_NCC, b[..., None] * v),
-        keys_NCK=_product(solve_NCC, (b * from_start)[..., None] * k),
-        queries_NCK=from_start[..., None] * q,
+        keys_NCK=_product(solve_NCC, b[..., None] * from_start * k),
+        queries_NCK=from_start * q,
         mix_NCC=jnp.where(upto_CC, queries_NCC, 0.0),
-        writes_NCK=to_end[..., None] * k,
-        decay_N=from_start[:, -1],
+        writes_NCK=to_end * k,
+        decay_NG=from_start[:, -1],
     )
+
+
+def _pairs_of_heads(
+    q_NCK: jax.Array, k_NCK: jax.Array, total_NC1: jax.Array, upto_CC: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the products of the keys and of the queries of each token i with the keys of each
+    token j, times exp(G_i - G_j). Unspecified where j > i."""
+    total_NC = total_NC1[..., 0]
+    # above the diagonal the exponent would be positive
+    gap_NCC = jnp.where(upto_CC, total_NC[:, :, None] - total_NC[:, None, :], 0.0)
+    decay_NCC, k_NKC = jnp.exp(gap_NCC), jnp.swapaxes(k_NCK, 1, 2)
+    return _product(k_NCK, k_NKC) * decay_NCC, _product(q_NCK, k_NKC) * decay_NCC
+
+
+def _pairs_of_channels(
+    q_NCK: jax.Array, k_NCK: jax.Array, total_NCK: jax.Array, upto_CC: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the same as `_pairs_of_heads` for gates per channel, where the decay is within the
+    sum over channels. No factor exceeds one: tokens of different blocks meet at the gate G before
+    the later block, as exp(G_i - G) exp(G - G_j), and tokens of one block are multiplied channel by
+    channel, with exp(G_i - G_j) of each pair."""
+    heads, size, width = k_NCK.shape
+    each = min(_BLOCK, size)
+    count = size // each
+    total_NBLK = total_NCK.reshape(heads, count, each, width)
+    first_N1K = jnp.zeros_like(total_NBLK[:, :1, -1])
+    border_NB1K = jnp.concatenate((first_N1K, total_NBLK[:, :-1, -1]), axis=1)[:, :, None]
+    later_NBLK = jnp.exp(total_NBLK - border_NB1K)
+    number = jnp.arange(size, dtype=jnp.int32) // each
+    earlier_BC = number[None, :] < jnp.arange(count, dtype=jnp.int32)[:, None]
+    gap_NBCK = border_NB1K - total_NCK[:, None]
+    far_NBCK = jnp.exp(jnp.where(earlier_BC[None, :, :, None], gap_NBCK, -jnp.inf))
+    far_NBKC = jnp.swapaxes(far_NBCK * k_NCK[:, None], 2, 3)
+    upto_LL = upto_CC[:each, :each]
+    near_NBLLK = total_NBLK[:, :, :, None] - total_NBLK[:, :, None]
+    near_NBLLK = jnp.exp(jnp.where(upto_LL[None, None, :, :, None], near_NBLLK, -jnp.inf))
+    near_NBLLK = near_NBLLK * k_NCK.reshape(heads, count, 1, each, width)
+    own_BC = number[None, :] == jnp.arange(count, dtype=jnp.int32)[:, None]
+
+    def with_keys(x_NCK: jax.Array) -> jax.Array:
+        x_NBLK = x_NCK.reshape(heads, count, each, width)
+        far_NBLC = _product(x_NBLK * later_NBLK, far_NBKC)
+        near_NBLL = jnp.sum(x_NBLK[:, :, :, None] * near_NBLLK, axis=-1)
+        near_NBLC = jnp.tile(near_NBLL, (1, 1, 1, count))
+        return jnp.where(own_BC[None, :, None], near_NBLC, far_NBLC).reshape(heads, size, size)
+
+    return with_keys(k_NCK), with_keys(q_NCK)
 
 
 def _inverse(below_NCC: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ greedy margins are far above float noise: a seed whose smallest margin is under 
 repeats itself, is passed over. Names given as arguments make those fixtures alone."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -152,6 +153,21 @@ DELTA = {
     "linear_value_head_dim": 12,
     "head_dim": 16,
 }
+# Kimi Delta Attention: four heads of 8 channels; latent attention has heads of other sizes.
+KIMI = {name: size for name, size in LATENT.items() if name != "n_routed_experts"} | {
+    "q_lora_rank": None,
+    "num_experts": 8,
+}
+KDA = {
+    "num_hidden_layers": 4,
+    "linear_attn_config": {
+        "kda_layers": [1, 3, 4],
+        "full_attn_layers": [2],
+        "num_heads": 4,
+        "head_dim": 8,
+        "short_conv_kernel_size": 4,
+    },
+}
 # The same, and layers of one part each.
 NEMOTRON = {
     "head_dim": 12,
@@ -270,6 +286,10 @@ VARIANTS: dict[str, Variant] = {
     "glm4_moe_lite": Variant("glm4_moe_lite", LATENT | {"num_hidden_layers": 3, "rope_interleave": False}),  # noqa: E501
     "deepseek_v32": Variant("deepseek_v32", LATENT | INDEXED | {"num_hidden_layers": 3, "n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, legacy=True),  # noqa: E501
     "glm_moe_dsa": Variant("glm_moe_dsa", LATENT | INDEXED),
+    "kimi_linear": Variant("kimi_linear", KIMI | KDA | {"n_group": 4, "topk_group": 2}),  # noqa: E501
+    "kimi_linear_shared": Variant("kimi_linear", KIMI | {"n_shared_experts": 2, "num_hidden_layers": 3,  # noqa: E501
+                                                                 "layer_types": [LINEAR, FULL, LINEAR], "linear_num_heads": 2, "linear_head_dim": 12,  # noqa: E501
+                                                                 "linear_conv_kernel_dim": 3}, torch.float32),  # noqa: E501
     "qwen3_next": Variant("qwen3_next", MOE | DELTA | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1],  # noqa: E501
                                                        "full_attention_interval": 2}),
     "qwen3_5": Variant("qwen3_5", DELTA | {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "linear_conv_kernel_dim": 3}),  # noqa: E501
@@ -364,6 +384,8 @@ def make(name: str, variant: Variant) -> None:
         to_mxfp4(directory, kept)
     if variant.family == "kimi_k25":
         to_published_kimi(directory)
+    if "linear_attn_config" in variant.fields:
+        to_published_kimi_linear(directory)
     if variant.called:
         path = directory / "config.json"
         path.write_text(path.read_text().replace(f'"{variant.family}"', f'"{variant.called}"'))
@@ -494,6 +516,25 @@ def to_published_kimi(directory: Path) -> None:
     fields = json.loads(path.read_text())
     fields["architectures"] = ["KimiK25ForConditionalGeneration"]
     fields["text_config"] |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def to_published_kimi_linear(directory: Path) -> None:
+    """Names and fields as moonshotai has them: transformers 5.23 saves dense blocks under the name
+    of the experts, and adds fields of its own."""
+    path, old = directory / "model.safetensors", ".block_sparse_moe."
+    named = {
+        name.replace(old, ".mlp.") if re.search(r"moe\.\w+_proj", name) else name: each
+        for name, each in load_file(path).items()
+    }
+    save_file(named, path, {"format": "pt"})
+    path = directory / "config.json"
+    fields = json.loads(path.read_text())
+    for name in list(fields):
+        if name.startswith(("linear_num", "linear_head", "linear_conv", "layer_types", "mlp_")):
+            del fields[name]
+    fields |= {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
+    fields |= {"use_grouped_topk": True, "rope_theta": 10000.0, "rope_scaling": None}
     path.write_text(json.dumps(fields, indent=2) + "\n")
 
 

@@ -374,6 +374,18 @@ def kimi_k25(draw: Draw) -> Fields:
     return deepseek_v3(draw) | {"model_type": "deepseek_v3"}
 
 
+def kimi_linear(draw: Draw) -> Fields:
+    fields = _latent(draw)
+    del fields["rope_parameters"]
+    return fields | {
+        "num_experts": fields.pop("n_routed_experts"),
+        "linear_num_heads": draw.random.choice((4, 8) if draw.even else (1, 2, 3)),
+        "linear_head_dim": draw.one_of(6, 8, 12),
+        "linear_conv_kernel_dim": draw.one_of(2, 3, 4),
+        "layer_types": draw.kinds(LINEAR, FULL),
+    }
+
+
 def mistral4(draw: Draw) -> Fields:
     fields = deepseek_v3(draw) | {"n_group": 1, "topk_group": 1}
     turned, still = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]
@@ -518,6 +530,7 @@ CONFIGS: dict[str, Callable[[Draw], Fields]] = {
     "deepseek_v32": _indexed,
     "glm_moe_dsa": _indexed,
     "kimi_k25": kimi_k25,
+    "kimi_linear": kimi_linear,
     "mistral4": mistral4,
     "glm4_moe_lite": glm4_moe_lite,
     "gpt_oss": gpt_oss,

@@ -1,9 +1,9 @@
-"""The chunked and the one-step form of both recurrences, the gated delta rule and Mamba-2's, and of
-the short convolution, against the recurrence written out token by token, for rows packed in any
+"""The chunked and the one-step form of the recurrences, the gated delta rule with a gate per head or
+per channel and Mamba-2's, and of the short convolution, against the recurrence written out token by token, for rows packed in any
 way."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -59,22 +59,22 @@ class Recurrence:
         )
 
 
-def delta_inputs(rng: np.random.Generator, tokens: int) -> DeltaInputs:
+def delta_inputs(rng: np.random.Generator, tokens: int, gates: int = 1) -> DeltaInputs:
     q, k = (
         np.asarray(unit_length(jnp.asarray(rng.normal(size=(tokens, HEADS, KEY)))))
         for _ in range(2)
     )
     v = rng.normal(size=(tokens, HEADS, VALUE)).astype(np.float32)
-    g = -rng.exponential(size=(tokens, HEADS)).astype(np.float32) * rng.choice([0.01, 1, 30])
+    g = -rng.exponential(size=(tokens, HEADS, gates)) * rng.choice([0.01, 1, 30], (1, 1, gates))
     b = rng.uniform(size=(tokens, HEADS)).astype(np.float32)
-    return DeltaInputs(*map(jnp.asarray, (q, k, v, g, b)))
+    return DeltaInputs(*(jnp.asarray(part, jnp.float32) for part in (q, k, v, g, b)))
 
 
 def delta_by_hand(inputs: DeltaInputs, state: np.ndarray) -> Arrays:
     q, k, v, g, b = (np.asarray(part, np.float64) for part in inputs)
     out = []
     for t in range(len(q)):
-        state = np.exp(g[t])[:, None, None] * state
+        state = np.exp(g[t])[:, :, None] * state
         u = b[t][:, None] * (v[t] - np.einsum("nkv,nk->nv", state, k[t]))
         state = state + k[t][:, :, None] * u[:, None, :]
         out.append(np.einsum("nkv,nk->nv", state, q[t]))
@@ -105,8 +105,12 @@ DELTA = Recurrence(delta_runs, delta_step, delta_inputs, delta_by_hand, "v_TNH",
 STATE_SPACE = Recurrence(
     state_space_runs, state_space_step, state_space_inputs, state_space_by_hand, "x_TNP", 2e-6
 )
-BOTH = pytest.mark.parametrize(
-    "recurrence", [DELTA, STATE_SPACE], ids=["gated delta", "state space"]
+# Some channels keep all and others nothing.
+CHANNELS_DELTA = replace(DELTA, inputs=partial(delta_inputs, gates=KEY))
+ALL = pytest.mark.parametrize(
+    "recurrence",
+    [DELTA, CHANNELS_DELTA, STATE_SPACE],
+    ids=["gated delta", "gate per channel", "state space"],
 )
 PLATFORMS = pytest.mark.parametrize("platform", ["cpu", "gpu"])
 
@@ -127,7 +131,7 @@ def part_of(inputs: Any, first: int, last: int) -> Any:
     return type(inputs)(*(each[first:last] for each in inputs))
 
 
-@BOTH
+@ALL
 def test_packed_rows_go_on_from_their_states_as_the_recurrence_does(recurrence: Recurrence) -> None:
     @settings(max_examples=16, deadline=None)
     @given(COUNTS, st.integers(0, 99), st.sampled_from(["cpu", "gpu"]))
@@ -145,7 +149,7 @@ def test_packed_rows_go_on_from_their_states_as_the_recurrence_does(recurrence: 
     check()
 
 
-@BOTH
+@ALL
 @PLATFORMS
 @pytest.mark.parametrize("grain", [16, 64])
 def test_a_sequence_in_pieces_and_by_steps_ends_as_in_one(
@@ -169,7 +173,7 @@ def test_a_sequence_in_pieces_and_by_steps_ends_as_in_one(
     recurrence.assert_near(state[0], after)
 
 
-@BOTH
+@ALL
 @PLATFORMS
 @pytest.mark.parametrize("counts", [[20, 0, 48, 40], [100]])
 def test_states_inside_rows_are_those_of_rows_that_end_there(
@@ -192,7 +196,7 @@ def test_states_inside_rows_are_those_of_rows_that_end_there(
             recurrence.assert_near(both[len(counts) + row], after)
 
 
-@BOTH
+@ALL
 @PLATFORMS
 def test_a_broken_row_reaches_no_other(recurrence: Recurrence, platform: str) -> None:
     rng = np.random.default_rng(5)
@@ -208,11 +212,12 @@ def test_a_broken_row_reaches_no_other(recurrence: Recurrence, platform: str) ->
     assert not np.isfinite(broken_new[0]).all()
 
 
-def test_keys_that_are_all_alike_stay_exact() -> None:
+@pytest.mark.parametrize("gates", [1, KEY])
+def test_keys_that_are_all_alike_stay_exact(gates: int) -> None:
     """The hardest triangular system of the delta rule: powers of it would reach binomials."""
     ones = jnp.ones((64, HEADS, KEY)) / np.sqrt(KEY)
     v = jnp.asarray(np.random.default_rng(0).normal(size=(64, HEADS, VALUE)), jnp.float32)
-    inputs = DeltaInputs(ones, ones, v, jnp.zeros((64, HEADS)), jnp.ones((64, HEADS)))
+    inputs = DeltaInputs(ones, ones, v, jnp.zeros((64, HEADS, gates)), jnp.ones((64, HEADS)))
     wanted, _ = delta_by_hand(inputs, np.zeros(ZERO))
     out, _ = delta_runs(inputs, jnp.zeros((1, *ZERO)), layout([64], 64, 64))
     np.testing.assert_allclose(out, wanted, atol=1e-5)
