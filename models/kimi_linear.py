@@ -37,18 +37,21 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     hf = _with_usual_names(hf)
     if not hf.flag("use_grouped_topk", True) and hf.count("n_group", 1) > 1 and not hf.sizes_only:
         raise hf.error("use_grouped_topk", "must be true", "use a checkpoint with one group")
-    # The size of a head is that of its parts, and no position is rotated.
-    hf.pass_over("head_dim", "rope_theta", "rope_scaling", "rope_parameters")
-    plain = hf.changed(
-        head_dim=None, rope_scaling=None, rope_parameters=None, rope_theta=None, layer_types=None
-    )
+    for field in ("rope_scaling", "rope_parameters"):
+        if hf.raw(field) and not hf.sizes_only:
+            raise hf.error(field, "must be null", "rotary positions are not supported here")
+    plain = hf.changed(layer_types=None)
+    if hf.fields.get("head_dim") == hf.count("hidden_size") // hf.count("num_attention_heads"):
+        plain = plain.changed(head_dim=None)  # published so; the parts of a head give its size
     config = read_latent(plain, DEFAULTS, SIZES)
     delta = _delta(hf)
     layers = tuple(
         replace(layer, rotated=False, delta=delta if kind == LINEAR else None)
         for layer, kind in zip(config.layers, _kinds(hf, len(config.layers)), strict=True)
     )
-    config = replace(config, layers=layers, left_aside=hf.count("num_nextn_predict_layers", 0, least=0))
+    config = replace(
+        config, layers=layers, left_aside=hf.count("num_nextn_predict_layers", 0, least=0)
+    )
     return with_experts(hf, config, read_experts(hf, ROUTING), sparse_layers(hf, config, 1))
 
 

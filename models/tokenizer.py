@@ -69,7 +69,8 @@ class Tokenizer:
         if not path.is_file():
             raise CheckpointError(
                 f"model directory {str(directory)!r} has no tokenizer.json; download it, or convert"
-                " the tokenizer to that format"
+                " the tokenizer to that format (transformers 5 with tiktoken does so with"
+                " AutoTokenizer.from_pretrained and save_pretrained)"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))

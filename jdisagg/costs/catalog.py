@@ -143,6 +143,13 @@ CATALOG: dict[str, CostGeometry] = {
             "kimi-k2.5", 7168, 61, 163840, LatentAttention(64, 1536, 512, 64, 128, 128), 18432,
             experts=Experts(384, 8, 2048, 2048), expert_layers=60, context_tokens=262144,
         ),
+        # moonshotai/Kimi-Linear-48B-A3B-Instruct: 7 of 27 layers have MLA, the others are recurrent
+        CostGeometry(
+            "kimi-linear-48b-a3b", 2304, 27, 163840,
+            LatentAttention(32, 0, 512, 64, 128, 128), 9216,
+            experts=Experts(256, 8, 1024, 1024), expert_layers=26, context_tokens=1048576,
+            linear=LinearAttention(20, 32, 32, 128, 128, 4, gate_rank=128),
+        ),
         # zai-org/GLM-4.6: the first three layers dense, one shared expert
         CostGeometry(
             "glm-4.6", 5120, 92, 151552, GroupedAttention(96, 8, 128), 12288,

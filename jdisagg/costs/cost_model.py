@@ -19,7 +19,7 @@ from dataclasses import replace
 from jdisagg.costs.attention_work import attended_pairs
 from jdisagg.costs.collectives import all_reduce_seconds, exchange_seconds, link_among
 from jdisagg.costs.cost import Cost
-from jdisagg.costs.dense_products import dense_products, most_kv_shards
+from jdisagg.costs.dense_products import dense_products, most_kv_shards, most_state_shards
 from jdisagg.costs.hardware import Accelerator, Link
 from jdisagg.costs.kernels import Kernels
 from jdisagg.costs.layout_fit import check_layout, expert_slots
@@ -80,7 +80,7 @@ class CostModel:
         self._mean_values = geometry.kv_values / layers
         self._mean_head = geometry.head_sizes / layers
         self._products = dense_products(
-            geometry, self.layout, self._kv_shards(), self.value_bytes, self._matrix_bytes
+            geometry, self.layout, self._state_shards(), self.value_bytes, self._matrix_bytes
         )
         self._layers_known: dict[int, Cost] = {}  # by number of sequences
         reached = accelerator.efficiency
@@ -339,7 +339,7 @@ class CostModel:
     def state_bytes_per_device(self) -> float:
         """Bytes of one sequence's recurrent state on one device. The state is sharded like kv
         heads."""
-        return self.state_bytes / self._kv_shards() / self.stages
+        return self.state_bytes / self._state_shards() / self.stages
 
     # ---- parts
 
@@ -511,7 +511,7 @@ class CostModel:
         heads = attention.query_heads / self.layout.tp
         if isinstance(attention, LatentAttention):
             flops = 2 * heads * (2 * attention.kv_rank + attention.rope_dim)
-            return flops, self._kv_bytes(), shape.layers
+            return flops, self._kv_bytes(), shape.attention_layers
         return 4 * heads * self._mean_head, self._kv_bytes(), shape.attention_layers
 
     def _recurrence(self, tokens: float, passes: float, *, chunked: bool) -> Cost:
@@ -519,7 +519,7 @@ class CostModel:
         assert linear is not None
         each = linear.chunk_flops() if chunked else linear.step_flops()
         moved = 2 * passes * linear.state_bytes(self.kv_value_bytes)
-        shards = self._kv_shards()
+        shards = self._state_shards()
         return self._attention(tokens * each / shards, moved / shards, linear.layers)
 
     def _attention(self, flops: float, size_bytes: float, layers: int) -> Cost:
@@ -538,6 +538,9 @@ class CostModel:
 
     def _kv_shards(self) -> int:
         return min(self.layout.tp, most_kv_shards(self.geometry))
+
+    def _state_shards(self) -> int:
+        return min(self.layout.tp, most_state_shards(self.geometry))
 
     def pairs(self, new: int, cached: int = 0) -> float:
         """Returns `attended_pairs` of this model."""

@@ -1,5 +1,6 @@
 """Lists the dense matrix products of a model's layers on one device. Pure."""
 
+import math
 from dataclasses import dataclass
 
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
@@ -25,6 +26,16 @@ def most_kv_shards(shape: CostGeometry) -> int:
     return 1 if isinstance(attention, LatentAttention) else attention.shared_kv_heads
 
 
+def most_state_shards(shape: CostGeometry) -> int:
+    """Returns the largest number of devices over which recurrent state is sharded: that of kv
+    heads. Beside a latent, which has none, the heads of the state are sharded, and the latent is
+    cut into as many parts when it is sent."""
+    attention, linear = shape.attention, shape.linear
+    if not isinstance(attention, LatentAttention) or not linear:
+        return most_kv_shards(shape)
+    return math.gcd(linear.key_heads, attention.kv_rank + attention.rope_dim)
+
+
 def dense_products(
     shape: CostGeometry, layout: Layout, shards: int, value_bytes: float, matrix_bytes: float
 ) -> tuple[Product, ...]:
@@ -46,8 +57,8 @@ def dense_products(
         index = attention.index_heads * (attention.query_rank * attention.index_dim + shape.width)
         up = attention.parameters(shape.width) - down - index
         parts = [
-            (down, shape.layers, 1, down / shape.width, 0),
-            (up, shape.layers, tp, shape.width, attention.unpacking_parameters),
+            (down, shape.attention_layers, 1, down / shape.width, 0),
+            (up, shape.attention_layers, tp, shape.width, attention.unpacking_parameters),
         ]
         if index:  # replicated
             wide = attention.index_heads * (attention.index_dim + 1)
@@ -60,8 +71,14 @@ def dense_products(
         taps = channels * linear.taps
         wide = channels + scalars + linear.values / tp
         plain = shape.width * scalars + taps
+        into = shape.width * wide
+        if rank := linear.gate_rank:  # two products in place of one, for gates and output gate
+            gates, inner = linear.value_heads * linear.key_dim / shards, linear.values / tp
+            wide = channels + linear.value_heads / shards + 2 * rank + gates + inner
+            plain = shape.width * linear.value_heads / shards + rank * (shape.width + gates) + taps
+            into = shape.width * (wide - gates - inner) + rank * (gates + inner)
         parts += [
-            (shape.width * wide + taps, linear.layers, 1, wide, plain),
+            (into + taps, linear.layers, 1, wide, plain),
             (shape.width * linear.values, linear.layers, tp, shape.width, 0),
         ]
     if dense:

@@ -1,5 +1,6 @@
 """Checks that a layout divides a model evenly, given only the sizes of the model."""
 
+from jdisagg.costs.dense_products import most_state_shards
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout, ModelGeometry
@@ -11,9 +12,10 @@ def check_layout(
     """Raises LayoutError or ConfigError if the layout does not divide the model evenly.
     `redundant_experts`: whether experts are replicated until ep divides their number."""
     attention, experts = geometry.attention, geometry.experts
-    # Every device holds a whole latent, so any tp that divides the query heads is allowed.
-    kv_heads = layout.tp if isinstance(attention, LatentAttention) else attention.shared_kv_heads
     linear = geometry.linear
+    # Every device holds a whole latent, so any tp that divides the query heads is allowed.
+    latent = isinstance(attention, LatentAttention) and not linear
+    kv_heads = layout.tp if latent else most_state_shards(geometry)
     sizes = ModelGeometry(
         attention.query_heads,
         kv_heads,

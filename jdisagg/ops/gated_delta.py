@@ -5,7 +5,7 @@ gate is one number for each head, or one for each channel of its keys (Kimi Delt
 
 For each head, with state S [dk, dv], key k, value v, query q, gate exp(g) and strength b:
 
-u_t = b_t (v_t - (exp(g_t) S_(t-1))^T k_t),   S_t = exp(g_t) S_(t-1) + k_t (x) u_t,   o_t = S_t^T q_t
+u_t = b_t (v_t - (exp(g_t) S_(t-1))^T k_t),  S_t = exp(g_t) S_(t-1) + k_t (x) u_t,  o_t = S_t^T q_t
 
 A decode step computes exactly these equations. A prefill chunk is processed in runs of `grain`
 tokens. Within a run, with cumulative gates G, the vectors u solve a triangular system, (I + A) U =
@@ -22,7 +22,6 @@ from jax import lax
 from jdisagg.layout.platforms import traits_of
 from jdisagg.model_api import Runs
 from jdisagg.ops.recurrent_runs import at_once, cut_into_runs, in_turn
-
 
 # Tokens of a run that are multiplied channel by channel if each channel has a gate.
 _BLOCK = 16

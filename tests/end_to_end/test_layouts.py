@@ -132,6 +132,12 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         pytest.param("nemotron_h", "dp=2", "tp=4", 16, marks=slow),
         pytest.param("qwen3_next", "tp=1", "tp=4", 16, marks=slow),
         pytest.param("qwen3_next", "tp=4,ep=4", "dp=2,tp=2,ep=4", 16, marks=slow),
+        # State and latents, which are cut for as many shards as the state has heads.
+        ("kimi_linear", "tp=2", "dp=2", 16),
+        pytest.param("kimi_linear", "tp=1", "tp=4", 64, marks=ci),
+        pytest.param("kimi_linear", "dp=2", "dp=2,tp=2,ep=4", 16, marks=ci),
+        pytest.param("kimi_linear", "tp=4,ep=4", "tp=2", 16, marks=slow),
+        pytest.param("kimi_linear_shared", "tp=2,ep=2", "dp=4,ep=4", 16, marks=slow),
     ],
 )
 async def test_a_family_gives_the_tokens_of_transformers(
@@ -157,6 +163,8 @@ async def test_a_family_gives_the_tokens_of_transformers(
         pytest.param("deepseek_v32", Mode.CHUNKED, "dp=2,tp=2", marks=ci),
         pytest.param("glm_moe_dsa", Mode.UNIFIED, "tp=2", marks=ci),
         pytest.param("qwen3_next", Mode.CHUNKED, "dp=1,tp=2", marks=ci),
+        pytest.param("kimi_linear", Mode.CHUNKED, "dp=2,tp=2", marks=ci),
+        pytest.param("kimi_linear_shared", Mode.UNIFIED, "tp=2", marks=slow),
         pytest.param("granite4_moe", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
         pytest.param("granite4_hybrid", Mode.UNIFIED, "tp=2", marks=slow),
         pytest.param("nemotron_h", Mode.UNIFIED, "dp=2", marks=slow),
@@ -207,6 +215,7 @@ async def check_continuations(
         pytest.param("deepseek_v3", "tp=2", 8, 26, marks=ci),
         pytest.param("deepseek_v32", "tp=2", 8, 26, marks=ci),
         pytest.param("qwen3_5", "dp=2", 6, 22, marks=ci),
+        pytest.param("kimi_linear", "tp=2", 6, 22, marks=ci),
         pytest.param("granite4_moe", "dp=2", 6, 22, marks=slow),
         pytest.param("nemotron_h_moe", "dp=2", 6, 22, marks=slow),
     ],

@@ -286,7 +286,7 @@ VARIANTS: dict[str, Variant] = {
     "glm4_moe_lite": Variant("glm4_moe_lite", LATENT | {"num_hidden_layers": 3, "rope_interleave": False}),  # noqa: E501
     "deepseek_v32": Variant("deepseek_v32", LATENT | INDEXED | {"num_hidden_layers": 3, "n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, legacy=True),  # noqa: E501
     "glm_moe_dsa": Variant("glm_moe_dsa", LATENT | INDEXED),
-    "kimi_linear": Variant("kimi_linear", KIMI | KDA | {"n_group": 4, "topk_group": 2}),  # noqa: E501
+    "kimi_linear": Variant("kimi_linear", KIMI | KDA | {"n_group": 4, "topk_group": 2}),
     "kimi_linear_shared": Variant("kimi_linear", KIMI | {"n_shared_experts": 2, "num_hidden_layers": 3,  # noqa: E501
                                                                  "layer_types": [LINEAR, FULL, LINEAR], "linear_num_heads": 2, "linear_head_dim": 12,  # noqa: E501
                                                                  "linear_conv_kernel_dim": 3}, torch.float32),  # noqa: E501

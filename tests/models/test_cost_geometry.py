@@ -24,6 +24,8 @@ OWN_WORDS = {
     "granite4_hybrid",
     "granite4_moe",
     "hy_v3",
+    "kimi_linear",
+    "kimi_linear_shared",
     "nemotron_h",
     "nemotron_h_moe",
     "qwen3_next",

@@ -29,6 +29,7 @@ PARTLY_ROTATED = {
 BESIDE: dict[str, dict[str, object]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "nemotron_h": {"hybrid_override_pattern": "ME*-", "mamba_num_heads": 8, "n_groups": 2},
     # by default the last layer must be one without a window, and there are six to a pattern
     "gemma4_text": {
@@ -250,6 +251,31 @@ def test_a_hybrid_that_does_not_fit_itself_is_refused_by_name(field: str, value:
 def test_a_pattern_that_does_not_fit_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=field):
         _read("nemotron_h", **{field: value})
+
+
+KIMI_LISTS = {"kda_layers": [1, 2, 4], "full_attn_layers": [3]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mla_use_nope", False),
+        ("moe_router_activation_func", "softmax"),
+        ("num_experts_per_token", 300),
+        ("num_shared_experts", 2),  # n_shared_experts says 1
+        ("linear_attn_config", KIMI_LISTS | {"gate_lower_bound": -5.0}),
+        ("linear_attn_config", KIMI_LISTS | {"kda_layers": [1, 2]}),
+        ("linear_attn_config", KIMI_LISTS | {"kda_layers": [1, 2, 3, 4]}),
+        ("linear_attn_config", KIMI_LISTS | {"num_heads": 0}),
+        ("linear_attn_config", [1]),
+        ("layer_types", ["linear_attention"] * 4),
+        ("use_full_rank_gate", True),
+    ],
+)
+def test_a_kimi_linear_that_we_do_not_have_is_refused_by_name(field: str, value: object) -> None:
+    beside = {"n_shared_experts": 1, "layer_types": None, "linear_attn_config": KIMI_LISTS}
+    with pytest.raises(CheckpointError, match="n_routed_experts" if value == 300 else field):
+        _read("kimi_linear", **(beside | {field: value}))
 
 
 def test_a_pattern_and_a_list_say_the_same_layers() -> None:

@@ -36,6 +36,7 @@ def _changed(directory: Path, to: Path, **fields: object) -> Path:
         ("deepseek_v3", "tp=4"),
         ("qwen3_next", "tp=4"),
         ("granite4_moe", "tp=4"),
+        ("kimi_linear", "tp=4"),
     ],
 )
 def test_bytes_of_a_device_are_those_that_it_holds(name: str, layout: str) -> None:
@@ -58,6 +59,9 @@ def test_bytes_of_a_device_are_those_that_it_holds(name: str, layout: str) -> No
         # of three layers one has KV, two state: of two heads each, and of both heads' shared part
         a_token //= 3
         a_state = 2 * (2 * (2 * 16 + 12 * 16) + 2 * 2 * 12) * 4
+    if name == "kimi_linear":  # one layer has latents, three have state: half of four heads
+        a_token = (20 + 6) * 4
+        a_state = 3 * 2 * (3 * 3 * 8 + 8 * 8) * 4
     assert bytes_per_device(config, parsed, "float32") == (held, a_token, a_state)
 
 
@@ -66,6 +70,14 @@ def test_bytes_of_a_device_are_those_that_it_holds(name: str, layout: str) -> No
     [
         ("qwen2_windows", [("full attention, dense", 1), ("window of 9, dense", 1)]),
         ("granite4_moe", [("Mamba-2, 2 of 6 experts", 2), ("full attention, 2 of 6 experts", 1)]),
+        (
+            "kimi_linear",
+            [
+                ("Kimi Delta Attention, dense", 1),
+                ("full attention to latents of 20 + 6, 2 of 8 experts", 1),
+                ("Kimi Delta Attention, 2 of 8 experts", 2),
+            ],
+        ),
         (
             "nemotron_h",
             [

@@ -389,3 +389,61 @@ def test_models_with_an_indexer_are_in_the_catalogue_as_published(
 def test_a_selection_that_layers_share_is_refused_by_name(shared: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="a selection that several layers share"):
         read_config(HfConfig(GLM_5 | shared))
+
+
+# moonshotai/Kimi-Linear-48B-A3B-Instruct
+KIMI_LINEAR = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [at for at in range(1, 27) if at % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_grouped_topk": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
+
+def test_kimi_linear_is_in_the_catalogue_as_published() -> None:
+    config, known = read_config(HfConfig(KIMI_LINEAR)), CATALOG["kimi-linear-48b-a3b"]
+    assert config.cost_geometry(known.name) == known
+    assert 48.5e9 < known.parameters < 50e9 and 2.9e9 < known.active_parameters < 3.6e9
+    spec = config.kv_spec("bfloat16")
+    assert spec.bytes_per_token == known.kv_bytes_per_token() == 7 * 576 * 2
+    # 20 layers: a float32 matrix of 128 x 128 for each of 32 heads, three inputs of q, k and v
+    state = 20 * 32 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
+    assert spec.state.bytes_per_token == known.state_bytes() == state
+    assert config.kv_heads == 32 and spec.bytes_per_device(8) == spec.bytes_per_token

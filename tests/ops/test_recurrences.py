@@ -1,6 +1,6 @@
-"""The chunked and the one-step form of the recurrences, the gated delta rule with a gate per head or
-per channel and Mamba-2's, and of the short convolution, against the recurrence written out token by token, for rows packed in any
-way."""
+"""The chunked and the one-step form of the recurrences, the gated delta rule with a gate per head
+or per channel and Mamba-2's, and of the short convolution, against the recurrence written out token
+by token, for rows packed in any way."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
