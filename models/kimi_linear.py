@@ -16,7 +16,6 @@ LINEAR, FULL = "linear_attention", "full_attention"
 NAMES = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
-    "moe_router_activation_func": "scoring_func",
     "num_expert_group": "n_group",
     "num_experts": "n_routed_experts",
     "num_experts_per_token": "num_experts_per_tok",
@@ -34,6 +33,9 @@ OF_LAYERS = {"kda_layers": LINEAR, "full_attn_layers": FULL}
 def read_config(hf: HfConfig) -> DecoderConfig:
     if not hf.flag("mla_use_nope", True) and not hf.sizes_only:
         raise hf.error("mla_use_nope", "must be true", "rotary positions are not supported here")
+    scores = hf.raw("moe_router_activation_func")
+    if scores not in (None, "sigmoid"):
+        raise hf.error("moe_router_activation_func", "must be 'sigmoid'", "use another checkpoint")
     hf = _with_usual_names(hf)
     if not hf.flag("use_grouped_topk", True) and hf.count("n_group", 1) > 1 and not hf.sizes_only:
         raise hf.error("use_grouped_topk", "must be true", "use a checkpoint with one group")
@@ -107,7 +109,8 @@ def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
             listed = inner.get(name)
             of_layer |= dict.fromkeys(listed if isinstance(listed, list) else (), kind)
         kinds = tuple(of_layer.get(number, "") for number in range(1, count + 1))
-        if len(of_layer) != count:
+        stated = sum(len(found) for name in OF_LAYERS if isinstance(found := inner.get(name), list))
+        if not len(of_layer) == stated == count:
             kinds = ()
     if len(kinds) != count or any(kind not in (LINEAR, FULL) for kind in kinds):
         raise hf.error(field, f"must give each of {count} layers one of two kinds", "correct it")

@@ -261,7 +261,7 @@ KIMI_LISTS = {"kda_layers": [1, 2, 4], "full_attn_layers": [3]}
     [
         ("mla_use_nope", False),
         ("moe_router_activation_func", "softmax"),
-        ("num_experts_per_token", 300),
+        ("num_expert_group", 2),  # n_group says 1
         ("num_shared_experts", 2),  # n_shared_experts says 1
         ("linear_attn_config", KIMI_LISTS | {"gate_lower_bound": -5.0}),
         ("linear_attn_config", KIMI_LISTS | {"kda_layers": [1, 2]}),
@@ -273,8 +273,13 @@ KIMI_LISTS = {"kda_layers": [1, 2, 4], "full_attn_layers": [3]}
     ],
 )
 def test_a_kimi_linear_that_we_do_not_have_is_refused_by_name(field: str, value: object) -> None:
-    beside = {"n_shared_experts": 1, "layer_types": None, "linear_attn_config": KIMI_LISTS}
-    with pytest.raises(CheckpointError, match="n_routed_experts" if value == 300 else field):
+    beside = {
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "layer_types": None,
+        "linear_attn_config": KIMI_LISTS,
+    }
+    with pytest.raises(CheckpointError, match=field):
         _read("kimi_linear", **(beside | {field: value}))
 
 
