@@ -106,6 +106,17 @@ def test_values_of_several_types_travel_as_bits_of_the_narrowest() -> None:
     assert (spec.row_dtype, spec.row_width, spec.rows(range(1))) == ("uint16", 8, 2)
 
 
+def test_latents_beside_state_are_cut_into_as_many_parts_as_the_state_has_heads() -> None:
+    state = (KVComponent("inputs", 8, 30), KVComponent("recurrent", 8, 64, "float32"))
+    layers = (KVLayer((), state=state), KVLayer((KVComponent("latent", 0, 20),)))
+    spec = KVSpec(layers, "bfloat16")
+    assert (spec.row_heads, spec.row_width, spec.rows(range(2))) == (4, 5, 1)
+    assert spec.is_cut(spec.components[0])
+    assert spec.bytes_per_device(4) == spec.bytes_per_token == 40
+    assert spec.state.row_heads == 8
+    assert KVSpec(layers[1:], "bfloat16").row_heads == 1
+
+
 def test_a_component_without_heads_that_cannot_be_cut_is_refused() -> None:
     layer = KVLayer((KVComponent("k", 4, 8), KVComponent("latent", 0, 6)))
     with pytest.raises(ConfigError, match="'latent' has no heads and 6 values.* into 4 parts"):
