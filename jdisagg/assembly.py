@@ -135,8 +135,10 @@ class LocalCluster:
         """Returns the interfaces (ports) of a worker that the request path calls."""
         worker = self.workers[name]
         if isinstance(worker, PrefillWorker):
-            return WorkerPorts(prefill=self.called(PrefillPort, worker, worker, None))
-        return WorkerPorts(decode=self.called(DecodePort, worker, worker, None))
+            prefill = self.called(PrefillPort, worker, worker, None)
+            return WorkerPorts(prefill=prefill, weights=worker.weights)
+        decode = self.called(DecodePort, worker, worker, None)
+        return WorkerPorts(decode=decode, weights=worker.weights)
 
     def cluster_ports(self) -> ClusterPorts:
         """Returns the interfaces of all current workers, for a request path whose workers do not
@@ -149,7 +151,9 @@ class LocalCluster:
                 prefill[name] = ports.prefill
             if ports.decode:
                 decode[name] = ports.decode
-        return ClusterPorts(prefill, decode, lambda name: self.workers[name].address)
+        weights = {name: worker.weights for name, worker in self.workers.items()}
+        address = lambda name: self.workers[name].address  # noqa: E731
+        return ClusterPorts(prefill, decode, address, weights=weights)
 
     async def start(self) -> None:
         for worker in self.workers.values():
@@ -211,11 +215,17 @@ class LocalAffinity:
         self._workers = workers
         self._known = KnownBlocks(secret)
         self._marks = {worker.name: KeptMark() for worker in workers}
+        self._weights = {worker.name: "" for worker in workers}
         for worker in workers:
             self._known.joined(worker.name, worker.kept_scheme)
 
     def known(self, request: Request) -> Known:
         for worker in self._workers:
+            scheme, weights = worker.kept_scheme, worker.weights.served.identity
+            if scheme is not None and weights != self._weights[worker.name]:
+                self._weights[worker.name] = weights
+                self._known.joined(worker.name, scheme.with_weights(weights))
+                self._marks[worker.name] = KeptMark()
             news = worker.kept_news(self._marks[worker.name])
             if news is not None:
                 self._marks[worker.name] = self._known.told(news)

@@ -49,6 +49,7 @@ from jdisagg.request import Adapter, StreamEvent
 from jdisagg.service.client.completion import Choice, Collector, Completion
 from jdisagg.service.client.request import GenerateOptions, Messages, asked, tokenize_request
 from jdisagg.service.client.stream import ResumableStream, lost, never_sent, typed_error
+from jdisagg.service.client.weights import WeightsCalls
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import generation_pb2_grpc, wire, wire_generation
 from jdisagg.service.internal.connection import (
@@ -83,7 +84,7 @@ SERVICE_CONFIG = json.dumps(
 Options = list[tuple[str, int | str]]
 
 
-class AsyncClient:
+class AsyncClient(WeightsCalls):
     """A client for asyncio. Use it on one event loop.
 
     Args:
@@ -328,13 +329,14 @@ class AsyncClient:
                     call.cancel()
             await self._calls.sleep(pause_seconds)
 
-    async def _unary(self, method: Callable[..., Reply], request: Message) -> Reply:
+    async def _unary(
+        self, method: Callable[..., Reply], request: Message, seconds: float | None = None
+    ) -> Reply:
+        seconds = self._timeout_seconds if seconds is None else seconds
         for again in (True, False):
             await self._connect(self._connect_seconds)
             try:
-                call = method(
-                    request, timeout=self._timeout_seconds, metadata=(*self._metadata, *outgoing())
-                )
+                call = method(request, timeout=seconds, metadata=(*self._metadata, *outgoing()))
                 return await self._calls.reply(cast(Awaitable[Reply], call))
             except grpc.RpcError as error:
                 self._connected = not lost(error)
@@ -416,6 +418,9 @@ class Client:
     load_adapter = _blocking(AsyncClient.load_adapter)
     unload_adapter = _blocking(AsyncClient.unload_adapter)
     adapters = _blocking(AsyncClient.adapters)
+    update_weights = _blocking(AsyncClient.update_weights)
+    sleep = _blocking(AsyncClient.sleep)
+    wake = _blocking(AsyncClient.wake)
     suspend = _blocking(AsyncClient.suspend)
     resume = _blocking(AsyncClient.resume)
     close = _blocking(AsyncClient.close)

@@ -422,6 +422,9 @@ class Usage:
         reasoning_tokens: Number of completion tokens that are reasoning, or None without a
             reasoning parser.
         cached_by_tier: `cached_tokens` by tier, or None if not reported.
+        weights: Versions of the weights that chose the completion tokens, in order, and the number
+            of tokens of each. The weights of the server's start have version "". Empty if only
+            these were used.
     """
 
     prompt_tokens: int
@@ -429,6 +432,7 @@ class Usage:
     cached_tokens: int = 0
     reasoning_tokens: int | None = None
     cached_by_tier: CachedTokens | None = None
+    weights: tuple[tuple[str, int], ...] = ()
 
 
 @plain

@@ -23,6 +23,9 @@ GROUPS = {
         "router": "start a router",
         "worker": "start a prefill, decode or mixed worker",
         "switch_role": "change the role of a running worker",
+        "update_weights": "replace the weights of running workers",
+        "sleep": "free the weights and pages of workers",
+        "wake": "end the sleep of workers",
     },
     "Plan": {
         "plan": "find the mode, layouts and worker counts for a model, hardware and objective",

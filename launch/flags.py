@@ -22,6 +22,7 @@ from jdisagg.costs.cost_model import CODEC_BITS
 from jdisagg.costs.engines import ENGINES, PRECISION_BITS
 from jdisagg.costs.hardware import HARDWARE, LINKS
 from jdisagg.layout.kv_spec import KEPT_DTYPES
+from jdisagg.messages.weights import UPDATE_MODES
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.observe.logs import FORMATS
 from launch.shipped import DEFAULT_RECIPE
@@ -333,6 +334,9 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "server_name": _text("", "Name in the server's certificate, if not the host of --target."),
         "deadline_seconds": _real(None, "Seconds after which the request is given up.", least=0),
         "worker": _text(None, "Name of the worker."),
+        "weights_version": _text("", "Name of the weights in answers. Default: their hash."),
+        "update_mode": _one_of(UPDATE_MODES, "recompute", "What running requests do."),
+        "sleep_level": _count(1, "1: weights go to host memory. 2: they are read again.", least=1),
     },
     "Request": {
         "prompt": _text(None, "Prompt text."),
@@ -455,9 +459,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "keep": _text(None, "File with the state of training, to continue from."),
     },
     "Files": {
-        "recording": _list(
-            None, "Recordings, separated by commas, of all meshes that exchanged KV."
-        ),
+        "recording": _list(None, "Recordings, separated by commas, of meshes that exchanged KV."),
         "log": _text(None, "Decision log."),
         "show": _count(10, "Most differences to print.", least=0),
         "inputs": _text(None, "Folder with *.timeline.json files."),
@@ -543,9 +545,8 @@ class Given:
         default = shown_default(flag.default if flag.default is not None else recipe.get(name))
         text = f"{help_of(flag)} ({default})" if default else help_of(flag)
         start = "" if len(head) > 25 else head
-        lines = textwrap.wrap(
-            text, width, initial_indent=f"{start:<26}", subsequent_indent=" " * 26
-        )
+        indent = " " * 26
+        lines = textwrap.wrap(text, width, initial_indent=f"{start:<26}", subsequent_indent=indent)
         return lines if start else [head, *lines]
 
     def given(self) -> dict[str, object]:

@@ -7,15 +7,17 @@ from dataclasses import replace
 from jdisagg.config import LAYER_DRAFTS, EngineConfig, ModelConfig
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
-from jdisagg.engine.replica import Loaded, LoadModel
+from jdisagg.engine.fingerprint import check_sums, model_fingerprint
+from jdisagg.engine.replica import Loaded
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
-from jdisagg.model_api import Device
+from jdisagg.model_api import Device, Model
 from jdisagg.node.deployment import Deployment, ModelSource
 from jdisagg.observe.observer import Observer
 from jdisagg.ops.quantized_weights import checked_weights
 from jdisagg.scheduler.blocks import StageCut
+from jdisagg.weights import offered
 from launch.cost_inputs import find_geometry
 from launch.grammars import grammar_compiler
 from launch.shipped import SHIPPED_MODEL
@@ -23,30 +25,72 @@ from models.checkpoint import LoadedModel, load_config, load_model
 from models.hub import served_name
 from models.peft_folder import check_adapter
 from models.relayout import relayout
+from models.safetensors_files import CheckpointTensors
 from models.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 
-def loader(
-    directory: str, dtype: str, weights: str = "", kv_dtype: str = "", speculate: str = "off"
-) -> LoadModel:
-    """Returns a function that loads the checkpoint onto given devices each time it is called. With
-    `speculate` auto or mtp, the checkpoint's next-token layer is loaded, too, if it has one. Raises
-    ConfigError if it has none and `speculate` is mtp."""
-    kept, drafts = checked_weights(weights), speculate in LAYER_DRAFTS
+class CheckpointLoader:
+    """Loads the checkpoint `directory` onto given devices, and other weights of the same model.
+    Implements `LoadModel` and `WeightsSource`. With `speculate` auto or mtp, the checkpoint's
+    next-token layer is loaded, too, if it has one."""
 
-    def load(layout: Layout, devices: Sequence[Device], cut: StageCut | None = None) -> Loaded:
-        how = {"dtype": dtype, "weights": kept, "kv_dtype": kv_dtype, "next_token": drafts}
-        loaded = load_model(directory, layout, devices, **how, cut=cut)
-        if speculate == "mtp" and loaded.model.next_token is None:
+    def __init__(
+        self, directory: str, dtype: str, weights: str, kv_dtype: str, speculate: str
+    ) -> None:
+        self._directory, self._dtype, self._kv_dtype = directory, dtype, kv_dtype
+        self._weights, self._speculate = checked_weights(weights), speculate
+
+    def __call__(
+        self, layout: Layout, devices: Sequence[Device], cut: StageCut | None = None
+    ) -> Loaded:
+        return self._load(self._directory, layout, devices, cut=cut)
+
+    def content(self, folder: str) -> str:
+        if (offer := offered(folder)) is not None:
+            return offer.content()
+        check_sums(folder)
+        return model_fingerprint(folder, self._dtype, self._weights, self._kv_dtype)
+
+    def read(self, folder: str, layout: Layout, devices: Sequence[Device]) -> Model:
+        offer = offered(folder)
+        directory = folder if offer is None else self._directory
+        return self._load(directory, layout, devices, offer).model
+
+    def _load(
+        self,
+        directory: str,
+        layout: Layout,
+        devices: Sequence[Device],
+        tensors: CheckpointTensors | None = None,
+        cut: StageCut | None = None,
+    ) -> LoadedModel:
+        loaded = load_model(
+            directory,
+            layout,
+            devices,
+            dtype=self._dtype,
+            weights=self._weights,
+            kv_dtype=self._kv_dtype,
+            next_token=self._speculate in LAYER_DRAFTS,
+            cut=cut,
+            tensors=tensors,
+        )
+        if self._speculate == "mtp" and loaded.model.next_token is None:
             raise ConfigError(
                 f"speculate=mtp: the checkpoint {directory} has no next-token layer that can be"
                 " read; use ngram or auto"
             )
         return loaded
 
-    return load
+
+def loader(
+    directory: str, dtype: str, weights: str = "", kv_dtype: str = "", speculate: str = "off"
+) -> CheckpointLoader:
+    """Returns a function that loads the checkpoint onto given devices each time it is called.
+    Raises ConfigError if it has no next-token layer and `speculate` is mtp."""
+    return CheckpointLoader(directory, dtype, weights, kv_dtype, speculate)
 
 
 def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
@@ -67,7 +111,9 @@ def model_source(model: ModelConfig, speculate: str = "off") -> ModelSource:
     geometry = as_kept(find_geometry(directory), model)
     load = loader(directory, model.dtype, model.weights, model.kv_dtype, speculate)
     grammars = grammar_compiler(directory)
-    return ModelSource(directory, name, family, geometry, load, _relayout, grammars, check_adapter)
+    return ModelSource(
+        directory, name, family, geometry, load, _relayout, grammars, check_adapter, load
+    )
 
 
 def deployment(

@@ -94,6 +94,7 @@ def load_model(
     kv_dtype: str = "",
     next_token: bool = False,
     cut: StageCut | None = None,
+    tensors: CheckpointTensors | None = None,
 ) -> LoadedModel:
     """Loads a model. Blocks until all weights are read.
 
@@ -110,6 +111,7 @@ def load_model(
         next_token: Whether to read the layer that drafts tokens, if the checkpoint has one.
         cut: Function from the model's KV spec to the layers of each pipeline stage. None cuts
             between any two layers.
+        tensors: Tensors to read in place of the folder's. The folder has the configuration.
 
     Raises:
         CheckpointError: The files do not fit the config, or are unreadable.
@@ -120,7 +122,9 @@ def load_model(
     directory = Path(directory)
     hf = HfConfig.from_directory(directory)
     config = read_config(hf)
-    files = None if orbax_checkpoint.is_orbax(directory) else open_files(directory, hf)
+    files = tensors
+    if files is None and not orbax_checkpoint.is_orbax(directory):
+        files = open_files(directory, hf)
     if next_token and files is not None:
         prefix, found = f"model.layers.{len(config.layers)}.", files.shapes()
         stored = all(prefix + name in found for name in NEXT_TOKEN.values())

@@ -156,7 +156,7 @@ class Attempt:
 
     async def _hand_off(self, held: ReservationHandle, prefill: str) -> None:
         """Prefills at the prefill worker while the decode worker receives the KV and decodes."""
-        source = self._name_source(prefill)
+        source = self._name_source(prefill, held)
         decoding = self._begin(self._decode(held, source))
         self._prefilling = self._begin(self._prefill(held, source, held.reservation.cached_tokens))
         try:
@@ -225,7 +225,7 @@ class Attempt:
         worker = await self._context.placer.another_prefill(
             frozenset(self.failed) | self._run.avoid, held.worker
         )
-        source = self._name_source(worker)
+        source = self._name_source(worker, held)
         if worker in self.failed:
             await asyncio.sleep(self._times.source_retry.seconds(self._sources - 1))
         call = ResumeCall(held.key, held.attempt, source, tuple(self._firsts.values()))
@@ -259,6 +259,7 @@ class Attempt:
             age_seconds=self._run.age_seconds(),
             peer=peer,
             peer_tokens=peer_tokens,
+            weights=held.reservation.weights,
         )
         self._placement.prefill_sent()
         reply = await self._context.cluster.prefill_port(source.worker).prefill(call)
@@ -273,6 +274,7 @@ class Attempt:
                     self._had[first.child],
                     (first.token_id,),
                     (first.logprobs,) if first.logprobs else (),
+                    held.reservation.weights,
                 )
 
     async def _decode(self, held: ReservationHandle, source: HandoffSource | None) -> None:
@@ -355,7 +357,7 @@ class Attempt:
                 self._placement.handed_over(
                     self._source.worker if self._source else None, held.worker
                 )
-            self._accept(span.child, span.first_index, span.token_ids, span.logprobs)
+            self._accept(span.child, span.first_index, span.token_ids, span.logprobs, span.weights)
         if span.aside and self._run.keep_seconds is None:
             self._run.preemptions += 1
             self._deviated("sequences_set_aside")
@@ -369,6 +371,7 @@ class Attempt:
         first_index: int,
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
+        weights: str,
     ) -> None:
         at = self._had[index] - first_index
         if index not in self._firsts and 0 <= at < len(token_ids):
@@ -376,7 +379,7 @@ class Attempt:
                 index, token_ids[at], logprobs[at] if logprobs else None
             )
             self._placement.prefilled()
-        self._run.accept(index, first_index, token_ids, logprobs)
+        self._run.accept(index, first_index, token_ids, logprobs, weights)
         if index in self.open and self._run.children[index].finish is not None:
             self.open.discard(index)
             if not self.open:
@@ -392,8 +395,8 @@ class Attempt:
 
     # ---- workers
 
-    def _name_source(self, worker: str) -> HandoffSource:
-        self._source = self._new_source(worker)
+    def _name_source(self, worker: str, held: ReservationHandle) -> HandoffSource:
+        self._source = self._new_source(worker, held.reservation.weights)
         return self._source
 
     def _peer_of(self, worker: str) -> tuple[HandoffSource | None, int]:
@@ -403,13 +406,13 @@ class Attempt:
         computes = decision.prefill or decision.decode
         if computes != worker or not decision.peer or decision.peer in self.failed:
             return None, 0
-        return self._new_source(decision.peer), decision.peer_tokens
+        weights = self._context.placer.weights(worker)
+        return self._new_source(decision.peer, weights), decision.peer_tokens
 
-    def _new_source(self, worker: str) -> HandoffSource:
-        cluster = self._context.cluster
-        return HandoffSource(
-            worker, self._context.new_id(), cluster.address(worker), cluster.boot_id(worker)
-        )
+    def _new_source(self, worker: str, weights: str) -> HandoffSource:
+        cluster, new_id = self._context.cluster, self._context.new_id()
+        address, boot_id = cluster.address(worker), cluster.boot_id(worker)
+        return HandoffSource(worker, new_id, address, boot_id, weights)
 
     def _begin(self, part: Coroutine[object, object, None]) -> Part:
         task = asyncio.create_task(part)

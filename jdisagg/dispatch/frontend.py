@@ -15,7 +15,7 @@ import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Unpack
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 from jdisagg import caller
 from jdisagg.chat.call_ids import with_ids
@@ -61,6 +61,9 @@ from jdisagg.request import (
     StreamEvent,
     foreign_token,
 )
+
+if TYPE_CHECKING:  # the client imports this module, and no router
+    from jdisagg.dispatch.weights_control import WeightsControl
 
 MAX_NAME_BYTES = 256
 THREAD_ABOVE_BYTES = 8 << 10
@@ -169,6 +172,7 @@ class Frontend:
     ) -> None:
         self.model = model
         self.adapters = ServedAdapters()
+        self.weights: WeightsControl | None = None
         self._grammars = grammars
         self._answers = answers
         self.routing = routing

@@ -27,6 +27,7 @@ from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, NameTaken
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews
 from jdisagg.messages.ports import DecodePort, PrefillPort
 from jdisagg.messages.registry import ModelCard, WorkerCard
+from jdisagg.messages.weights import WeightsPort
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.accounts import Accounts
 from jdisagg.router.cluster_state import ClusterState, Description
@@ -43,6 +44,7 @@ class WorkerPorts:
     prefill: PrefillPort | None = None
     decode: DecodePort | None = None
     close: Callable[[], None] = lambda: None
+    weights: WeightsPort | None = None
 
 
 class Liveness(enum.Enum):
@@ -95,6 +97,9 @@ class Membership:
         self.decode: Mapping[str, DecodePort] = _LivePorts(
             self._entries, lambda ports: ports.decode
         )
+        self.weights: Mapping[str, WeightsPort] = _LivePorts(
+            self._entries, lambda ports: ports.weights
+        )
 
     @property
     def model(self) -> ModelCard | None:
@@ -140,11 +145,18 @@ class Membership:
         if entry is None or entry.card.boot_id != boot_id:
             return False
         first = entry.status is None
+        before = entry.status.weights if entry.status else ""
+        if self._known is not None and before != status.weights and entry.card.kept is not None:
+            self._known.joined(status.name, entry.card.kept.with_weights(status.weights))
         entry.heard_at, entry.status = self._clock.now(), status
         self.accounts.heard(status, entry.heard_at)
         if first:
             self._on_change()
         return True
+
+    def told(self, status: WorkerStatus) -> None:
+        """Stores a status that a registered worker has sent in reply to a call."""
+        self.heartbeat(self.boot_id(status.name), status)
 
     def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
         """Applies a worker's report of cached blocks and returns the number of the last applied
@@ -222,7 +234,8 @@ class Membership:
     @property
     def ready(self) -> bool:
         """Whether a mixed worker is live, or both a prefill worker and a decode worker."""
-        roles = {status.role for status in self.statuses() if not status.draining}
+        serving = [one for one in self.statuses() if not (one.draining or one.asleep)]
+        roles = {status.role for status in serving}
         return WorkerRole.MIXED in roles or roles >= {WorkerRole.PREFILL, WorkerRole.DECODE}
 
     def _check_displaced(self, known: _Entry, card: WorkerCard) -> None:
@@ -275,6 +288,8 @@ def cluster_ports(membership: Membership) -> ClusterPorts:
         membership.boot_id,
         membership.statuses,
         membership.accounts,
+        membership.weights,
+        membership.told,
     )
 
 

@@ -56,7 +56,9 @@ class Migration:
     async def _take_over(self, children: tuple[Child, ...], source: HandoffSource) -> None:
         context, run, spans = self._context, self._run, None
         try:
-            worker = await context.placer.another_decode(frozenset({self._origin}) | run.avoid)
+            worker = await context.placer.another_decode(
+                frozenset({self._origin}) | run.avoid, self._origin
+            )
             held = self._held = await reserve(
                 context, run, worker, children, run.next_attempt(), whole=True
             )

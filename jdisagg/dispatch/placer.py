@@ -51,8 +51,9 @@ from jdisagg.router.decision import (
     PromptBlocks,
     Refusal,
 )
-from jdisagg.router.placement import NO_WORK, another_decode, another_prefill, decide
+from jdisagg.router.placement import NO_WORK, decide
 from jdisagg.router.predictor import LearnedLengths, LengthPredictor, MaxTokens
+from jdisagg.router.replacements import another_decode, another_prefill
 from jdisagg.telemetry import Counters
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, Timeouts
 
@@ -358,6 +359,10 @@ class Placer:
         row = state.row(decode)
         return math.inf if row is None else float(most_computed(state.table)[row])
 
+    def weights(self, worker: str) -> str:
+        """Returns the identity of a worker's weights; "" for an unknown worker."""
+        return self.accounts.state.weights(worker)
+
     async def another_prefill(self, avoid: frozenset[str], decode: str) -> str:
         """Returns another prefill worker for a sequence on `decode`. Raises NoWorkerError."""
         await self._renew()
@@ -365,9 +370,10 @@ class Placer:
         broken = self._pairs.broken(state.life, now)
         return another_prefill(state, avoid, now, self._rules, decode, broken)
 
-    async def another_decode(self, avoid: frozenset[str]) -> str:
+    async def another_decode(self, avoid: frozenset[str], origin: str) -> str:
+        """Returns a decode worker to which a sequence of `origin` can move."""
         await self._renew()
-        return another_decode(self.accounts.state, avoid, self.now(), self._rules)
+        return another_decode(self.accounts.state, avoid, self.now(), self._rules, origin)
 
     def ended(self, request: Request, output_tokens: int) -> None:
         """Records the length of an answer. The lengths of later answers are predicted from it."""

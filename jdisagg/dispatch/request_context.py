@@ -5,7 +5,7 @@ Plain data and small helpers. Holds no state of a single request and makes no de
 
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from jdisagg.clock import Clock, limit
@@ -21,6 +21,7 @@ from jdisagg.messages.ports import (
     Reservation,
     ReserveCall,
 )
+from jdisagg.messages.weights import WeightsPort
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Accounts
@@ -43,6 +44,8 @@ class ClusterPorts:
             from the workers.
         accounts: Snapshot of the workers that a `Membership` maintains. None means that the path
             requests statuses before each placement.
+        weights: Ports by which workers take other weights, by name.
+        reported: Stores a status that a worker has sent in reply to a call.
     """
 
     prefill: Mapping[str, PrefillPort]
@@ -51,6 +54,8 @@ class ClusterPorts:
     boot_id: Callable[[str], int] = lambda name: 0
     statuses: Callable[[], tuple[WorkerStatus, ...]] | None = None
     accounts: Accounts | None = None
+    weights: Mapping[str, WeightsPort] = field(default_factory=dict)
+    reported: Callable[[WorkerStatus], object] = lambda status: None
 
     def prefill_port(self, name: str) -> PrefillPort:
         """Returns the port of a prefill worker. Raises UnavailableError if the worker is gone."""

@@ -26,6 +26,7 @@ clock, and the event loop's clock ends its waits. Both must therefore use the sa
 a simulation."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import Counter
@@ -97,6 +98,41 @@ class RequestPath:
         self._runs: dict[tuple[str, str], RequestRun] = {}  # by tenant and id
         self._quiet = asyncio.Event()
         self._first_tokens = Drain()
+        self._open = asyncio.Event()  # whether attempts may start
+        self._open.set()
+        self._drains = False  # whether attempts of requests that run may start nevertheless
+
+    @property
+    def cluster(self) -> ClusterPorts:
+        return self._context.cluster
+
+    @contextlib.asynccontextmanager
+    async def paused(self, drain_seconds: float | None) -> AsyncGenerator[None, None]:
+        """Starts no attempt within the context. With `drain_seconds`, requests that were placed end
+        before, within this time. Raises DeadlineExceededError if they do not."""
+        self._open.clear()
+        try:
+            if drain_seconds is not None:
+                self._drains = True
+                await self._ended(drain_seconds)
+                self._drains = False
+            yield
+        finally:
+            self._drains = False
+            self._open.set()
+
+    async def _ended(self, seconds: float) -> None:
+        """Waits until no request that was placed is left."""
+        try:
+            async with asyncio.timeout(seconds):
+                while any(run.placements for run in self._runs.values()):
+                    self._quiet.clear()
+                    await self._quiet.wait()
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"running requests did not end within {seconds:g} s; allow more time, or choose"
+                " another mode than drain"
+            ) from None
 
     async def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         """Yields the events of all children, in order for each child. Closing the generator cancels
@@ -165,6 +201,8 @@ class RequestPath:
             if wait_seconds:
                 await self._context.clock.sleep(wait_seconds)
             await run.awake.wait()
+            while not (self._open.is_set() or (self._drains and run.placements)):
+                await self._open.wait()
             began = self._context.clock.now()
             placement = await self._place(run, attempt)
             placed = True

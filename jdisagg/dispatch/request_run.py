@@ -21,6 +21,7 @@ from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.errors import DeadlineExceededError, UnavailableError
 from jdisagg.mailbox import Mailbox
 from jdisagg.messages.ports import Child
+from jdisagg.messages.weights import version_of
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import (
     CachedTokens,
@@ -123,6 +124,7 @@ class RequestRun:
         self.kv_bytes_moved = 0
         self.exposed_transfer_seconds = 0.0
         self.preemptions = 0
+        self._weights: dict[str, int] = {}  # accepted tokens by the weights' version
         self._cached: CachedTokens | None = None
         self._had = resumption.children if resumption else ()
         # Sent with the first event, so a client that received an event has them.
@@ -251,10 +253,11 @@ class RequestRun:
         first_index: int,
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...],
+        weights: str = "",
     ) -> None:
         """Accepts the new ones among the tokens, up to the end of the child, and queues them as an
         event for the client. `first_index` is the position of `token_ids[0]` in the child's
-        answer."""
+        answer, and `weights` the identity of the weights that chose them."""
         child = self.children[index]
         seen = len(child.accepted) - first_index
         if seen > 0:
@@ -282,6 +285,8 @@ class RequestRun:
             if child.text.stop_string:
                 child.finish = FinishReason.STOP
         child.accepted += kept
+        if weights or self._weights:
+            self._weights[weights] = self._weights.get(weights, 0) + len(kept)
         if not kept and not text and child.finish is None:
             return
         now = self._clock.now()
@@ -295,7 +300,11 @@ class RequestRun:
             if not self._unfinished:
                 cached = self._cached or CachedTokens()
                 usage = Usage(
-                    self.prompt_tokens, self.output_tokens, cached.total, cached_by_tier=cached
+                    self.prompt_tokens,
+                    self.output_tokens,
+                    cached.total,
+                    cached_by_tier=cached,
+                    weights=self._weights_used(),
                 )
                 timings = self.timings(now)
         event = StreamEvent(
@@ -307,6 +316,16 @@ class RequestRun:
             event = replace(event, prompt_logprobs=self._prompt_logprobs)
             self._prompt_logprobs = None
         self._events.put_nowait(event)
+
+    def _weights_used(self) -> tuple[tuple[str, int], ...]:
+        """Returns the versions of the weights that chose the tokens, and the number of tokens of
+        each; empty if the weights never changed."""
+        first = self.output_tokens - sum(self._weights.values())
+        used = dict.fromkeys(("",) if first and self._weights else (), first)
+        for identity, count in self._weights.items():
+            version = version_of(identity)
+            used[version] = used.get(version, 0) + count
+        return tuple([(version, count) for version, count in used.items() if count])
 
     # ---- events
 

@@ -19,6 +19,7 @@ from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents, RouterEventsList
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
+from jdisagg.dispatch.weights_control import WeightsControl
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.kernel_check import failed_kernels
 from jdisagg.engine.limits import asked_groups, hands_windows_apart
@@ -37,6 +38,7 @@ from jdisagg.engine.replica import (
 )
 from jdisagg.errors import ConfigError, LayoutError, UnavailableError
 from jdisagg.executor.warm_up import WarmUpStep
+from jdisagg.executor.weight_swaps import WeightsSource
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
 from jdisagg.layout.kv_spec import KVSpec
@@ -54,6 +56,7 @@ from jdisagg.scheduler.residency import BlockNames
 from jdisagg.transfer.disk_store import directory_secret
 from jdisagg.transfer.in_process import InProcessChannel
 from jdisagg.worker.mesh_worker import WorkerContext
+from jdisagg.worker.weights_updates import ServedWeights
 
 PREFILL, DECODE = "prefill-0", "decode-0"
 LOOK_SECONDS = 0.25
@@ -143,6 +146,7 @@ class EmbeddedCluster:
                 events=RouterEventsList(events, observer.metrics) if observer else events,
             ),
         )
+        self.weights = WeightsControl(self.path, self.clock, self.path.counters)
         self.observed_path = wrap.path(self.path, observer)
         if observer:
             self._watch(observer)
@@ -203,6 +207,7 @@ class EmbeddedCluster:
             times=lambda: replica.times,
             kernels=failed_kernels(),
             readiness=replica.readiness,
+            weights=ServedWeights(start_folder=self.config.model.directory),
         )
         return self.local.add(
             role, context, self._meshes[-1], replica.config, mode, fetches=fetches
@@ -243,6 +248,12 @@ class EmbeddedCluster:
             replica.executor.constrain(grammars)
         for worker in self._workers:
             worker.constrain(grammars)
+
+    def read_weights_with(self, source: WeightsSource | None) -> None:
+        """Sets the reader of other weights. Must be called before `start`. With None, updates are
+        refused."""
+        for replica in self.replicas:
+            replica.executor.swaps.source = source
 
     def describe(self, descriptions: Mapping[str, Description]) -> None:
         """Sets the descriptions of workers by which the router predicts the seconds of a request.

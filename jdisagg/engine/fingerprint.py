@@ -8,8 +8,10 @@ them. The Hugging Face and the Orbax form of one model have different fingerprin
 of a cluster must load the same form."""
 
 import hashlib
+import re
 from pathlib import Path
 
+from jdisagg.errors import CheckpointError
 from jdisagg.layout.kv_spec import KV_SCALES_FILE
 
 _WHOLE_BYTES = 64 << 20
@@ -17,6 +19,8 @@ _FIRST_BYTES = 1 << 20
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 _IGNORED = {".md", ".txt", ".gitattributes", ".py", ".png"}
+SUMS_FILE = "SHA256SUMS"
+_SUM_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 
 
 def model_fingerprint(
@@ -53,3 +57,33 @@ def model_fingerprint(
 
 def _ignored(path: Path) -> bool:
     return path.suffix in _IGNORED or any(part.startswith((".", "__")) for part in path.parts)
+
+
+def check_sums(directory: str | Path) -> None:
+    """Compares files with the sums in SHA256SUMS, as `sha256sum` writes them, if the directory has
+    this file. Reads the named files completely.
+
+    Raises:
+        CheckpointError: A file is missing or differs from its sum, or a line has no sum.
+    """
+    root = Path(directory)
+    if not (root / SUMS_FILE).is_file():
+        return
+    for line in (root / SUMS_FILE).read_text().splitlines():
+        found = _SUM_LINE.fullmatch(line.strip())
+        name = found[2] if found else ""
+        path = root / name
+        if found is None or not path.resolve().is_relative_to(root.resolve()):
+            raise CheckpointError(
+                f"{root / SUMS_FILE}: line {line[:80]!r} must be a SHA-256 sum and a file of the"
+                " folder; write it with sha256sum"
+            )
+        if not path.is_file():
+            raise CheckpointError(f"{path} is named in {SUMS_FILE} and missing; copy it again")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != found[1].lower():
+            raise CheckpointError(
+                f"{path}: its content has the SHA-256 sum {digest[:16]}, and {SUMS_FILE} states"
+                f" {found[1][:16]}; copy it again"
+            )

@@ -39,6 +39,7 @@ from jdisagg.executor.results import (
 )
 from jdisagg.executor.saved_blocks import SavedBlocks
 from jdisagg.executor.slot_state import RowFormat
+from jdisagg.executor.weight_swaps import WeightSwaps
 from jdisagg.executor.weights import Weights, mesh_shards, split_model
 from jdisagg.executor.work_threads import Waiting, WorkThreads
 from jdisagg.grammar.compiler import GrammarCompiler
@@ -51,6 +52,7 @@ from jdisagg.messages.step_commands import (
     DecodeSteps,
     DisconnectPeer,
     DropBlocks,
+    DropWeights,
     ExtractBlock,
     FindSaved,
     InsertBlock,
@@ -58,12 +60,16 @@ from jdisagg.messages.step_commands import (
     PrefillChunk,
     PullBlock,
     PutAdapter,
+    PutWeights,
     ReadAdapter,
+    ReadWeights,
     ReleaseOffers,
     RemoveSaved,
     SaveBlock,
+    SleepMesh,
     StepCommand,
     StepResult,
+    WakeMesh,
 )
 from jdisagg.model_api import Model
 from jdisagg.scheduler.blocks import layer_groups, stage_layers
@@ -187,6 +193,7 @@ class MeshExecutor:
             else None
         )
         self.adapters = AdapterSlots(programs, self._weights, model, limits)
+        self.swaps = WeightSwaps(programs, self._weights, model, layout, limits, self._pools)
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self.host = HostStore(name)
         pools = [(stage.programs, stage.pools) for stage in self._stages]
@@ -243,6 +250,7 @@ class MeshExecutor:
     def close(self) -> None:
         self._saved.close()
         self.adapters.close()
+        self.swaps.close()
         self._threads.close()
         self.host.close()
 
@@ -342,6 +350,10 @@ class MeshExecutor:
                 return self.adapters.read(command)
             case PutAdapter():
                 self.adapters.put(command)
+            case ReadWeights():
+                return self.swaps.read(command)
+            case PutWeights() | DropWeights() | SleepMesh() | WakeMesh():
+                self.swaps.change(command)
             case FindSaved() | SaveBlock() | LoadBlock() | RemoveSaved():
                 return self._saved.issue(command)
             case ConnectPeer():

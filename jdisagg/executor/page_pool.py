@@ -8,6 +8,7 @@ statement that calls such a program also replaces `layers` by the results. No ot
 reference: using an array whose shard was donated aborts the process (measured with JAX 0.10 and
 0.12)."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -53,10 +54,19 @@ class PagePool:
             dtype = kept_dtype(spec.dtype_of(part), programs.platform)
             return programs.zeros(shape, dtype, _pages_spec(part))
 
-        self.layers: list[LayerPages] = [
+        self._new: Callable[[], list[LayerPages]] = lambda: [
             tuple(pages(part) for part in layer.components) if index in self.held else ()
             for index, layer in enumerate(spec.layers)
         ]
+        self.layers: list[LayerPages] = self._new()
+
+    def drop(self) -> None:
+        """Frees the arrays until `make`. No command may use them meanwhile."""
+        self.layers = []
+
+    def make(self) -> None:
+        """Allocates the arrays again, with zeros."""
+        self.layers = self._new()
 
     @property
     def bytes(self) -> int:
@@ -131,6 +141,15 @@ class Pools(NamedTuple):
     @property
     def bytes(self) -> int:
         return self.pages.bytes + self.states.bytes + self.rings.bytes
+
+    def drop(self) -> None:
+        """Frees the arrays of all pools until `make`."""
+        for pool in self:
+            pool.drop()
+
+    def make(self) -> None:
+        for pool in self:
+            pool.make()
 
     def kept(self, layers: range | None = None) -> Kept:
         """Returns the arrays of these layers in all pools, as arguments of a program. None selects

@@ -14,6 +14,11 @@ from jdisagg.plain import Message
 TOLD_BYTES = 8  # prefix of a name; a collision costs a wrong estimate at the router, never a token
 
 
+def named_model(model: str, weights: str) -> str:
+    """Returns the text by which the names of blocks distinguish models and weights."""
+    return f"{model} weights={weights}" if weights else model
+
+
 class KeptScheme(Message, frozen=True):
     """How a worker names its cached blocks.
 
@@ -26,6 +31,11 @@ class KeptScheme(Message, frozen=True):
     model: str
     grain_tokens: int
     block_tokens: int
+
+    def with_weights(self, weights: str) -> "KeptScheme":
+        """Returns the scheme of a worker whose weights have this identity; "" are those of its
+        start."""
+        return KeptScheme(named_model(self.model, weights), self.grain_tokens, self.block_tokens)
 
 
 class KeptMark(Message, frozen=True):

@@ -35,12 +35,15 @@ class HandoffSource(Message, frozen=True):
             the sender by its name.
         boot_id: Random number of the sender process, drawn at its start. 0 means unknown until the
             two workers have exchanged `PeerHello`.
+        weights: Identity of the weights with which the KV is computed (`WorkerStatus.weights`). A
+            receiver with other weights refuses the hand-off.
     """
 
     worker: str
     handoff_id: int
     address: str = ""
     boot_id: int = 0
+    weights: str = ""
 
 
 class ReserveCall(Message, frozen=True):
@@ -75,7 +78,7 @@ class Reservation(Message, frozen=True):
     """KV pages reserved on a decode worker for `lease_seconds`, or until `generate` uses them. The
     KV of the first `cached_tokens` positions is in the decode worker's cache and is neither
     computed nor sent. `cached` has the number of these tokens in each cache tier; it counts only
-    prompt tokens."""
+    prompt tokens. `weights` is the identity of the worker's weights."""
 
     reservation_id: int
     worker: str
@@ -83,6 +86,7 @@ class Reservation(Message, frozen=True):
     lease_seconds: float
     cached_tokens: int = 0
     cached: CachedTokens = CachedTokens()
+    weights: str = ""
 
 
 class FirstToken(Message, frozen=True):
@@ -138,6 +142,7 @@ class Span(Message, frozen=True):
             has no tokens and applies to all children.
         prompt_logprobs: Log-probabilities of the prompt, if requested. Set on the first span only.
         aside: Whether the child's KV is swapped out to host memory after these tokens.
+        weights: Identity of the weights that chose the tokens.
     """
 
     child: int
@@ -151,6 +156,7 @@ class Span(Message, frozen=True):
     moving: HandoffSource | None = None
     prompt_logprobs: PromptLogprobs | None = None
     aside: bool = False
+    weights: str = ""
 
 
 class ResumeCall(Message, frozen=True):
@@ -173,6 +179,8 @@ class PrefillCall(Message, frozen=True):
             length, no KV is offered.
         peer: Another worker that probably has the KV of the first `peer_tokens` positions cached,
             and the hand-off id under which it sends this KV.
+        weights: Identity of the decode worker's weights. A prefill worker with other weights
+            refuses the call.
     """
 
     request: Request
@@ -185,6 +193,7 @@ class PrefillCall(Message, frozen=True):
     age_seconds: float = 0.0
     peer: HandoffSource | None = None
     peer_tokens: int = 0
+    weights: str = ""
 
 
 class PrefillReply(Message, frozen=True):
@@ -291,6 +300,7 @@ class PeerHello(Message, frozen=True):
             Not compared.
         mesh: Mesh of this worker. Only its field `transports` must be equal on both sides.
         oldest_protocol: Oldest protocol version that this worker works with.
+        weights: Identity of the worker's weights (`WorkerStatus.weights`).
     """
 
     protocol: int
@@ -305,6 +315,7 @@ class PeerHello(Message, frozen=True):
     block_bytes: int = 0
     windows_apart: bool = False
     oldest_protocol: int = 0
+    weights: str = ""
 
 
 async def close_stream(items: object) -> None:

@@ -331,9 +331,52 @@ class PutAdapter(Message, frozen=True):
     slot: int
 
 
+class ReadWeights(Message, frozen=True):
+    """Reads other weights of the same model from the checkpoint folder `folder` into device memory,
+    without blocking the mesh. The mesh serves its present weights meanwhile.
+
+    The `DiskResult` has an error if the folder cannot be served on this mesh. Otherwise its only
+    name is the fingerprint of the folder's content. `staged` identifies the weights in later
+    commands. Weights that were read before and not put are dropped."""
+
+    step: int
+    staged: int
+    folder: str
+
+
+class PutWeights(Message, frozen=True):
+    """Replaces the mesh's weights by those that the `ReadWeights` number `staged` has read.
+    Adapters in their slots stay."""
+
+    step: int
+    staged: int
+
+
+class DropWeights(Message, frozen=True):
+    """Frees weights that were read and not put."""
+
+    step: int
+
+
+class SleepMesh(Message, frozen=True):
+    """Frees the KV pages and the weights of this mesh. With `keep` the weights are copied to host
+    memory before. Until `WakeMesh` only `ReadWeights`, `PutWeights` and commands without device
+    memory may follow."""
+
+    step: int
+    keep: bool
+
+
+class WakeMesh(Message, frozen=True):
+    """Allocates empty KV pages again, and copies the weights back from host memory if they are
+    there."""
+
+    step: int
+
+
 DiskCommand = FindSaved | SaveBlock | LoadBlock | RemoveSaved
 # Commands of which each process of an instance runs a part, with its own result.
-IN_PARTS = (PullBlock, FindSaved, SaveBlock, LoadBlock, RemoveSaved, ReadAdapter)
+IN_PARTS = (PullBlock, FindSaved, SaveBlock, LoadBlock, RemoveSaved, ReadAdapter, ReadWeights)
 
 StepCommand = (
     PrefillChunk
@@ -352,6 +395,11 @@ StepCommand = (
     | RemoveSaved
     | ReadAdapter
     | PutAdapter
+    | ReadWeights
+    | PutWeights
+    | DropWeights
+    | SleepMesh
+    | WakeMesh
 )
 
 
@@ -420,9 +468,10 @@ class ExtractResult(Message, frozen=True):
 
 
 class DiskResult(Message, frozen=True):
-    """Result of a disk command or of a `ReadAdapter`. `skipped` is the number of files without a
-    usable block, by reason. `error` and the reasons are from a small fixed set
-    (transfer/block_file.py), but the `error` of a `ReadAdapter` is a text for the client. `ages`
+    """Result of a disk command, a `ReadAdapter` or a `ReadWeights`. `skipped` is the number of
+    files without a usable block, by reason. `error` and the reasons are from a small fixed set
+    (transfer/block_file.py), but the `error` of a `ReadAdapter` or `ReadWeights` is a text for
+    the client. `ages`
     are the seconds since the block of each of `names` was written. `bytes_moved` is the size of the
     file in bytes."""
 

@@ -81,6 +81,9 @@ class WorkerStatus(Message, frozen=True):
         not_ready: Optional capabilities whose programs are not loaded yet: "append" (computing ends
             of prompts on a decode worker), "reuse" (sending cached blocks that a decode worker
             lacks), "tiers" (copies to and from host memory, disk and other workers).
+        weights: Identity of the weights that the worker serves, "VERSION@FINGERPRINT". Empty for
+            those of its start.
+        asleep: Whether the worker has freed its weights and pages, and takes no requests.
     """
 
     name: str
@@ -117,3 +120,5 @@ class WorkerStatus(Message, frozen=True):
     adapters: tuple[str, ...] = ()
     priorities: tuple[PriorityLoad, ...] = ()
     not_ready: tuple[str, ...] = ()
+    weights: str = ""
+    asleep: bool = False

@@ -34,6 +34,7 @@ from jdisagg.engine.memory_plan import (
 from jdisagg.engine.prefix_defaults import engine_defaults, fit_with_defaults
 from jdisagg.engine.replica import Loaded, LoadModel
 from jdisagg.errors import ConfigError
+from jdisagg.executor.weight_swaps import WeightsSource
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
@@ -59,6 +60,7 @@ class ModelSource:
         relayout: Function that reshards loaded weights to another layout.
         grammars: Grammar compiler for the checkpoint's tokenizer. None if there is no tokenizer.
         check_adapter: Function that checks the folder of a LoRA adapter.
+        weights: Reader of other weights of the model, while it is served.
     """
 
     directory: str
@@ -69,6 +71,7 @@ class ModelSource:
     relayout: Relayout
     grammars: GrammarCompiler | None = None
     check_adapter: CheckAdapter | None = None
+    weights: WeightsSource | None = None
 
 
 def prepare_runtime(
@@ -186,6 +189,7 @@ class Deployment:
             events,
         )
         self.cluster.constrain(model.grammars)
+        self.cluster.read_weights_with(model.weights)
         self.cluster.describe(_descriptions(config, model.geometry))
         info = ModelInfo(
             name=model.name,
@@ -215,6 +219,7 @@ class Deployment:
         )
         self.frontend.adapters = ServedAdapters(model.check_adapter, self.cluster.path.status)
         self.frontend.adapters.name_all(config.service.lora_modules)
+        self.frontend.weights = self.cluster.weights
         self._loading: asyncio.Task[None] | None = None
         self._began = 0.0
 

@@ -19,6 +19,7 @@ from jdisagg.dispatch.roles.role_switcher import RoleSwitcher
 from jdisagg.dispatch.router_events import NoRouterEvents, RouterEvents, RouterEventsList
 from jdisagg.dispatch.served_adapters import CheckAdapter, ServedAdapters
 from jdisagg.dispatch.token_stream import TokenStream
+from jdisagg.dispatch.weights_control import WeightsControl
 from jdisagg.errors import UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
@@ -143,6 +144,7 @@ class Router:
         )
         frontend.adapters = ServedAdapters(self._check_adapter, path.status)
         frontend.adapters.name_all(service.lora_modules)
+        weights = frontend.weights = WeightsControl(path, self._clock, path.counters)
         tokens = read_tokens(service.cluster_token_file)
         server = GenerationServer(
             frontend,
@@ -159,6 +161,7 @@ class Router:
         await server.start()
         await server.set_ready(False)
         watching = asyncio.create_task(self._watch(membership, server, frontend))
+        renewing = asyncio.create_task(self._renew(weights))
         elastic.start()
         print(f"jdisagg router listens on {where(server.listens)}", flush=True)
         try:
@@ -166,8 +169,9 @@ class Router:
             await server.drain()
         finally:
             await elastic.stop()
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in (watching, renewing):
+                task.cancel()
+            await asyncio.gather(watching, renewing, return_exceptions=True)
             if self._canary:
                 await self._canary.stop()
             membership.close()
@@ -275,6 +279,12 @@ class Router:
             except TimeoutError:
                 continue
 
+    async def _renew(self, weights: WeightsControl) -> None:
+        """Periodically gives the weights of the last update to workers that lack them."""
+        while True:
+            await asyncio.sleep(self._config.limits.timeouts.membership.heartbeat_seconds)
+            await weights.catch_up()
+
     def _is_ready(self, membership: Membership) -> bool:
         """Returns whether there are workers for prefill and for decode, and whether KV was
         transferred recently."""
@@ -308,8 +318,8 @@ class Router:
             card.address, self._credentials, card.boot_id, self._config.limits.timeouts.call
         )
         if card.role is WorkerRole.PREFILL:
-            return WorkerPorts(prefill=worker.prefill, close=worker.close)
-        return WorkerPorts(decode=worker.decode, close=worker.close)
+            return WorkerPorts(worker.prefill, None, worker.close, worker.weights)
+        return WorkerPorts(None, worker.decode, worker.close, worker.weights)
 
     async def _reach(self, card: WorkerCard) -> None:
         """Calls a worker that registers. Raises UnavailableError if it does not answer in time."""

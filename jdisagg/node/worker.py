@@ -43,6 +43,7 @@ from jdisagg.engine.replica import (
 )
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.executor.programs import Programs
+from jdisagg.executor.weight_swaps import WeightsSource
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
 from jdisagg.instance.followers import Followers
@@ -76,6 +77,7 @@ from jdisagg.service.internal.worker_service import (
     decode_service,
     peer_service,
     prefill_service,
+    weights_service,
 )
 from jdisagg.service.server import GrpcServer, block_secret, cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
@@ -83,6 +85,7 @@ from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
+from jdisagg.worker.weights_updates import ServedWeights
 
 TRANSPORTS = 4
 LOOK_SECONDS = 0.25
@@ -97,6 +100,7 @@ class WorkerSpec:
         place, geometry, hardware: Location, model geometry and hardware that the worker publishes
             (`WorkerCard`, `ModelCard`).
         sharers: Number of workers on this host that share its memory, including this one.
+        weights: Reader of other weights of the model, or None to refuse them.
     """
 
     name: str
@@ -111,6 +115,7 @@ class WorkerSpec:
     hardware: Accelerator | None = None
     sharers: int = 1
     grammars: GrammarCompiler | None = None
+    weights: WeightsSource | None = None
 
 
 def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
@@ -130,6 +135,7 @@ def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
         hardware=find_accelerator(hardware) if hardware else None,
         sharers=config.sharers,
         grammars=source.grammars,
+        weights=source.weights,
     )
 
 
@@ -142,6 +148,7 @@ class WorkerProcessState:
         forced: Event that is set when a second signal requests an immediate end.
         loaded: The model in its current layout, or None before loading.
         programs: Compiled programs of earlier runs, by role.
+        weights: The weights that the worker serves, over all runs.
     """
 
     spec: WorkerSpec
@@ -155,6 +162,7 @@ class WorkerProcessState:
     roles: RoleState
     loaded: Loaded | None = None
     programs: dict[Role, Programs] = field(default_factory=dict)
+    weights: ServedWeights = field(default_factory=ServedWeights)
 
 
 class WorkerRuntime:
@@ -212,6 +220,7 @@ class WorkerRuntime:
         if instance.config.layout.pp > 1:
             channel.name_devices_by(instance.loaded.mesh)
         instance.executor.constrain(state.spec.grammars)
+        instance.executor.swaps.source = state.spec.weights
         state.loaded = instance.loaded
         if state.roles.now in state.programs:
             instance.executor.programs.adopt(state.programs[state.roles.now])
@@ -348,6 +357,7 @@ class WorkerRuntime:
             lambda: instance.times,
             failed_kernels(),
             instance.readiness,
+            state.weights,
         )
         config, prefix = self._config, self._config.prefix
         worker = build_worker(
@@ -542,8 +552,9 @@ def worker_services(
     """Returns the gRPC services that a worker in this role provides to routers and to other
     workers."""
     peer = peer_service(wrap.served(PeerPort, worker.name, worker, observer), tokens)
+    also = peer, weights_service(worker.weights, tokens)
     if isinstance(worker, PrefillWorker):
         prefill = wrap.served(PrefillPort, worker.name, worker, observer)
-        return prefill_service(prefill, tokens, vocabulary), peer
+        return prefill_service(prefill, tokens, vocabulary), *also
     decode = wrap.served(DecodePort, worker.name, worker, observer)
-    return decode_service(decode, tokens, vocabulary), peer
+    return decode_service(decode, tokens, vocabulary), *also

@@ -32,6 +32,7 @@ from jdisagg.node.worker import WorkerProcessState, WorkerRuntime, WorkerSpec
 from jdisagg.observe.observer import Observer
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
 from jdisagg.timeouts import InstanceTimeouts
+from jdisagg.worker.weights_updates import ServedWeights
 
 
 def join(place: ProcessPlace, timeouts: InstanceTimeouts, host: str = "127.0.0.1") -> ProcessGroup:
@@ -98,6 +99,7 @@ class WorkerProcess:
             group,
             devices,
             roles,
+            weights=ServedWeights(start_folder=config.model.directory),
         )
         status = await WorkerRuntime(state).live(load)
         while (
@@ -137,6 +139,8 @@ async def _change(
         flush=True,
     )
     state.loaded = None
+    # `load` reads the weights of the start; the router gives the worker those of the last update.
+    state.weights = ServedWeights(start_folder=state.weights.start_folder)
     gc.collect()
     state.roles.failed(reason)
     try:

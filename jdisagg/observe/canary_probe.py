@@ -82,8 +82,11 @@ class PortProbe:
         reservation = await decode.reserve(
             ReserveCall(request, 1, (Child(0),), self._deadline_seconds)
         )
+        weights = reservation.weights
         source = (
-            HandoffSource(pair.prefill, self._new_id(), self._address(pair.prefill))
+            HandoffSource(
+                pair.prefill, self._new_id(), self._address(pair.prefill), weights=weights
+            )
             if pair.prefill
             else None
         )
@@ -102,6 +105,7 @@ class PortProbe:
                         pair.decode,
                         0,
                         self._deadline_seconds,
+                        weights=weights,
                     )
                     tasks.create_task(_compute(prefill, call))
         except BaseExceptionGroup as group:

@@ -16,6 +16,8 @@ _OF_PATH = {
     "requests_held": "Requests that waited at the router because all workers were full.",
     "requests_resumed": "Suspended requests that were resumed.",
     "requests_suspended": "Requests that were suspended.",
+    "weights_updated": "Updates after which workers serve other weights.",
+    "weights_updates_failed": "Updates of weights after which all workers serve the old ones.",
     "waits_for_overloaded_workers": "Waits of a request because the chosen worker was full.",
 }
 _OF_ROLES = {
@@ -102,7 +104,11 @@ _OF_WORKERS = {
     "spills_declined": "Sequences not set aside in host memory, by cause.",
     "spills_missed": "Sequences whose KV in host memory was gone and was computed again, by cause.",
     "spills_restored": "Sequences whose KV came back from host memory.",
+    "sleeps": "Sleeps of the worker, in which it freed its weights and pages.",
     "tokens_appended": "Prompt tokens computed on decode workers.",
+    "weights_staged": "Checkpoints read beside the weights that the worker serves.",
+    "weights_staged_bytes": "Bytes of these checkpoints on the worker's devices.",
+    "weights_updates": "Replacements of the worker's weights.",
 }
 TEXTS: Mapping[str, Mapping[str, str]] = {
     PATH: _OF_PATH,

@@ -16,6 +16,8 @@ from jdisagg.router.link_costs import Indices
 
 # Penalties (s), each larger than any prediction.
 DRAINING, BARRED, FAILED = 1e6, 1e7, 1e8
+# Penalty of a pair (s): larger than any prediction, smaller than the penalties of workers.
+BROKEN = 5e5
 
 
 @plain
@@ -82,6 +84,7 @@ def candidates(
     role has none."""
     prefills = usable(state, state.prefill, query, now, policy)
     decodes = usable(state, state.decode, query, now, policy)
+    prefills, decodes = with_partners(prefills, decodes)
     if not len(decodes):
         raise nobody(state, state.decode, "decode")
     if not len(prefills) and not decodes.table.flag("can_prefill").any():
@@ -99,7 +102,7 @@ def usable(
         return Candidates(side, rows, table, side.zeros)
     silent = now - table["heard_at"]
     leaving = table.flag("draining") | (silent > policy.suspect_seconds)
-    out = silent > policy.gone_seconds
+    out = (silent > policy.gone_seconds) | table.flag("asleep")
     if not query.resuming:
         out |= leaving
     if np.count_nonzero(out):
@@ -120,15 +123,48 @@ def usable(
     return Candidates(side, rows, table, against)
 
 
+def with_partners(prefills: Candidates, decodes: Candidates) -> tuple[Candidates, Candidates]:
+    """Leaves out prefill workers whose weights no decode worker has, and decode workers that can
+    neither pair with a prefill worker nor compute prompts."""
+    ours, theirs = prefills.side.weights, decodes.side.weights
+    if (ours is not None and ours == theirs) or not len(prefills):
+        return prefills, decodes
+    able = decodes.table.flag("can_prefill") | decodes.table.flag("mixed")
+    left = decodes.where(able | partnered(decodes, prefills))
+    return prefills.where(partnered(prefills, decodes)), left
+
+
+def partnered(some: Candidates, others: Candidates) -> Flags:
+    """Returns, for each worker, whether one of `others` has the same weights."""
+    return np.isin(some.table["weights"], others.table["weights"])
+
+
+def apart(state: ClusterState, prefills: Indices, decodes: Indices) -> Flags | None:
+    """Returns the pairs [prefill workers, decode workers] whose weights differ, which cannot hand
+    over KV. None if there are none."""
+    if state.prefill.weights is not None and state.prefill.weights == state.decode.weights:
+        return None
+    weights = state.table["weights"]
+    return weights[prefills][:, None] != weights[decodes][None, :]
+
+
+def broken_pairs(
+    state: ClusterState, query: PlacementQuery, prefills: Indices, decodes: Indices
+) -> Array:
+    """Returns the penalty of each pair [prefill workers, decode workers] for failed transfers."""
+    against = np.zeros((len(prefills), len(decodes)))
+    for prefill, decode in query.broken:
+        here, there = prefills == state.row_of(prefill), decodes == state.row_of(decode)
+        against[np.ix_(here, there)] = BROKEN
+    return against
+
+
 def nobody(state: ClusterState, side: Side, kind: str) -> NoWorkerError:
     """Returns the error for a role without candidates, which lists its workers' states."""
     rows = side.rows
 
     def said(row: int) -> str:
-        return (
-            f"{state.name(row)}"
-            f" ({'draining' if state.table.flag('draining')[row] else 'silent or avoided'})"
-        )
+        return f"{state.name(row)} ({_why_not(state.table, row)})"
 
     known = ", ".join(said(int(row)) for row in rows[:8]) or "none"
     more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
@@ -137,3 +173,9 @@ def nobody(state: ClusterState, side: Side, kind: str) -> NoWorkerError:
     )
     error.role = "prefill" if side is state.prefill else "decode"
     return error
+
+
+def _why_not(table: Table, row: int) -> str:
+    if table.flag("asleep")[row]:
+        return "asleep"
+    return "draining" if table.flag("draining")[row] else "silent, avoided or of other weights"

@@ -41,6 +41,8 @@ SAID = (
         "page_size",
         "context_tokens",
         "chunk_tokens",
+        "asleep",
+        "weights",
     ),
     *(
         "running",
@@ -71,7 +73,7 @@ COLUMNS = {
 DESCRIBED = ("speed", *PARTS)
 HEARD_AT = COLUMNS["heard_at"]
 # Values that rarely change, and values that change with each status.
-FORM = slice(COLUMNS["decodes"], COLUMNS["chunk_tokens"] + 1)
+FORM = slice(COLUMNS["decodes"], COLUMNS["weights"] + 1)
 # Reading and placing an adapter of some 100 MB; and a price that no other term reaches.
 ADAPTER_SECONDS, NO_SLOTS_SECONDS = 0.5, 1e5
 FARES = slice(COLUMNS["running"], COLUMNS["loading_seconds"] + 1)
@@ -129,7 +131,8 @@ class Side:
         room: Number of sequences that each worker may hold. It is a little larger than the worker's
             number of decode slots, so that the next sequence is ready when a slot is freed
             (scheduler/reservations.py).
-        speed, chunk_tokens, page_size: Value common to all workers, or None if they differ.
+        speed, chunk_tokens, page_size, weights: Value common to all workers, or None if they
+            differ.
         table: View of the workers' columns, or None if the rows are not contiguous.
         zeros: A read-only array of zeros, one per worker.
     """
@@ -148,6 +151,7 @@ class Side:
     several_ranks: bool
     draining: bool
     loading: bool
+    weights: float | None
 
 
 class ClusterState:
@@ -274,6 +278,11 @@ class ClusterState:
                 )
         return found
 
+    def weights(self, name: str) -> str:
+        """Returns the identity of a worker's weights; "" for an unknown worker."""
+        status = self._statuses.get(name)
+        return "" if status is None else status.weights
+
     def description(self, name: str) -> Description:
         return self._descriptions.get(name, Description())
 
@@ -296,8 +305,10 @@ class ClusterState:
             self._change_form()
             decodes, mixed = status.role is not WorkerRole.PREFILL, status.role is WorkerRole.MIXED
             cells[FORM, row] = (
-                *(decodes, mixed, status.can_prefill, status.draining, ranks, status.slots),
+                *(decodes, mixed, status.can_prefill),
+                *(status.draining or status.asleep, ranks, status.slots),
                 *(status.page_size, status.context_tokens, status.chunk_tokens),
+                *(status.asleep, _code(status.weights)),
             )
         self._statuses[status.name] = status
         if status.priorities:
@@ -478,6 +489,7 @@ class ClusterState:
             bool((table["ranks"] != 1.0).any()),
             bool(table.flag("draining").any()),
             bool(table.flag("loading_seconds").any()),
+            _only(table["weights"]),
         )
 
 
@@ -503,7 +515,15 @@ def _form(status: WorkerStatus) -> object:
         status.context_tokens,
         status.draining,
         status.loading_seconds != 0,
+        status.asleep,
+        status.weights,
     )
+
+
+def _code(weights: str) -> int:
+    """Returns a number that identifies weights; 0 for those of a worker's start."""
+    digest = hashlib.blake2b(weights.encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "little") + 1 if weights else 0
 
 
 def _only(column: Array) -> float | None:

@@ -221,9 +221,10 @@ def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole)
         )
     if worker.role is role:
         raise InvalidRequestError(f"worker {name!r} is a {role.value} worker already")
-    if worker.draining:
+    if worker.draining or worker.asleep:
+        state = "asleep" if worker.asleep else "draining"
         raise UnavailableError(
-            f"worker {name!r} is draining and cannot change its role now", retry_after_seconds=1.0
+            f"worker {name!r} is {state} and cannot change its role now", retry_after_seconds=1.0
         )
     others = [
         one for one in workers if one.role is worker.role and not one.draining and one.name != name

@@ -18,7 +18,16 @@ import numpy as np
 from jdisagg.costs.speeds import Array, Seconds
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Work
-from jdisagg.router.candidates import BARRED, FAILED, Candidates, candidates, nobody, usable
+from jdisagg.router.candidates import (
+    BARRED,
+    FAILED,
+    Candidates,
+    apart,
+    broken_pairs,
+    candidates,
+    nobody,
+    partnered,
+)
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.corrections import NO_CORRECTIONS
 from jdisagg.router.cost_terms import (
@@ -45,13 +54,12 @@ from jdisagg.router.decision import (
     PlacementQuery,
     Refusal,
 )
-from jdisagg.router.link_costs import Indices
 from jdisagg.router.peer_terms import Trusted, with_fetches
 from jdisagg.token_bucket import retry_after
 
 MOST_PREFILLS = 6  # prefill workers for which pairs are evaluated
 # Penalties of pairs (s): larger than any prediction, smaller than the penalties of workers.
-LATE, FAR, BROKEN = 1e4, 1e5, 5e5
+LATE, FAR = 1e4, 1e5
 NO_WORK = Work(1)
 # Extra weight of each prefill second that a cached or fetched prefix saves, because it is also
 # saved for the requests behind this one. Without it an idle worker takes a prompt from a lightly
@@ -105,40 +113,6 @@ def decide(
     if decision.prefill is None:
         decision = _with_source(state, decision, prefills, decodes, query, policy)
     return decision if query.under_way else _admitted(decision, weighed, query, policy)
-
-
-def another_prefill(
-    state: ClusterState,
-    avoid: frozenset[str],
-    now: float,
-    policy: PlacementPolicy,
-    decode: str = "",
-    broken: frozenset[tuple[str, str]] = frozenset(),
-) -> str:
-    """Returns another worker to continue a prompt for `decode` whose prefill worker failed. A
-    worker in `avoid`, or in a pair of `broken` with `decode`, is chosen only if no other worker is
-    available."""
-    query = PlacementQuery(NO_WORK, avoid=avoid, broken=broken, resuming=True)
-    some = usable(state, state.prefill, query, now, policy)
-    if not len(some):
-        raise nobody(state, state.prefill, "prefill")
-    reluctance = some.against + some.load
-    if broken and decode in state:
-        decodes = np.array([state.row_of(decode)])
-        reluctance = reluctance + _broken(state, query, some.rows, decodes)[:, 0]
-    return state.name(int(some.rows[np.argmin(reluctance)]))
-
-
-def another_decode(
-    state: ClusterState, avoid: frozenset[str], now: float, policy: PlacementPolicy
-) -> str:
-    """Returns the decode worker to which a running sequence should migrate. Draining workers and
-    workers in `avoid` are never chosen."""
-    some = usable(state, state.decode, PlacementQuery(NO_WORK, avoid=avoid), now, policy)
-    some = some.where(some.against < FAILED)
-    if not len(some):
-        raise nobody(state, state.decode, "other decode")
-    return state.name(int(some.rows[np.argmin(some.against + some.load)]))
 
 
 def witnesses(
@@ -215,24 +189,15 @@ def weigh(
     if np.count_nonzero(late):
         pairs += np.where(late, LATE, 0.0)
     if query.broken:
-        pairs = pairs + _broken(state, query, every.rows, decodes.rows)
+        pairs = pairs + broken_pairs(state, query, every.rows, decodes.rows)
+    if (unlike := apart(state, every.rows, decodes.rows)) is not None:
+        pairs = np.where(unlike, np.inf, pairs)
     if decodes.side.mixed:
         pairs[:, decodes.table.flag("mixed")] = np.inf
     local, alone = None, np.full(len(decodes), np.inf)
     if decodes.side.can_prefill and decodes.table.flag("can_prefill").any():
         local, alone = _weigh_alone(state, side, decodes, query, now, policy, rest)
     return Weighed(every, side, transfer, pairs, spared, local, alone)
-
-
-def _broken(
-    state: ClusterState, query: PlacementQuery, prefills: Indices, decodes: Indices
-) -> Array:
-    """Returns the penalty of each pair [prefill workers, decode workers] for failed transfers."""
-    against = np.zeros((len(prefills), len(decodes)))
-    for prefill, decode in query.broken:
-        here, there = prefills == state.row_of(prefill), decodes == state.row_of(decode)
-        against[np.ix_(here, there)] = BROKEN
-    return against
 
 
 def _ttft(
@@ -495,17 +460,17 @@ def _by_load(
     places, known = known_at(state, decodes.rows, query)
     lacking[places] -= known
     able = lacking <= most_computed(decodes.table, query.whole)
-    unable = np.zeros(len(decodes), bool) if len(prefills) else ~able
+    unable = ~able & ~partnered(decodes, prefills)
     if unable.all():
         raise nobody(state, state.prefill, "prefill")
     reluctance = _reluctance(state, decodes, query) + np.where(unable, FAILED, 0.0)
     broken = None
     if query.broken and len(prefills):
-        broken = _broken(state, query, prefills.rows, decodes.rows)
+        broken = broken_pairs(state, query, prefills.rows, decodes.rows)
         reluctance = reluctance + broken.min(axis=0)
     at = int(np.argmin(reluctance))
     decode, context = state.name(int(decodes.rows[at])), int(decodes.table["context_tokens"][at])
-    if decodes.table.flag("mixed")[at] or not len(prefills):
+    if decodes.table.flag("mixed")[at] or not partnered(decodes, prefills)[at]:
         held = known_to(decode, query)
         reason = f"mixed worker {_loaded(decode, loads[at], held)}; {UNPRICED}"
         alone = Decision(
@@ -513,6 +478,8 @@ def _by_load(
         )
         return _with_source(state, alone, prefills, decodes, query, policy)
     others, against = prefills.load, _reluctance(state, prefills, query)
+    alike = prefills.table["weights"] == decodes.table["weights"][at]
+    against = np.where(alike, against, np.inf)
     best = int(np.argmin(against if broken is None else against + broken[:, at]))
     prefill = state.name(int(prefills.rows[best]))
     cached, held = known_to(prefill, query), known_to(decode, query)

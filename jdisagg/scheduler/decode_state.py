@@ -14,6 +14,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import replace
 
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Identity
 from jdisagg.scheduler.adapter_table import AdapterTable
 from jdisagg.scheduler.executor import MeshLimits
@@ -163,6 +164,28 @@ class DecodeState:
                 if child.stage is Stage.RESERVED:
                     pages[group.rank].update(self.ledgers[group.rank].pages(child.key))
         return tuple(map(len, pages))
+
+    def status(self, name: str, role: WorkerRole, layout: str) -> WorkerStatus:
+        """Returns a worker's status with the fields that this state determines."""
+        limits = self.limits
+        return WorkerStatus(
+            name=name,
+            role=role,
+            layout=layout,
+            free_pages=tuple([ledger.free_pages for ledger in self.ledgers]),
+            total_pages=tuple([ledger.total_pages for ledger in self.ledgers]),
+            running=sum(self.living),
+            waiting=0,
+            slots=limits.ranks * limits.slots_per_rank,
+            page_size=limits.page_size,
+            context_tokens=limits.context_tokens,
+            preemptions=self.preemptions,
+            reserved_pages=self.reserved_pages(),
+            rank_sequences=tuple(self.living),
+            rank_contexts=self.contexts(),
+            free_states=self.states.free_by_rank(),
+            total_states=self.states.total_by_rank(),
+        )
 
     @property
     def one_priority(self) -> bool:

@@ -163,6 +163,13 @@ class Reservations:
         )
         return ticket
 
+    def rename(self) -> None:
+        """Names the blocks of all waiting requests anew, after the mesh's weights changed."""
+        for waiting in self._queue:
+            if waiting.chain:
+                known = waiting.request.prompt_token_ids + waiting.children[0][1]
+                waiting.chain = self._state.residency.chain(waiting.request, known)
+
     def withdraw(self, ticket: int) -> None:
         self._queue = [waiting for waiting in self._queue if waiting.ticket != ticket]
 

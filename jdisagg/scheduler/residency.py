@@ -31,13 +31,13 @@ Invariants (each is a test of the same name in tests/scheduler/test_residency.py
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
 
 from jdisagg.config import PrefixConfig
-from jdisagg.messages.kept_blocks import KeptScheme
+from jdisagg.messages.kept_blocks import KeptScheme, named_model
 from jdisagg.request import Request
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_log import KeptLog
@@ -65,12 +65,14 @@ class BlockNames:
             of the largest chunk, a cache hit runs the same programs on the same rows as a miss, so
             results are bit-identical. If set, KV of decode steps is not cached, because prefill
             rounds differently.
+        weights: Identity of the worker's weights, if they replaced those of its start.
     """
 
     secret: bytes
     model: str
     grain_tokens: int = 128
     grid_tokens: int | None = None
+    weights: str = ""
 
     @classmethod
     def of(cls, config: PrefixConfig, secret: bytes, model: str) -> "BlockNames | None":
@@ -106,7 +108,8 @@ class BlockNames:
         `purpose` (up to 16 bytes) give unrelated hashes. Each part is hashed with its length, so
         that different lists of parts never collide."""
         root = blake2b(key=self.secret, digest_size=NAME_BYTES, person=purpose)
-        for part in (self.model, str(self.grain_tokens), *parts):
+        model = named_model(self.model, self.weights)
+        for part in (model, str(self.grain_tokens), *parts):
             text = part.encode("utf-8", "surrogatepass")
             root.update(len(text).to_bytes(8, "little") + text)
         return root.digest()
@@ -276,10 +279,16 @@ class Residency:
 
     @property
     def scheme(self) -> KeptScheme | None:
-        """Description of this mesh's block names for routers; None if the cache is off."""
+        """Description of this mesh's block names for routers, with the weights of the worker's
+        start; None if the cache is off."""
         if self._names is None:
             return None
         return KeptScheme(self._names.model, self._names.grain_tokens, self.block_tokens)
+
+    def rename(self, weights: str) -> None:
+        """Names later blocks by other weights. The cache must have been cleared."""
+        if self._names is not None:
+            self._names = replace(self._names, weights=weights)
 
     def digest(self, purpose: bytes, *parts: str) -> bytes:
         """Returns a hash of the model and `parts`, keyed with the secret (`BlockNames.digest`)."""

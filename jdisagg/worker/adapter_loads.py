@@ -41,6 +41,11 @@ class AdapterLoads:
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._freed = asyncio.Event()
 
+    @property
+    def idle(self) -> bool:
+        """Whether no adapter is being loaded, and no request waits for one."""
+        return not self._loads and not any(self._held.values())
+
     @contextlib.asynccontextmanager
     async def held(self, request: Request, seconds: float) -> AsyncIterator[None]:
         """Waits until the request's adapter is loaded. The adapter stays loaded until the end of

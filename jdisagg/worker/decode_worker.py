@@ -13,6 +13,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 
+import msgspec
+
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
 from jdisagg.errors import BrokenModelError, HandoffError, JdisaggError, UnavailableError
 from jdisagg.messages.ports import (
@@ -50,7 +52,7 @@ from jdisagg.scheduler.host_blocks import MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.residency import Residency
-from jdisagg.scheduler.sequences import Sequence, SequenceGroup
+from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.incoming_handoff import Received
@@ -237,7 +239,7 @@ class DecodeWorker(MeshWorker):
         self._quiet.set()
 
     def _granted(self, group: SequenceGroup) -> None:
-        self._streams[group.key] = SpanStream(group)
+        self._streams[group.key] = SpanStream(group, self._hello.weights)
         if group.computes and group.cached_tokens:
             slot = self._state.states.slot(group.rank, group.key)
             kept, chain = self._state.residency, group.chain
@@ -336,8 +338,8 @@ class DecodeWorker(MeshWorker):
         key, cached = group.key, group.cached_tokens
         self._hold(group, self._limits.reservation_lease_seconds)
         of_prompt = restored.split(group.rank, min(cached, group.prompt_tokens))
-        lease_seconds = max(0.0, group.handoff.deadline - self._clock.now())
-        return Reservation(key, self.name, group.rank, lease_seconds, cached, of_prompt)
+        left, own = max(0.0, group.handoff.deadline - self._clock.now()), self._hello.weights
+        return Reservation(key, self.name, group.rank, left, cached, of_prompt, own)
 
     def _take(self, call: ReserveCall) -> None:
         """Checks that this worker can serve the attempt, and ends earlier attempts of the same
@@ -415,7 +417,8 @@ class DecodeWorker(MeshWorker):
         if not stream.taken or not self._migration.movable(group):
             return False
         handoff_id = self._migration.begin(group)
-        stream.announce(moving=HandoffSource(self.name, handoff_id, self.address, self.boot_id))
+        own = self.address, self.boot_id, self._hello.weights
+        stream.announce(moving=HandoffSource(self.name, handoff_id, *own))
         return True
 
     def _not_held(self, reservation_id: int, attempt: int) -> HandoffError:
@@ -568,31 +571,29 @@ class DecodeWorker(MeshWorker):
         self._peers.sweep(now, self._incoming.senders())
         self._settle()
 
+    def _end_old(self, keep: bool) -> None:
+        self._reservations.rename()
+        self._prefills.waits.end_all()
+        for group in list(self._state.groups.values()):
+            waits = any(child.stage is Stage.RESERVED for child in group.alive)
+            if waits or not keep:
+                self._migration.abort(group.key, "the weights changed")
+                self._state.end_group(group, preempted=True)
+        self._settle()
+        for stream in self._streams.values():
+            stream.weights = self._hello.weights
+
     def _status(self) -> WorkerStatus:
-        state, mesh = self._state, self._mesh
-        return WorkerStatus(
-            name=self.name,
-            role=WorkerRole.DECODE if self._mode is Mode.DISAGGREGATED else WorkerRole.MIXED,
-            layout=self._layout,
-            free_pages=tuple([ledger.free_pages for ledger in state.ledgers]),
-            total_pages=tuple([ledger.total_pages for ledger in state.ledgers]),
-            running=sum(state.living),
+        role = WorkerRole.DECODE if self._mode is Mode.DISAGGREGATED else WorkerRole.MIXED
+        return msgspec.structs.replace(
+            self._state.status(self.name, role, self._layout),
             waiting=len(self._reservations) + self._spilled.spills.waiting(),
-            slots=mesh.ranks * mesh.slots_per_rank,
-            page_size=mesh.page_size,
-            context_tokens=mesh.context_tokens,
             draining=self._draining,
             handoffs=len(self._incoming) + len(self._outgoing),
-            preemptions=state.preemptions,
-            reserved_pages=state.reserved_pages(),
             queued_tokens=self._prefills.backlog.tokens,
             queued_pairs=self._prefills.backlog.pairs,
-            rank_sequences=tuple(state.living),
-            rank_contexts=state.contexts(),
             can_prefill=self._chunk_tokens > 0 and self._ready(Capability.APPEND),
             chunk_tokens=self._chunk_tokens,
-            free_states=state.states.free_by_rank(),
-            total_states=state.states.total_by_rank(),
             kept=self._kept_tiers(*self._spilled.stats()),
             drafted_tokens=self.counters["drafted_tokens"],
             accepted_tokens=self.counters["accepted_tokens"],

@@ -45,8 +45,9 @@ from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peer_fetch import PeerFetch
-from jdisagg.worker.peers import LinkMeter, PeerResolver, Peers, hello_of
+from jdisagg.worker.peers import PeerResolver, Peers, hello_of
 from jdisagg.worker.step_loop import DEPTH, StepLoop
+from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class WorkerContext:
         times: Returns the measured times of the mesh's programs, or None if they are not measured.
         kernels: Text "NAME: reason" for each kernel that failed its check at the start.
         readiness: Optional capabilities whose programs are loaded.
+        weights: The weights that the worker serves.
     """
 
     name: str
@@ -81,10 +83,14 @@ class WorkerContext:
     times: Callable[[], StepTimes | None] = lambda: None
     kernels: tuple[str, ...] = ()
     readiness: Capabilities = field(default_factory=Capabilities)
+    weights: ServedWeights = field(default_factory=ServedWeights)
 
 
 class MeshWorker(ABC):
     """Base class of prefill and decode workers. Answers calls of other workers (`PeerPort`).
+
+    Attributes:
+        weights: Calls by which the worker takes other weights, or sleeps.
 
     Args:
         shortest_lease_seconds: Length of the shortest lease. The check for expired leases runs at
@@ -114,7 +120,7 @@ class MeshWorker(ABC):
         self._loop = StepLoop(
             executor, self._plan, self._apply, self._break_down, context.clock.now, depth
         )
-        self._meters: list[LinkMeter] = []
+        self._connections: list[Peers] = []
         self._calls = SideCalls(self.counters, limits.timeouts.handoff)
         self._hello = hello_of(
             context.name,
@@ -123,6 +129,7 @@ class MeshWorker(ABC):
             executor.card,
             self.boot_id,
             checksum_key=context.ids() if limits.verify else 0,
+            weights=context.weights.identity,
         )
         self._outgoing = OutgoingKv(
             self._hello, self._loop, context.clock, limits, self.counters, ended=self._sent
@@ -134,6 +141,8 @@ class MeshWorker(ABC):
             self.counters,
             self._requests_running,
         )
+        own = self.counters, context.clock.now
+        self.weights = WeightsUpdates(self, context.weights, self._loop, *own)
         self._attempts = Attempts()
         self._grammars: GrammarCompiler | None = None
         self._sweep_seconds = min(shortest_lease_seconds / 4, limits.timeouts.handoff.sweep_seconds)
@@ -148,6 +157,7 @@ class MeshWorker(ABC):
         self._grammars = grammars
 
     async def start(self) -> None:
+        self._kept.rename(self.weights.served.identity)
         self._loop.start()
         await self._sources.start()
         self._sweeping = asyncio.get_running_loop().create_task(self._keep_sweeping())
@@ -185,6 +195,28 @@ class MeshWorker(ABC):
         await self._sources.erase()
         return blocks
 
+    def forget_weights(self, keep: bool, identity: str) -> None:
+        self._forget_kept(None, "weights")
+        self._sources.erase_later()
+        self._kept.rename(identity)
+        self._hello = msgspec.structs.replace(self._hello, weights=identity)
+        self._outgoing.introduce(self._hello)
+        for peers in self._connections:
+            peers.introduce(self._hello)
+        reason = f"worker {self.name!r} changed its weights, or sleeps"
+        self._outgoing.end_all(HandoffError(reason))
+        self._end_old(keep)
+
+    def at_rest(self) -> bool:
+        return self._sources.quiet and self._adapters.idle and not self._busy()
+
+    def may_sleep(self) -> str:
+        context = self._context
+        if self._config.layout.pp > 1:
+            return "its layout has pipeline stages"
+        loads = context.loading_seconds() > 0 or bool(context.readiness.missing)
+        return "its programs are still being loaded" if loads else ""
+
     async def status(self) -> WorkerStatus:
         return self.status_now()
 
@@ -202,6 +234,8 @@ class MeshWorker(ABC):
             adapter_slots=self._mesh.adapters,
             adapters=self._adapters.table.loaded,
             not_ready=context.readiness.missing,
+            weights=self.weights.served.identity,
+            asleep=self.weights.asleep,
         )
 
     @property
@@ -272,6 +306,11 @@ class MeshWorker(ABC):
         """Called when a KV transfer from this worker has ended. `error` is None after success."""
 
     @abstractmethod
+    def _end_old(self, keep: bool) -> None:
+        """Ends sequences whose KV is of earlier weights, so that other attempts compute it anew.
+        With `keep`, sequences that decode continue."""
+
+    @abstractmethod
     def _hand_on(self) -> None:
         """Offers running work to other workers during a drain."""
 
@@ -279,12 +318,12 @@ class MeshWorker(ABC):
         timeouts = self._limits.timeouts.handoff
         now = self._clock.now
         made = Peers(peers, self._hello, self._loop, codec, now, timeouts, self._calls)
-        self._meters.append(made.meter)
+        self._connections.append(made)
         return made
 
     def _links(self) -> tuple[LinkTimes, ...]:
         """Returns the measured links from peers for the status."""
-        return tuple([link for meter in self._meters for link in meter.links()])
+        return tuple([link for peers in self._connections for link in peers.meter.links()])
 
     def _find_sources(
         self,
@@ -393,7 +432,9 @@ class MeshWorker(ABC):
         return blocks + elsewhere
 
     async def _compiled(self, request: Request, seconds: float) -> None:
-        """Compiles the request's grammar, if any. Raises InvalidRequestError if that fails."""
+        """Compiles the request's grammar, if any. Raises InvalidRequestError if that fails, and
+        UnavailableError if the worker sleeps."""
+        self._check_awake()
         grammar = request.sampling.grammar
         if grammar is not None:
             if self._grammars is None:
@@ -415,16 +456,22 @@ class MeshWorker(ABC):
 
     def _check_serving(self, children: tuple[Child, ...]) -> None:
         self._loop.check()
+        self._check_awake()
         if self._draining and not any(child.accepted for child in children):
             raise UnavailableError(
                 f"worker {self.name!r} is draining and takes no new requests; try another",
                 retry_after_seconds=1.0,
             )
 
+    def _check_awake(self) -> None:
+        if self.weights.asleep:
+            raise UnavailableError(f"worker {self.name!r} sleeps; wake it, or try another")
+
     def _sweep(self, now: float) -> None:
         """Ends expired leases and detects a mesh that hangs. Called periodically."""
         self._outgoing.sweep(now)
         self._sources.expire(now)
+        self.weights.expire()
         self._loop.break_if_stalled(self._limits.step_seconds)
         self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
 

@@ -182,6 +182,12 @@ class OutgoingKv:
     def __len__(self) -> int:
         return len(self._handoffs)
 
+    def introduce(self, hello: PeerHello) -> None:
+        """Replaces the hello of this worker, whose weights have changed. Peers are compared
+        again."""
+        self._hello = hello
+        self._greeted.clear()
+
     @property
     def checksum_key(self) -> int:
         """Key of the checksums of offered blocks; 0 disables them."""
@@ -226,7 +232,7 @@ class OutgoingKv:
 
     def end_all(self, error: UnavailableError) -> None:
         for handoff in list(self._handoffs.values()):
-            self.end(handoff, UnavailableError(error.message))
+            self.end(handoff, type(error)(error.message))
 
     def sweep(self, now: float) -> None:
         for late in sweep([one.handoff for one in self._handoffs.values()], now):

@@ -34,6 +34,7 @@ _COMPARED = (
     "layer_groups",
     "block_bytes",
     "windows_apart",
+    "weights",
 )
 
 # Noticeable change of a link: a share, and for its latency additional seconds.
@@ -140,6 +141,10 @@ class Peers:
         self._connected: dict[tuple[str, str], _Connected] = {}
         self._shares: dict[str, LinkShare] = {}
 
+    def introduce(self, hello: PeerHello) -> None:
+        """Replaces the hello of this worker, whose weights have changed."""
+        self._hello = hello
+
     @property
     def own_name(self) -> str:
         return self._hello.worker
@@ -168,8 +173,15 @@ class Peers:
                 differs.
             HandoffError: The peer does not answer.
         """
+        ours = self._hello.weights
+        if source.weights != ours:
+            raise IncompatiblePeerError(
+                f"weights are {ours!r} on {self.own_name!r}, and the KV of {source.worker!r} is of"
+                f" {source.weights!r}: these workers cannot hand over KV until both have the same"
+            )
         known = self._connected.get((source.worker, source.address))
-        if known is not None and source.boot_id and known.hello.boot_id == source.boot_id:
+        same = known is not None and known.hello.weights == ours
+        if known is not None and same and source.boot_id and known.hello.boot_id == source.boot_id:
             known.used_at = self.now()
             return known.link
         try:
@@ -229,6 +241,7 @@ def hello_of(
     card: MeshCard,
     boot_id: int,
     checksum_key: int,
+    weights: str = "",
 ) -> PeerHello:
     layers = ", ".join(
         f"{len(list(same))} x {_words(layer)}" for layer, same in groupby(limits.kv_spec.layers)
@@ -246,6 +259,7 @@ def hello_of(
         block_bytes=limits.block_bytes,
         windows_apart=limits.windows_apart,
         oldest_protocol=OLDEST,
+        weights=weights,
     )
 
 

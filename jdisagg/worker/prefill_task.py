@@ -3,7 +3,8 @@
 import asyncio
 
 from jdisagg.errors import JdisaggError
-from jdisagg.messages.ports import FirstToken, HandoffEnd, PrefillCall, PrefillReply
+from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PrefillCall, PrefillReply
+from jdisagg.messages.step_commands import PrefillRow
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import CachedTokens
 from jdisagg.scheduler.prefill_admission import QueuedPrompt
@@ -123,3 +124,19 @@ class PrefillTask:
         if not self.reply.done():
             self.reply.set_exception(error)
             self.reply.exception()
+
+
+def offers_of_row(row: PrefillRow) -> list[Offer]:
+    """Returns the offers of the KV blocks that a row of a chunk computes."""
+    return [
+        Offer(
+            offer_id=spec.offer_id,
+            group=spec.group,
+            groups=spec.groups,
+            start=row.start + spec.offset - row.offset,
+            valid_tokens=min(spec.block_tokens, len(row.tokens) - spec.offset + row.offset),
+            block_tokens=spec.block_tokens,
+            rank=row.rank,
+        )
+        for spec in row.offers
+    ]

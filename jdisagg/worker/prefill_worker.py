@@ -47,7 +47,6 @@ from jdisagg.messages.step_commands import (
     ExtractResult,
     PrefillChunk,
     PrefillResult,
-    PrefillRow,
     SampledToken,
     StepCommand,
     StepResult,
@@ -83,7 +82,7 @@ from jdisagg.worker.outgoing_kv import (
     window_offers,
 )
 from jdisagg.worker.peers import PeerResolver
-from jdisagg.worker.prefill_task import PrefillTask
+from jdisagg.worker.prefill_task import PrefillTask, offers_of_row
 
 CHUNKS_OFFERED = 4
 
@@ -238,7 +237,7 @@ class PrefillWorker(MeshWorker):
             task = self._computing[row.sequence]
             if task.started_at is None:
                 task.started_at = self._clock.now()
-            task.handoff.announce(_offers(row))
+            task.handoff.announce(offers_of_row(row))
             if row.samples:
                 self._extracts.extend([(task, offer) for offer in self._to_extract(task)])
             self._cache_issued(task, row.start + len(row.tokens))
@@ -310,6 +309,11 @@ class PrefillWorker(MeshWorker):
 
     def _check(self, call: PrefillCall) -> None:
         self._check_serving(call.children)
+        if call.weights != self._hello.weights:
+            raise UnavailableError(
+                f"worker {self.name!r} has weights {self._hello.weights!r} and {call.destination!r}"
+                f" has {call.weights!r}: they cannot hand over KV"
+            )
         if call.handoff_id in self._outgoing:
             raise HandoffError(f"hand-off {call.handoff_id} exists already; give each its own id")
         self._attempts.take(call.request, call.children, call.attempt, self._clock.now())
@@ -533,6 +537,9 @@ class PrefillWorker(MeshWorker):
     def _busy(self) -> bool:
         return len(self._outgoing) > 0
 
+    def _end_old(self, keep: bool) -> None:
+        """Does nothing: sequences ended with their hand-offs."""
+
     def _hand_on(self) -> None:
         """Does nothing, because a running prefill is not worth moving."""
 
@@ -577,18 +584,3 @@ class PrefillWorker(MeshWorker):
 
 def _order(prompt: QueuedPrompt) -> tuple[float, int]:
     return prompt.order
-
-
-def _offers(row: PrefillRow) -> list[Offer]:
-    return [
-        Offer(
-            offer_id=spec.offer_id,
-            group=spec.group,
-            groups=spec.groups,
-            start=row.start + spec.offset - row.offset,
-            valid_tokens=min(spec.block_tokens, len(row.tokens) - spec.offset + row.offset),
-            block_tokens=spec.block_tokens,
-            rank=row.rank,
-        )
-        for spec in row.offers
-    ]

@@ -25,10 +25,12 @@ class SpanStream:
         kv_bytes_moved, exposed_seconds, prompt_logprobs: Values to send with the next span.
         moves: Number of times that the reservation was offered to other workers for migration.
         began_at: Time when the reservation's KV began to arrive.
+        weights: Identity of the worker's weights.
     """
 
-    def __init__(self, group: SequenceGroup) -> None:
+    def __init__(self, group: SequenceGroup, weights: str = "") -> None:
         self.attempt = group.attempt
+        self.weights = weights
         self.lease_until = group.handoff.deadline
         self.taken = False
         self.moves = 0
@@ -58,6 +60,7 @@ class SpanStream:
                     PromptLogprobs.joined(self.prompt_logprobs) if self.prompt_logprobs else None
                 ),
                 aside=progress.aside,
+                weights=self.weights,
             )
             self._spans.put_nowait(span)
             self.prompt_logprobs = []

@@ -17,13 +17,18 @@ from jdisagg.messages.step_commands import (
     ExtractBlock,
     PullBlock,
     ReadAdapter,
+    ReadWeights,
+    SleepMesh,
     StepCommand,
     StepResult,
+    WakeMesh,
 )
 from jdisagg.scheduler.executor import Executor
 
 DEPTH = 2
-_IN_BACKGROUND = frozenset((PullBlock, ReadAdapter, *get_args(DiskCommand)))
+_IN_BACKGROUND = frozenset(
+    (PullBlock, ReadAdapter, ReadWeights, SleepMesh, WakeMesh, *get_args(DiskCommand))
+)
 
 _log = logging.getLogger(__name__)
 

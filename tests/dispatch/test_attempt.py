@@ -82,7 +82,7 @@ class TheOnlyOnes:
     async def another_prefill(self, avoid: frozenset[str], decode: str) -> str:
         return "prefill"
 
-    async def another_decode(self, avoid: frozenset[str]) -> str:
+    async def another_decode(self, avoid: frozenset[str], origin: str) -> str:
         return "decode"
 
 

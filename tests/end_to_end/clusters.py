@@ -202,6 +202,7 @@ async def running(
         replica.executor.run = run  # type: ignore[method-assign]
     grammars = grammar_compiler(engine.model.directory)
     cluster.constrain(grammars)
+    cluster.read_weights_with(load)
     await cluster.start()
     try:
         yield Running(cluster, tokenizer, recording, grammars)

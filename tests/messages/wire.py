@@ -20,6 +20,7 @@ from jdisagg.messages.registry import RegistryPort
 from jdisagg.messages.roles import ClusterRolesPort, RolePort
 from jdisagg.messages.spans import SpanSessionPort
 from jdisagg.messages.step_commands import StepCommand, StepResult
+from jdisagg.messages.weights import WeightsPort
 from jdisagg.service.internal import rpc
 
 PATH = Path(__file__).with_name("wire.json")
@@ -32,6 +33,7 @@ PORTS = (
     RegistryPort,
     RolePort,
     ClusterRolesPort,
+    WeightsPort,
 )
 # Messages within an instance, whose processes have the same version.
 WITHIN = (StepCommand, StepResult, FollowerMessage, LeaderMessage)

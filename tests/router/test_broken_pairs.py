@@ -9,7 +9,8 @@ from jdisagg.router.accounts import Work
 from jdisagg.router.breaker import PairBreakers
 from jdisagg.router.decision import Decision, PlacementQuery
 from jdisagg.router.decision_record import answer_of, record_of, replay
-from jdisagg.router.placement import another_prefill, decide
+from jdisagg.router.placement import decide
+from jdisagg.router.replacements import another_prefill
 from jdisagg.timeouts import Backoff
 from tests.router.fleets import decode_status, prefill_status
 from tests.router.fleets import state_of as priced

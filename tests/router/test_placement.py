@@ -13,7 +13,8 @@ from jdisagg.router.accounts import Accounts, Work
 from jdisagg.router.admission import admit
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
-from jdisagg.router.placement import another_decode, another_prefill, decide
+from jdisagg.router.placement import decide
+from jdisagg.router.replacements import another_decode, another_prefill
 
 
 def status(

@@ -60,6 +60,9 @@ async def test_reflection_describes_the_service(door: HttpDoor) -> None:
         "LoadAdapter",
         "UnloadAdapter",
         "ListAdapters",
+        "UpdateWeights",
+        "Sleep",
+        "Wake",
     ]
 
 

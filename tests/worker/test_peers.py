@@ -4,6 +4,7 @@ was there before."""
 import msgspec
 import pytest
 
+from jdisagg.errors import IncompatiblePeerError
 from jdisagg.messages.ports import HandoffSource, PeerHello
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer, StepCommand
 from jdisagg.messages.worker_status import LinkTimes
@@ -68,6 +69,43 @@ def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start_of_it
             "the router was late: what answers there is another start"
         )
         assert connections(mesh.log) == ["ConnectPeer p#a", "DisconnectPeer p#a", "ConnectPeer p#b"]
+
+    run_virtually(main)
+
+
+def test_workers_of_other_weights_refuse_a_hand_off_and_are_greeted_again_after_an_update() -> None:
+    async def main() -> None:
+        mesh = FakeExecutor(toy_limits(), FakeChannel())
+        sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
+        loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
+        ours = hello_of("d", "model", mesh.limits, mesh.card, 1, 5)
+        peers = Peers(
+            lambda _: sender,  # type: ignore[arg-type, return-value]
+            ours,
+            loop,
+            "none",
+            lambda: 0.0,
+            HandoffTimeouts(),
+            SideCalls(Counters(), HandoffTimeouts()),
+        )
+
+        async def greet(weights: str) -> None:
+            source = HandoffSource("p", 1, "host:1", 10, weights)
+            await peers.greet(source, sender)  # type: ignore[arg-type]
+
+        await greet("")
+        with pytest.raises(IncompatiblePeerError, match="'new'"):
+            await greet("new")
+        assert sender.hellos == 1
+        peers.introduce(msgspec.structs.replace(ours, weights="new"))
+        with pytest.raises(IncompatiblePeerError, match="weights is 'new' on 'd' and '' on 'p'"):
+            await greet("new")  # the router states what the sender does not have
+        sender.says = msgspec.structs.replace(sender.says, weights="new")
+        await greet("new")
+        assert sender.hellos == 3
+        await greet("new")
+        assert sender.hellos == 3
+        assert connections(mesh.log) == ["ConnectPeer p#a"], "the connection stays"
 
     run_virtually(main)
 

@@ -16,6 +16,7 @@ from jdisagg.clock import MonotonicClock
 from jdisagg.engine.replica import LoadModel
 from jdisagg.errors import ConfigError
 from jdisagg.executor.mesh_executor import MeshExecutor
+from jdisagg.executor.weight_swaps import WeightsSource
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import (
@@ -90,6 +91,8 @@ async def replay(
             load = load_for(recording.header)
             executors.append(rebuild(recording.header, jax.devices()[first:last], channel, load))
             executors[-1].constrain(grammars_for(recording.header))
+            if isinstance(load, WeightsSource):
+                executors[-1].swaps.source = load
             first = last
         streams = [
             _Stream(recording, executor, offers)

@@ -29,6 +29,13 @@ class ServingMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVING_MODE_DISAGGREGATED: _ClassVar[ServingMode]
     SERVING_MODE_CHUNKED: _ClassVar[ServingMode]
     SERVING_MODE_UNIFIED: _ClassVar[ServingMode]
+
+class UpdateMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UPDATE_MODE_UNSPECIFIED: _ClassVar[UpdateMode]
+    UPDATE_MODE_RECOMPUTE: _ClassVar[UpdateMode]
+    UPDATE_MODE_DRAIN: _ClassVar[UpdateMode]
+    UPDATE_MODE_KEEP: _ClassVar[UpdateMode]
 TOOL_CHOICE_UNSPECIFIED: ToolChoice
 TOOL_CHOICE_AUTO: ToolChoice
 TOOL_CHOICE_NONE: ToolChoice
@@ -42,6 +49,10 @@ SERVING_MODE_UNSPECIFIED: ServingMode
 SERVING_MODE_DISAGGREGATED: ServingMode
 SERVING_MODE_CHUNKED: ServingMode
 SERVING_MODE_UNIFIED: ServingMode
+UPDATE_MODE_UNSPECIFIED: UpdateMode
+UPDATE_MODE_RECOMPUTE: UpdateMode
+UPDATE_MODE_DRAIN: UpdateMode
+UPDATE_MODE_KEEP: UpdateMode
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -152,18 +163,28 @@ class AcceptedTokens(_message.Message):
     def __init__(self, child: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "cached_by_tier")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "cached_by_tier", "weights")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int
     cached_by_tier: CachedTokens
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., cached_by_tier: _Optional[_Union[CachedTokens, _Mapping]] = ...) -> None: ...
+    weights: _containers.RepeatedCompositeFieldContainer[WeightsTokens]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., cached_by_tier: _Optional[_Union[CachedTokens, _Mapping]] = ..., weights: _Optional[_Iterable[_Union[WeightsTokens, _Mapping]]] = ...) -> None: ...
+
+class WeightsTokens(_message.Message):
+    __slots__ = ("version", "tokens")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    tokens: int
+    def __init__(self, version: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
     __slots__ = ("pages", "host", "disk", "peer")
@@ -392,6 +413,64 @@ class ListAdaptersResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("folder", "version", "mode", "deadline_seconds")
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    version: str
+    mode: UpdateMode
+    deadline_seconds: float
+    def __init__(self, folder: _Optional[str] = ..., version: _Optional[str] = ..., mode: _Optional[_Union[UpdateMode, str]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("weights", "workers", "failed", "bytes", "stage_seconds", "pause_seconds")
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    weights: str
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    failed: _containers.RepeatedScalarFieldContainer[str]
+    bytes: int
+    stage_seconds: float
+    pause_seconds: float
+    def __init__(self, weights: _Optional[str] = ..., workers: _Optional[_Iterable[str]] = ..., failed: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., stage_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("level", "workers", "deadline_seconds")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    level: int
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    deadline_seconds: float
+    def __init__(self, level: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerStatus]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ("workers", "deadline_seconds")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    deadline_seconds: float
+    def __init__(self, workers: _Optional[_Iterable[str]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
+
+class WakeResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerStatus]
+    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

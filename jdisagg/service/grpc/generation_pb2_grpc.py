@@ -89,6 +89,21 @@ class GenerationServiceStub:
                 request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/jdisagg.v1.GenerationService/UpdateWeights',
+                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/jdisagg.v1.GenerationService/Sleep',
+                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.SleepRequest.SerializeToString,
+                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/jdisagg.v1.GenerationService/Wake',
+                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.WakeRequest.SerializeToString,
+                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.WakeResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -167,6 +182,27 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWeights(self, request, context):
+        """Replaces the weights of all workers by those of another checkpoint of the same model, without a restart. Refused if the token belongs
+        to a tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Frees pages and weights of workers, which take no requests until `Wake`. Refused if the token belongs to a tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -224,6 +260,21 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersRequest.FromString,
                     response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.SleepRequest.FromString,
+                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.WakeRequest.FromString,
+                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -523,6 +574,87 @@ class GenerationService:
             '/jdisagg.v1.GenerationService/ListAdapters',
             jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersRequest.SerializeToString,
             jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jdisagg.v1.GenerationService/UpdateWeights',
+            jdisagg_dot_service_dot_grpc_dot_generation__pb2.UpdateWeightsRequest.SerializeToString,
+            jdisagg_dot_service_dot_grpc_dot_generation__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jdisagg.v1.GenerationService/Sleep',
+            jdisagg_dot_service_dot_grpc_dot_generation__pb2.SleepRequest.SerializeToString,
+            jdisagg_dot_service_dot_grpc_dot_generation__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jdisagg.v1.GenerationService/Wake',
+            jdisagg_dot_service_dot_grpc_dot_generation__pb2.WakeRequest.SerializeToString,
+            jdisagg_dot_service_dot_grpc_dot_generation__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,9 +8,12 @@ import math
 from contextlib import aclosing
 
 import grpc.aio
+import msgspec
 
 from jdisagg.dispatch.frontend import Frontend, chat_of
+from jdisagg.dispatch.weights_control import control_of, positive_seconds
 from jdisagg.errors import DeadlineExceededError
+from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS
 from jdisagg.observe.request_log import RequestLog, RequestRecord
 from jdisagg.request import Adapter
 from jdisagg.service.bearer import Tokens
@@ -145,6 +148,44 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> pb.ListAdaptersResponse:
         listed = map(_adapter_to_proto, self._frontend.adapters.listed)
         return pb.ListAdaptersResponse(adapters=listed)
+
+    async def UpdateWeights(
+        self, request: pb.UpdateWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.UpdateWeightsResponse:
+        report = await control_of(self._frontend.weights).update(
+            request.folder,
+            request.version,
+            wire_generation.update_mode_from_proto(request.mode),
+            _seconds(request, UPDATE_SECONDS),
+        )
+        return pb.UpdateWeightsResponse(**msgspec.structs.asdict(report))
+
+    async def Sleep(
+        self, request: pb.SleepRequest, context: grpc.aio.ServicerContext
+    ) -> pb.SleepResponse:
+        seconds, names = _seconds(request, SLEEP_SECONDS), tuple(request.workers)
+        control = control_of(self._frontend.weights)
+        statuses = await control.sleep(request.level or 1, names, seconds)
+        return pb.SleepResponse(workers=map(wire.worker_status_to_proto, statuses))
+
+    async def Wake(
+        self, request: pb.WakeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WakeResponse:
+        seconds, names = _seconds(request, UPDATE_SECONDS), tuple(request.workers)
+        statuses = await control_of(self._frontend.weights).wake(names, seconds)
+        return pb.WakeResponse(workers=map(wire.worker_status_to_proto, statuses))
+
+
+def _seconds(
+    request: pb.UpdateWeightsRequest | pb.SleepRequest | pb.WakeRequest, usual: float
+) -> float:
+    """Returns the deadline of a request. Raises InvalidRequestError if it is not positive and
+    finite."""
+    return (
+        positive_seconds(request.deadline_seconds)
+        if request.HasField("deadline_seconds")
+        else usual
+    )
 
 
 def _adapter_to_proto(adapter: Adapter) -> pb.Adapter:

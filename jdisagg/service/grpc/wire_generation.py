@@ -22,6 +22,7 @@ from jdisagg.dispatch.routing_status import (
     WorkerAccount,
 )
 from jdisagg.errors import InvalidRequestError
+from jdisagg.messages.weights import UpdateMode, WeightsReport
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import (
     MAX_GRAMMAR_BYTES,
@@ -262,6 +263,27 @@ def event_to_proto(event: StreamEvent) -> pb.GenerateResponse:
     return message
 
 
+_UPDATE_MODES = {
+    pb.UPDATE_MODE_UNSPECIFIED: UpdateMode.RECOMPUTE,
+    pb.UPDATE_MODE_RECOMPUTE: UpdateMode.RECOMPUTE,
+    pb.UPDATE_MODE_DRAIN: UpdateMode.DRAIN,
+    pb.UPDATE_MODE_KEEP: UpdateMode.KEEP,
+}
+
+
+def update_mode_from_proto(mode: int) -> UpdateMode:
+    """Raises InvalidRequestError for an unknown mode."""
+    if mode not in _UPDATE_MODES:
+        raise InvalidRequestError(f"mode: {mode} is not an UpdateMode of this version")
+    return _UPDATE_MODES[mode]  # type: ignore[index]
+
+
+def weights_report_from_proto(message: pb.UpdateWeightsResponse) -> WeightsReport:
+    return flat_from_proto(
+        WeightsReport, message, workers=tuple(message.workers), failed=tuple(message.failed)
+    )
+
+
 def _usage_to_proto(usage: Usage) -> pb.Usage:
     tiers = usage.cached_by_tier
     return pb.Usage(
@@ -270,13 +292,15 @@ def _usage_to_proto(usage: Usage) -> pb.Usage:
         cached_tokens=usage.cached_tokens,
         reasoning_tokens=usage.reasoning_tokens,
         cached_by_tier=None if tiers is None else pb.CachedTokens(**tiers.by_tier()),
+        weights=[pb.WeightsTokens(version=one, tokens=count) for one, count in usage.weights],
     )
 
 
 def _usage_from_proto(message: pb.Usage) -> Usage:
     told = message.HasField("cached_by_tier")
     tiers = flat_from_proto(CachedTokens, message.cached_by_tier) if told else None
-    return flat_from_proto(Usage, message, cached_by_tier=tiers)
+    weights = tuple([(one.version, one.tokens) for one in message.weights])
+    return flat_from_proto(Usage, message, cached_by_tier=tiers, weights=weights)
 
 
 def event_from_proto(message: pb.GenerateResponse) -> StreamEvent:

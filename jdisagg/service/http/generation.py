@@ -13,6 +13,7 @@ import functools
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 
@@ -356,11 +357,15 @@ def _sum(runs: Sequence[_Run]) -> Usage:
     if len(runs) == 1:
         return runs[0].usage
     told = [run.usage.cached_by_tier or CachedTokens() for run in runs]
+    weights: Counter[str] = Counter()
+    for run in runs:
+        weights.update(dict(run.usage.weights))
     return Usage(
         sum(run.usage.prompt_tokens for run in runs),
         sum(run.usage.completion_tokens for run in runs),
         sum(run.usage.cached_tokens for run in runs),
         cached_by_tier=sum(told, CachedTokens()),
+        weights=tuple(weights.items()),
     )
 
 

@@ -118,6 +118,9 @@ _TOKENIZE = {
     **_fields(string="model", prompt="prompt", boolean="return_token_strs"),
 }
 _LOAD_ADAPTER = _fields(string="lora_name lora_path", boolean="load_inplace")
+_UPDATE_WEIGHTS = _fields(string="model_path weight_version mode", number="deadline_seconds")
+_WAKE = _fields(strings="workers", number="deadline_seconds")
+_SLEEP = {**_WAKE, **_fields(integer="level")}
 _DETOKENIZE = _fields(string="model", integers="tokens", boolean="skip_special_tokens")
 # Path and method: what the endpoint does, the fields of its request, and the required ones.
 _PATHS: dict[str, dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]]] = {
@@ -150,6 +153,12 @@ _PATHS: dict[str, dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]]] = {
     "/v1/unload_lora_adapter": {
         "post": ("Removes a LoRA adapter.", {"lora_name": "string"}, ("lora_name",))
     },
+    "/update_weights_from_disk": {
+        "post": ("Replaces the weights of all workers.", _UPDATE_WEIGHTS, ("model_path",))
+    },
+    "/sleep": {"post": ("Frees weights and pages of workers.", _SLEEP, ())},
+    "/wake_up": {"post": ("Ends the sleep of workers.", _WAKE, ())},
+    "/is_sleeping": {"get": ("States whether all workers sleep.", {}, ())},
     "/v1/embeddings": {
         "post": ("Is refused: no embedding model is served.", {"model": "string"}, ())
     },

@@ -375,7 +375,17 @@ def usage_of(usage: Usage) -> Json:
         "total_tokens": total,
         "prompt_tokens_details": cached_of(usage),
         **({"completion_tokens_details": details} if details else {}),
+        **weights_of(usage),
     }
+
+
+def weights_of(usage: Usage) -> Json:
+    """Returns jdisagg's fields with the versions of the weights that chose the tokens, if they were
+    updated: the last one, and the number of tokens of each in order."""
+    if not usage.weights:
+        return {}
+    each = [{"version": version, "tokens": tokens} for version, tokens in usage.weights]
+    return {"weight_version": each[-1]["version"], "weight_versions": each}
 
 
 def _prompt_logprobs_field(

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.routing import Route, Router
@@ -12,12 +13,14 @@ from starlette.routing import Route, Router
 from jdisagg import __version__
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
+from jdisagg.dispatch.weights_control import control_of, mode_of, positive_seconds
+from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.request import Adapter
 from jdisagg.service.http.chat import chat_prompt
 from jdisagg.service.http.errors import MESSAGE_ERRORS, HttpRefusal
 from jdisagg.service.http.exchange import Exchange, Receive, Scope, Send
-from jdisagg.service.http.fields import INTEGERS, TEXT, YES, Fields
+from jdisagg.service.http.fields import INTEGER, INTEGERS, NUMBER, TEXT, TEXTS, YES, Fields
 from jdisagg.service.http.generation import IGNORED, HttpGeneration, check_model
 from jdisagg.service.http.guard import ANY_METHOD, Endpoint, HttpGuard
 from jdisagg.service.http.kept_responses import KeptResponses
@@ -102,6 +105,10 @@ class HttpRoutes:
             "/v1/models/{name:path}": Endpoint(guard, "GET", self._model),
             "/v1/load_lora_adapter": Endpoint(guard, "POST", self._load_adapter),
             "/v1/unload_lora_adapter": Endpoint(guard, "POST", self._unload_adapter),
+            "/update_weights_from_disk": Endpoint(guard, "POST", self._update_weights),
+            "/sleep": Endpoint(guard, "POST", self._sleep),
+            "/wake_up": Endpoint(guard, "POST", self._wake),
+            "/is_sleeping": Endpoint(guard, "GET", self._is_sleeping),
             "/tokenize": Endpoint(guard, "POST", self._tokenize),
             "/detokenize": Endpoint(guard, "POST", self._detokenize),
             "/metrics": Endpoint(guard, "GET", self._metrics),
@@ -145,6 +152,45 @@ class HttpRoutes:
         _note_ignored(exchange, fields)
         self._frontend.adapters.unload(name)
         await exchange.reply(_encode({"id": name, "object": "model", "deleted": True}))
+
+    async def _update_weights(self, exchange: Exchange) -> None:
+        fields = await self._optional_fields(exchange)
+        folder = fields.given("model_path", TEXT)
+        version, mode = fields.read("weight_version", TEXT), fields.read("mode", TEXT)
+        seconds = _deadline(fields, UPDATE_SECONDS)
+        _note_ignored(exchange, fields)
+        control = control_of(self._frontend.weights)
+        report = await control.update(folder, version or "", mode_of(mode or ""), seconds)
+        await exchange.reply(_encode({"success": True, **msgspec.structs.asdict(report)}))
+
+    async def _sleep(self, exchange: Exchange) -> None:
+        fields = await self._optional_fields(exchange)
+        level = fields.read("level", INTEGER)
+        if level is None:  # vLLM's clients send it in the query
+            query = parse_qs(exchange.scope.get("query_string", b"").decode("ascii", "replace"))
+            text = query.get("level", ["1"])[-1]
+            level = int(text) if text.isascii() and text.isdigit() and len(text) < 5 else 0
+        names, seconds = _workers(fields), _deadline(fields, SLEEP_SECONDS)
+        _note_ignored(exchange, fields)
+        await control_of(self._frontend.weights).sleep(level, names, seconds)
+        await self._is_sleeping(exchange)
+
+    async def _wake(self, exchange: Exchange) -> None:
+        fields = await self._optional_fields(exchange)
+        names, seconds = _workers(fields), _deadline(fields, UPDATE_SECONDS)
+        _note_ignored(exchange, fields)
+        await control_of(self._frontend.weights).wake(names, seconds)
+        await self._is_sleeping(exchange)
+
+    async def _is_sleeping(self, exchange: Exchange) -> None:
+        asleep = [status.asleep for status in await self._frontend.status()]
+        await exchange.reply(_encode({"is_sleeping": bool(asleep) and all(asleep)}))
+
+    async def _optional_fields(self, exchange: Exchange) -> Fields:
+        """Returns the fields of a request whose body may be empty."""
+        fields = Fields.of(await exchange.body(self._limit_bytes) or b"{}")
+        exchange.fields = fields.names
+        return fields
 
     def _card(self, adapter: Adapter | None = None) -> dict[str, object]:
         """Returns the description of the model, or of one of its adapters."""
@@ -268,3 +314,13 @@ class _Router(Router):
 def _note_ignored(exchange: Exchange, fields: Fields) -> None:
     if ignored := ignored_header(fields):
         exchange.reply_headers.append((IGNORED, ignored))
+
+
+def _deadline(fields: Fields, usual: float) -> float:
+    seconds = fields.read("deadline_seconds", NUMBER)
+    return usual if seconds is None else positive_seconds(seconds)
+
+
+def _workers(fields: Fields) -> tuple[str, ...]:
+    names = fields.read("workers", TEXTS) or ()
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from jdisagg.messages.ports import DecodePort, PeerHello, PeerPort, PrefillPort
 from jdisagg.messages.ports_middleware import through
+from jdisagg.messages.weights import WeightsPort
 from jdisagg.service.internal import rpc
 from jdisagg.service.internal.connection import NO_CREDENTIALS, Connection, Credentials
 from jdisagg.service.internal.remote_spans import RemoteSpans
@@ -44,6 +45,7 @@ class RemoteWorker:
             seconds={"status": status_seconds, "resume_source": 2 * timeouts.call_seconds},
         )
         self.decode = through(DecodePort, decode, RemoteSpans(self.connection, decode))
+        self.weights = rpc.client(WeightsPort, self.connection)
         peer = rpc.client(
             PeerPort,
             self.connection,

@@ -11,6 +11,7 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.ports import DecodePort, PeerPort, PrefillCall, PrefillPort, ReserveCall
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.spans import SpanSessionPort
+from jdisagg.messages.weights import WeightsPort
 from jdisagg.request import foreign_token
 from jdisagg.service.guard import Service
 from jdisagg.service.internal import rpc
@@ -47,6 +48,10 @@ def decode_service(
 
 def peer_service(port: PeerPort, tokens: tuple[str, ...] = ()) -> Service:
     return rpc.service(PeerPort, port, tokens)
+
+
+def weights_service(port: WeightsPort, tokens: tuple[str, ...] = ()) -> Service:
+    return rpc.service(WeightsPort, port, tokens)
 
 
 class _KnownIds:

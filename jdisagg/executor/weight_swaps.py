@@ -1,0 +1,329 @@
+"""Replaces the weights of one mesh while it serves, and frees them while it sleeps.
+
+A thread reads a checkpoint onto the mesh's devices, so that running steps go on. `PutWeights` then
+replaces the arrays of every part between two steps. Programs get all weights as arguments, so that
+none is compiled anew; this requires equal shapes and an equal configuration, which are checked when
+the weights are read. Whatever is derived from a checkpoint (matrices in another order, quantized
+matrices and scales, KV scales, the next-token layer) is made by the reading. Adapters in their
+slots are leaves of their own and stay."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jdisagg.errors import InvalidRequestError, JdisaggError
+from jdisagg.executor.adapter_slots import adapter_size
+from jdisagg.executor.page_pool import Pools
+from jdisagg.executor.programs import Programs
+from jdisagg.executor.weights import Part, Weights, split_model
+from jdisagg.layout.axes import Layout
+from jdisagg.messages.step_commands import (
+    DiskResult,
+    PutWeights,
+    ReadWeights,
+    SleepMesh,
+    StepCommand,
+    WakeMesh,
+)
+from jdisagg.model_api import Device, Model
+from jdisagg.ops.device_layout import kept_format
+from jdisagg.scheduler.executor import MeshLimits
+
+SPARE = 0.02  # share of a device's memory that stays free while weights are read
+
+
+@runtime_checkable
+class WeightsSource(Protocol):
+    """Reads checkpoint folders of the served model."""
+
+    def content(self, folder: str) -> str:
+        """Returns the fingerprint of a folder's content, after its checksums were compared. Raises
+        a JdisaggError."""
+        ...
+
+    def read(self, folder: str, layout: Layout, devices: Sequence[Device]) -> Model:
+        """Reads a folder's weights onto devices, in the form in which they are served. Raises a
+        JdisaggError."""
+        ...
+
+
+@dataclass
+class _Staged:
+    """Weights that were read: fingerprint, model, its parts without adapters, and bytes on this
+    process's devices."""
+
+    content: str
+    model: Model
+    weights: Weights
+    nbytes: int
+
+
+@dataclass
+class WeightsReading:
+    """A `ReadWeights` command in progress."""
+
+    step: int
+    done: "Future[_Staged]"
+    in_order: bool = False
+
+    def is_ready(self) -> bool:
+        return self.done.done()
+
+    def result(self) -> DiskResult:
+        try:
+            staged = self.done.result()
+        except JdisaggError as error:
+            return DiskResult(self.step, error.message)
+        except Exception as error:  # whatever the files hold, the mesh serves on
+            return DiskResult(self.step, f"weights: {type(error).__name__}: {error}")
+        names = (staged.content.encode(),)
+        return DiskResult(self.step, names=names, ages=(0.0,), bytes_moved=staged.nbytes)
+
+
+@dataclass
+class _Resting:
+    """A sleeping mesh: the values of the model's arrays on the host, or None for each array that
+    was dropped, and of the adapters' stacks."""
+
+    model: "list[_HostArray] | None"
+    stacks: "list[list[_HostArray]]"
+
+
+class WeightSwaps:
+    """The weights of one mesh. Used by the dispatch thread; `read` returns at once.
+
+    Attributes:
+        source: Reader of checkpoint folders. None refuses all.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        weights: Weights,
+        model: Model,
+        layout: Layout,
+        limits: MeshLimits,
+        pools: Pools,
+    ) -> None:
+        self.source: WeightsSource | None = None
+        self._programs, self._weights, self._model = programs, weights, model
+        self._layout, self._limits, self._pools = layout, limits, pools
+        self._staged: tuple[int, Future[_Staged]] | None = None
+        self._resting: _Resting | None = None
+        self._thread = ThreadPoolExecutor(1, f"{programs.platform}-weights")
+
+    def read(self, command: ReadWeights) -> WeightsReading:
+        """Starts to read a folder. Drops weights that were read before."""
+        self.drop()
+        reading = self._thread.submit(self._read, command.folder)
+        self._staged = command.staged, reading
+        return WeightsReading(command.step, reading)
+
+    def drop(self) -> None:
+        if self._staged is not None:
+            self._staged[1].cancel()
+        self._staged = None
+
+    def change(self, command: StepCommand) -> None:
+        """Runs a command that changes the weights of the mesh."""
+        match command:
+            case PutWeights():
+                self._put(command.staged)
+            case SleepMesh():
+                self._sleep(command.keep)
+            case WakeMesh():
+                self._wake()
+            case _:
+                self.drop()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # ---- other weights
+
+    def _read(self, folder: str) -> _Staged:
+        if self.source is None:
+            raise InvalidRequestError(
+                "weights: this worker was started without a way to read others; start a worker of"
+                " the cluster with --model"
+            )
+        if self._layout.pp > 1:
+            raise InvalidRequestError(
+                f"weights: layout {self._layout} has pipeline stages, whose weights cannot be"
+                " replaced; restart the worker with the new checkpoint"
+            )
+        content = self.source.content(folder)
+        self._check_room()
+        devices = list(self._programs.mesh.devices.flat)
+        model = self.source.read(folder, self._layout, devices)
+        if self.source.content(folder) != content:
+            raise InvalidRequestError(
+                f"weights {folder!r}: its files changed while they were read; update again when"
+                " they are complete"
+            )
+        of_slots = jax.ShapeDtypeStruct
+        weights = split_model(
+            model,
+            self._layout,
+            adapter_size(self._limits),
+            lambda shape, dtype, spec: of_slots(shape, dtype),  # type: ignore[arg-type,return-value]
+        )
+        self._check_form(folder, model, weights)
+        nbytes = sum(_bytes_here(array) for array in _arrays(model))
+        return _Staged(content, model, weights, nbytes)
+
+    def _check_room(self) -> None:
+        """Raises InvalidRequestError if a device has no room for a second copy of the weights."""
+        if self._resting is not None and self._resting.model is None:
+            return
+        for device in self._programs.mesh.devices.flat:
+            if device.process_index != jax.process_index():
+                continue
+            stats = device.memory_stats() or {}
+            limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
+            needed = sum(
+                shard.data.nbytes
+                for array in _arrays(self._model)
+                for shard in getattr(array, "addressable_shards", ())
+                if shard.device == device
+            )
+            if limit and limit * (1 - SPARE) - used < needed:
+                raise InvalidRequestError(
+                    f"weights: {device} has {limit - used:,} free bytes, and the new weights take"
+                    f" {needed:,} beside the present ones; let the worker sleep (level 2) before"
+                    " the update, or lower --memory_fraction"
+                )
+
+    def _check_form(self, folder: str, model: Model, weights: Weights) -> None:
+        """Raises InvalidRequestError unless the compiled programs fit the new weights."""
+        same = (
+            model.vocabulary == self._model.vocabulary
+            and model.kv_spec == self._model.kv_spec
+            and (weights.width, weights.dtype) == (self._weights.width, self._weights.dtype)
+            and len(weights.layers) == len(self._weights.layers)
+            and (weights.next_token is None) is (self._weights.next_token is None)
+        )
+        if same:
+            pairs = zip(_parts(self._weights), _parts(weights), strict=True)
+            same = all(old.structure == new.structure for old, new in pairs)
+        if not same:
+            raise InvalidRequestError(
+                f"weights {folder!r}: its model has another configuration or other shapes than the"
+                " served one; weights are replaced only by those of the same config.json"
+            )
+
+    def _put(self, number: int) -> None:
+        """Replaces the weights. Waits for the reading where commands are replayed without waiting
+        for results."""
+        assert self._staged is not None and self._staged[0] == number, "the worker read them before"
+        staged, self._staged = self._staged[1].result(), None
+        for old, new in zip(_parts(self._weights), _parts(staged.weights), strict=True):
+            leaves = list(new.leaves)
+            for place in old.stacks:
+                leaves[place.leaf] = old.leaves[place.leaf]
+            old.leaves = tuple(leaves)
+        _update(self._model, _arrays(staged.model))
+        if self._resting is not None:
+            self._resting.model = []
+
+    # ---- sleep
+
+    def _sleep(self, keep: bool) -> None:
+        if self._resting is not None:
+            return
+        arrays = _arrays(self._model)
+        stacks = [
+            [_HostArray(part.leaves[place.leaf]) for place in part.stacks]
+            for part in _parts(self._weights)
+        ]
+        self._resting = _Resting([_HostArray(one) for one in arrays] if keep else None, stacks)
+        for part in _parts(self._weights):
+            part.leaves = tuple(map(_abstract, part.leaves))
+        _update(self._model, list(map(_abstract, arrays)))
+        del arrays
+        self._pools.drop()
+
+    def _wake(self) -> None:
+        """Allocates pages and, if they are on the host, weights. Dropped weights were put before
+        this command."""
+        resting, self._resting = self._resting, None
+        if resting is None:
+            return
+        self._pools.make()
+        if resting.model:
+            arrays = [one.on_device(self._programs.platform) for one in resting.model]
+            _update(self._model, arrays)
+            again = split_model(self._model, self._layout)
+            for part, base in zip(_parts(self._weights), _parts(again), strict=True):
+                part.leaves = _merged(part, base.leaves)
+        for part, kept in zip(_parts(self._weights), resting.stacks, strict=True):
+            leaves = list(part.leaves)
+            for place, one in zip(part.stacks, kept, strict=True):
+                leaves[place.leaf] = one.on_device(self._programs.platform)
+            part.leaves = tuple(leaves)
+
+
+class _HostArray:
+    """A copy of this process's shards of an array in host memory, each shard once."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self._shape, self._sharding = array.shape, array.sharding
+        self._parts: dict[Any, np.ndarray] = {}
+        for shard in array.addressable_shards:
+            key = _bounds(shard.index, array.shape)
+            if key not in self._parts:
+                self._parts[key] = np.array(shard.data, copy=True)
+
+    def on_device(self, platform: str) -> jax.Array:
+        sharding: Any = kept_format(len(self._shape), self._sharding, platform)  # type: ignore[arg-type]
+        return jax.make_array_from_callback(
+            self._shape, sharding, lambda index: self._parts[_bounds(index, self._shape)]
+        )
+
+
+def _bounds(index: Any, shape: tuple[int, ...]) -> Any:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _merged(part: Part, base: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Returns the leaves of a part: those of `base`, which has no adapters, around the part's
+    stacks."""
+    stacks = {place.leaf for place in part.stacks}
+    rest = iter(base)
+    return tuple(
+        leaf if number in stacks else next(rest) for number, leaf in enumerate(part.leaves)
+    )
+
+
+def _parts(weights: Weights) -> Iterator[Part]:
+    yield weights.stem
+    if weights.head is not weights.stem:
+        yield weights.head
+    yield from weights.layers
+    if weights.next_token is not None:
+        yield weights.next_token
+
+
+def _arrays(model: Model) -> list[jax.Array]:
+    assert isinstance(model, nnx.Module)
+    return jax.tree.leaves(nnx.state(model))
+
+
+def _update(model: Model, arrays: Sequence[Any]) -> None:
+    """Replaces the arrays of a model, which others refer to."""
+    assert isinstance(model, nnx.Module)
+    structure = jax.tree.structure(nnx.state(model))
+    nnx.update(model, jax.tree.unflatten(structure, arrays))
+
+
+def _abstract(array: Any) -> Any:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _bytes_here(array: jax.Array) -> int:
+    return sum(shard.data.nbytes for shard in array.addressable_shards)

@@ -1,0 +1,120 @@
+"""Calls by which workers take other weights of their model, and sleep, without a restart.
+
+An update has two phases. All workers stage the new weights while they serve the present ones; then
+all commit. Weights are identified by `VERSION@FINGERPRINT`, where the version is the caller's text
+and the fingerprint a hash of the checkpoint's files. The identity is part of the names of cached KV
+and of each hand-off, so that KV of one identity never serves another."""
+
+import enum
+from typing import Protocol
+
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.plain import Message
+
+# Usual time limits of an update (and of a wake), and of the end of sequences before a sleep.
+UPDATE_SECONDS, SLEEP_SECONDS = 600.0, 60.0
+
+
+class UpdateMode(enum.Enum):
+    """What happens to running requests at an update.
+
+    `RECOMPUTE`: they keep their accepted tokens, and their KV is computed anew with the new
+    weights. `DRAIN`: they end with the old weights before, while new requests wait. `KEEP`:
+    sequences that decode continue with the KV of the old weights, which is not cached."""
+
+    RECOMPUTE = "recompute"
+    DRAIN = "drain"
+    KEEP = "keep"
+
+
+UPDATE_MODES = tuple(mode.value for mode in UpdateMode)
+
+
+class StageCall(Message, frozen=True):
+    """Reads the checkpoint in `folder`, a path on the worker's hosts. Without `version`, the
+    identity's version is the beginning of the fingerprint."""
+
+    folder: str
+    version: str
+    deadline_seconds: float
+
+
+class StagedWeights(Message, frozen=True):
+    """Weights that a worker has staged: their identity, and the bytes that the worker's devices
+    hold for them. 0 bytes if the worker serves them already."""
+
+    weights: str
+    bytes: int = 0
+
+
+class CommitCall(Message, frozen=True):
+    """Replaces the weights by the staged ones with the identity `weights`. With `keep`, sequences
+    that decode keep their KV."""
+
+    weights: str
+    keep: bool = False
+
+
+class SleepCall(Message, frozen=True):
+    """Frees KV pages and weights. Level 1 copies the weights to host memory; level 2 drops them,
+    and they are read again at the end of the sleep."""
+
+    level: int
+    deadline_seconds: float
+
+
+class WeightsPort(Protocol):
+    async def stage_weights(self, call: StageCall) -> StagedWeights:
+        """Reads weights while the worker serves. Replaces weights that were staged before. Raises
+        InvalidRequestError for a folder that this worker cannot serve, DeadlineExceededError and
+        UnavailableError."""
+        ...
+
+    async def commit_weights(self, call: CommitCall) -> WorkerStatus:
+        """Serves the staged weights from the next command on. Does nothing if the worker serves
+        them already. Raises InvalidRequestError if they are not staged."""
+        ...
+
+    async def drop_weights(self) -> None:
+        """Frees staged weights. Idempotent."""
+        ...
+
+    async def sleep(self, call: SleepCall) -> WorkerStatus:
+        """Ends running sequences as preempted and frees pages and weights. Does nothing if the
+        worker sleeps already. Raises UnavailableError if the worker cannot sleep now."""
+        ...
+
+    async def wake(self, deadline_seconds: float) -> WorkerStatus:
+        """Ends the sleep: the worker has its weights and empty pages again. Idempotent."""
+        ...
+
+
+class WeightsReport(Message, frozen=True):
+    """Outcome of an update.
+
+    Attributes:
+        weights: Identity of the new weights.
+        workers: Workers that serve them now.
+        failed: Text "NAME: reason" for each worker that staged the weights and could not commit. No
+            request is placed on it together with workers that serve them.
+        bytes: Bytes that all workers' devices hold for the weights.
+        stage_seconds: Duration of the reading, during which workers served the old weights.
+        pause_seconds: Time for which no request was placed.
+    """
+
+    weights: str
+    workers: tuple[str, ...]
+    failed: tuple[str, ...] = ()
+    bytes: int = 0
+    stage_seconds: float = 0.0
+    pause_seconds: float = 0.0
+
+
+def identity_of(version: str, fingerprint: str) -> str:
+    """Returns the identity of weights."""
+    return f"{version or fingerprint[:12]}@{fingerprint}"
+
+
+def version_of(identity: str) -> str:
+    """Returns the version in an identity, or "" for the weights of the start."""
+    return identity.rpartition("@")[0]

@@ -1,0 +1,55 @@
+"""Chooses a worker in place of another one that failed or drains, for a request that runs. Pure."""
+
+import numpy as np
+
+from jdisagg.router.candidates import FAILED, Candidates, broken_pairs, nobody, usable
+from jdisagg.router.cluster_state import ClusterState
+from jdisagg.router.decision import PlacementPolicy, PlacementQuery
+from jdisagg.router.placement import NO_WORK
+
+
+def another_prefill(
+    state: ClusterState,
+    avoid: frozenset[str],
+    now: float,
+    policy: PlacementPolicy,
+    decode: str = "",
+    broken: frozenset[tuple[str, str]] = frozenset(),
+) -> str:
+    """Returns another worker to continue a prompt for `decode` whose prefill worker failed. A
+    worker in `avoid`, or in a pair of `broken` with `decode`, is chosen only if no other worker is
+    available."""
+    query = PlacementQuery(NO_WORK, avoid=avoid, broken=broken, resuming=True)
+    some = usable(state, state.prefill, query, now, policy)
+    some = _like(state, some, decode)
+    if not len(some):
+        raise nobody(state, state.prefill, "prefill")
+    reluctance = some.against + some.load
+    if broken and decode in state:
+        decodes = np.array([state.row_of(decode)])
+        reluctance = reluctance + broken_pairs(state, query, some.rows, decodes)[:, 0]
+    return state.name(int(some.rows[np.argmin(reluctance)]))
+
+
+def another_decode(
+    state: ClusterState,
+    avoid: frozenset[str],
+    now: float,
+    policy: PlacementPolicy,
+    origin: str = "",
+) -> str:
+    """Returns the decode worker to which a running sequence of `origin` should migrate. Draining
+    workers and workers in `avoid` are never chosen."""
+    some = usable(state, state.decode, PlacementQuery(NO_WORK, avoid=avoid), now, policy)
+    some = _like(state, some.where(some.against < FAILED), origin)
+    if not len(some):
+        raise nobody(state, state.decode, "other decode")
+    return state.name(int(some.rows[np.argmin(some.against + some.load)]))
+
+
+def _like(state: ClusterState, some: Candidates, other: str) -> Candidates:
+    """Leaves out workers whose weights are not those of the worker `other`, if it is known."""
+    row = state.row(other)
+    if row is None:
+        return some
+    return some.where(some.table["weights"] == state.table["weights"][row])

@@ -1,0 +1,85 @@
+"""Calls of the client that change the weights of a cluster, or let workers sleep."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS, UpdateMode, WeightsReport
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.service.grpc import generation_pb2 as pb
+from jdisagg.service.grpc import wire, wire_generation
+
+
+class _Caller(Protocol):
+    """The part of `AsyncClient` that the calls use."""
+
+    _stub: Any
+    _timeout_seconds: float
+
+    async def _unary(
+        self, method: Callable[..., Any], request: Any, seconds: float | None = None
+    ) -> Any: ...
+
+
+class WeightsCalls:
+    """Base of `AsyncClient`."""
+
+    async def update_weights(
+        self: _Caller,
+        folder: str,
+        *,
+        version: str = "",
+        mode: str = "recompute",
+        deadline_seconds: float = UPDATE_SECONDS,
+    ) -> WeightsReport:
+        """Replaces the weights of all workers by those of another checkpoint of the same model.
+
+        Args:
+            folder: Checkpoint on the hosts of all workers, with the served model's config.json.
+            version: Text that names the weights in answers. By default a part of their hash.
+            mode: "recompute": running requests keep their tokens, and their KV is computed anew.
+                "drain": they end with the old weights before. "keep": they keep their KV.
+            deadline_seconds: Time limit of the reading, and of the drain.
+
+        Raises:
+            InvalidRequestError: A worker cannot serve the folder; all serve the old weights.
+            UnauthenticatedError: The token belongs to a tenant.
+        """
+        number = pb.UpdateMode.Value(f"UPDATE_MODE_{UpdateMode(mode).name}")
+        request = pb.UpdateWeightsRequest(
+            folder=folder, version=version, mode=number, deadline_seconds=deadline_seconds
+        )
+        seconds = 2 * deadline_seconds + self._timeout_seconds
+        reply = await self._unary(self._stub.UpdateWeights, request, seconds)
+        return wire_generation.weights_report_from_proto(reply)
+
+    async def sleep(
+        self: _Caller,
+        level: int = 1,
+        workers: Sequence[str] = (),
+        *,
+        deadline_seconds: float = SLEEP_SECONDS,
+    ) -> tuple[WorkerStatus, ...]:
+        """Frees pages and weights of workers, by default of all. They take no requests until
+        `wake`.
+
+        Args:
+            level: 1 keeps the weights in host memory, 2 reads them again at `wake`.
+            deadline_seconds: Time limit for the end of running sequences.
+
+        Raises:
+            InvalidRequestError: A worker is unknown.
+            UnavailableError: A worker cannot sleep now.
+        """
+        request = pb.SleepRequest(level=level, workers=workers, deadline_seconds=deadline_seconds)
+        seconds = deadline_seconds + self._timeout_seconds
+        reply = await self._unary(self._stub.Sleep, request, seconds)
+        return tuple(map(wire.worker_status_from_proto, reply.workers))
+
+    async def wake(
+        self: _Caller, workers: Sequence[str] = (), *, deadline_seconds: float = UPDATE_SECONDS
+    ) -> tuple[WorkerStatus, ...]:
+        """Ends the sleep of workers, by default of all. Raises as `sleep`."""
+        request = pb.WakeRequest(workers=workers, deadline_seconds=deadline_seconds)
+        seconds = deadline_seconds + self._timeout_seconds
+        reply = await self._unary(self._stub.Wake, request, seconds)
+        return tuple(map(wire.worker_status_from_proto, reply.workers))

@@ -1,0 +1,242 @@
+"""Other weights for a running worker, and its sleep. Implements `WeightsPort`.
+
+Weights are read beside the serving mesh and replaced by a command in the mesh's order. In the same
+turn of the event loop, sequences that must not mix weights end as preempted, cached KV is dropped
+in all tiers, and later KV gets other names: no plan for a step comes between."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from jdisagg.clock import limit
+from jdisagg.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
+from jdisagg.messages.step_commands import (
+    DiskResult,
+    DropWeights,
+    PutWeights,
+    ReadWeights,
+    SleepMesh,
+    WakeMesh,
+)
+from jdisagg.messages.weights import CommitCall, SleepCall, StageCall, StagedWeights, identity_of
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.telemetry import Counters
+from jdisagg.worker.step_loop import StepLoop
+
+LOOK_SECONDS = 0.01
+MAX_VERSION_BYTES = 128
+# Staged weights are kept for so many times the deadline of their call, which a drain may take, too.
+STAGED_TIMES = 3
+SLEEP_LEVELS = (1, 2)
+
+
+@dataclass(slots=True)
+class ServedWeights:
+    """The weights that a worker serves. A role change keeps them.
+
+    Attributes:
+        identity: Identity of the weights; "" for those of the start.
+        folder: Folder from which they were read; "" for that of the start.
+        start_folder: Folder of the weights of the start, or "" if unknown.
+    """
+
+    identity: str = ""
+    folder: str = ""
+    start_folder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    number: int
+    identity: str
+    folder: str
+    until: float
+
+
+class WorkerOfWeights(Protocol):
+    """The part of a worker that other weights and sleep concern."""
+
+    name: str
+
+    def forget_weights(self, keep: bool, identity: str) -> None:
+        """Ends sequences and hand-offs, drops cached KV, and names later KV by `identity`. With
+        `keep`, sequences that decode continue."""
+        ...
+
+    def at_rest(self) -> bool:
+        """Whether no sequence, hand-off or copy of KV is left."""
+        ...
+
+    def may_sleep(self) -> str:
+        """Returns why the worker cannot sleep now, or ""."""
+        ...
+
+    async def status(self) -> WorkerStatus: ...
+
+
+class WeightsUpdates:
+    """The weights of one worker.
+
+    Attributes:
+        served: The weights that the worker serves.
+        asleep: Whether the worker sleeps, or is about to.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerOfWeights,
+        served: ServedWeights,
+        loop: StepLoop,
+        counters: Counters,
+        now: Callable[[], float],
+    ) -> None:
+        self.served = served
+        self.asleep = False
+        self._worker, self._loop, self._counters, self._now = worker, loop, counters, now
+        self._staged: _Staged | None = None
+        self._dropped = False  # whether the sleeping mesh has no weights
+        self._changing = asyncio.Lock()
+
+    # ---- other weights
+
+    async def stage_weights(self, call: StageCall) -> StagedWeights:
+        if not call.folder:
+            raise InvalidRequestError("weights: folder must not be empty; name a checkpoint folder")
+        if "@" in call.version or len(call.version.encode()) > MAX_VERSION_BYTES:
+            raise InvalidRequestError(
+                f"weights: version {call.version[:80]!r} must have at most {MAX_VERSION_BYTES}"
+                " bytes and no '@'; choose a shorter one"
+            )
+        async with self._changing:
+            self._staged = None
+            number, content, nbytes = await self._read(call.folder, call.deadline_seconds)
+            identity = identity_of(call.version, content)
+            if identity == self.served.identity:
+                self._drop()
+                return StagedWeights(identity)
+            until = self._now() + STAGED_TIMES * call.deadline_seconds
+            self._staged = _Staged(number, identity, call.folder, until)
+            self._counters.add("weights_staged")
+            self._counters.add("weights_staged_bytes", nbytes)
+            return StagedWeights(identity, nbytes)
+
+    async def commit_weights(self, call: CommitCall) -> WorkerStatus:
+        async with self._changing:
+            if call.weights != self.served.identity:
+                staged, self._staged = self._staged, None
+                if staged is None or staged.identity != call.weights:
+                    raise InvalidRequestError(
+                        f"worker {self._worker.name!r} has not staged weights {call.weights!r}:"
+                        " stage them again"
+                    )
+                self._loop.check()
+                self._put(staged.number)
+                self.served.identity, self.served.folder = staged.identity, staged.folder
+                self._worker.forget_weights(call.keep, staged.identity)
+                self._counters.add("weights_updates")
+        return await self._worker.status()
+
+    async def drop_weights(self) -> None:
+        async with self._changing:
+            if self._staged is not None:
+                self._staged = None
+                self._drop()
+
+    def expire(self) -> None:
+        """Frees staged weights whose caller has not committed them in time."""
+        if self._staged is not None and self._staged.until < self._now():
+            self._staged = None
+            self._drop()
+
+    def _put(self, number: int) -> None:
+        self._loop.fire(PutWeights(self._loop.next_number(), number))
+        self._dropped = False
+
+    def _drop(self) -> None:
+        self._loop.fire(DropWeights(self._loop.next_number()))
+
+    async def _read(self, folder: str, seconds: float) -> tuple[int, str, int]:
+        """Reads weights. Returns their number, the fingerprint of their folder and their bytes."""
+        number = self._loop.next_number()
+        reading = self._loop.submit(ReadWeights(number, number, folder))
+        result = await self._within(reading, seconds, f"read the weights in {folder!r}")
+        assert isinstance(result, DiskResult)
+        if result.error or not result.names:
+            self._drop()
+            raise InvalidRequestError(
+                result.error
+                or f"weights {folder!r}: the processes of worker {self._worker.name!r} find other"
+                " files there; copy the same checkpoint to all of its hosts"
+            )
+        return number, result.names[0].decode(), result.bytes_moved
+
+    async def _within(self, work: Awaitable[object], seconds: float, what: str) -> object:
+        try:
+            with limit(seconds):
+                return await work
+        except TimeoutError:
+            self._drop()
+            raise DeadlineExceededError(
+                f"worker {self._worker.name!r} did not {what} within {seconds:g} s"
+            ) from None
+
+    # ---- sleep
+
+    async def sleep(self, call: SleepCall) -> WorkerStatus:
+        if call.level not in SLEEP_LEVELS:
+            raise InvalidRequestError(f"sleep level must be 1 or 2, got {call.level}")
+        async with self._changing:
+            if not self.asleep:
+                await self._fall_asleep(call)
+        return await self._worker.status()
+
+    async def _fall_asleep(self, call: SleepCall) -> None:
+        served, name = self.served, self._worker.name
+        if why := self._worker.may_sleep():
+            raise UnavailableError(
+                f"worker {name!r} cannot sleep now: {why}; try again", retry_after_seconds=5.0
+            )
+        if call.level == 2 and not (served.folder or served.start_folder):
+            raise InvalidRequestError(
+                f"worker {name!r} cannot read its weights again, so they may not be dropped; use"
+                " sleep level 1"
+            )
+        self.asleep = True
+        try:
+            self._worker.forget_weights(False, served.identity)
+            await self._within(self._rest(), call.deadline_seconds, "end its sequences")
+            self._loop.check()
+            number = self._loop.next_number()
+            await self._loop.submit(SleepMesh(number, call.level == 1))
+        except BaseException:
+            self.asleep = False
+            raise
+        self._dropped = call.level == 2
+        self._counters.add("sleeps")
+
+    async def _rest(self) -> None:
+        while not self._worker.at_rest():
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def wake(self, deadline_seconds: float) -> WorkerStatus:
+        async with self._changing:
+            if self.asleep:
+                if self._dropped:
+                    await self._read_again(deadline_seconds)
+                number = self._loop.next_number()
+                await self._loop.submit(WakeMesh(number))
+                self.asleep = False
+        return await self._worker.status()
+
+    async def _read_again(self, seconds: float) -> None:
+        served = self.served
+        folder = served.folder or served.start_folder
+        number, content, _ = await self._read(folder, seconds)
+        if served.identity and content != served.identity.rpartition("@")[2]:
+            self._drop()
+            raise InvalidRequestError(
+                f"weights {folder!r}: the files changed since they were served; restore them, or"
+                " update the sleeping worker to other weights"
+            )
+        self._put(number)

@@ -1,0 +1,58 @@
+"""Replaces the weights of a running server or cluster, without a restart.
+
+    jdisagg update_weights --target=localhost:8700 --model=/checkpoints/100 --weights_version=100
+
+All workers read the checkpoint while they serve, and then take it at the same time
+(docs/weights.md). --update_mode states what happens to running requests: recompute (their KV is
+computed anew with the new weights), drain (they end before) or keep (they keep their KV). Exit
+status 1: no worker took the weights, and all serve as before, or some could not take them."""
+
+import asyncio
+import sys
+
+from jdisagg.client import AsyncClient
+from jdisagg.messages.weights import UPDATE_SECONDS, WeightsReport
+from launch.console import run
+from launch.flags import CLIENT, define
+from launch.settings import credentials
+
+flags = define(
+    "target",
+    "model",
+    "weights_version",
+    "update_mode",
+    "deadline_seconds",
+    "token_file",
+    *CLIENT[1:],
+    required=("model",),
+    model=(None, "Checkpoint folder, on the hosts of all workers."),
+    deadline_seconds=UPDATE_SECONDS,
+    token_file="",
+)
+
+
+def main() -> int:
+    report = asyncio.run(_update())
+    print(
+        f"{', '.join(report.workers)} serve {report.weights}: {report.bytes / 1e6:.1f} MB read in"
+        f" {report.stage_seconds:.2f} s, placement paused for {report.pause_seconds:.3f} s"
+    )
+    for failure in report.failed:
+        print(f"error: worker {failure}", file=sys.stderr)
+    return 1 if report.failed else 0
+
+
+async def _update() -> WeightsReport:
+    async with AsyncClient(
+        flags.target, credentials=credentials(flags, flags.token_file)
+    ) as client:
+        return await client.update_weights(
+            flags.model,
+            version=flags.weights_version,
+            mode=flags.update_mode,
+            deadline_seconds=flags.deadline_seconds,
+        )
+
+
+if __name__ == "__main__":
+    run(main, flags)

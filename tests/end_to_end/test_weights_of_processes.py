@@ -1,0 +1,104 @@
+"""Other weights for clusters of processes: under load, with a worker that dies and comes back, and
+with instances of two processes."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jdisagg.client import AsyncClient
+from jdisagg.errors import JdisaggError
+from models.tokenizer import Tokenizer
+from tests import time_scale
+from tests.end_to_end.clusters import LLAMA, dense_greedy
+from tests.end_to_end.other_weights import flip, perturbed, with_sums
+from tests.end_to_end.test_cluster import PROMPT, cluster
+
+TOKENS = 8
+
+
+async def ask(client: AsyncClient) -> list[int]:
+    done = await client.complete(PROMPT, max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    return list(done.choices[0].token_ids)
+
+
+async def until(client: AsyncClient, condition: Callable[[list[str]], bool]) -> None:
+    """Waits until the weights of the registered workers fulfil a condition."""
+    async with asyncio.timeout(time_scale.seconds(90.0)):
+        while not condition([status.weights for status in await client.status()]):
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.ci
+def test_a_cluster_takes_weights_sleeps_and_gives_them_to_a_worker_that_died(
+    tmp_path: Path,
+) -> None:
+    others = [with_sums(perturbed(tmp_path / f"w{seed}", LLAMA, seed)) for seed in (1, 2)]
+    bad = with_sums(perturbed(tmp_path / "bad", LLAMA, 3))
+    flip(bad / "model.safetensors")
+    prompt = Tokenizer.from_directory(LLAMA).encode(PROMPT)
+    answers = [dense_greedy(folder, prompt, TOKENS) for folder in (LLAMA, *others)]
+
+    async def check(target: str, kill) -> None:
+        async with AsyncClient(target) as client:
+            assert await ask(client) == answers[0]
+            report = await client.update_weights(str(others[0]), version="one")
+            assert report.weights.startswith("one@") and len(report.workers) == 3
+            for _ in range(3):
+                assert await ask(client) == answers[1]
+            with pytest.raises(JdisaggError, match="SHA-256"):
+                await client.update_weights(str(bad), version="bad")
+            assert await ask(client) == answers[1]
+            kill()
+            await until(client, lambda found: found != [report.weights] * 3)
+            await until(client, lambda found: found == [report.weights] * 3)
+            assert await ask(client) == answers[1]
+            statuses = await client.sleep(1)
+            assert [one.asleep for one in statuses] == [True] * 3
+            waiting = asyncio.create_task(ask(client))
+            report = await client.update_weights(str(others[1]), version="two")
+            assert not waiting.done(), "a request waits for workers that are awake"
+            assert not any(one.asleep for one in await client.wake())
+            assert await waiting == answers[2]
+            assert len({answer[-1] for answer in map(tuple, answers)} | {0}) > 1
+
+    flags = ("--prefill_workers=1", "--decode_workers=2", f"--model={LLAMA}")
+    with cluster(tmp_path, *flags) as running:
+
+        def kill() -> None:
+            worker = running.worker("decode-0")
+            assert worker is not None
+            worker.kill()
+
+        asyncio.run(check(running.address, kill))
+        assert running.end() == 0, running.log.read_text()
+
+
+@pytest.mark.slow
+def test_instances_of_two_processes_take_weights_under_load(tmp_path: Path) -> None:
+    other = perturbed(tmp_path / "other", LLAMA, 1)
+    prompt = Tokenizer.from_directory(LLAMA).encode(PROMPT)
+    old, new = (dense_greedy(folder, prompt, TOKENS) for folder in (LLAMA, other))
+
+    async def check(target: str) -> None:
+        async with AsyncClient(target) as client:
+            assert await ask(client) == old
+            long = asyncio.create_task(
+                client.complete(PROMPT, max_tokens=200, temperature=0.0, ignore_eos=True)
+            )
+            await asyncio.sleep(0.5)
+            await client.update_weights(str(other), version="new")
+            assert await ask(client) == new
+            done = await long
+            used = dict(done.usage.weights)
+            tokens, first = list(done.choices[0].token_ids), used.get("", 0)
+            assert tokens[:first] == dense_greedy(LLAMA, prompt, first)
+            assert tokens[first:][:20] == dense_greedy(other, [*prompt, *tokens[:first]], 20)
+
+    flags = ("--prefill=tp=2", "--decode=dp=2", "--processes_per_instance=2")
+    with cluster(
+        tmp_path, "--prefill_workers=1", "--decode_workers=1", *flags, f"--model={LLAMA}"
+    ) as running:
+        asyncio.run(check(running.address))
+        assert running.end() == 0, running.log.read_text()
