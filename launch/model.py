@@ -15,7 +15,7 @@ from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from jdisagg.model_api import Device, Model
 from jdisagg.node.deployment import Deployment, ModelSource
 from jdisagg.observe.observer import Observer
-from jdisagg.ops.quantized_weights import checked_weights
+from jdisagg.ops.quantized_weights import Weights, checked_weights
 from jdisagg.scheduler.blocks import StageCut
 from jdisagg.weights import offered
 from launch.cost_inputs import find_geometry
@@ -40,7 +40,8 @@ class CheckpointLoader:
         self, directory: str, dtype: str, weights: str, kv_dtype: str, speculate: str
     ) -> None:
         self._directory, self._dtype, self._kv_dtype = directory, dtype, kv_dtype
-        self._weights, self._speculate = checked_weights(weights), speculate
+        self._weights: Weights = checked_weights(weights)
+        self._speculate = speculate
 
     def __call__(
         self, layout: Layout, devices: Sequence[Device], cut: StageCut | None = None

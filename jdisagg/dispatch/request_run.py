@@ -321,7 +321,7 @@ class RequestRun:
         """Returns the versions of the weights that chose the tokens, and the number of tokens of
         each; empty if the weights never changed."""
         first = self.output_tokens - sum(self._weights.values())
-        used = dict.fromkeys(("",) if first and self._weights else (), first)
+        used: dict[str, int] = {"": first} if first and self._weights else {}
         for identity, count in self._weights.items():
             version = version_of(identity)
             used[version] = used.get(version, 0) + count

@@ -340,7 +340,7 @@ def _names(fleet: Fleet, book: PromptBook) -> PromptNames | None:
     if not prefix.reuse:
         return None
     model = f"{fleet.geometry.name} {fleet.kept_dtype}"
-    return PromptNames(SECRET, model, prefix.grain_tokens, prefix.grid_tokens, book)
+    return PromptNames(SECRET, model, prefix.grain_tokens, prefix.grid_tokens, book=book)
 
 
 def _no_text(request: Request) -> _NoText:

@@ -44,9 +44,11 @@ class WeightsCalls:
             InvalidRequestError: A worker cannot serve the folder; all serve the old weights.
             UnauthenticatedError: The token belongs to a tenant.
         """
-        number = pb.UpdateMode.Value(f"UPDATE_MODE_{UpdateMode(mode).name}")
         request = pb.UpdateWeightsRequest(
-            folder=folder, version=version, mode=number, deadline_seconds=deadline_seconds
+            folder=folder,
+            version=version,
+            mode=f"UPDATE_MODE_{UpdateMode(mode).name}",
+            deadline_seconds=deadline_seconds,
         )
         seconds = 2 * deadline_seconds + self._timeout_seconds
         reply = await self._unary(self._stub.UpdateWeights, request, seconds)
