@@ -438,7 +438,7 @@ async def test_a_trainer_in_the_process_offers_sharded_arrays_and_each_byte_is_r
     tree: dict[str, object] = {}
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         axis = number % tensor.ndim
-        split = [None] * tensor.ndim
+        split: list[str | None] = [None] * tensor.ndim
         if number % 3 and tensor.shape[axis] % 4 == 0:
             split[axis] = "x"
         spec = jax.sharding.PartitionSpec(*split)

@@ -91,6 +91,7 @@ def test_instances_of_two_processes_take_weights_under_load(tmp_path: Path) -> N
             await client.update_weights(str(other), version="new")
             assert await ask(client) == new
             done = await long
+            assert done.usage
             used = dict(done.usage.weights)
             tokens, first = list(done.choices[0].token_ids), used.get("", 0)
             assert tokens[:first] == dense_greedy(LLAMA, prompt, first)

@@ -69,9 +69,9 @@ class Path:
         self.heard: list[WorkerStatus] = []
         self.cluster = ClusterPorts(
             {},
-            {"d": None},
+            {"d": None},  # type: ignore[dict-item]
             weights=workers,
-            reported=self.heard.append,  # type: ignore[dict-item]
+            reported=self.heard.append,
         )
 
     @contextlib.asynccontextmanager
