@@ -47,7 +47,7 @@ class PausablePath(Protocol):
 
 
 class WeightsControl:
-    """Changes the weights of a cluster. One change runs at a time.
+    """Changes the weights of a cluster. One change runs at a time; others wait.
 
     Args:
         path: The request path, whose placement pauses while workers commit.
@@ -56,7 +56,7 @@ class WeightsControl:
 
     def __init__(self, path: PausablePath, clock: Clock, counters: Counters) -> None:
         self._path, self._clock, self._counters = path, clock, counters
-        self._busy = False
+        self._changing = asyncio.Lock()
         self._wanted: StageCall | None = None
         self._identity = ""
 
@@ -81,14 +81,13 @@ class WeightsControl:
 
         Raises:
             InvalidRequestError: A worker cannot serve the folder. All serve the old weights.
-            UnavailableError: Another change is under way, or a worker did not answer. All serve the
-                old weights.
+            UnavailableError: A worker did not answer. All serve the old weights.
             DeadlineExceededError: Reading or draining took too long. All serve the old weights.
             UnauthenticatedError: The caller's token belongs to a tenant.
         """
         refuse_tenants("weights are updated")
         seconds = UPDATE_SECONDS if deadline_seconds is None else deadline_seconds
-        with self._alone():
+        async with self._changing:
             ports = dict(self._ports)
             if not ports:
                 raise UnavailableError("weights: no worker is there to take them; try again later")
@@ -121,7 +120,7 @@ class WeightsControl:
         """Gives the weights of the last update to workers that do not have them. Failures are left
         to the next call."""
         wanted, ports = self._wanted, self._ports
-        if wanted is None or self._busy or self._path.cluster.statuses is None:
+        if wanted is None or self._changing.locked() or self._path.cluster.statuses is None:
             return
         late = [
             one.name
@@ -131,13 +130,16 @@ class WeightsControl:
             and not (one.draining or one.asleep)
         ]
         if late:
-            with contextlib.suppress(JdisaggError), self._alone():
-                some = {name: ports[name] for name in late if name in ports}
-                staged = await self._stage(some, wanted)
-                if {one.weights for one in staged.values()} == {self._identity}:
-                    await self._commit(some, CommitCall(self._identity))
-                else:
-                    await self._drop(some)
+            with contextlib.suppress(JdisaggError):
+                await self._give(wanted, {name: ports[name] for name in late if name in ports})
+
+    async def _give(self, wanted: StageCall, some: Mapping[str, WeightsPort]) -> None:
+        async with self._changing:
+            staged = await self._stage(some, wanted)
+            if {one.weights for one in staged.values()} == {self._identity}:
+                await self._commit(some, CommitCall(self._identity))
+            else:
+                await self._drop(some)
 
     async def sleep(
         self, level: int = 1, workers: tuple[str, ...] = (), deadline_seconds: float = SLEEP_SECONDS
@@ -161,7 +163,7 @@ class WeightsControl:
         call: Callable[[WeightsPort], Awaitable[WorkerStatus]],
     ) -> tuple[WorkerStatus, ...]:
         refuse_tenants(f"workers {what}")
-        with self._alone():
+        async with self._changing:
             ports = dict(self._ports)
             if unknown := [name for name in names if name not in ports]:
                 raise InvalidRequestError(
@@ -173,18 +175,6 @@ class WeightsControl:
                 if isinstance(outcome, WorkerStatus):
                     self._path.cluster.reported(outcome)
             return tuple(_raised(outcomes).values())
-
-    @contextlib.contextmanager
-    def _alone(self):
-        if self._busy:
-            raise UnavailableError(
-                "another change of weights is under way; wait for its end", retry_after_seconds=5.0
-            )
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
 
     async def _stage(
         self, ports: Mapping[str, WeightsPort], call: StageCall

@@ -575,8 +575,7 @@ class DecodeWorker(MeshWorker):
         self._reservations.rename()
         self._prefills.waits.end_all()
         for group in list(self._state.groups.values()):
-            waits = any(child.stage is Stage.RESERVED for child in group.alive)
-            if waits or not keep:
+            if not keep or any(child.stage is Stage.RESERVED for child in group.alive):
                 self._migration.abort(group.key, "the weights changed")
                 self._state.end_group(group, preempted=True)
         self._settle()
