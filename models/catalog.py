@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from models import (
+    apertus,
     deepseek,
     exaone4,
     gemma,
@@ -48,6 +49,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", llama.read_config),
+    "apertus": Family("ApertusForCausalLM", apertus.read_config),
     "arcee": Family("ArceeForCausalLM", llama.read_arcee_config),
     "ernie4_5": Family("Ernie4_5ForCausalLM", llama.read_ernie_config),
     "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", llama.read_hunyuan_config),
@@ -82,6 +84,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family("Phi3ForCausalLM", phi3.read_config),
     "glm": Family("GlmForCausalLM", glm4.read_glm_config),
     "glm4": Family("Glm4ForCausalLM", glm4.read_config),
+    "glm4v_text": Family("Glm4vForCausalLM", glm4.read_vl_config),
     "dots1": Family("Dots1ForCausalLM", glm4_moe.read_dots_config),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.read_config),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.read_v2_config),

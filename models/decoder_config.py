@@ -12,7 +12,7 @@ from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, LatentAttention
 from jdisagg.layout.axes import ModelGeometry
 from jdisagg.layout.kv_spec import KEPT_DTYPES, KVComponent, KVLayer, KVSpec, latent_layer
-from jdisagg.ops.activations import Activation, ExpertGate
+from jdisagg.ops.activations import UNGATED, Activation, ExpertGate
 from jdisagg.ops.rope_frequencies import Rope
 
 
@@ -358,7 +358,7 @@ class DecoderConfig:
                 )
             ),
             ffn=self.ffn,
-            gated=self.activation != "relu2",
+            gated=self.activation not in UNGATED,
             tied=self.tied,
             experts=(
                 Experts(

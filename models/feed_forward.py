@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jdisagg.model_api import MakeStack, Shards
-from jdisagg.ops.activations import Activation, SquaredRelu
+from jdisagg.ops.activations import UNGATED, Activation, SquaredRelu
 from jdisagg.ops.adapters import ExpertFactors
 from jdisagg.ops.linear import project
-from jdisagg.ops.mlp import gated, squared_relu
+from jdisagg.ops.mlp import gated, squared_relu, xielu
 from jdisagg.ops.moe import ExpertWeights, Routing, route, routed_experts
 from jdisagg.ops.norm import rms_norm
 from jdisagg.ops.parameters import Axes, Make, parameter
@@ -42,8 +42,22 @@ class GatedMLP(nnx.Module):
         return self.down.summed(inner_TF, shards)
 
 
+class Xielu(nnx.Module):
+    """The activation xIELU, with parameters of its own in each layer."""
+
+    def __init__(self, make: Make) -> None:
+        self.alpha_p = parameter(make((1,), "float32", 1), ("head",))
+        self.alpha_n = parameter(make((1,), "float32", 1), ("head",))
+        self.beta, self.eps = (parameter(make((), "float32", 1), ()) for _ in range(2))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        alphas = self.alpha_p[...][0], self.alpha_n[...][0]
+        return xielu(x, *alphas, self.beta[...], self.eps[...])
+
+
 class PlainMLP(nnx.Module):
-    """Computes down(relu(up(x))^2). The hidden width is sharded over the tensor-parallel axes."""
+    """Computes down(act(up(x))), where act is relu(x)^2 or xIELU. The hidden width is sharded over
+    the tensor-parallel axes."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
@@ -52,15 +66,16 @@ class PlainMLP(nnx.Module):
         ffn, bias = config.ffn if ffn is None else ffn, config.mlp_bias
         self.up = Linear(make, (config.width, ffn), ("embed", "ffn"), bias=bias, form=form)
         self.down = Linear(make, (ffn, config.width), ("ffn", "embed"), bias=bias, form=form)
+        self.act = Xielu(make) if config.activation == "xielu" else None
 
     def __call__(self, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None) -> jax.Array:
-        return self.down.summed(squared_relu(self.up(x_TD, shards)), shards)
+        return self.down.summed((self.act or squared_relu)(self.up(x_TD, shards)), shards)
 
 
 def _dense(
     make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
 ) -> GatedMLP | PlainMLP:
-    kind = PlainMLP if config.activation == "relu2" else GatedMLP
+    kind = PlainMLP if config.activation in UNGATED else GatedMLP
     return kind(make, config, form, ffn)
 
 

@@ -11,13 +11,17 @@ from models.hf_decoder import read_decoder, refuse_windows
 DEFAULTS = FamilyDefaults(
     kv_heads=2, context_tokens=131072, norm_epsilon=1.5625e-7, partial_rotary=0.5
 )
+VL_DEFAULTS = FamilyDefaults(
+    kv_heads=2, context_tokens=32768, norm_epsilon=1e-5, partial_rotary=1.0
+)
 
 
-def read_glm_config(hf: HfConfig) -> DecoderConfig:
+def read_glm_config(hf: HfConfig, defaults: FamilyDefaults = DEFAULTS) -> DecoderConfig:
     """Reads the config.json of glm-4-9b as transformers writes it."""
     refuse_windows(hf, "this family uses full attention")
-    bias = hf.flag("attention_bias", hf.raw("model_type") == "glm4")
-    config = read_decoder(hf, DEFAULTS, qkv_bias=bias, head_dim_default=128)
+    bias = hf.flag("attention_bias", hf.raw("model_type") != "glm")
+    size = 128 if defaults is DEFAULTS else None
+    config = read_decoder(hf, defaults, qkv_bias=bias, head_dim_default=size)
     attention = config.attention
     return replace(
         config, attention=replace(attention, rope=replace(attention.rope, interleaved=True))
@@ -26,3 +30,9 @@ def read_glm_config(hf: HfConfig) -> DecoderConfig:
 
 def read_config(hf: HfConfig) -> DecoderConfig:
     return replace(read_glm_config(hf), norms="both")
+
+
+def read_vl_config(hf: HfConfig) -> DecoderConfig:
+    """Reads the text part of GLM-4.1V: GLM-4-0414 with other defaults. For text,
+    three-dimensional rotary positions equal ordinary ones."""
+    return replace(read_glm_config(hf, VL_DEFAULTS), norms="both")

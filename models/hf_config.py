@@ -45,6 +45,7 @@ OUTER = {
     "qwen2_vl": Outer("Qwen2VLForConditionalGeneration", "qwen2_vl_text", tied=False),
     "qwen2_5_vl": Outer("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", tied=False),
     "voxtral": Outer("VoxtralForConditionalGeneration", "llama", tied=True),
+    "glm4v": Outer("Glm4vForConditionalGeneration", "glm4v_text", tied=False),
     "gemma3": Outer("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
     "gemma4": Outer("Gemma4ForConditionalGeneration", "gemma4_text", tied=True),
     "kimi_k25": Outer("KimiK25ForConditionalGeneration", "deepseek_v3", tied=True),

@@ -18,6 +18,7 @@ ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh",),
     "relu2": ("relu2",),
+    "xielu": ("xielu",),
 }
 
 

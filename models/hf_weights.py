@@ -30,7 +30,11 @@ RENAMED = {
 }
 # Names of one parameter in the families. If a layer has several of them, the last applies.
 LAYER: dict[str, tuple[str, ...]] = {
-    "attention_norm.weight": ("input_layernorm.weight", "norm.weight"),
+    "attention_norm.weight": (
+        "input_layernorm.weight",
+        "norm.weight",
+        "attention_layernorm.weight",
+    ),
     "attention_post_norm.weight": (
         "post_attention_layernorm.weight",
         "post_self_attn_layernorm.weight",
@@ -39,6 +43,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "post_attention_layernorm.weight",
         "pre_feedforward_layernorm.weight",
         "norm.weight",
+        "feedforward_layernorm.weight",
     ),
     "mlp_post_norm.weight": ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"),
     "attention.q.kernel": ("self_attn.q_proj.weight", "mixer.q_proj.weight"),
@@ -82,6 +87,10 @@ LAYER: dict[str, tuple[str, ...]] = {
         "mixer.down_proj.weight",
         "block_sparse_moe.down_proj.weight",
     ),
+    "mlp.act.alpha_p": ("mlp.act_fn.alpha_p",),
+    "mlp.act.alpha_n": ("mlp.act_fn.alpha_n",),
+    "mlp.act.beta": ("mlp.act_fn.beta",),
+    "mlp.act.eps": ("mlp.act_fn.eps",),
     "mlp.down.bias": ("mlp.down_proj.bias", "mixer.down_proj.bias"),
     "mlp.router": (
         "mlp.gate.weight",
@@ -313,6 +322,6 @@ def _stem_source(parameter: ParameterShape, vocabulary: int) -> Source:
 
 
 def _matrix(name: str, shape: tuple[int, ...], transposed: bool) -> Source:
-    if len(shape) == 1 or transposed:
+    if len(shape) < 2 or transposed:
         return Whole(name, shape)
     return Whole(name, shape[::-1], flipped=True)

@@ -4,7 +4,9 @@ processes without JAX read model configurations."""
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "relu2", "xielu"]
+# Those of blocks without a gate.
+UNGATED: tuple[Activation, ...] = ("relu2", "xielu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """Activations of the feed-forward block: silu(gate) * up, gelu(gate) * up with the tanh form of
-GELU (Shazeer, 2020), or relu(up)^2 without a gate (So et al., 2021)."""
+GELU (Shazeer, 2020), or relu(up)^2 (So et al., 2021) or xIELU(up) without a gate."""
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,17 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
 def squared_relu(up: jax.Array) -> jax.Array:
     """Computes relu(up)^2 elementwise, in the input's dtype."""
     return jnp.square(jnp.maximum(up, 0))
+
+
+def xielu(
+    x: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array, beta: jax.Array, eps: jax.Array
+) -> jax.Array:
+    """Computes xIELU (arXiv 2411.13010) in float32, and returns x's dtype. Its slopes are the
+    softplus of alpha, and eps is the largest argument of the exponential, just below zero."""
+    wide = x.astype(jnp.float32)
+    rising = jax.nn.softplus(alpha_p) * jnp.square(wide)
+    falling = (jnp.expm1(jnp.minimum(wide, eps)) - wide) * (beta + jax.nn.softplus(alpha_n))
+    return (jnp.where(wide > 0, rising, falling) + beta * wide).astype(x.dtype)
 
 
 def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -109,6 +109,8 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         pytest.param("ministral3", "tp=1", "tp=4", 64, marks=ci),
         pytest.param("mistral4", "tp=4,ep=4", "dp=2,tp=2,ep=4", 64, marks=ci),
         pytest.param("phi3", "tp=4", "dp=2", 64, marks=ci),
+        pytest.param("apertus", "tp=2", "dp=2,tp=2", 16, marks=ci),
+        pytest.param("glm4v", "tp=1", "tp=2", 16, marks=slow),
         pytest.param("gemma2", "tp=2", "dp=2,tp=2", 64, marks=ci),
         pytest.param("gemma3", "tp=2", "dp=2,tp=2", 64, marks=ci),
         pytest.param("gemma3_text", "dp=2", "tp=4", 64, marks=ci),

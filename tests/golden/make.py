@@ -263,6 +263,8 @@ VARIANTS: dict[str, Variant] = {
                                       "rope_parameters": LONGROPE}),
     "glm": Variant("glm", {"head_dim": 12, "pad_token_id": None, "attention_bias": True}),
     "glm4": Variant("glm4", {"head_dim": 12, "pad_token_id": None}),
+    "glm4v": Variant("glm4v", {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": FLAT_MROPE | {"partial_rotary_factor": 0.5}}),  # noqa: E501
+    "apertus": Variant("apertus", {"attention_bias": True, "rope_parameters": LLAMA3}),
     "glm4_moe": Variant("glm4_moe", GLM_MOE | {"num_hidden_layers": 3, "use_qk_norm": True}),
     "glm4_moe_groups": Variant("glm4_moe", GLM_MOE | {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "attention_bias": True}),  # noqa: E501
     "minimax_m2": Variant("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 12, "rotary_dim": 6, "intermediate_size": 24}),  # noqa: E501
@@ -335,6 +337,7 @@ EYES["qwen2_5_vl"] = {
     "patch_size": 2,
     "fullatt_block_indexes": [0],
 }
+EYES["glm4v"] = EYES["qwen2_5_vl"] | {"image_size": 4}
 EYES["internvl"] = EYES["gemma3"] | {"image_size": [4, 4], "patch_size": [2, 2]}
 EYES["voxtral"] = {
     "hidden_size": 8,

@@ -274,6 +274,12 @@ def minimax_m2(draw: Draw) -> Fields:
     )
 
 
+def apertus(draw: Draw) -> Fields:
+    fields = draw.base(own_head_dim=False) | {"attention_bias": draw.flag()}
+    fields.pop("head_dim", None)
+    return fields | {"rope_parameters": draw.rope("default", "llama3", "yarn")}
+
+
 def arcee(draw: Draw) -> Fields:
     return llama(draw) | {"rope_parameters": draw.rope("default", "yarn", "linear")}
 
@@ -519,6 +525,7 @@ CONFIGS: dict[str, Callable[[Draw], Fields]] = {
     "glm4_moe": glm4_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "apertus": apertus,
     "arcee": arcee,
     "ernie4_5": ernie4_5,
     "hunyuan_v1_dense": hunyuan_v1_dense,

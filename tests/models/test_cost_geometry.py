@@ -17,6 +17,7 @@ from models.hf_config import HfConfig
 ROOT = Path(__file__).parents[2]
 FIXTURES = [path.parent for path in sorted(ROOT.glob("tests/golden/*/config.json"))]
 OWN_WORDS = {
+    "apertus",
     "arcee",
     "gemma4",
     "gemma4_moe",

@@ -17,6 +17,7 @@ PARTLY_ROTATED = {
     "phi3",
     "glm",
     "glm4",
+    "glm4v_text",
     "glm4_moe",
     "minimax_m2",
     "qwen3_next",
