@@ -310,6 +310,7 @@ METRICS = {
             "100,000 requests on 1,000", "at most 300", "s", "simulator_speed", _LARGE + "wall*"
         ),
         Metric("peak memory of that", "at most 4000", "MB", "simulator_speed", _LARGE + "peak*"),
+        Metric("a plan, processor time", "at most 60", "s", "plans", "*|processor_seconds"),
     ],
     "A decode step of 32 sequences, compiled for TPUs without one, two layers": [
         Metric(
@@ -347,6 +348,7 @@ SCRIPTS = {
     "public_runs": "benchmarks.public_runs",
     "blis_runs": "benchmarks.blis_runs",
     "simulator_speed": "benchmarks.simulator_speed",
+    "plans": "benchmarks.plans",
     "tpu_programs": "benchmarks.tpu_programs",
 }
 
