@@ -231,15 +231,6 @@ def positive_seconds(seconds: float) -> float:
     return seconds
 
 
-def mode_of(text: str) -> UpdateMode:
-    """Returns the update mode of this name; "" is the default. Raises InvalidRequestError."""
-    try:
-        return UpdateMode(text or UpdateMode.RECOMPUTE.value)
-    except ValueError:
-        names = ", ".join(mode.value for mode in UpdateMode)
-        raise InvalidRequestError(f"mode must be one of {names}, got {text[:80]!r}") from None
-
-
 async def _in_time(call: Awaitable[T]) -> T:
     try:
         async with asyncio.timeout(COMMIT_SECONDS):

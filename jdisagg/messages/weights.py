@@ -8,6 +8,7 @@ and of each hand-off, so that KV of one identity never serves another."""
 import enum
 from typing import Protocol
 
+from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import Message
 
@@ -28,6 +29,15 @@ class UpdateMode(enum.Enum):
 
 
 UPDATE_MODES = tuple(mode.value for mode in UpdateMode)
+
+
+def mode_of(text: str) -> UpdateMode:
+    """Returns the update mode of this name; "" is the default. Raises InvalidRequestError."""
+    try:
+        return UpdateMode(text or UpdateMode.RECOMPUTE.value)
+    except ValueError:
+        names = ", ".join(UPDATE_MODES)
+        raise InvalidRequestError(f"mode must be one of {names}, got {text[:80]!r}") from None
 
 
 class StageCall(Message, frozen=True):

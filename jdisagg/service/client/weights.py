@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS, UpdateMode, WeightsReport
+from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS, WeightsReport, mode_of
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import wire, wire_generation
@@ -41,13 +41,14 @@ class WeightsCalls:
             deadline_seconds: Time limit of the reading, and of the drain.
 
         Raises:
-            InvalidRequestError: A worker cannot serve the folder; all serve the old weights.
+            InvalidRequestError: The mode is unknown, or a worker cannot serve the folder; all serve
+                the old weights.
             UnauthenticatedError: The token belongs to a tenant.
         """
         request = pb.UpdateWeightsRequest(
             folder=folder,
             version=version,
-            mode=f"UPDATE_MODE_{UpdateMode(mode).name}",
+            mode=f"UPDATE_MODE_{mode_of(mode).name}",
             deadline_seconds=deadline_seconds,
         )
         seconds = 2 * deadline_seconds + self._timeout_seconds

@@ -13,8 +13,8 @@ from starlette.routing import Route, Router
 from jdisagg import __version__
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
-from jdisagg.dispatch.weights_control import control_of, mode_of, positive_seconds
-from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS
+from jdisagg.dispatch.weights_control import control_of, positive_seconds
+from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS, mode_of
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.request import Adapter
 from jdisagg.service.http.chat import chat_prompt
