@@ -397,7 +397,7 @@ def test_a_layout_that_does_not_fit_names_the_numbers(
         deploy(directory, prefill, decode)
 
 
-@pytest.mark.parametrize("layout", ["tp=0", "tp=-1", "tp=2,tp=2", "pp=2", "tp", "dp=2,tp=2,ep=3"])
+@pytest.mark.parametrize("layout", ["tp=0", "tp=-1", "tp=2,tp=2", "pp=0", "tp", "dp=2,tp=2,ep=3"])
 def test_a_layout_that_is_none_is_named(layout: str):
     with pytest.raises(LayoutError, match="layout"):
         deploy(LLAMA, layout)
