@@ -289,7 +289,7 @@ class DecodePrograms:
     def _batch_array(self, slots: Slots, bucket: int) -> jax.Array:
         if (slots, bucket) not in self._batches:
             if len(self._batches) >= MOST_BATCHES:
-                self._batches.clear()
+                del self._batches[next(iter(self._batches))]
             # A number out of range is no slot.
             rows = np.full((len(slots), bucket), self._limits.slots_per_rank, np.int32)
             for rank, row in enumerate(slots):
