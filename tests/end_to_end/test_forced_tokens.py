@@ -124,7 +124,7 @@ MARKS = Grammar(GrammarKind.REGEX, r"(@#~\^7[0-9]Z@#~\^[A-F]@#){2,5}")
     ("name", "runs"),
     [
         ("gpt_oss", True),
-        ("qwen3_next", False),
+        pytest.param("qwen3_next", False, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
         pytest.param("mistral_window", True, marks=pytest.mark.slow),
     ],

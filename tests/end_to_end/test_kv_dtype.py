@@ -53,7 +53,7 @@ def _dense_logprobs(
         pytest.param("qwen2_windows", Mode.CHUNKED, "", "tp=4", BY_HEAD, marks=pytest.mark.ci),
         pytest.param("gemma3", Mode.DISAGGREGATED, "tp=1", "tp=2", BY_HEAD, marks=pytest.mark.slow),
         pytest.param(
-            "qwen3_next", Mode.DISAGGREGATED, "tp=2", "tp=1", BY_HEAD, marks=pytest.mark.ci
+            "qwen3_next", Mode.DISAGGREGATED, "tp=2", "tp=1", BY_HEAD, marks=pytest.mark.slow
         ),
     ],
 )

@@ -70,7 +70,8 @@ async def test_streams_beside_chunks_are_those_of_each_request_alone() -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("decode", "pages", "host_gib"), [("dp=2,tp=2", None, 0.0), ("dp=2", 44, 0.25)]
+    ("decode", "pages", "host_gib"),
+    [("dp=2,tp=2", None, 0.0), pytest.param("dp=2", 44, 0.25, marks=pytest.mark.slow)],
 )
 async def test_layouts_preemption_and_cached_prefixes_change_no_stream_beside_chunks(
     decode: str, pages: int | None, host_gib: float

@@ -138,7 +138,7 @@ async def reference() -> list[object]:
     [
         (Mode.DISAGGREGATED, "tp=2", "dp=2", 16, 8),
         (Mode.DISAGGREGATED, "dp=2", "tp=2", 32, 16),
-        (Mode.DISAGGREGATED, "pp=2", "pp=2,tp=2", 16, 8),
+        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2,tp=2", 16, 8, marks=pytest.mark.slow),
         (Mode.CHUNKED, "", "dp=2", 16, 16),
         (Mode.UNIFIED, "", "tp=2", 16, 8),
     ],

@@ -116,7 +116,7 @@ async def alone() -> list[Collected]:
         pytest.param(Mode.UNIFIED, "tp=1", "tp=1", 1, marks=pytest.mark.slow),
         (Mode.CHUNKED, "tp=1", "dp=2,tp=2", 4),
         (Mode.DISAGGREGATED, "tp=2", "dp=2", 1),
-        (Mode.DISAGGREGATED, "pp=2", "pp=2,tp=2", 4),
+        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2,tp=2", 4, marks=pytest.mark.slow),
     ],
 )
 async def test_drafts_change_no_stream(
@@ -278,7 +278,7 @@ async def test_drafts_of_sequences_in_a_storm_change_no_stream(
         await until_all_free(run)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 async def test_drafts_of_experts_change_no_stream(knowing: type[KnowingDrafter]) -> None:
     engine = small(Mode.CHUNKED, "tp=1", "dp=2,ep=2", directory=MOE)
     done: list[list[Collected]] = []
