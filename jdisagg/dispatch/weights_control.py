@@ -252,8 +252,9 @@ def _raised(outcomes: Mapping[str, T | BaseException]) -> dict[str, T]:
     replies: dict[str, T] = {}
     for name, outcome in outcomes.items():
         if isinstance(outcome, JdisaggError):
-            outcome.message = f"worker {name!r}: {outcome.message}"
-            outcome.args = (outcome.message,)
+            if not outcome.message.startswith(prefix := f"worker {name!r}"):
+                outcome.message = f"{prefix}: {outcome.message}"
+                outcome.args = (outcome.message,)
             raise outcome
         if isinstance(outcome, BaseException):
             raise outcome
