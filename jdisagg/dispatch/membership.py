@@ -234,8 +234,7 @@ class Membership:
     @property
     def ready(self) -> bool:
         """Whether a mixed worker is live, or both a prefill worker and a decode worker."""
-        serving = [one for one in self.statuses() if not (one.draining or one.asleep)]
-        roles = {status.role for status in serving}
+        roles = {status.role for status in self.statuses() if status.serving}
         return WorkerRole.MIXED in roles or roles >= {WorkerRole.PREFILL, WorkerRole.DECODE}
 
     def _check_displaced(self, known: _Entry, card: WorkerCard) -> None:

@@ -125,9 +125,7 @@ class WeightsControl:
         late = [
             one.name
             for one in self._path.cluster.statuses()
-            if one.weights != self._identity
-            and one.name in ports
-            and not (one.draining or one.asleep)
+            if one.weights != self._identity and one.name in ports and one.serving
         ]
         if late:
             with contextlib.suppress(JdisaggError):

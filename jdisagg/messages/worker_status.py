@@ -122,3 +122,8 @@ class WorkerStatus(Message, frozen=True):
     not_ready: tuple[str, ...] = ()
     weights: str = ""
     asleep: bool = False
+
+    @property
+    def serving(self) -> bool:
+        """Whether the worker takes new requests: it neither drains nor sleeps."""
+        return not (self.draining or self.asleep)

@@ -33,7 +33,7 @@ NEW_TOKENS = 2  # the second one is decoded from transferred KV
 
 def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
     """Returns all pairs of workers that accept requests. A mixed worker alone is a pair."""
-    serving = [status for status in statuses if not status.draining]
+    serving = [status for status in statuses if status.serving]
     prefills = [status.name for status in serving if status.role is WorkerRole.PREFILL]
     pairs = [
         Pair(prefill, status.name)

@@ -306,7 +306,7 @@ class ClusterState:
             decodes, mixed = status.role is not WorkerRole.PREFILL, status.role is WorkerRole.MIXED
             cells[FORM, row] = (
                 *(decodes, mixed, status.can_prefill),
-                *(status.draining or status.asleep, ranks, status.slots),
+                *(not status.serving, ranks, status.slots),
                 *(status.page_size, status.context_tokens, status.chunk_tokens),
                 *(status.asleep, _code(status.weights)),
             )

@@ -221,13 +221,13 @@ def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole)
         )
     if worker.role is role:
         raise InvalidRequestError(f"worker {name!r} is a {role.value} worker already")
-    if worker.draining or worker.asleep:
+    if not worker.serving:
         state = "asleep" if worker.asleep else "draining"
         raise UnavailableError(
             f"worker {name!r} is {state} and cannot change its role now", retry_after_seconds=1.0
         )
     others = [
-        one for one in workers if one.role is worker.role and not one.draining and one.name != name
+        one for one in workers if one.role is worker.role and one.serving and one.name != name
     ]
     if not others:
         raise UnavailableError(

@@ -214,8 +214,4 @@ def _share_within(values: Sequence[float], limit: float) -> float:
 
 
 def _taking(workers: Iterable[WorkerStatus], role: WorkerRole) -> tuple[WorkerStatus, ...]:
-    return tuple(
-        worker
-        for worker in workers
-        if worker.role is role and not (worker.draining or worker.asleep)
-    )
+    return tuple(worker for worker in workers if worker.role is role and worker.serving)

@@ -144,7 +144,7 @@ class RoleSwitcher:
     async def _placed(self, report: SwitchReport) -> None:
         while True:
             live = any(
-                status.name == report.worker and not status.draining
+                status.name == report.worker and status.serving
                 for status in self._workers.statuses()
             )
             if live and any(card.boot_id == report.boot_id for card in self._workers.cards()):
