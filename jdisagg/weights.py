@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jdisagg.errors import InvalidRequestError
-from jdisagg.layout.reshard_plan import Box, plan_reshard
+from jdisagg.layout.reshard_plan import Box, box_of, plan_reshard
 
 PREFIX = "offer:"
 LEASE_SECONDS = 600.0
@@ -106,7 +106,7 @@ class OfferedWeights:
         self._check()
         tensor = self._tensors[name]
         whole = (*index, *(slice(None),) * (tensor.ndim - len(index)))
-        wanted = _box(whole, tensor.shape)
+        wanted = box_of(whole, tensor.shape)
         held = _held(tensor)
         source = {device: box for device, (box, _) in held.items()}
         values = np.empty([stop - start for start, stop in wanted], tensor.dtype)
@@ -175,16 +175,12 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 def _held(tensor: Any) -> dict[int, tuple[Box, np.ndarray]]:
     """Returns the box that each device holds, and a view of its values."""
     if not isinstance(tensor, jax.Array):
-        return {0: (_box((slice(None),) * tensor.ndim, tensor.shape), tensor)}
+        return {0: (box_of((slice(None),) * tensor.ndim, tensor.shape), tensor)}
     return {
-        shard.device.id: (_box(shard.index, tensor.shape), np.asarray(shard.data))
+        shard.device.id: (box_of(shard.index, tensor.shape), np.asarray(shard.data))
         for shard in tensor.addressable_shards
         if not shard.replica_id
     }
-
-
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -10,7 +10,7 @@ head is used, as in transformers."""
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from jdisagg.errors import CheckpointError, ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.reshard_plan import Box, box_of
 from jdisagg.model_api import Device
 from jdisagg.ops.parameters import StageOf, layout_meshes, weight_formats
 from jdisagg.ops.quantized_weights import Weights
@@ -175,17 +176,27 @@ def _stage_of(model: Decoder, meshes: tuple[Mesh, ...], cut: StageCut | None) ->
     """Returns the function from a parameter's path to its mesh, or None with one mesh."""
     if len(meshes) == 1:
         return None
-    spec, stages = model.kv_spec, len(meshes)
-    every = len(spec.layers)
-    runs = cut(spec) if cut else stage_layers(spec.positioned, every, every, stages)
-    of_layer = [at for at, run in enumerate(runs) for _ in run]
+    stage = stage_of_path(cut(model.kv_spec) if cut else equal_stages(model, len(meshes)))
+    return lambda path: meshes[stage(path)]
 
-    def mesh_of(path: tuple[Any, ...]) -> Mesh:
+
+def equal_stages(model: Decoder, stages: int) -> tuple[range, ...]:
+    """Returns the layers of each pipeline stage if stages may begin at any layer with KV."""
+    spec, every = model.kv_spec, len(model.kv_spec.layers)
+    return stage_layers(spec.positioned, every, every, stages)
+
+
+def stage_of_path(layers: Sequence[range]) -> Callable[[tuple[Any, ...]], int]:
+    """Returns the function from a parameter's path to its pipeline stage, given the layers of each
+    stage. The embedding is on the first stage; norm and head are on the last."""
+    of_layer = [stage for stage, run in enumerate(layers) for _ in run]
+
+    def stage_of(path: tuple[Any, ...]) -> int:
         if path[0] == "layers":
-            return meshes[of_layer[int(path[1])]]
-        return meshes[0 if path[0] == "stem" else -1]
+            return of_layer[int(path[1])]
+        return 0 if path[0] == "stem" else len(layers) - 1
 
-    return mesh_of
+    return stage_of
 
 
 def _kv_scales(directory: Path, config: DecoderConfig, files: CheckpointTensors | None) -> KVScales:
@@ -276,11 +287,11 @@ def _read_array(
     source: Source, files: CheckpointTensors, parameter: ParameterShape, sharding: Any
 ) -> jax.Array:
     shape = parameter.shape
-    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # shared by replicas
+    read: dict[Box, np.ndarray] = {}  # shared by replicas
 
     def one_shard(index: tuple[slice, ...] | None) -> np.ndarray:
         parts = index or (slice(None),) * len(shape)
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(parts, shape, strict=True))
+        bounds = box_of(parts, shape)
         if bounds not in read:
             view = source.read(files.read, tuple(slice(*bound) for bound in bounds))
             # JAX may alias its input.

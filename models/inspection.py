@@ -15,10 +15,9 @@ from jdisagg.layout.axes import MESH_AXES, Layout
 from jdisagg.layout.kv_spec import KVLayer, KVSpec
 from jdisagg.ops.parameters import param_specs
 from jdisagg.ops.quantized_weights import Weights
-from jdisagg.scheduler.blocks import stage_layers
 from models import orbax_checkpoint
 from models.catalog import FAMILIES, read_config
-from models.checkpoint import find_sources, open_files
+from models.checkpoint import equal_stages, find_sources, open_files, stage_of_path
 from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig, LayerConfig
 from models.hf_config import HfConfig
@@ -93,15 +92,13 @@ def bytes_per_device(
     shape = layout.mesh_shape(config.kv_heads)
     sizes: dict[str, int] = dict(zip(MESH_AXES, shape, strict=True))
     model = abstract_model(config, dtype=dtype, tp=layout.tp, weights=weights, staged=layout.pp > 1)
-    spec, shards, every = model.kv_spec, sizes["kv"], len(model.kv_spec.layers)
-    runs = stage_layers(spec.positioned, every, every, layout.pp)
-    of_layer = [stage for stage, run in enumerate(runs) for _ in run]
-    held = [0] * layout.pp
+    spec, shards = model.kv_spec, sizes["kv"]
+    runs = equal_stages(model, layout.pp)
+    stage_of, held = stage_of_path(runs), [0] * layout.pp
     for parameter, axes_of in zip(parameter_shapes(model), param_specs(model, layout), strict=True):
         parts = prod(sizes[axis] for axes in axes_of for axis in _tuple(axes))
-        first, *rest = parameter.path
-        stage = of_layer[int(rest[0])] if first == "layers" else -(first != "stem")
-        held[stage] += parameter.dtype.itemsize * (prod(parameter.shape) // parts)
+        size = parameter.dtype.itemsize * (prod(parameter.shape) // parts)
+        held[stage_of(parameter.path)] += size
     kv = max(
         KVSpec(spec.layers[run.start : run.stop], spec.dtype).bytes_per_device(shards)
         for run in runs

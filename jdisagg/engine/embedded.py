@@ -22,7 +22,7 @@ from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
 from jdisagg.dispatch.weights_control import WeightsControl
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.kernel_check import failed_kernels
-from jdisagg.engine.limits import asked_groups, hands_windows_apart
+from jdisagg.engine.limits import handoff_groups, hands_windows_apart
 from jdisagg.engine.memory_plan import tier_room
 from jdisagg.engine.replica import (
     Loaded,
@@ -154,10 +154,8 @@ class EmbeddedCluster:
     @property
     def _layer_groups(self) -> int | None:
         """Number of layer groups that is asked for, which both sides of a hand-off must use."""
-        here, there = self.config.prefill, self.config.decode.layout.pp
-        if self.config.mode is not Mode.DISAGGREGATED:
-            return there
-        return asked_groups(here.layer_groups, here.layout.pp, there)
+        two = self.config.mode is Mode.DISAGGREGATED
+        return handoff_groups(self.config) if two else self.config.decode.layout.pp
 
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
         """Returns the observation middleware for the ports by which `caller` calls `worker`."""

@@ -3,7 +3,7 @@ configuration and a model's KV spec. All functions are pure."""
 
 import math
 
-from jdisagg.config import InstanceConfig, Mode, PrefixConfig
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVSpec, ring_pages
 from jdisagg.layout.platforms import traits_of
@@ -197,6 +197,12 @@ def asked_groups(asked: int | None, *pps: int) -> int | None:
     if asked is not None or max(pps) == 1:
         return asked
     return GROUPS_PER_STAGE * math.lcm(*pps)
+
+
+def handoff_groups(config: EngineConfig) -> int | None:
+    """Returns `asked_groups` for the prefill and decode instances of a cluster."""
+    prefill, decode = config.prefill, config.decode
+    return asked_groups(prefill.layer_groups, prefill.layout.pp, decode.layout.pp)
 
 
 def stage_cut(pp: int, layer_groups: int | None) -> StageCut:

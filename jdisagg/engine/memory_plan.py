@@ -32,6 +32,7 @@ from jdisagg.engine.limits import (
     asked_groups,
     fetched_tokens,
     group_count,
+    handoff_groups,
     hands_windows_apart,
     largest_chunk,
     snapshot_slots,
@@ -136,7 +137,7 @@ def fit_engine(
     made: dict[str, InstanceConfig] = {}
     plans: list[MemoryPlan] = []
     model, pp = config.model, config.decode.layout.pp
-    groups = asked_groups(config.prefill.layer_groups, config.prefill.layout.pp, pp) if two else pp
+    groups = handoff_groups(config) if two else pp
     for name, role in roles.items():
         instance = getattr(config, name)
         if pp > 1 or (two and config.prefill.layout.pp > 1):

@@ -168,18 +168,7 @@ class DecodePrograms:
         drafts = () if plan is None else (self._programs.put(plan.array),)
         batch = self._batch_array(slots, bucket)
         arguments = (*self._model(), hot, (), ints, floats, batch, drafts, x)
-
-        def build() -> Any:
-            specs = (RANK, (), RANK, RANK, RANK, (RANK,) * len(drafts), self._before_spec)
-            return self._programs.compile(
-                self._step_body(None),
-                arguments,
-                (*self.model_specs(), *specs),
-                (self._pools.specs(self._layers), RANK),
-                donate=(2,),
-            )
-
-        kept, x = self._programs.get(("part", bucket, len(drafts) > 0), build)(*arguments)
+        kept, x = self._forward(arguments, bucket)
         self._pools.put(self._layers.start, kept)
         return x
 
@@ -324,7 +313,8 @@ class DecodePrograms:
         """Issues the forward pass of a step that runs as two programs. Its arguments are those of
         `_step_body`, with the array of a `DraftPlan`, if any, and the drafts of the mesh itself, if
         it makes any. It returns the page pools, the logits [ranks, b + E, V], and, if the mesh
-        drafts, the hidden states [ranks, b + E, D]."""
+        drafts, the hidden states [ranks, b + E, D]. A stage that is not the last one returns its
+        activations [ranks, b + E, D] in place of logits."""
         drafts = arguments[-2]
 
         def build() -> Any:

@@ -24,7 +24,13 @@ from jdisagg.executor.chunk_attention import ChunkAttention, RankChunk
 from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.draft_rows import DraftRows, Slots
 from jdisagg.executor.page_pool import LayerPages, Pools
-from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, asks_of_prompts, past_columns
+from jdisagg.executor.prefill_program import (
+    ChunkArrays,
+    ChunkForm,
+    asks_of_prompts,
+    columns_for,
+    past_columns,
+)
 from jdisagg.executor.programs import RANK, Programs
 from jdisagg.executor.results import StepChoice
 from jdisagg.executor.slot_state import RowFormat
@@ -64,10 +70,7 @@ class MixedPrograms:
         limits, platform = self._limits, self._shards.platform
         if command.chunk_tokens not in limits.mixed_buckets or asks_of_prompts(command):
             return None
-        forms = mixed_forms(limits, platform)
-        reach = max((row.start for row in command.rows), default=0)
-        enough = (one for one in forms if one.columns * limits.page_size >= reach)
-        form = next(enough, forms[-1])
+        form = ChunkForm(True, True, columns=columns_for(command, limits, platform))
         return ChunkArrays.build(command, limits, form, platform)
 
     def run(
@@ -84,17 +87,7 @@ class MixedPrograms:
             Activations after the last layer, [ranks, R, D], as `PrefillPrograms.run`, and the
                 tokens that the step chooses, as `DecodePrograms.step`.
         """
-        on_host = (
-            chunk.tokens,
-            chunk.positions,
-            chunk.segment,
-            chunk.table,
-            chunk.past,
-            chunk.continuing,
-            chunk.states,
-            chunk.sampling,
-        )
-        arrays = self._programs.put(on_host)
+        arrays = self._programs.put(chunk.arguments)
         ends: list[jax.Array] = []
 
         def forward(arguments: tuple[Any, ...], bucket: int) -> Any:

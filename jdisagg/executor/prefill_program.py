@@ -167,6 +167,20 @@ class ChunkArrays:
             used[rank] += 1
         return chunk
 
+    @property
+    def arguments(self) -> tuple[np.ndarray, ...]:
+        """The arrays in the order in which programs take them."""
+        inputs = self.tokens, self.positions, self.segment, self.table, self.past
+        return *inputs, self.continuing, self.states, self.sampling
+
+
+def columns_for(command: PrefillChunk, limits: MeshLimits, platform: str) -> int:
+    """Returns the smallest of `past_columns` that contains all tokens of earlier chunks."""
+    reach = max((row.start for row in command.rows), default=0)
+    columns = past_columns(limits, platform)
+    enough = (count for count in columns if count * limits.page_size >= reach)
+    return next(enough, columns[-1])
+
 
 def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkForm:
     packed = any(row.offset > 0 for row in command.rows)
@@ -175,12 +189,10 @@ def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkF
         or command.chunk_tokens < limits.chunk_buckets[-1]
         or any(row.samples for row in command.rows)
     )
-    reach = max((row.start for row in command.rows), default=0)
     loops = not traits_of(platform).without_loops
-    past = reach > 0 or (packed and loops)
-    columns = past_columns(limits, platform) if past else (0,)
-    enough = (count for count in columns if count * limits.page_size >= reach)
-    form = ChunkForm(packed, past, may_sample, next(enough, columns[-1]))
+    past = any(row.start > 0 for row in command.rows) or (packed and loops)
+    columns = columns_for(command, limits, platform) if past else 0
+    form = ChunkForm(packed, past, may_sample, columns)
     if asks_of_prompts(command):
         # The most general forms, because requests wait while one is compiled: on a CPU one for each
         # bucket.
@@ -236,17 +248,7 @@ class PrefillPrograms:
                 program, for the caller to wait for. If the instance hands off KV, also one KV block
                 for each of the mesh's layer groups, and the blocks' checksums.
         """
-        on_host = (
-            chunk.tokens,
-            chunk.positions,
-            chunk.segment,
-            chunk.table,
-            chunk.past,
-            chunk.continuing,
-            chunk.states,
-            chunk.sampling,
-        )
-        tokens, *meta, sampling = self._programs.put(on_host)
+        tokens, *meta, sampling = self._programs.put(chunk.arguments)
         if x is None:
             x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
         blocks: list[jax.Array] = []

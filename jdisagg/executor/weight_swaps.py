@@ -22,6 +22,7 @@ from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.weights import Part, Weights, split_model
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.reshard_plan import Box, box_of
 from jdisagg.messages.step_commands import (
     DiskResult,
     PutWeights,
@@ -273,21 +274,18 @@ class _HostArray:
 
     def __init__(self, array: jax.Array) -> None:
         self._shape, self._sharding = array.shape, array.sharding
-        self._parts: dict[Any, np.ndarray] = {}
+        self._parts: dict[Box, np.ndarray] = {}
         for shard in array.addressable_shards:
-            key = _bounds(shard.index, array.shape)
+            key = box_of(shard.index, array.shape)
             if key not in self._parts:
                 self._parts[key] = np.array(shard.data, copy=True)
 
     def on_device(self, platform: str) -> jax.Array:
         sharding: Any = kept_format(len(self._shape), self._sharding, platform)  # type: ignore[arg-type]
+        whole = (slice(None),) * len(self._shape)
         return jax.make_array_from_callback(
-            self._shape, sharding, lambda index: self._parts[_bounds(index, self._shape)]
+            self._shape, sharding, lambda index: self._parts[box_of(index or whole, self._shape)]
         )
-
-
-def _bounds(index: Any, shape: tuple[int, ...]) -> Any:
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def _merged(part: Part, base: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

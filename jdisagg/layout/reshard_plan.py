@@ -26,6 +26,11 @@ Placement = Mapping[int, Box]
 """Device id -> the box that it holds or needs."""
 
 
+def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """Returns the box that an index with one slice per dimension selects from an array."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One box to copy from device `source` to device `destination`. `box` is relative to the global

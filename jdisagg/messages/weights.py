@@ -128,3 +128,8 @@ def identity_of(version: str, fingerprint: str) -> str:
 def version_of(identity: str) -> str:
     """Returns the version in an identity, or "" for the weights of the start."""
     return identity.rpartition("@")[0]
+
+
+def fingerprint_of(identity: str) -> str:
+    """Returns the fingerprint in an identity, or "" for the weights of the start."""
+    return identity.rpartition("@")[2]

@@ -19,7 +19,7 @@ from typing import TypeVar
 import yaml
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, WorkerConfig, override
-from jdisagg.engine.limits import asked_groups
+from jdisagg.engine.limits import handoff_groups
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
@@ -188,8 +188,7 @@ def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
     instance = config.prefill if role is WorkerRole.PREFILL else config.decode
     cut = config.prefill  # Both sides of a hand-off must use the same layer groups.
     two_meshes = config.mode is Mode.DISAGGREGATED
-    pps = (cut.layout.pp, config.decode.layout.pp) if two_meshes else (1,)
-    groups = asked_groups(cut.layer_groups, *pps)
+    groups = handoff_groups(config) if two_meshes else cut.layer_groups
     return WorkerConfig(
         model=config.model,
         mode=Mode.CHUNKED if two_meshes else config.mode,

@@ -86,9 +86,9 @@ def candidates(
     decodes = usable(state, state.decode, query, now, policy)
     prefills, decodes = with_partners(prefills, decodes)
     if not len(decodes):
-        raise nobody(state, state.decode, "decode")
+        raise no_worker(state, state.decode, "decode")
     if not len(prefills) and not decodes.table.flag("can_prefill").any():
-        raise nobody(state, state.prefill, "prefill")
+        raise no_worker(state, state.prefill, "prefill")
     return prefills, decodes
 
 
@@ -159,7 +159,7 @@ def broken_pairs(
     return against
 
 
-def nobody(state: ClusterState, side: Side, kind: str) -> NoWorkerError:
+def no_worker(state: ClusterState, side: Side, kind: str) -> NoWorkerError:
     """Returns the error for a role without candidates, which lists its workers' states."""
     rows = side.rows
 

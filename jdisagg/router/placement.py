@@ -25,7 +25,7 @@ from jdisagg.router.candidates import (
     apart,
     broken_pairs,
     candidates,
-    nobody,
+    no_worker,
     partnered,
 )
 from jdisagg.router.cluster_state import ClusterState
@@ -262,7 +262,7 @@ def _choose(
     alone = _alone(state, weighed, decodes, query)
     if alone is None:
         if paired is None:
-            raise nobody(state, state.prefill, "prefill")
+            raise no_worker(state, state.prefill, "prefill")
         return _said(state, paired[0], weighed, decodes, query, policy)
     if paired is None:
         return alone[0]
@@ -462,7 +462,7 @@ def _by_load(
     able = lacking <= most_computed(decodes.table, query.whole)
     unable = ~able & ~partnered(decodes, prefills)
     if unable.all():
-        raise nobody(state, state.prefill, "prefill")
+        raise no_worker(state, state.prefill, "prefill")
     reluctance = _reluctance(state, decodes, query) + np.where(unable, FAILED, 0.0)
     broken = None
     if query.broken and len(prefills):

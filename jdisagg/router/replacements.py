@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jdisagg.router.candidates import FAILED, Candidates, broken_pairs, nobody, usable
+from jdisagg.router.candidates import FAILED, Candidates, broken_pairs, no_worker, usable
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.placement import NO_WORK
@@ -23,7 +23,7 @@ def another_prefill(
     some = usable(state, state.prefill, query, now, policy)
     some = _like(state, some, decode)
     if not len(some):
-        raise nobody(state, state.prefill, "prefill")
+        raise no_worker(state, state.prefill, "prefill")
     reluctance = some.against + some.load
     if broken and decode in state:
         decodes = np.array([state.row_of(decode)])
@@ -43,7 +43,7 @@ def another_decode(
     some = usable(state, state.decode, PlacementQuery(NO_WORK, avoid=avoid), now, policy)
     some = _like(state, some.where(some.against < FAILED), origin)
     if not len(some):
-        raise nobody(state, state.decode, "other decode")
+        raise no_worker(state, state.decode, "other decode")
     return state.name(int(some.rows[np.argmin(some.against + some.load)]))
 
 

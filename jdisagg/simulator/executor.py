@@ -165,11 +165,7 @@ class SimulatedExecutor:
     # ---- prefill
 
     def _prefill(self, command: PrefillChunk, future: Result) -> None:
-        self._run_chunk(command, future, *self._prefill_seconds(command))
-
-    def _run_chunk(
-        self, command: PrefillChunk, future: Result, seconds: float, interval: float
-    ) -> None:
+        seconds, interval = self._prefill_seconds(command)
         start = max(self._loop.time(), self._free_at)
         self._free_at = start + interval
         self._prefills = True

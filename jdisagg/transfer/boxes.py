@@ -13,7 +13,7 @@ import jax
 
 from jdisagg.errors import LayoutError
 from jdisagg.layout.mesh_card import MeshCard
-from jdisagg.layout.reshard_plan import Box, ReshardPlan, plan_reshard
+from jdisagg.layout.reshard_plan import Box, ReshardPlan, box_of, plan_reshard
 
 RANK_DIMENSION = 0
 HEAD_DIMENSION = 2
@@ -35,9 +35,7 @@ def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[i
     """Returns, by device id, the box of an array that each device holds. Covers the devices of all
     processes."""
     return {
-        device.id: tuple(
-            slice_.indices(size)[:2] for slice_, size in zip(index, shape, strict=True)
-        )
+        device.id: box_of(index, shape)
         for device, index in sharding.devices_indices_map(shape).items()
     }
 

@@ -19,14 +19,21 @@ from jdisagg.messages.step_commands import (
     SleepMesh,
     WakeMesh,
 )
-from jdisagg.messages.weights import CommitCall, SleepCall, StageCall, StagedWeights, identity_of
+from jdisagg.messages.weights import (
+    CommitCall,
+    SleepCall,
+    StageCall,
+    StagedWeights,
+    fingerprint_of,
+    identity_of,
+)
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.telemetry import Counters
 from jdisagg.worker.step_loop import StepLoop
 
 LOOK_SECONDS = 0.01
 MAX_VERSION_BYTES = 128
-# Staged weights are kept for so many times the deadline of their call, which a drain may take, too.
+# Lease of staged weights, in times the deadline of their call: reading and drain may each take it.
 STAGED_TIMES = 3
 SLEEP_LEVELS = (1, 2)
 
@@ -233,7 +240,7 @@ class WeightsUpdates:
         served = self.served
         folder = served.folder or served.start_folder
         number, content, _ = await self._read(folder, seconds)
-        if served.identity and content != served.identity.rpartition("@")[2]:
+        if served.identity and content != fingerprint_of(served.identity):
             self._drop()
             raise InvalidRequestError(
                 f"weights {folder!r}: the files changed since they were served; restore them, or"
