@@ -12,10 +12,11 @@ also a `Message`, because workers send thousands of them."""
 import enum
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jdisagg.errors import InvalidRequestError
+from jdisagg.images import PromptImage, check_images
 from jdisagg.plain import Message, plain
 from jdisagg.prompt_logprobs import PromptLogprobs
 
@@ -302,6 +303,7 @@ class Request:
             not receive the earlier stream.
         cache_scope: Scope within the tenant in which cached KV is shared, computed by the API.
         adapter: LoRA adapter that computes the answer with the model; None is the model alone.
+        images: Images of the prompt, in order. `prompt_token_ids` already holds their tokens.
     """
 
     request_id: str
@@ -315,8 +317,11 @@ class Request:
     life: int = 0
     cache_scope: str = ""
     adapter: Adapter | None = None
+    images: tuple[PromptImage, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.images:
+            check_images(self.images, len(self.prompt_token_ids))
         if not self.prompt_token_ids:
             raise InvalidRequestError(
                 "prompt is empty: at least one token is needed to predict the next; send some text"
@@ -330,6 +335,12 @@ class Request:
     def identity(self) -> Identity:
         """Returns a key that identifies the stream and is the same for all attempts at it."""
         return self.tenant, self.request_id, self.life
+
+    def without_pixels(self) -> "Request":
+        """Returns the request for a worker that does not compute its prompt."""
+        if not self.images:
+            return self
+        return replace(self, images=tuple([replace(image, pixels=b"") for image in self.images]))
 
     def most_tokens(self, context_tokens: int) -> int:
         """Returns the largest number of tokens that a child may generate: max_tokens, or fewer if

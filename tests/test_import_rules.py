@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PURE = (
     "assembly",
     "request",
+    "images",
     "config",
     "errors",
     "json_pointer",

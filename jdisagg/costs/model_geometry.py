@@ -157,6 +157,22 @@ class Experts:
         return self.count * (1.0 - (1.0 - self.active / self.count) ** tokens)
 
 
+class ImageEncoder(Message, frozen=True):
+    """Sizes of a vision encoder.
+
+    Attributes:
+        parameters: Number of weights, which every device of an instance holds.
+        patch_values: Number of values that the largest program needs for each patch.
+        most_patches: Largest number of patches of an image.
+        kept_rows: Number of image tokens whose activations a device keeps.
+    """
+
+    parameters: int
+    patch_values: int
+    most_patches: int
+    kept_rows: int
+
+
 @dataclass(frozen=True, slots=True)
 class CostGeometry:
     """Sizes of one model.
@@ -172,6 +188,8 @@ class CostGeometry:
       kv_dtype: Data type of KV, if not the model's data type.
       next_token_layers: Number of next-token layers that can be loaded, beyond `layers`. Models are
         equal with and without them.
+      images: Sizes of the vision encoder, or None without one. Models are equal with and without
+        it.
     """
 
     name: str
@@ -191,6 +209,7 @@ class CostGeometry:
     without_ffn: int = 0
     kv_dtype: str = ""
     next_token_layers: int = field(default=0, compare=False)
+    images: ImageEncoder | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "vocabulary", "context_tokens"):

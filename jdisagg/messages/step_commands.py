@@ -11,6 +11,7 @@ State of a sequence with tokens t_0..t_(n-1): pages hold the KV of positions 0..
 holds `token` = t_(n-1) and `position` = n-1. A decode step writes the KV of `token`, samples t_n
 and increments `position`, as long as position < limit."""
 
+from jdisagg.images import PromptImage
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.plain import Message
@@ -62,6 +63,9 @@ class PrefillRow(Message, frozen=True):
         snapshot, snapshot_at: Slot to which the row also writes its recurrent state after position
             `snapshot_at` - 1, a position of the row. 0 as `snapshot_at` writes no snapshot.
         adapter: Slot of the sequence's adapter. 0 is the base model.
+        images: Images of the sequence that have tokens in this row, in order.
+        shift: Difference of rotary position and index before the first of these images
+            (`jdisagg/images.py`).
     """
 
     sequence: int
@@ -78,6 +82,8 @@ class PrefillRow(Message, frozen=True):
     snapshot: int = 0
     snapshot_at: int = 0
     adapter: int = 0
+    images: tuple[PromptImage, ...] = ()
+    shift: int = 0
 
 
 class PrefillChunk(Message, frozen=True):
@@ -210,7 +216,8 @@ class CopyPages(Message, frozen=True):
 class SlotAdmit(Message, frozen=True):
     """Puts a sequence into a decode slot. `limit` is the first position that must not be written:
     the end of its pages or of its allowed length. `state` is the slot of the sequence's recurrent
-    state, and `adapter` that of its adapter (0: the base model)."""
+    state, and `adapter` that of its adapter (0: the base model). `shift` is the difference of
+    rotary position and index after the prompt's images."""
 
     sequence: int
     rank: int
@@ -222,6 +229,7 @@ class SlotAdmit(Message, frozen=True):
     sample: SampleSpec
     state: int = 0
     adapter: int = 0
+    shift: int = 0
 
 
 class SlotGrow(Message, frozen=True):

@@ -84,6 +84,7 @@ class WorkerStatus(Message, frozen=True):
         weights: Identity of the weights that the worker serves, "VERSION@FINGERPRINT". Empty for
             those of its start.
         asleep: Whether the worker has freed its weights and pages, and takes no requests.
+        images: Whether the worker takes requests with images.
     """
 
     name: str
@@ -122,6 +123,7 @@ class WorkerStatus(Message, frozen=True):
     not_ready: tuple[str, ...] = ()
     weights: str = ""
     asleep: bool = False
+    images: bool = False
 
     @property
     def serving(self) -> bool:

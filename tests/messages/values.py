@@ -14,6 +14,7 @@ from jdisagg.costs.catalog import CATALOG
 from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
+from jdisagg.images import PromptImage
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
@@ -159,4 +160,7 @@ REQUESTS = st.builds(
     deadline_seconds=st.none() | st.floats(0.001, 1e9),
     tenant=TEXT,
     priority=INT64,
+    images=st.lists(st.binary(max_size=6), max_size=1).map(
+        lambda found: tuple(PromptImage.of(0, 1, (1, 2, 2), pixels) for pixels in found)
+    ),
 )

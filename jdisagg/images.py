@@ -1,0 +1,229 @@
+"""Images in a prompt: what a request carries of them, and the positions of their tokens.
+
+An image takes a run of the prompt's tokens. Those with the id of the model's image token stand for
+the rows that the model's vision encoder computes, in their order. The others of the run, such as
+row breaks, are ordinary tokens. Pixels are already resized. The encoder normalises them.
+
+Models with rotary positions in three dimensions (mrope) give an image token a time, a row and a
+column. Text after an image continues behind the largest of them, so that the position of later
+tokens differs from their index by a `shift`. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Self
+
+import numpy as np
+
+from jdisagg.errors import InvalidRequestError
+from jdisagg.plain import plain
+
+DIGEST_BYTES = 32
+# Changes with every change of the pixels that the processor makes of an image.
+PROCESSOR = "1"
+
+Grid = tuple[int, int, int]
+
+
+def image_digest(pixels: bytes, grid: Grid) -> bytes:
+    """Returns the hash that identifies an image by its pixels, its grid and the version of the
+    processor."""
+    digest = blake2b(digest_size=DIGEST_BYTES, person=b"jdisagg image")
+    digest.update(f"{PROCESSOR} {grid[0]} {grid[1]} {grid[2]}\n".encode())
+    digest.update(pixels)
+    return digest.digest()
+
+
+@plain
+class PromptImage:
+    """One image of a prompt.
+
+    Attributes:
+        start: Index in the prompt of the image's first token.
+        length: Number of tokens of the image, row breaks included.
+        grid: Size in patches before they are merged: time, height and width.
+        pixels: uint8 [height, width, 3], row by row.
+        digest: Hash of pixels, grid and version of the processor (`image_digest`).
+    """
+
+    start: int
+    length: int
+    grid: Grid
+    pixels: bytes
+    digest: bytes
+
+    @classmethod
+    def of(cls, start: int, length: int, grid: Grid, pixels: bytes) -> Self:
+        """Returns an image with its digest."""
+        return cls(start, length, grid, pixels, image_digest(pixels, grid))
+
+    @property
+    def end(self) -> int:
+        """Index in the prompt after the image's last token."""
+        return self.start + self.length
+
+    @property
+    def patches(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+@plain
+class ImageFormat:
+    """The form of the images that a model reads.
+
+    Attributes:
+        token: Id of the image token.
+        patch: Height and width of a patch in pixels.
+        merge: Number of patches a side that form one token.
+        spatial: Whether tokens have rotary positions in three dimensions.
+        most_patches: Largest number of patches of an image.
+    """
+
+    token: int
+    patch: int
+    merge: int
+    spatial: bool
+    most_patches: int
+
+    def tokens(self, image: PromptImage) -> int:
+        """Returns the number of image tokens of an image."""
+        return image.patches // self.merge**2
+
+    def stride(self, image: PromptImage) -> int:
+        """Returns the number of tokens of a row of an image, a row break included."""
+        return image.length // (image.grid[1] // self.merge)
+
+    def shift(self, image: PromptImage) -> int:
+        """Returns by how much an image shifts the positions of later tokens."""
+        if not self.spatial:
+            return 0
+        return max(image.grid[0], *(size // self.merge for size in image.grid[1:])) - image.length
+
+    def check(self, image: PromptImage, tokens: Sequence[int], pixels: bool = True) -> None:
+        """Raises InvalidRequestError unless an image of the prompt `tokens` has this form, and its
+        pixels if `pixels` is set."""
+        time, height, width = image.grid
+        if time != 1 or height % self.merge or width % self.merge:
+            raise InvalidRequestError(
+                f"image at token {image.start}: grid {image.grid} must have one frame, and a height"
+                f" and width that {self.merge} divides; resize the image"
+            )
+        if image.patches > self.most_patches:
+            raise InvalidRequestError(
+                f"image at token {image.start} has {image.patches} patches; at most"
+                f" {self.most_patches} are read; send a smaller image"
+            )
+        if pixels and len(image.pixels) != 3 * self.patch**2 * image.patches:
+            raise InvalidRequestError(
+                f"image at token {image.start} has {len(image.pixels)} bytes of pixels, but a grid"
+                f" of {image.grid} needs {3 * self.patch**2 * image.patches}; resize the image"
+            )
+        rows, columns = height // self.merge, width // self.merge
+        found = list(tokens[image.start : image.end])
+        stride = self.stride(image)
+        fits = stride in ((columns,) if self.spatial else (columns, columns + 1))
+        fits = fits and image.length == rows * stride
+        if not fits or any(
+            found[row * stride : row * stride + columns] != [self.token] * columns
+            for row in range(rows)
+        ):
+            raise InvalidRequestError(
+                f"image at token {image.start}: its {image.length} tokens must be {rows} rows of"
+                f" {columns} image tokens ({self.token}), as its grid {image.grid} states"
+            )
+
+
+def scoped(images: Sequence[PromptImage], *scope: str) -> tuple[PromptImage, ...]:
+    """Returns the images with digests that also differ by `scope`, so that what a worker keeps of
+    an image for one tenant is not seen by another."""
+    found = []
+    for image in images:
+        digest = blake2b(image.digest, digest_size=DIGEST_BYTES, person=b"jdisagg scope")
+        for part in scope:
+            text = part.encode("utf-8", "surrogatepass")
+            digest.update(len(text).to_bytes(8, "little") + text)
+        found.append(replace(image, digest=digest.digest()))
+    return tuple(found)
+
+
+def check_images(images: Sequence[PromptImage], tokens: int) -> None:
+    """Raises InvalidRequestError unless images follow each other within a prompt of `tokens`
+    tokens."""
+    end = 0
+    for image in images:
+        if min(image.grid) < 1 or len(image.digest) != DIGEST_BYTES:
+            raise InvalidRequestError(
+                f"image at token {image.start} needs a grid of positive sizes, got {image.grid},"
+                f" and a digest of {DIGEST_BYTES} bytes, got {len(image.digest)}"
+            )
+        if image.length < 1 or not end <= image.start <= tokens - image.length:
+            raise InvalidRequestError(
+                f"image at tokens {image.start} to {image.end} must come after the image before it,"
+                f" which ends at {end}, and within the prompt's {tokens} tokens"
+            )
+        end = image.end
+
+
+def shift_before(index: int, images: Sequence[PromptImage], form: ImageFormat | None) -> int:
+    """Returns by how much the position of token `index` differs from the index, if it is outside of
+    all images."""
+    if form is None:
+        return 0
+    return sum([form.shift(image) for image in images if image.end <= index])
+
+
+def within(images: Sequence[PromptImage], start: int, stop: int) -> tuple[PromptImage, ...]:
+    """Returns the images that have tokens in [start, stop)."""
+    return tuple([image for image in images if image.start < stop and image.end > start])
+
+
+def spatial_positions(
+    start: int, count: int, shift: int, images: Sequence[PromptImage], form: ImageFormat
+) -> np.ndarray:
+    """Computes the rotary positions of consecutive tokens.
+
+    Args:
+        start: Index of the first token.
+        count: Number of tokens.
+        shift: Difference of position and index before the first of `images`.
+        images: Images that have tokens among these, in order.
+        form: Form of the model's images.
+
+    Returns:
+        int32 [count, 3]: time, row and column of each token; all are equal in text.
+    """
+    index_T = np.arange(start, start + count, dtype=np.int32)
+    positions_T3 = np.repeat(index_T[:, None], 3, axis=1) + np.int32(shift)
+    for image in images:
+        first, last = max(image.start, start), min(image.end, start + count)
+        width = image.grid[2] // form.merge
+        at = np.arange(first - image.start, last - image.start, dtype=np.int32)
+        place = np.stack((np.zeros_like(at), at // width, at % width), axis=1)
+        begin = image.start + shift
+        positions_T3[first - start : last - start] = begin + place
+        shift += form.shift(image)
+        positions_T3[last - start :] += form.shift(image)
+    return positions_T3
+
+
+def rows_of_image(image: PromptImage, first: int, last: int, form: ImageFormat) -> np.ndarray:
+    """Returns the row of the encoder's result that each of the tokens [first, last) of a prompt,
+    all of them in `image`, stands for: int32 [last - first], with -1 for row breaks."""
+    columns = image.grid[2] // form.merge
+    at = np.arange(first - image.start, last - image.start, dtype=np.int32)
+    row, column = np.divmod(at, form.stride(image))
+    return np.where(column < columns, row * columns + column, -1).astype(np.int32)
+
+
+def block_content(images: Sequence[PromptImage], start: int, stop: int) -> bytes:
+    """Returns what a name of the tokens [start, stop) must cover beside their ids: of each image
+    among them its place, the index of its first token here, and its digest."""
+    parts = []
+    for image in within(images, start, stop):
+        first = max(image.start, start)
+        parts += [
+            (first - start).to_bytes(4, "little"),
+            (first - image.start).to_bytes(4, "little"),
+            image.digest,
+        ]
+    return b"".join(parts)
