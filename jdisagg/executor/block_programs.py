@@ -207,7 +207,7 @@ class BlockPrograms:
                 copies[first : first + COPIES_PER_CALL]
             ):
                 pairs[rank, :, column] = source, destination
-            on_mesh = self._programs.put(pairs)
+            on_mesh = self._programs.argument(pairs)
             program = self._programs.get(
                 ("copy", self._name), lambda on_mesh=on_mesh: self._build_copy(on_mesh)
             )

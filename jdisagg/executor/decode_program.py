@@ -165,7 +165,7 @@ class DecodePrograms:
             Activations after the stage.
         """
         _, ints, floats, _ = self._state
-        drafts = () if plan is None else (self._programs.put(plan.array),)
+        drafts = () if plan is None else (self._programs.argument(plan.array),)
         batch = self._batch_array(slots, bucket)
         arguments = (*self._model(), hot, (), ints, floats, batch, drafts, x)
         kept, x = self._forward(arguments, bucket)
@@ -518,7 +518,7 @@ class DecodePrograms:
             )
 
         state = tuple(self._state[:3])
-        arguments = (state, *self._programs.put((where, (hot, ints, floats))))
+        arguments = (state, *self._programs.argument((where, (hot, ints, floats))))
         specs = ((RANK,) * 3, RANK, (RANK,) * 3)
         build = lambda: self._programs.compile(body, arguments, specs, (RANK,) * 3, donate=(0,))  # noqa: E731
         hot_array, ints_array, floats_array = self._programs.get(("rows",), build)(*arguments)
@@ -536,7 +536,7 @@ class DecodePrograms:
         def body(counts: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
             return counts[0].at[where[0]].set(new[0], mode="drop")[None]
 
-        arguments = (self._state.counts, *self._programs.put((where, counts)))
+        arguments = (self._state.counts, *self._programs.argument((where, counts)))
         build = lambda: self._programs.compile(body, arguments, (RANK,) * 3, RANK, donate=(0,))  # noqa: E731
         self._state = self._state._replace(
             counts=self._programs.get(("counts",), build)(*arguments)

@@ -87,7 +87,7 @@ class MixedPrograms:
             Activations after the last layer, [ranks, R, D], as `PrefillPrograms.run`, and the
                 tokens that the step chooses, as `DecodePrograms.step`.
         """
-        arrays = self._programs.put(chunk.arguments)
+        arrays = self._programs.argument(chunk.arguments)
         ends: list[jax.Array] = []
 
         def forward(arguments: tuple[Any, ...], bucket: int) -> Any:

@@ -248,12 +248,12 @@ class PrefillPrograms:
                 program, for the caller to wait for. If the instance hands off KV, also one KV block
                 for each of the mesh's layer groups, and the blocks' checksums.
         """
-        tokens, *meta, sampling = self._programs.put(chunk.arguments)
+        tokens, *meta, sampling = self._programs.argument(chunk.arguments, often=True)
         if x is None:
             x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
         blocks: list[jax.Array] = []
         sums: list[jax.Array] = []
-        key = self._programs.put(self._sums.key(chunk.checksum_key)) if self._sums else None
+        key = self._programs.argument(self._sums.key(chunk.checksum_key)) if self._sums else None
         for index, group in self._groups:
             layers = [part.leaves for part in self._weights[group]]
             pages = self._pool.layers[group.start : group.stop]
@@ -298,7 +298,7 @@ class PrefillPrograms:
 
         offsets = np.zeros((self._programs.mesh.shape["dp"],), np.int32)
         offsets[rank] = offset
-        on_mesh, shapes = self._programs.put(offsets), tuple(block.shape for block in blocks)
+        on_mesh, shapes = self._programs.argument(offsets), tuple(block.shape for block in blocks)
         inputs = (list(blocks), on_mesh)
         build = lambda: self._programs.compile(  # noqa: E731
             body, inputs, ([BLOCK_SPEC] * len(blocks), RANK), BLOCK_SPEC

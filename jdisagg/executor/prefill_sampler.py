@@ -122,7 +122,7 @@ class PrefillSampler:
         def body(x: jax.Array, source: jax.Array) -> jax.Array:
             return jnp.take(x[0], source[0], axis=0, mode="clip")[None]
 
-        on_mesh = self._programs.put(source)
+        on_mesh = self._programs.argument(source)
         build = lambda: self._programs.compile(body, (x, on_mesh), (RANK, RANK), RANK)  # noqa: E731
         return self._programs.get(("pick", x.shape[1], source.shape), build)(x, on_mesh)
 
@@ -154,7 +154,7 @@ class PrefillSampler:
                 row.mask if variant.masked else None,
             ).on_rank(programs)
 
-        on_mesh = self._programs.put(rows)
+        on_mesh = self._programs.argument(rows)
 
         def build() -> Callable[..., Chosen]:
             in_specs = (stem.specs, RANK, jax.tree.map(lambda _: RANK, rows))

@@ -46,7 +46,7 @@ class PromptScorer:
         for row in command.rows:
             span = slice(row.offset, row.offset + len(row.tokens))
             following[row.rank, span] = (*row.tokens[1:], max(row.following, 0))
-        return self._program(x)(self._weights.head.leaves, x, self._programs.put(following))
+        return self._program(x)(self._weights.head.leaves, x, self._programs.argument(following))
 
     def logits(self, row: PrefillRow, x: jax.Array) -> np.ndarray:
         """Returns the logits after each token of a row, float32 [T, V], on the host. Requires a
