@@ -2,11 +2,12 @@
 traffic.
 
     python -m benchmarks.conversations --name=conversations
-    python -m benchmarks.conversations --models=shipped --rounds=2
+    python -m benchmarks.conversations --models=measured --first=1400 --new=100 \
+        --context_tokens=2304
 
 Two servers with one model run side by side: one with the defaults, and one without any cache
-(`--prefix_cache=false`, no host memory, no appended turns). Both get the same prompts in alternating
-order, over gRPC, from this process.
+(`--prefix_cache=false`, no host memory, no appended turns). Both get the same prompts in
+alternating order, over gRPC, from this process.
 
 - conversations: eight turns, one request at a time. Each turn's prompt is the conversation so far
   and a few new tokens. Figures: the client's median TTFT of turns 2 to 8, and the part of the
@@ -15,17 +16,14 @@ order, over gRPC, from this process.
 - start: seconds from the start of the process until it has answered a request, with a warm
   compilation cache.
 
-Models: `shipped` (a Llama that is part of the repository) and `hybrid` (random weights of a
-Granite 4 H with Mamba-2 layers). Ratios above 1 favour the defaults."""
+Models: `shipped` (a Llama that is part of the repository) and `measured` (124.7M random weights).
+Ratios above 1 favour the defaults."""
 
 import asyncio
-import json
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -33,33 +31,31 @@ from absl import app, flags
 
 from benchmarks.clusters import ready, server
 from benchmarks.measure import save
+from benchmarks.peers.checkpoint import measured_checkpoint
 from jdisagg.client import AsyncClient
 
-_MODELS = flags.DEFINE_list("models", ["shipped", "hybrid"], "Which models.")
+_MODELS = flags.DEFINE_list("models", ["shipped"], "Which models: shipped, measured.")
 _ROUNDS = flags.DEFINE_integer("rounds", 4, "Rounds of conversations, of traffic and of starts.")
 _TURNS = flags.DEFINE_integer("turns", 8, "Turns of a conversation.")
 _FIRST = flags.DEFINE_integer("first", 480, "Tokens of a conversation's first prompt.")
 _NEW = flags.DEFINE_integer("new", 40, "New tokens of each later turn.")
 _ANSWER = flags.DEFINE_integer("answer", 16, "Tokens of an answer.")
 _TALKS = flags.DEFINE_integer("talks", 4, "Conversations of a round.")
+_SETTLE = flags.DEFINE_float(
+    "settle", 30.0, "Seconds before the first round, in which optional programs are compiled."
+)
+_CONTEXT = flags.DEFINE_integer("context_tokens", 1024, "Longest prompt and answer.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 ROOT = Path(__file__).resolve().parents[1]
 OFF = ("--prefix_cache=false", "--host_cache_gib=0", "--append_tokens=0")
 ARGUMENTS = {"defaults": (), "off": OFF}
-COMMON = ("--prefill=tp=1", "--decode=tp=1", "--context_tokens=1024")
+COMMON = ("--prefill=tp=1", "--decode=tp=1")
 
 
-def folder(model: str, scratch: Path) -> Path:
-    """Returns the checkpoint folder of a model, with a context of at least 1,024 tokens."""
-    if model == "shipped":
-        return ROOT / "models" / "tiny" / "llama"
-    copy = scratch / model
-    shutil.copytree(ROOT / "tests" / "golden" / "granite4_hybrid", copy)
-    config = json.loads((copy / "config.json").read_text())
-    config["max_position_embeddings"] = 4096
-    (copy / "config.json").write_text(json.dumps(config))
-    return copy
+def folder(model: str) -> Path:
+    """Returns the checkpoint folder of a model."""
+    return ROOT / "models" / "tiny" / "llama" if model == "shipped" else measured_checkpoint()
 
 
 async def first_token(client: AsyncClient, prompt: list[int]) -> tuple[float, list[int], int]:
@@ -94,7 +90,10 @@ async def talk(
 
 async def distinct(client: AsyncClient, rng: np.random.Generator, vocabulary: int) -> float:
     """Returns tokens (prompt and answer) a second of 48 prompts without a common prefix."""
-    prompts = [rng.integers(3, vocabulary, int(n)).tolist() for n in rng.integers(100, 700, 48)]
+    prompts = [
+        rng.integers(3, vocabulary, int(n)).tolist()
+        for n in rng.integers(100, _FIRST.value + 200, 48)
+    ]
     gate = asyncio.Semaphore(8)
 
     async def one(prompt: list[int]) -> int:
@@ -106,23 +105,18 @@ async def distinct(client: AsyncClient, rng: np.random.Generator, vocabulary: in
     return sum(tokens) / (time.perf_counter() - started)
 
 
+def started(model: Path, name: str) -> AbstractContextManager[str]:
+    """Context manager that yields the address of a running server."""
+    context = f"--context_tokens={_CONTEXT.value}"
+    return server(f"--model={model}", context, *COMMON, *ARGUMENTS[name])
+
+
 @asynccontextmanager
-async def both(model: Path) -> AsyncIterator[tuple[dict[str, AsyncClient], dict[str, float]]]:
-    """Yields clients of both servers, and the seconds that each start took."""
-
-    def start(name: str):
-        return server(f"--model={model}", *COMMON, *ARGUMENTS[name])
-
-    seconds: dict[str, float] = {}
-    begun = time.perf_counter()
-    with start("defaults") as one:
-        async with ready(one) as defaults:
-            seconds["defaults"] = time.perf_counter() - begun
-            begun = time.perf_counter()
-            with start("off") as other:
-                async with ready(other) as off:
-                    seconds["off"] = time.perf_counter() - begun
-                    yield {"defaults": defaults, "off": off}, seconds
+async def both(model: Path) -> AsyncIterator[dict[str, AsyncClient]]:
+    """Yields clients of both servers."""
+    with started(model, "defaults") as one, started(model, "off") as other:
+        async with ready(one) as defaults, ready(other) as off:
+            yield {"defaults": defaults, "off": off}
 
 
 async def starts(model: Path, rounds: int) -> dict[str, list[float]]:
@@ -130,7 +124,7 @@ async def starts(model: Path, rounds: int) -> dict[str, list[float]]:
     for number in range(rounds):
         for name in list(ARGUMENTS)[:: 1 if number % 2 else -1]:
             begun = time.perf_counter()
-            with server(f"--model={model}", *COMMON, *ARGUMENTS[name]) as address:
+            with started(model, name) as address:
                 async with ready(address):
                     found[name].append(time.perf_counter() - begun)
     return found
@@ -145,8 +139,9 @@ async def measure(model: str, path: Path) -> dict[str, object]:
     rng = np.random.default_rng(0)
     turns: dict[str, list[tuple[float, int, int]]] = {name: [] for name in ARGUMENTS}
     speeds: dict[str, list[float]] = {name: [] for name in ARGUMENTS}
-    async with both(path) as (clients, _):
+    async with both(path) as clients:
         vocabulary = (await clients["off"].model()).vocabulary
+        await asyncio.sleep(_SETTLE.value)
         for number in range(_ROUNDS.value + 1):  # the first round is not counted
             for _ in range(_TALKS.value):
                 for name, rows in (await talk(clients, rng, vocabulary)).items():
@@ -172,11 +167,7 @@ async def measure(model: str, path: Path) -> dict[str, object]:
 
 
 def main(_: list[str]) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        figures = {
-            model: asyncio.run(measure(model, folder(model, Path(scratch))))
-            for model in _MODELS.value
-        }
+    figures = {model: asyncio.run(measure(model, folder(model))) for model in _MODELS.value}
     if _NAME.value:
         print(save(_NAME.value, dict(figures)))
 
