@@ -112,7 +112,7 @@ def decide(
     decision = _choose(state, weighed, decodes, query, policy)
     if decision.prefill is None:
         decision = _with_source(state, decision, prefills, decodes, query, policy)
-    return decision if query.under_way else _admitted(decision, weighed, query, policy)
+    return decision if query.under_way else _admitted(state, decision, weighed, query, policy)
 
 
 def witnesses(
@@ -423,7 +423,11 @@ def _decision(
 
 
 def _admitted(
-    decision: Decision, weighed: Weighed, query: PlacementQuery, policy: PlacementPolicy
+    state: ClusterState,
+    decision: Decision,
+    weighed: Weighed,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
 ) -> PlacementOutcome:
     """Returns the decision if the request can start now and its first token comes in time, else a
     refusal or a deferral. A worker that was chosen for its cached prefix may have a queue while
@@ -443,9 +447,20 @@ def _admitted(
     queue = decision.terms.prefill_queue
     if decision.prefill is not None and decision.cached_tokens:
         queue = min(queue, float(weighed.prefills.queue.min()))
-    if queue > policy.hold_seconds:
+    if queue > policy.hold_seconds + _idle_ranks_seconds(state, decision):
         return Deferred(f"every prefill worker has at least {_ms(queue)} of queued work")
     return decision
+
+
+def _idle_ranks_seconds(state: ClusterState, decision: Decision) -> float:
+    """Returns the queue, in seconds, at which the last dp rank of the chosen prefill worker gets a
+    prompt. A prompt is computed by one rank, but the queue is the mean over the ranks. Without this
+    allowance, one long prompt would hold back the prompts for the other ranks. Assumes that other
+    prompts take as long as this one."""
+    assert decision.terms is not None
+    row = -1 if decision.prefill is None else state.row_of(decision.prefill)
+    ranks = float(state.table["ranks"][row]) if row >= 0 else 1.0
+    return decision.terms.prefill * (1.0 - 1.0 / ranks) if ranks > 1.0 else 0.0
 
 
 def _by_load(

@@ -328,6 +328,27 @@ def test_more_work_than_the_bound_at_every_prefill_worker_holds_new_requests_her
     )
 
 
+def test_each_rank_of_a_prefill_worker_gets_a_prompt_before_requests_are_held() -> None:
+    """A prompt that takes longer than the bound must not leave the other ranks without work."""
+    policy, prompt = PlacementPolicy(hold_seconds=0.01), 20_000
+    query = PlacementQuery(Work(prompt, expected_tokens=10))
+
+    def outcome(others: int, ranks: int) -> object:
+        worker = msgspec.structs.replace(
+            prefill_status("p0", queued_tokens=others * prompt),
+            queued_pairs=others * causal_pairs(0, prompt),
+            layout=f"dp={ranks}",
+            free_pages=(4096,) * ranks,
+            total_pages=(4096,) * ranks,
+        )
+        return decide(state_of(worker, decode_status("d0")), query, 0.0, policy)
+
+    assert isinstance(outcome(1, 1), Deferred)
+    for others in range(4):
+        assert isinstance(outcome(others, 4), Decision), others
+    assert isinstance(outcome(5, 4), Deferred)
+
+
 def test_who_is_chosen_for_what_it_knows_holds_nobody_back_while_another_is_free() -> None:
     """Else all behind it would wait, too, beside workers that have nothing to do."""
     policy = PlacementPolicy(hold_seconds=0.01)

@@ -129,6 +129,7 @@ class SteppedRun:
         chunk = limits.chunk_buckets[-1]
         seconds = self._sent.prefill(((chunk, 0),))[0] / chunk
         self._hold_tokens = fleet.routing.hold_seconds / seconds * limits.ranks
+        self._other_ranks = limits.ranks - 1  # each gets a prompt before requests are held
         self._caches = self._prefix_caches() if fleet.prefix.reuse else []
         # Ends of commands have a version, arrivals of KV a request.
         self._events: list[tuple[float, int, int, int, SteppedRequest | None]] = []
@@ -196,7 +197,8 @@ class SteppedRun:
             work = [queued - known for queued, known in zip(work, cached, strict=True)]
         if self._prefills:
             first = min(range(len(work)), key=work.__getitem__)
-            if work[first] > self._hold_tokens:
+            alike = self._other_ranks * (request.prompt - (cached[first] if cached else 0))
+            if work[first] > self._hold_tokens + alike:
                 return False  # the router holds requests while all prefill workers have work
             order = sorted(range(len(loads)), key=loads.__getitem__)
         else:
