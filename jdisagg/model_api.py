@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdisagg.images import ImageFormat
 from jdisagg.layout.axes import LogicalAxis, ModelGeometry
 from jdisagg.layout.kv_spec import KVSpec
 
@@ -203,7 +204,8 @@ class Layer(Protocol):
 
         Args:
             x_TD: Activations, replicated over tp.
-            positions_T: int32 position of each token in its sequence.
+            positions_T: int32 rotary position of each token, or [T, 3] with the time, row and
+                column of each token if the model reads images with spatial positions.
             attend: Attention over the program's cache.
             shards: Mesh axes inside `shard_map`.
             valid_T: bool mask of real tokens. Padding is routed to no expert.
@@ -302,11 +304,30 @@ class AdapterContent(NamedTuple):
     layers: tuple[Mapping[ModulePath, tuple[np.ndarray, np.ndarray]], ...]
 
 
+class Vision(Protocol):
+    """A vision encoder, which maps the patches of an image to activations of the text model
+    (`executor/image_programs.py`). `patches`, each of `blocks` and `merger` are called as in
+    `models/vision.py`. `kept_rows` is the number of image tokens whose activations an instance
+    keeps on each device."""
+
+    @property
+    def patches(self) -> object: ...
+    @property
+    def blocks(self) -> Sequence[object]: ...
+    @property
+    def merger(self) -> object: ...
+    @property
+    def format(self) -> ImageFormat: ...
+    @property
+    def kept_rows(self) -> int: ...
+
+
 class Model(Protocol):
     """An NNX module that can be served. `vocabulary` is the unpadded size. `context_tokens` is the
     longest sequence that the model supports. `head` is the stem with final norm and head: `stem`
     itself, unless the weights are loaded for several pipeline stages. `next_token` is None without
-    drafts from the checkpoint's own layer; else the last entry of `kv_spec` is this layer's."""
+    drafts from the checkpoint's own layer; else the last entry of `kv_spec` is this layer's.
+    `vision` is None if the model reads no images."""
 
     @property
     def stem(self) -> Stem: ...
@@ -316,6 +337,8 @@ class Model(Protocol):
     def layers(self) -> Sequence[Layer]: ...
     @property
     def next_token(self) -> DraftLayer | None: ...
+    @property
+    def vision(self) -> Vision | None: ...
     @property
     def kv_spec(self) -> KVSpec: ...
     @property

@@ -78,6 +78,15 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
         ]
         if state:
             lines.append(("sequence state", f"{state:,} bytes, however long it is"))
+    if config is not None and (vision := config.vision) is not None:
+        side = vision.patch * vision.merge
+        lines.append(
+            (
+                "images",
+                f"one token for {side} x {side} pixels, {vision.layers} encoder layers of"
+                f" {vision.width}, {vision.parameters:,} parameters",
+            )
+        )
     lines.append(("weights", found.stored))
     if found.tokenizer:
         lines.append(("tokenizer", found.tokenizer))

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 class CheckpointLoader:
     """Loads the checkpoint `directory` onto given devices, and other weights of the same model.
     Implements `LoadModel` and `WeightsSource`. With `speculate` auto or mtp, the checkpoint's
-    next-token layer is loaded, too, if it has one."""
+    next-token layer is loaded, too, if it has one, and so is its vision encoder."""
 
     def __init__(
         self, directory: str, dtype: str, weights: str, kv_dtype: str, speculate: str
@@ -77,6 +77,7 @@ class CheckpointLoader:
             next_token=self._speculate in LAYER_DRAFTS,
             cut=cut,
             tensors=tensors,
+            images=True,
         )
         if self._speculate == "mtp" and loaded.model.next_token is None:
             raise ConfigError(

@@ -2,7 +2,7 @@
 that reads the family's configuration."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models import (
     apertus,
@@ -37,6 +37,7 @@ from models import (
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
 from models.quantization_config import stored_quantization
+from models.vision_config import read_vision, spatial_sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +122,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     config = family.read_config(hf)
     stored_quantization(hf)
     hf.refuse_unread()
-    return config
+    vision = read_vision(hf, config.width, config.vocabulary)
+    if vision is None:
+        return config
+    config = replace(config, vision=vision)
+    return config.with_sections(spatial_sections(hf)) if vision.spatial else config

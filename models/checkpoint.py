@@ -35,6 +35,7 @@ from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
 from models.hf_sources import Source
+from models.hf_vision import OfVision, vision_source
 from models.hf_weights import NEXT_TOKEN, RENAMED, STEM, find_source
 from models.kv_scales import KVScales, find_kv_scales
 from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
@@ -96,6 +97,7 @@ def load_model(
     next_token: bool = False,
     cut: StageCut | None = None,
     tensors: CheckpointTensors | None = None,
+    images: bool = False,
 ) -> LoadedModel:
     """Loads a model. Blocks until all weights are read.
 
@@ -112,7 +114,9 @@ def load_model(
         next_token: Whether to read the layer that drafts tokens, if the checkpoint has one.
         cut: Function from the model's KV spec to the layers of each pipeline stage. None cuts
             between any two layers.
-        tensors: Tensors to read in place of the folder's. The folder has the configuration.
+        tensors: Tensors to read in place of the folder's. The folder has the configuration, and the
+            tensors of the vision encoder.
+        images: Whether to read the vision encoder, if the checkpoint has one that is supported.
 
     Raises:
         CheckpointError: The files do not fit the config, or are unreadable.
@@ -123,9 +127,11 @@ def load_model(
     directory = Path(directory)
     hf = HfConfig.from_directory(directory)
     config = read_config(hf)
-    files = tensors
-    if files is None and not orbax_checkpoint.is_orbax(directory):
+    files, orbax = tensors, orbax_checkpoint.is_orbax(directory)
+    if files is None and not orbax:
         files = open_files(directory, hf)
+    seen = vision_files(directory, config) if images and not orbax else None
+    config = config if seen else replace(config, vision=None)
     if next_token and files is not None:
         prefix, found = f"model.layers.{len(config.layers)}.", files.shapes()
         stored = all(prefix + name in found for name in NEXT_TOKEN.values())
@@ -157,7 +163,7 @@ def load_model(
             )
         model = orbax_checkpoint.restore(directory, model, mesh, layout)
     else:
-        sources = find_sources(model, files, directory)
+        sources = find_sources(model, files, directory, seen)
         if weights:
             by_path = {
                 parameter.path: (parameter, source)
@@ -194,7 +200,7 @@ def stage_of_path(layers: Sequence[range]) -> Callable[[tuple[Any, ...]], int]:
     def stage_of(path: tuple[Any, ...]) -> int:
         if path[0] == "layers":
             return of_layer[int(path[1])]
-        return 0 if path[0] == "stem" else len(layers) - 1
+        return 0 if path[0] in ("stem", "vision") else len(layers) - 1
 
     return stage_of
 
@@ -250,11 +256,54 @@ def _has_own_head(files: CheckpointTensors) -> bool:
     return False
 
 
-def find_sources(model: Decoder, files: CheckpointTensors, directory: Path) -> list[Source]:
+def vision_files(directory: Path, config: DecoderConfig) -> CheckpointTensors | None:
+    """Returns the tensors of the vision encoder that `config` describes. Returns None if it
+    describes none, or if the folder lacks a tensor of it, as one that was saved as a text model."""
+    vision = config.vision
+    if vision is None:
+        return None
+    files = SafetensorsFiles.from_directory(directory).vision_part()
+    found, unreadable = files.shapes(), files.unreadable()
+    whole = abstract_model(config)
+    needed = {
+        name: shape
+        for part in parameter_shapes(whole)
+        if part.path[0] == "vision"
+        for name, shape in vision_source(part, vision).needs().items()
+    }
+    lacking = [name for name, shape in needed.items() if found.get(name) != shape]
+    if not lacking and not unreadable:
+        return files
+    _log.warning(
+        "%s: images are not read: %s of the vision encoder's tensors are missing, of another shape"
+        " or quantized (%s)",
+        directory,
+        len(lacking or unreadable),
+        ", ".join((lacking or unreadable)[:_LISTED]),
+    )
+    return None
+
+
+def find_sources(
+    model: Decoder,
+    files: CheckpointTensors,
+    directory: Path,
+    vision: CheckpointTensors | None = None,
+) -> list[Source]:
     """Returns where each parameter is stored in the files, in the order of `jax.tree.leaves`.
-    Raises CheckpointError, which lists the tensors that are missing, unknown or wrongly shaped."""
-    found = files.shapes()
-    sources = [find_source(part, model.config, found) for part in parameter_shapes(model)]
+    Raises CheckpointError, which lists the tensors that are missing, unknown or wrongly shaped.
+
+    Args:
+        vision: Tensors of the vision encoder, if the model has one.
+    """
+    found, seen = files.shapes(), model.config.vision
+    sources: list[Source] = []
+    for part in parameter_shapes(model):
+        if part.path[0] == "vision":
+            assert seen is not None and vision is not None
+            sources.append(OfVision(vision_source(part, seen), vision.read))
+        else:
+            sources.append(find_source(part, model.config, found))
     _check(sources, files, model.config, directory)
     return sources
 

@@ -23,6 +23,7 @@ from models.blocks import DecoderLayer
 from models.decoder_config import DecoderConfig
 from models.linear import Linear, Norm
 from models.next_token import NextTokenLayer
+from models.vision import VisionEncoder
 
 
 class DecoderStem(nnx.Module):
@@ -127,6 +128,7 @@ class Decoder(nnx.Module):
         self.next_token = (
             NextTokenLayer(make, config, config.layers[-1], form) if config.next_token else None
         )
+        self.vision = VisionEncoder(make, config.vision, plain) if config.vision else None
         self.config = config
         self.weights: Weights = weights
         self.kv_spec = config.kv_spec(dtype)

@@ -5,7 +5,7 @@ Layers with equal `LayerConfig` have equal structure and share one compiled prog
 arrays."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jdisagg.costs.linear_attention import LinearAttention
@@ -14,6 +14,7 @@ from jdisagg.layout.axes import ModelGeometry
 from jdisagg.layout.kv_spec import KEPT_DTYPES, KVComponent, KVLayer, KVSpec, latent_layer
 from jdisagg.ops.activations import UNGATED, Activation, ExpertGate
 from jdisagg.ops.rope_frequencies import Rope
+from models.vision_config import VisionConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +260,7 @@ class DecoderConfig:
         next_token: Whether the first of these layers is read, to draft tokens. The others are
             ignored.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means the weights' type.
+        vision: The vision encoder, or None if images are not read.
     """
 
     family: str
@@ -283,6 +285,13 @@ class DecoderConfig:
     mtp_aside: bool = False
     next_token: bool = False
     kv_dtype: str = ""
+    vision: VisionConfig | None = None
+
+    def with_sections(self, sections: tuple[int, int, int]) -> "DecoderConfig":
+        """Returns the config with rotary positions in three dimensions."""
+        attention = self.attention
+        rope = replace(attention.rope, sections=sections)
+        return replace(self, attention=replace(attention, rope=rope))
 
     def attention_of(self, layer: LayerConfig) -> AttentionConfig:
         return layer.attention or self.attention
@@ -380,6 +389,7 @@ class DecoderConfig:
             without_ffn=sum(layer.parts == "mixer" for layer in self.layers),
             kv_dtype=KEPT_DTYPES.get(self.kv_dtype, ""),
             next_token_layers=int(self.can_draft),
+            images=self.vision.costs if self.vision else None,
         )
 
     @property

@@ -66,7 +66,8 @@ class HfConfig:
     ) -> None:
         """Wraps the fields of a config.json. With `sizes_only`, unsupported options are ignored,
         which suffices for cost estimates. `nested` is set if the fields are the text part of a
-        multimodal model."""
+        multimodal model, and `whole` are those of the whole model."""
+        self.whole: Mapping[str, object] = fields
         outer = OUTER.get(str(fields.get("model_type")))
         inner = fields.get("text_config")
         if outer is not None and inner is None and "hidden_size" in fields:
@@ -160,8 +161,14 @@ class HfConfig:
         """Returns a copy in which some fields have other values. The copy and the original share
         one record of the fields that were read."""
         other = HfConfig(self.fields | fields, self.where, sizes_only=self.sizes_only)
-        other._read, other.nested = self._read, self.nested
+        other._read, other.nested, other.whole = self._read, self.nested, self.whole
         return other
+
+    def beside(self, name: str) -> Mapping[str, object]:
+        """Returns the fields of another JSON file in the folder of config.json; none if it is
+        absent."""
+        path = Path(self.where).parent / name
+        return _read_fields(path) if path.is_file() else {}
 
     def pass_over(self, *fields: str) -> None:
         """Marks fields as read because they do not change the output of this model family."""

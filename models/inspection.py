@@ -5,7 +5,7 @@ The config is first read in full, as by a worker. If this fails, only the model'
 that the report can list all unsupported features instead of the first."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -17,12 +17,13 @@ from jdisagg.ops.parameters import param_specs
 from jdisagg.ops.quantized_weights import Weights
 from models import orbax_checkpoint
 from models.catalog import FAMILIES, read_config
-from models.checkpoint import equal_stages, find_sources, open_files, stage_of_path
+from models.checkpoint import equal_stages, find_sources, open_files, stage_of_path, vision_files
 from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig, LayerConfig
 from models.hf_config import HfConfig
 from models.parameter_tree import parameter_shapes
 from models.quantized_files import QuantizedFiles
+from models.safetensors_files import CheckpointTensors
 from models.tokenizer import Tokenizer
 
 _LISTED = 5
@@ -123,7 +124,12 @@ def _read_strictly(found: Inspection, hf: HfConfig) -> None:
 def _look_at_files(found: Inspection, directory: Path, hf: HfConfig) -> None:
     if found.config is not None:
         try:
-            found.stored = _stored(abstract_model(found.config), directory, hf)
+            seen = None
+            if not orbax_checkpoint.is_orbax(directory):
+                seen = vision_files(directory, found.config)
+            if seen is None:
+                found.config = replace(found.config, vision=None)
+            found.stored = _stored(abstract_model(found.config), directory, hf, seen)
         except CheckpointError as error:
             found.missing += [error.message] if error.message not in found.missing else []
     try:
@@ -134,7 +140,7 @@ def _look_at_files(found: Inspection, directory: Path, hf: HfConfig) -> None:
         found.tokenizer = f"none: {error.message}"
 
 
-def _stored(model: Decoder, directory: Path, hf: HfConfig) -> str:
+def _stored(model: Decoder, directory: Path, hf: HfConfig, vision: CheckpointTensors | None) -> str:
     if orbax_checkpoint.is_orbax(directory):
         return "Orbax format (checked when it is loaded)"
     files = open_files(directory, hf)
@@ -142,7 +148,7 @@ def _stored(model: Decoder, directory: Path, hf: HfConfig) -> str:
         raise CheckpointError(
             f"{len(unreadable)} tensors of an unsupported type: {', '.join(unreadable[:_LISTED])}"
         )
-    find_sources(model, files, directory)
+    find_sources(model, files, directory, vision)
     text = f"{files.total_bytes:,} bytes of {', '.join(sorted(files.kinds()))}"
     restored = ", quantized matrices restored while reading"
     return text + (restored if isinstance(files, QuantizedFiles) else "")

@@ -126,6 +126,17 @@ class SafetensorsFiles:
             }
         )
 
+    def vision_part(self) -> "SafetensorsFiles":
+        """Returns the tensors of the vision encoder of a multimodal model, with the names of
+        transformers 4 or of transformers 5 without "model."."""
+        return SafetensorsFiles(
+            {
+                name.removeprefix("model."): tensor
+                for name, tensor in self._tensors.items()
+                if _EYES.match(name)
+            }
+        )
+
     def renamed(self, beginnings: Sequence[tuple[str, str]]) -> "SafetensorsFiles":
         """Returns a view of the tensors under other names: prefixes of names are replaced as
         `beginnings` lists, one replacement after the other."""

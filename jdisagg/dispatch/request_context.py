@@ -114,7 +114,8 @@ async def reserve(
     """
     port = context.cluster.decode_port(worker)
     remaining, age = run.remaining_seconds(), run.age_seconds()
-    call = ReserveCall(run.request, attempt, children, remaining, age, whole, computes, *peer)
+    request = run.request if computes else run.request.without_pixels()
+    call = ReserveCall(request, attempt, children, remaining, age, whole, computes, *peer)
     return ReservationHandle(worker, port, await port.reserve(call), attempt)
 
 

@@ -233,9 +233,12 @@ class RequestPath:
             self._start(run, children, wait_seconds)
 
     async def _place(self, run: RequestRun, attempt: Attempt) -> PlacementHandle:
+        state = self.placer.accounts.state
+        blind = state.without_images() if run.request.images else frozenset()
+        run.avoid |= blind
         run.placing += 1
         try:
-            return await self.placer.place(
+            placement = await self.placer.place(
                 PlacementRequest(
                     run.request,
                     attempt.children,
@@ -247,6 +250,14 @@ class RequestPath:
             )
         finally:
             run.placing -= 1
+        chosen = placement.decision
+        if blind & {chosen.prefill, chosen.decode}:
+            placement.end(set())
+            raise InvalidRequestError(
+                "images: no workers read images of this model: it has no vision encoder that is"
+                " served, or its checkpoint lacks the encoder's weights; send text only"
+            )
+        return placement
 
     def _preempted(self, run: RequestRun, child: int) -> None:
         run.as_planned = False

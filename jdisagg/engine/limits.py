@@ -5,6 +5,7 @@ import math
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
+from jdisagg.images import ImageFormat
 from jdisagg.layout.kv_spec import KVSpec, ring_pages
 from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.worker_status import WorkerRole
@@ -39,6 +40,8 @@ def mesh_limits(
     append_tokens: int = 0,
     prefix: PrefixConfig | None = None,
     draft_layer: bool = False,
+    images: ImageFormat | None = None,
+    image_rows: int = 0,
 ) -> MeshLimits:
     """Computes the limits of one mesh.
 
@@ -59,6 +62,8 @@ def mesh_limits(
             than a chunk.
         prefix: Configuration of the prefix cache. None is one without reuse.
         draft_layer: Whether the last layer of `spec` drafts tokens.
+        images: Form of the images that the model reads, or None.
+        image_rows: Number of image tokens whose activations a rank keeps.
     """
     traits, pp = traits_of(platform), instance.layout.pp
     if pp > 1 and instance.block_bytes:
@@ -125,6 +130,8 @@ def mesh_limits(
         adapter_rank=instance.adapter_rank if instance.adapters else 0,
         adapter_experts=bool(instance.adapters) and instance.adapter_experts,
         draft_layer=draft_layer,
+        images=images,
+        image_rows=image_rows,
         mixed_buckets=(
             mixed_chunks(smallest, largest)
             if mode is Mode.CHUNKED and pp == 1 and not spec.has_state and not draft_layer

@@ -45,6 +45,7 @@ from jdisagg.layout.kv_spec import ring_pages
 from jdisagg.layout.platforms import ACCELERATOR_DRAFT_ROWS, DEVICE_FRACTION, traits_of
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
+from jdisagg.ops.image_attention import SCORES
 from jdisagg.scheduler.blocks import stage_layers
 from jdisagg.scheduler.executor import LONGEST_RUN
 from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
@@ -95,10 +96,11 @@ class MemoryPlan:
     states: int = 0
     rings: int = 0
     adapters: int = 0
+    images: int = 0
 
     @property
     def total(self) -> int:
-        beside = self.states + self.rings + self.adapters
+        beside = self.states + self.rings + self.adapters + self.images
         return self.weights + self.activations + self.staged + beside + self.pages
 
     @property
@@ -114,6 +116,7 @@ class MemoryPlan:
         states = f"{_gigabytes(self.states)} of sequence states, " if self.states else ""
         states += f"{_gigabytes(self.rings)} of sliding windows, " if self.rings else ""
         states += f"{_gigabytes(self.adapters)} of adapter slots, " if self.adapters else ""
+        states += f"{_gigabytes(self.images)} of encoded images, " if self.images else ""
         return (
             f"{self.instance}, each device: {_gigabytes(self.weights)} of weights,"
             f" {_gigabytes(self.activations)} for activations, {_gigabytes(self.staged)} of KV in"
@@ -212,13 +215,14 @@ def fit_instance(
     if prefix is not None and prefix.host_bytes and not prefills:  # swapped-out sequences
         windows = windowed * min(geometry.widest_window, context) if rings else 0
         tiered += 2 * SPILLS_AT_ONCE * (chunk * token_bytes + state_bytes + windows)
+    computed = append if role is WorkerRole.DECODE else chunk
+    kept_images, of_encoder = _images(geometry, model.dtype) if computed else (0, 0)
+    of_layers = _activations(geometry, instance, role, computed, model.dtype)
+    of_layers += _index_scores(geometry, instance, chunk, context, model.dtype)
     plan = MemoryPlan(
         f"{role.value} ({instance.layout})",
         weights,
-        _activations(
-            geometry, instance, role, append if role is WorkerRole.DECODE else chunk, model.dtype
-        )
-        + _index_scores(geometry, instance, chunk, context, model.dtype),
+        max(of_layers, of_encoder),
         # Recurrent states are staged too: one that is packed, and those in transfer.
         tiered + (0 if role is WorkerRole.MIXED else staged),
         0,
@@ -227,6 +231,7 @@ def fit_instance(
         memory,
         states,
         adapters=adapter_bytes(geometry, instance, model.dtype),
+        images=kept_images,
     )
     padding = _padding(geometry, memory.lanes)
     page_bytes = int(instance.page_size * token_bytes * padding)
@@ -288,6 +293,8 @@ def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: st
     costs = CostModel(geometry, accelerator("h100"), replace(instance.layout, pp=1), dtype=dtype)
     longest = _longest_stage(geometry, instance, costs)
     kv = costs.kv_bytes_per_device * longest / geometry.layers
+    if geometry.images is not None:
+        added += int(geometry.images.parameters * dtype_bytes(dtype))
     return DeviceBytes(
         int(costs.stage_weight_bytes(longest)) + added,
         int(kv),
@@ -447,6 +454,16 @@ def _activations(
     return int(tokens * inner * max(dtype_bytes(dtype), 4)) + 3 * 4 * rows * geometry.vocabulary
 
 
+def _images(geometry: CostGeometry, dtype: str) -> tuple[int, int]:
+    """Returns the bytes on one device of the images that stay encoded, and an upper estimate of
+    those that the encoder needs for the largest image, its block of attention scores included."""
+    if (images := geometry.images) is None:
+        return 0, 0
+    kept = images.kept_rows * geometry.width * dtype_bytes(dtype)
+    scores = 3 * 4 * SCORES
+    return kept, images.most_patches * images.patch_values * max(dtype_bytes(dtype), 4) + scores
+
+
 def _index_scores(
     geometry: CostGeometry, instance: InstanceConfig, chunk: int, context: int, dtype: str
 ) -> int:
@@ -468,6 +485,7 @@ def _refusal(name: str, plan: MemoryPlan) -> str:
     states = f", {_gigabytes(plan.states)} of sequence states" if plan.states else ""
     states += f", {_gigabytes(plan.rings)} of sliding windows" if plan.rings else ""
     states += f", {_gigabytes(plan.adapters)} of adapter slots" if plan.adapters else ""
+    states += f", {_gigabytes(plan.images)} of encoded images" if plan.images else ""
     return (
         f"model {name} does not fit, {plan.instance}: each device would hold"
         f" {_gigabytes(plan.weights)} of weights, {_gigabytes(plan.activations)} for activations,"

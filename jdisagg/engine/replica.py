@@ -139,13 +139,15 @@ def build_replica(
         prefix: Configuration of the prefix cache. None is one without reuse.
     """
     prefix = prefix or PrefixConfig()
+    processes = len({one.process_index for one in loaded.mesh.devices.flat})
     check_stages(
         config,
         state=loaded.model.kv_spec.has_state,
         windows_apart=windows_apart,
         drafts=loaded.model.next_token is not None,
-        processes=len({one.process_index for one in loaded.mesh.devices.flat}),
+        processes=processes,
     )
+    vision = loaded.model.vision if processes == 1 and config.layout.pp == 1 else None
     platform = str(loaded.mesh.devices.flat[0].platform)
     limits = mesh_limits(
         config,
@@ -159,6 +161,8 @@ def build_replica(
         append_tokens=prefix.appends if role.decode and not role.prefill else 0,
         prefix=prefix if role.prefill or prefix.appends else None,
         draft_layer=loaded.model.next_token is not None,
+        images=None if vision is None else vision.format,
+        image_rows=0 if vision is None else vision.kept_rows,
     )
     executor = MeshExecutor(
         name, loaded.model, Programs(*loaded.meshes), config.layout, limits, role, channel

@@ -113,7 +113,9 @@ class DecodePrograms:
         """Admits sequences to slots and extends the page tables of running sequences."""
         for admit in admits:
             ints, floats = self._ints[admit.rank, admit.slot], self._floats[admit.rank, admit.slot]
-            self._rows.pack(ints, floats, admit.sample, admit.pages, admit.limit, admit.state)
+            self._rows.pack(
+                ints, floats, admit.sample, admit.pages, admit.limit, admit.state, admit.shift
+            )
             self._rows.pack_adapter(ints, admit.adapter)
         for grow in grows:
             self._rows.pack_pages(self._ints[grow.rank, grow.slot], grow.pages, grow.limit)
@@ -448,7 +450,7 @@ class DecodePrograms:
             x: Any,
         ) -> Any:
             step = self._rows_of(batch, drafts, hot, ints, floats)
-            row, at_T, shards = step.all, step.all.at, common
+            row, at_T, shards = step.all, rows.turned(step.all), common
             if rows.adapters:
                 shards = replace(common, adapters=AdapterRows(rows.adapter(row.ints)))
             attention = StepAttention(step, rows, pools, ring_pages, shards.platform)

@@ -22,6 +22,7 @@ from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.decode_stages import DecodeStages
 from jdisagg.executor.draft_rows import Guess
 from jdisagg.executor.grammar_rows import GrammarRows
+from jdisagg.executor.image_programs import ImagePrograms
 from jdisagg.executor.mixed_program import MixedPrograms
 from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
@@ -71,7 +72,7 @@ from jdisagg.messages.step_commands import (
     StepResult,
     WakeMesh,
 )
-from jdisagg.model_api import Model
+from jdisagg.model_api import Model, Shards
 from jdisagg.scheduler.blocks import layer_groups, stage_layers
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.transfer.boxes import mesh_card
@@ -136,9 +137,8 @@ class MeshExecutor:
         self._channel = channel
         self._weights: Weights = split_model(model, layout, adapter_size(limits), programs.zeros)
         self._shards = mesh_shards(mesh, layout, platform)
-        self._rows = RowFormat(
-            -(-limits.context_tokens // limits.page_size), model.vocabulary, limits.adapters > 0
-        )
+        columns = -(-limits.context_tokens // limits.page_size)
+        self._rows = RowFormat(columns, model.vocabulary, limits.adapters > 0, limits.spatial)
         self._groups = layer_groups(
             limits.sent.positioned, len(limits.kv_spec.layers), limits.layer_groups
         )
@@ -158,6 +158,7 @@ class MeshExecutor:
             for stage in self._stages
         ]
         self._sums = sums[0]
+        self.images = _image_programs(self._stages[0], self._shards, limits, role)
         self._prefill = PrefillStages(
             [
                 (
@@ -167,6 +168,7 @@ class MeshExecutor:
                 for stage, of_stage in zip(self._stages, sums, strict=True)
             ],
             stage_of,
+            self.images,
         )
         self._grammars = GrammarRows(model.vocabulary, limits.longest_run, platform)
         last = self._stages[-1]
@@ -354,6 +356,8 @@ class MeshExecutor:
                 return self.swaps.read(command)
             case PutWeights() | DropWeights() | SleepMesh() | WakeMesh():
                 self.swaps.change(command)
+                if self.images is not None:
+                    self.images.clear()
             case FindSaved() | SaveBlock() | LoadBlock() | RemoveSaved():
                 return self._saved.issue(command)
             case ConnectPeer():
@@ -462,6 +466,15 @@ def _stages(programs: Programs, weights: Weights, limits: MeshLimits) -> list[_S
         _Stage(stage, weights.of_stage(held), Pools.of(stage, limits, held))
         for stage, held in zip(programs.stages, layers, strict=True)
     ]
+
+
+def _image_programs(
+    first: _Stage, shards: Shards, limits: MeshLimits, role: MeshRole
+) -> ImagePrograms | None:
+    """Returns the programs of images of a mesh that computes prompts with images."""
+    if limits.images is None or not (role.prefill or limits.append_buckets):
+        return None
+    return ImagePrograms(first.programs, first.weights, shards, limits.images, limits.image_rows)
 
 
 def _part_of_instance(mesh: jax.sharding.Mesh, stages: int) -> str:

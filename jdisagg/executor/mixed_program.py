@@ -70,6 +70,8 @@ class MixedPrograms:
         limits, platform = self._limits, self._shards.platform
         if command.chunk_tokens not in limits.mixed_buckets or asks_of_prompts(command):
             return None
+        if any(row.images for row in command.rows):
+            return None
         form = ChunkForm(True, True, columns=columns_for(command, limits, platform))
         return ChunkArrays.build(command, limits, form, platform)
 
@@ -104,7 +106,7 @@ class MixedPrograms:
     def _program(self, chunk: ChunkArrays, bucket: int, arguments: tuple[Any, ...]) -> Any:
         def build() -> Any:
             stem_specs, layer_specs, kept_specs = self._decode.model_specs()
-            in_specs = (stem_specs, layer_specs, kept_specs, *(RANK,) * 4, (RANK,) * 8)
+            in_specs = (stem_specs, layer_specs, kept_specs, *(RANK,) * 4, chunk.specs)
             return self._programs.compile(
                 self._body(chunk.form),
                 arguments,
@@ -130,6 +132,7 @@ class MixedPrograms:
             batch: Any,
             arrays: Any,
         ) -> Any:
+            *arrays, spatial = arrays
             tokens_T, positions_T, segment_T, table_RN, past_R, continuing, states, last_R = (
                 array[0] for array in arrays
             )
@@ -145,7 +148,11 @@ class MixedPrograms:
             both = _MixedAttention(chunk, StepAttention(step, rows, pools, 0, shards.platform))
 
             stem: Any = weights.stem.merge(stem_leaves)
-            at_T = jnp.concatenate((positions_T, row.at))
+            if isinstance(spatial, tuple):
+                at_T = jnp.concatenate((positions_T, row.at))
+            else:
+                of_step = jnp.repeat(rows.turned(row)[:, None], 3, axis=1)
+                at_T = jnp.concatenate((spatial[0], of_step))
             valid_T = jnp.concatenate((segment_T >= 0, row.active))
             own_B = tokens + jnp.arange(row.slot.shape[0], dtype=jnp.int32)
             asked_R = jnp.concatenate((last_R, own_B))

@@ -112,7 +112,7 @@ class NextTokens:
         y_TD = layer(
             stem.embed(rows.token, self._shards),  # type: ignore[attr-defined]
             y_TD,
-            rows.at,
+            self._rows.turned(rows),
             attention.over(pages, rings, written),
             self._shards,
             rows.active,

@@ -36,12 +36,14 @@ import numpy as np
 
 from jdisagg.executor.block_sums import PrefillSums
 from jdisagg.executor.chunk_attention import ChunkAttention, RankChunk
+from jdisagg.executor.image_programs import ImagePrograms
 from jdisagg.executor.page_pool import LayerPages, Pools
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.state_access import recur_over, runs_of
 from jdisagg.executor.weights import Weights
+from jdisagg.images import spatial_positions
 from jdisagg.layout.platforms import traits_of
-from jdisagg.messages.step_commands import PrefillChunk
+from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
 from jdisagg.model_api import AdapterRows, Shards
 from jdisagg.ops.kv_rows import block_of
 from jdisagg.scheduler.executor import MeshLimits, buckets
@@ -111,6 +113,9 @@ class ChunkArrays:
     # adapter slots, also the row's adapter slot.
     states: np.ndarray
     checksum_key: int = 0
+    # int32 [ranks, T, 3]: rotary positions by time, row and column, of a model with those
+    spatial: np.ndarray | None = None
+    pictured: tuple[PrefillRow, ...] = ()  # rows that have images
 
     @classmethod
     def build(
@@ -140,6 +145,8 @@ class ChunkArrays:
             ),
             form=form,
             checksum_key=command.checksum_key,
+            spatial=np.zeros((ranks, width, 3), np.int32) if limits.spatial else None,
+            pictured=tuple([row for row in command.rows if row.images]),
         )
         chunk.states[:, :, :2] = limits.state_rows
         used = [0] * ranks
@@ -153,6 +160,10 @@ class ChunkArrays:
             assert np.all(chunk.segment[rank, span] == -1), "rows of a chunk overlap"
             chunk.tokens[rank, span] = row.tokens
             chunk.positions[rank, span] = np.arange(row.start, row.start + len(row.tokens))
+            if chunk.spatial is not None and limits.images is not None:
+                chunk.spatial[rank, span] = spatial_positions(
+                    row.start, len(row.tokens), row.shift, row.images, limits.images
+                )
             chunk.segment[rank, span] = index
             chunk.table[rank, index, : len(row.pages)] = row.pages
             chunk.past[rank, index] = row.start
@@ -168,10 +179,17 @@ class ChunkArrays:
         return chunk
 
     @property
-    def arguments(self) -> tuple[np.ndarray, ...]:
-        """The arrays in the order in which programs take them."""
+    def arguments(self) -> tuple[Any, ...]:
+        """The arrays in the order in which programs take them. The last is () for a model without
+        spatial positions."""
         inputs = self.tokens, self.positions, self.segment, self.table, self.past
-        return *inputs, self.continuing, self.states, self.sampling
+        spatial = () if self.spatial is None else self.spatial
+        return *inputs, self.continuing, self.states, self.sampling, spatial
+
+    @property
+    def specs(self) -> tuple[Any, ...]:
+        """The PartitionSpecs of `arguments`."""
+        return *(RANK,) * 8, () if self.spatial is None else RANK
 
 
 def columns_for(command: PrefillChunk, limits: MeshLimits, platform: str) -> int:
@@ -208,7 +226,11 @@ def asks_of_prompts(command: PrefillChunk) -> bool:
 
 class PrefillPrograms:
     """Builds and runs the programs of prefill chunks for the layers of one mesh. Used by the
-    dispatch thread only."""
+    dispatch thread only.
+
+    Attributes:
+        images: Programs of images, on the mesh with the embedding of a model that reads them.
+    """
 
     def __init__(
         self,
@@ -230,6 +252,7 @@ class PrefillPrograms:
         self._long_grain = limits.state_grain
         self._keeps = limits.snapshots_per_rank > 0
         self._adapters = limits.adapters > 0
+        self.images: ImagePrograms | None = None
 
     def run(
         self, chunk: ChunkArrays, x: jax.Array | None = None
@@ -248,9 +271,15 @@ class PrefillPrograms:
                 program, for the caller to wait for. If the instance hands off KV, also one KV block
                 for each of the mesh's layer groups, and the blocks' checksums.
         """
-        tokens, *meta, sampling = self._programs.argument(chunk.arguments, often=True)
+        tokens, *meta, sampling, spatial = self._programs.argument(chunk.arguments, often=True)
         if x is None:
-            x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
+            embedded: jax.Array = self._embed(chunk.tokens.shape[1])(
+                self._weights.stem.leaves, tokens
+            )
+            x = embedded
+            if chunk.pictured:
+                assert self.images is not None, "the worker refuses images otherwise"
+                x = self.images.run(chunk.pictured, embedded)
         blocks: list[jax.Array] = []
         sums: list[jax.Array] = []
         key = self._programs.argument(self._sums.key(chunk.checksum_key)) if self._sums else None
@@ -261,7 +290,7 @@ class PrefillPrograms:
             program = self._group(group, chunk)
             drafts = (self._weights.stem.leaves, tokens) if self._drafts(group) else ()
             x, new_pages, new_states, block = program(
-                layers, pages, states, x, *meta, sampling, *drafts
+                layers, pages, states, x, *meta, sampling, spatial, *drafts
             )
             self._pool.put(group.start, new_pages)
             self._states.put(group.start, new_states)
@@ -338,17 +367,9 @@ class PrefillPrograms:
             x = jax.ShapeDtypeStruct(
                 (*chunk.tokens.shape, self._weights.width), self._weights.dtype
             )
-            meta = (
-                chunk.positions,
-                chunk.segment,
-                chunk.table,
-                chunk.past,
-                chunk.continuing,
-                chunk.states,
-                chunk.sampling,
-            )
+            meta = chunk.arguments[1:]
             page_specs, state_specs = self._pool.specs(group), self._states.specs(group)
-            in_specs = ([part.specs for part in parts], page_specs, state_specs, *(RANK,) * 8)
+            in_specs = ([part.specs for part in parts], page_specs, state_specs, *chunk.specs)
             in_specs += (self._weights.stem.specs, RANK) if drafts else ()
             out_specs = (RANK, page_specs, state_specs, [BLOCK_SPEC] if self._emit else [])
             arguments = ([part.leaves for part in parts], pages, states, x, *meta)
@@ -382,6 +403,7 @@ class PrefillPrograms:
             continuing: jax.Array,
             state: jax.Array,
             sampling: jax.Array,
+            spatial: Any,
             stem_leaves: Sequence[jax.Array] = (),
             tokens: jax.Array | None = None,
         ) -> tuple[jax.Array, list[LayerPages], list[LayerPages], list[jax.Array]]:
@@ -398,6 +420,7 @@ class PrefillPrograms:
             runs = runs_of(segment_T, positions_T, begun_R, grain, stop_R if keeps else None)
             kept = kept_R if keeps else None
             new_states: list[LayerPages] = []
+            turned_T = positions_T if isinstance(spatial, tuple) else spatial[0]
             x_TD = x[0]
             for index, part, part_leaves, layer_pages, layer_states, kind in zip(
                 group, parts, leaves, pages, states, kinds, strict=True
@@ -411,7 +434,7 @@ class PrefillPrograms:
                     layer(
                         jnp.where(known_T[:, None], stem.embed(tokens[0], common), 0),
                         y_TD,
-                        positions_T,
+                        turned_T,
                         attention.over(layer_pages, True, bool(kind.components)),
                         common,
                         segment_T >= 0,
@@ -422,7 +445,7 @@ class PrefillPrograms:
                     continue
                 x_TD = layer(
                     x_TD,
-                    positions_T,
+                    turned_T,
                     attention.over(layer_pages, asked_R is not None, bool(kind.components)),
                     shards,
                     segment_T >= 0,

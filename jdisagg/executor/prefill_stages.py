@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jdisagg.executor.image_programs import ImagePrograms
 from jdisagg.executor.prefill_program import ChunkArrays, PrefillPrograms
 from jdisagg.executor.programs import Programs
 
@@ -21,12 +22,17 @@ class PrefillStages:
     Args:
         stages: Programs of the mesh, and programs of prefill chunks, of each stage.
         stage_of: Stage of each layer group.
+        images: Programs of images, or None if the model reads none.
     """
 
     def __init__(
-        self, stages: Sequence[tuple[Programs, PrefillPrograms]], stage_of: Sequence[int]
+        self,
+        stages: Sequence[tuple[Programs, PrefillPrograms]],
+        stage_of: Sequence[int],
+        images: ImagePrograms | None = None,
     ) -> None:
         self._stages, self._stage_of = stages, stage_of
+        stages[0][1].images = images
 
     def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         """Issues the programs of one chunk. Returns the result of `PrefillPrograms.run` for the

@@ -22,18 +22,20 @@ from jdisagg.ops.sampling import SamplingRows
 from jdisagg.request import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 STOP_COLUMNS = MAX_STOP_TOKEN_IDS + MAX_EOS_IDS  # the caller's and the model's own
-_LIMIT, _TOP_K, _SEED, _CHILD, _MIN_POSITION, _STATE, _TABLE = 0, 1, 2, 4, 5, 6, 7
+_LIMIT, _TOP_K, _SEED, _CHILD, _MIN_POSITION, _STATE, _SHIFT, _TABLE = 0, 1, 2, 4, 5, 6, 7, 8
 _FLOATS = 6
 
 
 @dataclass(frozen=True)
 class RowFormat:
     """Column layout of `ints` and `floats`, for page tables of `table_columns` entries. With
-    `adapters` the last column of `ints` is the row's adapter slot."""
+    `adapters` the last column of `ints` is the row's adapter slot. With `spatial` the rotary
+    position of a token after an image differs from its index."""
 
     table_columns: int
     vocabulary: int
     adapters: bool = False
+    spatial: bool = False
 
     @property
     def ints(self) -> int:
@@ -51,12 +53,13 @@ class RowFormat:
         pages: Iterable[int] = (),
         limit: int = 0,
         state: int = 0,
+        shift: int = 0,
     ) -> None:
         """Fills one slot's rows `ints` [I] and `floats` [F] in place."""
         params = spec.sampling
         # With a grammar its mask decides when stop ids are allowed.
         min_position = spec.min_position if params.grammar is None else 0
-        ints[:_TABLE] = (limit, params.top_k, 0, 0, spec.child, min_position, state)
+        ints[:_TABLE] = (limit, params.top_k, 0, 0, spec.child, min_position, state, shift)
         ints[_SEED : _SEED + 2] = np.array(
             [params.seed & 0xFFFFFFFF, params.seed >> 32], np.uint32
         ).view(np.int32)
@@ -104,6 +107,10 @@ class RowFormat:
     def state(self, ints_BI: jax.Array) -> jax.Array:
         """Returns the index of each row's recurrent state."""
         return ints_BI[:, _STATE]
+
+    def turned(self, rows: "BatchRows") -> jax.Array:
+        """Returns the rotary position of each row, int32 [B]."""
+        return rows.at + rows.ints[:, _SHIFT] if self.spatial else rows.at
 
     def sampling(
         self, ints_BI: jax.Array, floats_BF: jax.Array, position_B: jax.Array

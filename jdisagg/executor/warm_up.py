@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from jdisagg.executor.image_programs import patch_buckets
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.mixed_program import mixed_forms
 from jdisagg.executor.prefill_program import ChunkForm, chunk_forms
@@ -80,6 +81,11 @@ def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
     ]
     needed = None if role.prefill else Capability.APPEND
     steps = [WarmUpStep(partial(executor.warm_prefill, *one), needed) for one in chunks]
+    if (images := executor.images) is not None:
+        sizes = patch_buckets(images.form)
+        steps += [WarmUpStep(partial(images.warm_encoder, size), needed) for size in sizes]
+        widths = computed.chunk_buckets
+        steps += [WarmUpStep(partial(images.warm_place, width), needed) for width in widths]
     if limits.snapshots_per_rank and not role.decode:
         steps += [WarmUpStep(executor.blocks.warm_copy, Capability.REUSE)]
     return steps

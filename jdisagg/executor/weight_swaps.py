@@ -208,6 +208,7 @@ class WeightSwaps:
             and (weights.width, weights.dtype) == (self._weights.width, self._weights.dtype)
             and len(weights.layers) == len(self._weights.layers)
             and (weights.next_token is None) is (self._weights.next_token is None)
+            and len(list(_parts(weights))) == len(list(_parts(self._weights)))
         )
         if same:
             pairs = zip(_parts(self._weights), _parts(weights), strict=True)
@@ -305,6 +306,10 @@ def _parts(weights: Weights) -> Iterator[Part]:
     yield from weights.layers
     if weights.next_token is not None:
         yield weights.next_token
+    if weights.vision is not None:
+        yield weights.vision.patches
+        yield from weights.vision.blocks
+        yield weights.vision.merger
 
 
 def _arrays(model: Model) -> list[jax.Array]:

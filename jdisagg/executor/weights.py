@@ -70,6 +70,14 @@ ADAPTER = "adapter"  # end of the names of modules with stacks (`Model.adapted_l
 NO_ADAPTERS = AdapterSize()
 
 
+class VisionParts(NamedTuple):
+    """The parts of a vision encoder (`model_api.Vision`)."""
+
+    patches: Part
+    blocks: tuple[Part, ...]
+    merger: Part
+
+
 @dataclass(frozen=True)
 class Weights:
     """All parts of a model, and the `width` and `dtype` of the activations between its layers.
@@ -80,6 +88,7 @@ class Weights:
         held: Layers on the mesh that uses these weights. All of `layers`, unless the instance has
             several stages.
         next_token: The layer that drafts tokens, whose KV comes after that of `layers`.
+        vision: The vision encoder, on the mesh with the embedding.
     """
 
     stem: Part
@@ -89,6 +98,7 @@ class Weights:
     dtype: jnp.dtype
     held: range
     next_token: Part | None = None
+    vision: VisionParts | None = None
 
     @property
     def begins(self) -> bool:
@@ -145,7 +155,11 @@ def split_model(
     next_token = None if model.next_token is None else _part(model.next_token, layout)
     head = stem if model.head is model.stem else _part(model.head, layout)
     held = range(len(layers))
-    return Weights(stem, head, layers, x.shape[-1], x.dtype, held, next_token)
+    vision = None
+    if (eyes := model.vision) is not None:
+        blocks = tuple(_part(block, layout) for block in eyes.blocks)
+        vision = VisionParts(_part(eyes.patches, layout), blocks, _part(eyes.merger, layout))
+    return Weights(stem, head, layers, x.shape[-1], x.dtype, held, next_token, vision)
 
 
 def _part(module: object, layout: Layout) -> Part:

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordingHeader:
     """Description of the recorded mesh. `limits` has the fields of `MeshLimits`, except the KV
-    spec, which is derived from the model."""
+    spec and the form of images, which are derived from the model."""
 
     name: str
     model: str
@@ -202,7 +202,9 @@ def record(
         mesh: Executor of this process's mesh, which the recording's header describes.
     """
     limits = {
-        key: value for key, value in dataclasses.asdict(mesh.limits).items() if key != "kv_spec"
+        key: value
+        for key, value in dataclasses.asdict(mesh.limits).items()
+        if key not in ("kv_spec", "images")
     }
     header = RecordingHeader(
         name=name,
@@ -256,7 +258,9 @@ def rebuild(
     assert isinstance(groups, int)
     loaded = load_stages(load, layout, devices, groups)
     spec = loaded.model.kv_spec
-    limits = MeshLimits(**fields, kv_spec=spec)  # pyright: ignore  # JSON's own types
+    vision = loaded.model.vision if fields.get("image_rows") else None
+    images = None if vision is None else vision.format
+    limits = MeshLimits(**fields, kv_spec=spec, images=images)  # pyright: ignore  # JSON's own types
     role = MeshRole(header.prefill, header.decode, header.emit, header.codec, header.extracts)
     return MeshExecutor(
         header.name, loaded.model, Programs(*loaded.meshes), layout, limits, role, channel

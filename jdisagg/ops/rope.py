@@ -16,9 +16,14 @@ from jdisagg.ops.rope_frequencies import Rope
 
 def rope_angles(positions_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
     """Returns cosines and sines of the rotation angles, each float32 [T, R / 2] for R rotated
-    dimensions, multiplied by the attention factor."""
-    position_T1 = positions_T.astype(jnp.float32)[:, None]
-    angles_TF = position_T1 * jnp.asarray(rope.frequencies())[None, :]
+    dimensions, multiplied by the attention factor. Positions are [T], or [T, 3] with the time, row
+    and column of each token (`Rope.sections`)."""
+    if positions_T.ndim == 1:
+        position_TF = positions_T.astype(jnp.float32)[:, None]
+    else:
+        position_TF = jnp.take(positions_T, jnp.asarray(rope.dimensions()), axis=1)
+        position_TF = position_TF.astype(jnp.float32)
+    angles_TF = position_TF * jnp.asarray(rope.frequencies())[None, :]
     return jnp.cos(angles_TF) * rope.attention_factor, jnp.sin(angles_TF) * rope.attention_factor
 
 

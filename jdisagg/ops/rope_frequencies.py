@@ -23,6 +23,8 @@ class Rope:
         query_beta: Factor beta by which queries grow with their position (`rope.query_growth`).
         divisors: Divisor of each pair's wavelength (longrope).
         turned_pairs: Number of pairs that rotate (proportional).
+        sections: Numbers of pairs that rotate by time, row and column of an image token, or none if
+            all tokens have one position. Pairs of the three alternate (interleaved mrope).
     """
 
     head_dim: int
@@ -40,6 +42,15 @@ class Rope:
     query_beta: float = 0.0
     divisors: tuple[float, ...] = ()
     turned_pairs: int = 0
+    sections: tuple[int, ...] = ()
+
+    def dimensions(self) -> np.ndarray:
+        """Returns by which of the three positions of a token each pair rotates: int32 [R / 2]."""
+        pair = np.arange(self.head_dim // 2, dtype=np.int32)
+        _, rows, columns = self.sections
+        by_row = (pair % 3 == 1) & (pair < 3 * rows)
+        by_column = (pair % 3 == 2) & (pair < 3 * columns)
+        return np.where(by_row, 1, np.where(by_column, 2, 0)).astype(np.int32)
 
     def frequencies(self) -> np.ndarray:
         """Returns the rotation frequency of each pair of dimensions, in radians per position:

@@ -255,6 +255,10 @@ class ClusterState:
         """Returns the last status of each worker."""
         return tuple(self._statuses[name] for name in self._names)
 
+    def without_images(self) -> frozenset[str]:
+        """Returns the names of the workers that take no requests with images."""
+        return frozenset([one.name for one in self._statuses.values() if not one.images])
+
     def adapter_loads(self, digest: str) -> dict[str, float]:
         """Returns the seconds that each worker without this adapter needs to load it. A worker
         without adapter slots is chosen only if there is no other."""

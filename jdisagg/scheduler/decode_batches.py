@@ -20,6 +20,7 @@ its pages; tokens of a child are accepted once, in order."""
 from dataclasses import replace
 
 from jdisagg.config import InstanceConfig
+from jdisagg.images import shift_before
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     NO_TOKEN,
@@ -418,13 +419,13 @@ class DecodeBatches:
         return count > 0 and ledger.extend(child.key, count) is not None
 
     def _admit(self, child: Sequence) -> SlotAdmit | None:
-        slots = self._state.slots[child.rank]
+        slots, limits = self._state.slots[child.rank], self._state.limits
         if None not in slots:
             return None
         self._state.take_slot(child, slots.index(None))
         pages = self._state.ledgers[child.rank].pages(child.key)
         child.issued_position, child.drafting = child.position, 0
-        child.issued_limit = min(child.limit, len(pages) * self._state.limits.page_size)
+        child.issued_limit = min(child.limit, len(pages) * limits.page_size)
         assert child.position < child.issued_limit, "a reservation covers a step of growth"
         return SlotAdmit(
             sequence=child.key,
@@ -437,6 +438,7 @@ class DecodeBatches:
             sample=child.sample_spec(),
             state=self._state.states.slot(child.rank, child.key),
             adapter=self._state.adapters.slot_of(child.group.request),
+            shift=shift_before(child.position, child.group.request.images, limits.images),
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
+from jdisagg.images import ImageFormat
 from jdisagg.layout.kv_spec import KVLayer, KVSpec
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import StepCommand, StepResult
@@ -57,6 +58,8 @@ class MeshLimits:
         adapters: Number of slots for LoRA adapters.
         adapter_rank: Largest rank of an adapter.
         adapter_experts: Whether adapters may change routed experts.
+        images: Form of the images that the model reads, or None if it reads none.
+        image_rows: Number of image tokens whose activations a rank keeps.
     """
 
     ranks: int
@@ -91,6 +94,13 @@ class MeshLimits:
     adapters: int = 0
     adapter_rank: int = 0
     adapter_experts: bool = False
+    images: ImageFormat | None = None
+    image_rows: int = 0
+
+    @property
+    def spatial(self) -> bool:
+        """Whether tokens have rotary positions in three dimensions."""
+        return self.images is not None and self.images.spatial
 
     @property
     def longest_run(self) -> int:

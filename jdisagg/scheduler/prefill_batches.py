@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from jdisagg.images import PromptImage, shift_before, within
 from jdisagg.messages.step_commands import OfferSpec, PrefillChunk, PrefillRow, SampleSpec
 from jdisagg.scheduler.blocks import merged_block, padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits
@@ -36,6 +37,7 @@ class PrefillJob:
         snapshots: Positions, ascending, at which snapshots of the state are wanted.
         adapter: Slot of the sequence's adapter.
         arrival: Time of arrival, earlier by `head_start` of the priority.
+        images: Images of the prompt.
     """
 
     sequence: int
@@ -52,6 +54,7 @@ class PrefillJob:
     snapshots: tuple[int, ...] = ()
     adapter: int = 0
     priority: int = 0
+    images: tuple[PromptImage, ...] = ()
 
     def __post_init__(self) -> None:
         self.issued_tokens = max(self.issued_tokens, self.cached_tokens)
@@ -243,6 +246,8 @@ class PrefillBatches:
             offers=tuple(self._offers(offset, tokens, start, job.offers_from)),
             state=job.state,
             adapter=job.adapter,
+            images=within(job.images, start, job.issued_tokens),
+            shift=shift_before(start, job.images, self._limits.images),
         )
         for at in job.snapshots:
             slot = None

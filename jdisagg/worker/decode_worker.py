@@ -344,7 +344,7 @@ class DecodeWorker(MeshWorker):
     def _take(self, call: ReserveCall) -> None:
         """Checks that this worker can serve the attempt, and ends earlier attempts of the same
         request and children."""
-        self._check_serving(call.children)
+        self._check_serving(call.request, call.children, call.computes)
         self._attempts.take(call.request, call.children, call.attempt, self._clock.now())
         indices = {child.index for child in call.children}
         later = f"was superseded by attempt {call.attempt}"

@@ -454,14 +454,32 @@ class MeshWorker(ABC):
             " tokens so far do not follow it; simplify it"
         )
 
-    def _check_serving(self, children: tuple[Child, ...]) -> None:
+    def _check_serving(
+        self, request: Request, children: tuple[Child, ...], computes: bool = True
+    ) -> None:
         self._loop.check()
         self._check_awake()
+        self._check_images(request, computes)
         if self._draining and not any(child.accepted for child in children):
             raise UnavailableError(
                 f"worker {self.name!r} is draining and takes no new requests; try another",
                 retry_after_seconds=1.0,
             )
+
+    def _check_images(self, request: Request, computes: bool) -> None:
+        """Raises InvalidRequestError if this worker does not read the request's images. Without
+        `computes` another worker prefills the prompt, and the request has no pixels."""
+        form = self._mesh.images
+        if not request.images:
+            return
+        if form is None:
+            raise InvalidRequestError(
+                f"worker {self.name!r} reads no images: its model has no vision encoder that is"
+                " served, its checkpoint lacks the encoder's weights, or its instance has pipeline"
+                " stages or several processes; send text only"
+            )
+        for image in request.images:
+            form.check(image, request.prompt_token_ids, computes)
 
     def _check_awake(self) -> None:
         if self.weights.asleep:

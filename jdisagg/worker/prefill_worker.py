@@ -308,7 +308,7 @@ class PrefillWorker(MeshWorker):
         await self.abort(handoff_id, "cancelled")
 
     def _check(self, call: PrefillCall) -> None:
-        self._check_serving(call.children)
+        self._check_serving(call.request, call.children)
         if call.weights != self._hello.weights:
             raise UnavailableError(
                 f"worker {self.name!r} has weights {self._hello.weights!r} and {call.destination!r}"
@@ -568,6 +568,7 @@ class PrefillWorker(MeshWorker):
             total_states=self._states.total_by_rank(),
             kept=self._kept_tiers(),
             priorities=self._loads(),
+            images=self._mesh.images is not None,
         )
 
     def _loads(self) -> tuple[PriorityLoad, ...]:

@@ -33,6 +33,7 @@ from launch.model import as_kept, loader
 from launch.shipped import SHIPPED_MODEL
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 # Shapes of a 1.2B Llama: 32 KiB of KV a token in bfloat16, 2.5 GB of weights.
 ONE_B = CostGeometry(
     "one-b",
@@ -75,6 +76,24 @@ def test_weights_and_kv_are_those_of_the_loaded_model_with_the_layer_that_drafts
     assert planned.token == model.kv_spec.bytes_per_token
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))  # type: ignore[arg-type]
     assert planned.weights == pytest.approx(stored, rel=2e-3), "norms are not counted"
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_images", "mistral3_images"])
+def test_the_vision_encoder_and_kept_images_are_counted(name: str) -> None:
+    """The encoder's weights on every worker; images stay where prompts are computed."""
+    folder = str(GOLDEN / name)
+    shape = find_geometry(folder)
+    assert shape.images is not None
+    planned = bytes_per_device(shape, SMALL, "float32").weights
+    planned -= bytes_per_device(replace(shape, images=None), SMALL, "float32").weights
+    model = loader(folder, "float32")(Layout(), jax.devices()[:1]).model
+    stored = [leaf for leaf in jax.tree.leaves(nnx.state(model.vision)) if leaf.ndim > 1]  # type: ignore[arg-type]
+    assert planned == sum(leaf.nbytes for leaf in stored), "norms and biases are not counted"
+    for role, kept in ((WorkerRole.PREFILL, shape.images.kept_rows), (WorkerRole.DECODE, 0)):
+        mode, of = Mode.DISAGGREGATED, replace(shape, linear=None)
+        _, plan = fit_instance(SMALL, role, mode, ModelConfig(dtype="float32"), of, memory(100))
+        assert plan.images == kept * shape.width * 4
+        assert ("encoded images" in str(plan)) == bool(kept)
 
 
 class Accelerator:

@@ -3,6 +3,7 @@ found must hold what its name says. One test per invariant of the module's heade
 all."""
 
 import math
+from dataclasses import replace
 from hashlib import blake2b
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
+from jdisagg.images import PromptImage
 from jdisagg.request import Request
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger, pages_for
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency, ResidencyTree
@@ -247,6 +249,34 @@ def test_a_name_is_the_keyed_hash_of_all_that_lies_before() -> None:
         link = blake2b(data, key=link, digest_size=32).digest()
         due.append(link)
     assert NAMES.chain(request(tenant="acme", scope="team"), tokens, GRAIN) == tuple(due)
+
+
+@given(st.integers(0, 40), st.integers(1, 30), st.integers(0, 100), st.integers(0, 3))
+def test_a_block_is_named_by_the_images_in_it(
+    start: int, length: int, cut: int, known: int
+) -> None:
+    """Of prompts with equal tokens, names are equal up to the first block with another image."""
+    tokens = (1,) * 80
+
+    def chain(pixels: bytes | None, at: int = start) -> Chain:
+        images = () if pixels is None else (PromptImage.of(at, length, (1, 2, 2), pixels),)
+        return NAMES.chain(replace(request(tokens), images=images), tokens, GRAIN)
+
+    one, same, other, text, later = (
+        chain(b"a"),
+        chain(b"a"),
+        chain(b"b"),
+        chain(None),
+        chain(b"a", start + 1),
+    )
+    assert one == same
+    before = start // GRAIN
+    for different in (other, text, later):
+        assert one[:before] == different[:before]
+        assert not set(one[before:]) & set(different[before:])
+    images = (PromptImage.of(start, length, (1, 2, 2), b"a"),)
+    of_part = NAMES.chain(replace(request(tokens), images=images), tokens[:cut], GRAIN, one[:known])
+    assert of_part == one[: min(cut, 80) // GRAIN]
 
 
 def test_a_grain_that_a_hand_off_cannot_begin_at_is_refused() -> None:

@@ -1,0 +1,269 @@
+"""Encodes images on the mesh that prefills them, and puts their activations in place of the
+embeddings of image tokens.
+
+The result of an image stays on the device, so that its prompt's later chunks and other prompts with
+the image do not compute it again. `ImageStore` decides which rows of one array hold which image;
+the least recently used image gives its rows away. Only commands change it, so that all processes of
+an instance decide alike.
+
+A chunk without images runs the programs of a model without a vision encoder. Each dp rank encodes
+its own images; the devices of a rank all compute the same. An image is padded to the next of
+`patch_buckets`. Layers of the encoder share one program for each size."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdisagg.executor.programs import RANK, Programs
+from jdisagg.executor.weights import VisionParts, Weights
+from jdisagg.images import ImageFormat, PromptImage, rows_of_image
+from jdisagg.messages.step_commands import PrefillRow
+from jdisagg.model_api import Shards
+from jdisagg.scheduler.executor import buckets
+
+LEAST_PATCHES = 256
+
+
+def patch_buckets(form: ImageFormat) -> tuple[int, ...]:
+    """Returns the numbers of patches for which programs of the encoder are compiled."""
+    return buckets(min(LEAST_PATCHES, form.most_patches), form.most_patches)
+
+
+class ImageStore:
+    """Rows of one rank's array of activations, by the digest of the image that they hold."""
+
+    def __init__(self, rows: int) -> None:
+        self._free = list(range(rows))[::-1]
+        self._held: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self.size = rows
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._held
+
+    def rows(self, digest: bytes) -> np.ndarray:
+        """Returns the rows of an image, int32, in the order of its tokens."""
+        return self._held[digest]
+
+    def take(self, digest: bytes, rows: int, used: set[bytes]) -> bool:
+        """Gives rows to an image, unless it has some. Takes them from the images that were used
+        longest ago, but none from those in `used`. Returns whether the image must be encoded."""
+        if digest in self._held:
+            self._held.move_to_end(digest)
+            return False
+        while len(self._free) < rows:
+            oldest = next(other for other in self._held if other not in used)
+            self._free += self._held.pop(oldest).tolist()
+        self._held[digest] = np.array([self._free.pop() for _ in range(rows)], np.int32)
+        return True
+
+    def clear(self) -> None:
+        """Forgets all images, after the weights changed."""
+        for rows in self._held.values():
+            self._free += rows.tolist()
+        self._held.clear()
+
+
+class _Pass(NamedTuple):
+    """Images of a chunk, by dp rank, that fit into the store together."""
+
+    rows: list[list[tuple[PrefillRow, PromptImage]]]
+
+
+class ImagePrograms:
+    """Builds and runs the programs of images. Used by the dispatch thread only.
+
+    Attributes:
+        encoded: Number of images encoded since the start.
+    """
+
+    def __init__(
+        self, programs: Programs, weights: Weights, shards: Shards, form: ImageFormat, kept: int
+    ) -> None:
+        assert weights.vision is not None, "the model has a vision encoder"
+        self._programs, self._shards, self.form = programs, shards, form
+        self._vision: VisionParts = weights.vision
+        self._width, self._dtype = weights.width, weights.dtype
+        self._ranks = programs.mesh.shape["dp"]
+        self._kept, self.encoded = kept, 0
+        self._stores = [ImageStore(kept) for _ in range(self._ranks)]
+        self._array: jax.Array = self._zeros()
+
+    def _zeros(self) -> Any:
+        return self._programs.zeros((self._ranks, self._kept, self._width), self._dtype, RANK)
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes of the kept activations, summed over dp ranks."""
+        return self._array.nbytes
+
+    def clear(self) -> None:
+        """Forgets all images."""
+        for store in self._stores:
+            store.clear()
+
+    def run(self, rows: Sequence[PrefillRow], x: jax.Array) -> jax.Array:
+        """Replaces the embeddings of image tokens.
+
+        Args:
+            rows: Rows of a chunk that have images.
+            x: Embeddings of the chunk, [ranks, T, D].
+        """
+        for images in self._passes(rows):
+            self._encode(images)
+            x = self._place(self._index(images, x.shape[1]), x)
+        return x
+
+    def warm_encoder(self, patches: int) -> None:
+        """Compiles the programs that encode an image of `patches` patches, by encoding nothing."""
+        self._encode_batch([None] * self._ranks, patches)
+
+    def warm_place(self, width: int) -> None:
+        """Compiles the program that replaces embeddings of a chunk of `width` tokens."""
+        shape = (self._ranks, width, self._width)
+        x = self._programs.zeros(shape, self._dtype, RANK)
+        self._place(np.full(shape[:2], -1, np.int32), x).block_until_ready()
+
+    # ---- which images
+
+    def _passes(self, rows: Sequence[PrefillRow]) -> Iterator[_Pass]:
+        """Divides the images of a chunk into groups that fit into the store together."""
+        queues: list[list[tuple[PrefillRow, PromptImage]]] = [[] for _ in range(self._ranks)]
+        for row in rows:
+            queues[row.rank] += [(row, image) for image in row.images]
+        while any(queues):
+            taken: list[list[tuple[PrefillRow, PromptImage]]] = []
+            for rank, queue in enumerate(queues):
+                count, tokens, seen = 0, 0, set[bytes]()
+                for _, image in queue:
+                    tokens += 0 if image.digest in seen else self.form.tokens(image)
+                    if tokens > self._kept:
+                        break
+                    seen.add(image.digest)
+                    count += 1
+                assert count or not queue, "the worker refuses images that are too large"
+                taken.append(queue[:count])
+                queues[rank] = queue[count:]
+            yield _Pass(taken)
+
+    def _encode(self, images: _Pass) -> None:
+        """Encodes the images of a pass that are not in the store."""
+        missing: list[list[PromptImage]] = []
+        for store, of_rank in zip(self._stores, images.rows, strict=True):
+            used = {image.digest for _, image in of_rank}
+            missing.append(
+                [
+                    image
+                    for _, image in of_rank
+                    if store.take(image.digest, self.form.tokens(image), used)
+                ]
+            )
+        for number in range(max(map(len, missing), default=0)):
+            batch = [one[number] if number < len(one) else None for one in missing]
+            most = max(image.patches for image in batch if image is not None)
+            size = next(size for size in patch_buckets(self.form) if size >= most)
+            self._encode_batch(batch, size)
+            self.encoded += sum(image is not None for image in batch)
+
+    def _index(self, images: _Pass, width: int) -> np.ndarray:
+        """Returns the store's row that each token of the chunk takes, int32 [ranks, T], -1 for
+        none."""
+        index = np.full((self._ranks, width), -1, np.int32)
+        for rank, (store, of_rank) in enumerate(zip(self._stores, images.rows, strict=True)):
+            for row, image in of_rank:
+                first = max(image.start, row.start)
+                last = min(image.end, row.start + len(row.tokens))
+                kept, own = store.rows(image.digest), rows_of_image(image, first, last, self.form)
+                at = row.offset + first - row.start
+                index[rank, at : at + last - first] = np.where(own < 0, -1, kept[own])
+        return index
+
+    # ---- programs
+
+    def _encode_batch(self, batch: Sequence[PromptImage | None], patches: int) -> None:
+        """Encodes at most one image a rank and writes the results to the ranks' stores."""
+        form, ranks = self.form, self._ranks
+        pixels = np.zeros((ranks, patches, 3 * form.patch**2), np.uint8)
+        place = np.zeros((ranks, patches, 2), np.int32)
+        size = np.ones((ranks, 3), np.int32)
+        target = np.full((ranks, patches // form.merge**2), self._kept, np.int32)
+        size[:, 2] = 0
+        for rank, image in enumerate(batch):
+            if image is not None:
+                count = image.patches
+                pixels[rank, :count], place[rank, :count] = patches_of(image, form)
+                size[rank] = (*image.grid[1:], count)
+                target[rank, : form.tokens(image)] = self._stores[rank].rows(image.digest)
+        arrays = self._programs.put((pixels, place, size, target))
+        pixels_on, place_on, size_on, target_on = arrays
+        x = self._patches(patches, pixels_on, place_on, size_on)
+        for block in self._vision.blocks:
+            x = self._block(block, x, place_on, size_on)
+        self._array = self._merge(x, target_on)
+
+    def _patches(self, patches: int, *arrays: jax.Array) -> jax.Array:
+        part, shards = self._vision.patches, self._shards
+
+        def body(leaves: Any, pixels: Any, place: Any, size: Any) -> jax.Array:
+            module: Any = part.merge(leaves)
+            return module(pixels[0], place[0], size[0, :2], shards)[None]
+
+        arguments = (part.leaves, *arrays)
+        build = lambda: self._programs.compile(  # noqa: E731
+            body, arguments, (part.specs, RANK, RANK, RANK), RANK
+        )
+        return self._programs.get(("image patches", patches), build)(*arguments)
+
+    def _block(self, part: Any, x: jax.Array, place: jax.Array, size: jax.Array) -> jax.Array:
+        shards = self._shards
+
+        def body(leaves: Any, x: Any, place: Any, size: Any) -> jax.Array:
+            return part.merge(leaves)(x[0], place[0], size[0, 2], shards)[None]
+
+        arguments = (part.leaves, x, place, size)
+        build = lambda: self._programs.compile(  # noqa: E731
+            body, arguments, (part.specs, RANK, RANK, RANK), RANK, donate=(1,)
+        )
+        return self._programs.get(("image block", x.shape, part.structure), build)(*arguments)
+
+    def _merge(self, x: jax.Array, target: jax.Array) -> jax.Array:
+        part, shards, dtype = self._vision.merger, self._shards, self._dtype
+
+        def body(leaves: Any, store: Any, x: Any, target: Any) -> jax.Array:
+            module: Any = part.merge(leaves)
+            rows_TD = module(x[0], shards).astype(dtype)
+            return store[0].at[target[0]].set(rows_TD, mode="drop")[None]
+
+        arguments = (part.leaves, self._array, x, target)
+        build = lambda: self._programs.compile(  # noqa: E731
+            body, arguments, (part.specs, RANK, RANK, RANK), RANK, donate=(1,)
+        )
+        return self._programs.get(("image rows", x.shape), build)(*arguments)
+
+    def _place(self, index: np.ndarray, x: jax.Array) -> jax.Array:
+        def body(store: Any, x: Any, index: Any) -> jax.Array:
+            rows_TD = jnp.take(store[0], index[0], axis=0, mode="clip")
+            return jnp.where(index[0][:, None] >= 0, rows_TD, x[0])[None]
+
+        arguments = (self._array, x, self._programs.put(index))
+        build = lambda: self._programs.compile(  # noqa: E731
+            body, arguments, (RANK,) * 3, RANK, donate=(1,)
+        )
+        return self._programs.get(("image tokens", x.shape), build)(*arguments)
+
+
+def patches_of(image: PromptImage, form: ImageFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the pixels of each patch of an image, uint8 [P, patch * patch * 3], and its row and
+    column, int32 [P, 2]. Patches that form a token are neighbours."""
+    _, height, width = image.grid
+    merge, patch = form.merge, form.patch
+    down, right = height // merge, width // merge
+    pixels = np.frombuffer(image.pixels, np.uint8)
+    pixels = pixels.reshape(down, merge, patch, right, merge, patch, 3)
+    pixels = pixels.transpose(0, 3, 1, 4, 2, 5, 6).reshape(height * width, 3 * patch**2)
+    place = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), axis=-1)
+    place = place.reshape(down, merge, right, merge, 2).transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+    return pixels, place.astype(np.int32)

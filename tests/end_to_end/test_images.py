@@ -1,0 +1,182 @@
+"""Streams of prompts with images are those of transformers, whatever computes, keeps or moves them.
+
+A prompt of the fixtures has two images, the first of which lies over a border of chunks of 16
+tokens, and of blocks that are kept."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jdisagg.config import EngineConfig, Mode, PrefixConfig
+from jdisagg.errors import InvalidRequestError
+from jdisagg.images import PromptImage
+from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
+from jdisagg.request import Request
+from models import vision_config
+from tests.end_to_end.clusters import LLAMA, Running, config, golden_copy, running
+from tests.end_to_end.two_decoders import TwoDecoders
+from tests.golden.images import golden_images, other_image
+
+QWEN, PIXTRAL = "qwen3_5_images", "mistral3_images"
+SIZES = {"context": 256, "slots": 4, "chunk": 16}
+
+
+def engine(folder: Path, name: str, mode: Mode, **more: object) -> EngineConfig:
+    directory = golden_copy(name, folder)
+    how = {"prefill": "tp=1", "decode": "tp=1", **SIZES, **more}
+    made = config(mode, directory=directory, **how)  # type: ignore[arg-type]
+    return replace(made, prefix=PrefixConfig(True, 16, host_gib=0))
+
+
+def asked(
+    run: Running,
+    prompt: Sequence[int],
+    images: tuple[PromptImage, ...],
+    name: str = "r",
+    **sampling: object,
+) -> Request:
+    options = {"max_tokens": 12, "ignore_eos": True, **sampling}
+    return replace(run.request(prompt, name, **options), images=images)
+
+
+def rows(run: Running) -> list[PrefillRow]:
+    commands = [*run.recording.prefill, *run.recording.decode]
+    chunks = [getattr(one, "chunk", one) for one in commands]
+    return [row for one in chunks if isinstance(one, PrefillChunk) for row in one.rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        (QWEN, Mode.DISAGGREGATED),
+        (QWEN, Mode.UNIFIED),
+        (PIXTRAL, Mode.CHUNKED),
+        pytest.param(QWEN, Mode.CHUNKED, marks=pytest.mark.ci),
+        pytest.param(PIXTRAL, Mode.DISAGGREGATED, marks=pytest.mark.ci),
+        pytest.param(PIXTRAL, Mode.UNIFIED, marks=pytest.mark.ci),
+    ],
+)
+async def test_streams_are_those_of_transformers_and_only_the_same_image_is_a_hit(
+    name: str, mode: Mode, tmp_path: Path
+) -> None:
+    found, images = golden_images(name)
+    prompt, greedy = found["prompt"].tolist(), found["greedy"].tolist()
+    other = (other_image(images[0]), images[1])
+    async with running(engine(tmp_path, name, mode)) as run:
+        first = await run.complete(asked(run, prompt, images, "first"))
+        assert first.tokens[0] == greedy and first.usage and first.usage.cached_tokens == 0
+        again = await run.complete(asked(run, prompt, images, "again"))
+        assert again.tokens[0] == greedy and again.usage and again.usage.cached_tokens >= 16
+        changed = await run.complete(asked(run, prompt, other, "changed"))
+        assert changed.usage and changed.usage.cached_tokens == 0
+        text = await run.complete(asked(run, prompt, (), "text"))
+        assert text.usage and text.usage.cached_tokens == 0
+        assert len({tuple(one.tokens[0]) for one in (first, changed, text)}) > 1
+        cut = [row for row in rows(run) for image in row.images if image.start < row.start]
+        assert mode is Mode.UNIFIED or cut, "no row began within an image"
+    async with running(engine(tmp_path / "alone", name, mode)) as run:
+        alone = await run.complete(asked(run, prompt, other))
+        assert alone.tokens == changed.tokens
+
+
+@pytest.mark.parametrize("name", [QWEN, pytest.param(PIXTRAL, marks=pytest.mark.ci)])
+async def test_an_image_is_encoded_once_and_text_beside_it_is_not_changed(
+    name: str, tmp_path: Path
+) -> None:
+    found, images = golden_images(name)
+    prompt, greedy = found["prompt"].tolist(), found["greedy"].tolist()
+    made = replace(engine(tmp_path, name, Mode.CHUNKED), prefix=PrefixConfig())
+    async with running(made) as run:
+        words = [token for token in prompt if token > 9]
+        alone = await run.complete(asked(run, words, (), "words"))
+        both = [
+            asked(run, prompt, images, f"r{at}") if at % 2 else asked(run, words, (), f"r{at}")
+            for at in range(6)
+        ]
+        done = await run.complete_all(both)
+        encoder = run.cluster.decode.executor.images
+        assert encoder is not None and encoder.encoded == len(images)
+    for at, one in enumerate(done):
+        assert one.tokens[0] == (greedy if at % 2 else alone.tokens[0])
+
+
+@pytest.mark.ci
+async def test_a_chunk_may_have_more_images_than_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vision_config, "MOST_PATCHES", 32)
+    monkeypatch.setattr(vision_config, "KEPT_IMAGES", 1)
+    found, images = golden_images(PIXTRAL)
+    async with running(engine(tmp_path, PIXTRAL, Mode.UNIFIED)) as run:
+        limits = run.cluster.decode.executor.limits
+        assert limits.images is not None
+        assert limits.image_rows < sum(limits.images.tokens(image) for image in images)
+        done = await run.complete(asked(run, found["prompt"].tolist(), images))
+        assert done.tokens[0] == found["greedy"].tolist()
+        assert max(len(row.images) for row in rows(run)) == 2
+
+
+@pytest.mark.ci
+async def test_preempted_prompts_with_images_are_computed_anew(tmp_path: Path) -> None:
+    found, images = golden_images(PIXTRAL)
+    prompt = found["prompt"].tolist()
+    other = (other_image(images[0]), images[1])
+    few = {"pages": 20, "decode_page": 8, "growth": 1}
+    most = 60
+    made = engine(tmp_path, PIXTRAL, Mode.CHUNKED, **few)
+    async with running(made) as run:
+        alone = [
+            (await run.complete(asked(run, prompt, each, max_tokens=most))).tokens
+            for each in (images, other)
+        ]
+        requests = [
+            asked(run, prompt, (images, other)[at % 2], f"r{at}", max_tokens=most)
+            for at in range(4)
+        ]
+        done, preemptions = await run.complete_preempted(requests)
+    assert preemptions > 0
+    assert [one.tokens for one in done] == alone * 2
+
+
+@pytest.mark.ci
+async def test_moved_sequences_keep_their_positions(tmp_path: Path) -> None:
+    found, images = golden_images(QWEN)
+    prompt = found["prompt"].tolist()
+    made = engine(tmp_path, QWEN, Mode.DISAGGREGATED)
+    async with running(made) as run:
+        request = asked(run, prompt, images, max_tokens=100)
+        expected = (await run.complete(request)).tokens
+    async with running(made, kind=TwoDecoders) as run:
+        cluster = run.cluster
+        assert isinstance(cluster, TwoDecoders)
+        moving = asyncio.create_task(cluster.move_some())
+        requests = [asked(run, prompt, images, f"r{at}", max_tokens=100) for at in range(3)]
+        done = await run.complete_all(requests)
+        moving.cancel()
+        assert cluster.first.counters["sequences_moved"] > 0
+    assert [one.tokens for one in done] == [expected] * 3
+
+
+async def test_a_model_without_an_encoder_refuses_images_by_name() -> None:
+    _, images = golden_images(QWEN)
+    made = config(Mode.UNIFIED, decode="tp=1", directory=LLAMA, **SIZES)  # type: ignore[arg-type]
+    async with running(made) as run:
+        with pytest.raises(InvalidRequestError, match="no vision encoder"):
+            await run.complete(asked(run, range(3, 60), images))
+
+
+@pytest.mark.ci
+async def test_nothing_is_compiled_for_images_after_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vision_config, "MOST_PATCHES", 512)
+    found, images = golden_images(PIXTRAL)
+    made = engine(tmp_path, PIXTRAL, Mode.UNIFIED, warm_up=True)
+    async with running(made) as run:
+        before = run.cluster.compilations
+        done = await run.complete(asked(run, found["prompt"].tolist(), images))
+        assert done.tokens[0] == found["greedy"].tolist()
+        assert run.cluster.compilations == before
