@@ -229,7 +229,7 @@ class PrefillPrograms:
     dispatch thread only.
 
     Attributes:
-        images: Programs of images, on the mesh with the embedding of a model that reads them.
+        images: Programs of images, on the mesh with the embedding if the model reads images.
     """
 
     def __init__(
