@@ -45,11 +45,11 @@ from benchmarks.handoff_sender import (
     Bare,
     BarePiece,
     Case,
-    LinkThread,
     OfferBlocks,
     Prepare,
     Release,
     Tcp,
+    link_thread,
 )
 from benchmarks.measure import save
 from jdisagg.engine.host_settings import hand_over_quickly, keep_freed_memory
@@ -61,6 +61,7 @@ from jdisagg.executor.programs import Programs
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import InsertBlock
+from jdisagg.node.kv_endpoint import KvEndpoint
 from jdisagg.scheduler.blocks import bands, even_runs
 from jdisagg.transfer.boxes import head_granule, plan_handoff, rank_placement
 from jdisagg.transfer.channel import PullTarget, block_sharding, resident_zeros
@@ -110,7 +111,7 @@ class Receiver:
     """The receiving process's side of one case."""
 
     def __init__(
-        self, sender: Connection, link: LinkThread, bare_address: str, tcp: socket.socket
+        self, sender: Connection, link: KvEndpoint, bare_address: str, tcp: socket.socket
     ) -> None:
         self._sender, self._link, self._tcp = sender, link, tcp
         self._bare_server = EngineOptions(transports=TRANSPORTS).start_server()
@@ -322,7 +323,7 @@ def main(_: list[str]) -> None:
             _, bare_address, tcp_port = sender.recv()
             receiver = Receiver(
                 sender,
-                LinkThread(_CHANNEL.value),
+                link_thread(_CHANNEL.value),
                 bare_address,
                 socket.create_connection(("127.0.0.1", tcp_port)),
             )

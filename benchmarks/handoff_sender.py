@@ -11,11 +11,9 @@ The first two reply with two times (on a clock that all processes of a machine s
 first block was computed, and after the last. Computation is a sleep, because an accelerator's work
 costs the host nothing."""
 
-import asyncio
 import functools
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,23 +24,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.device_day.lent import driver
-from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
 from jdisagg.engine.host_settings import hand_over_quickly, keep_freed_memory
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.model_api import Device
-from jdisagg.service.internal.kv_link import GrpcKvLink
-from jdisagg.service.server import GrpcServer
+from jdisagg.node.kv_endpoint import TRANSPORTS, KvEndpoint
 from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.channel import BlockStamp, block_sharding
 from jdisagg.transfer.device_memory import LentMemory
-from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.transfer.nixl_memory import nixl_memory
 from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.transfer.transfer_engine import EngineOptions
-
-TRANSPORTS = 4
 
 
 @dataclass(frozen=True)
@@ -196,31 +189,10 @@ def _finish(computing: Sequence[Computing], seconds: float = 0.0) -> tuple[float
     return began, finished
 
 
-class LinkThread:
-    """A thread with an event loop, on which this process's KV link, its server and its channel run.
-    `channel` selects the backend: "memory" (shared memory), "cuda" (CUDA IPC), "nixl", or the JAX
-    transfer engine."""
-
-    def __init__(self, channel: str) -> None:
-        self._channel = channel
-        self._ready = threading.Event()
-        threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
-        self._ready.wait()
-
-    async def _serve(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        memories = _memories(self._channel)
-        self.end = memories.end(f"127.0.0.1:{port}", secrets.randbits(64))
-        link = GrpcKvLink(self.end)
-        self.channel = NegotiatedChannel(
-            MonotonicClock(), self.end, link, transports=TRANSPORTS, memories=memories
-        )
-        link.deliver_to(self.channel)
-        server = GrpcServer((link.service(),), ServiceConfig(port=port), self.end.boot_id)
-        await server.start()
-        self._ready.set()
-        await asyncio.Event().wait()
+def link_thread(channel: str) -> KvEndpoint:
+    """Starts this process's KV link, server and channel. `channel` selects the backend: "memory"
+    (shared memory), "cuda" (CUDA IPC), "nixl", or the JAX transfer engine."""
+    return KvEndpoint(ServiceConfig(port=0), memories=_memories(channel))
 
 
 def _memories(channel: str) -> Memories:
@@ -246,7 +218,7 @@ def main(port: int, channel: str) -> None:
     keep_freed_memory()
     hand_over_quickly()
     parent = Client(("127.0.0.1", port))
-    link = LinkThread(channel)
+    link = link_thread(channel)
     bare, gate = EngineOptions(transports=TRANSPORTS).start_server(), Gate()
     plain = socket.create_server(("127.0.0.1", 0))
     parent.send((link.end, bare.address(), plain.getsockname()[1]))

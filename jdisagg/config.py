@@ -95,8 +95,7 @@ class InstanceConfig:
         block_bytes: Smallest KV block to send, in bytes. If the blocks of a short prompt are
             smaller, the blocks of several layer groups are merged. Prefill and decode instances
             need the same value. 0 never merges. None means 4 MiB, or 0 if `layer_groups` is set.
-        steps_per_dispatch: Number of decode steps that one command runs. The host reads the tokens
-            of all steps after the last step.
+        steps_per_dispatch: Number of decode steps of one command. The host reads their tokens last.
         stream_tokens: Number of new tokens of a sequence that are sent together. The first token is
             sent at once. Values above 1 save host work and make streams less smooth.
         speculate: How decode steps draft tokens, which change no stream (docs/speculation.md).
@@ -104,19 +103,19 @@ class InstanceConfig:
             ngram: from the sequence's own tokens. auto: mtp if there is such a layer, else ngram.
             off: not at all. Drafts are made as long as this saves time.
         queue_limit: Number of requests that may wait at this instance.
-        growth_tokens: Number of future tokens for which a decoding sequence receives pages in
-            advance.
+        growth_tokens: Number of future tokens for which a decoding sequence gets pages ahead.
         ahead_sequences: Number of sequences without a slot that may hold pages, so that a sequence
             is ready when a slot becomes free. None takes a quarter of the slots.
         codec: Compression of the KV that this instance receives (transfer/codec.py).
         hardware: Speed of the devices, from which the router predicts times: a name in
-            costs/hardware.py, or a file written by `jdisagg measure_costs`. Empty uses times that
-            the worker measures after warm-up.
+            costs/hardware.py, or a file of `jdisagg measure_costs`. Empty measures after warm-up.
         memory_fraction: Fraction of each device's memory that this instance may use. None means 0.9
             on accelerators and 0.5 on hosts.
         adapters: Number of slots for LoRA adapters (docs/adapters.md). 0 serves the model alone.
         adapter_rank: Largest rank of an adapter. Each slot has memory for this rank.
         adapter_experts: Whether adapters may change routed experts, whose slots take most memory.
+        stage_weights: Whether memory is kept free for a second copy of the weights, so that updates
+            are read while requests run (docs/weights.md).
 
     Raises:
         ConfigError: A field breaks its rule; the message contains the field and its value.
@@ -142,6 +141,7 @@ class InstanceConfig:
     adapters: int = 0
     adapter_rank: int = 64
     adapter_experts: bool = False
+    stage_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.speculate not in SPECULATE:

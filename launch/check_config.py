@@ -16,7 +16,9 @@ from pathlib import Path
 
 import jax
 
-from jdisagg.config import EngineConfig, Mode
+from jdisagg.config import EngineConfig, InstanceConfig, Mode
+from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.engine.embedded import devices_of
 from jdisagg.engine.memory_plan import (
     DeviceMemory,
@@ -29,6 +31,7 @@ from jdisagg.engine.prefix_defaults import engine_defaults, fit_with_defaults
 from jdisagg.errors import JdisaggError
 from jdisagg.node.deployment import memory_fraction, prepare_engine
 from jdisagg.node.gpus import DEVICE_FRACTION
+from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.ops.quantized_weights import checked_weights
 from jdisagg.service.server import check_address
 from launch.console import run
@@ -106,7 +109,21 @@ def _plans(config: EngineConfig, found: Inspection) -> list[str]:
         check_host_cache(config.prefix, devices[0], memory_fraction(config), host_sharers(config))
         memory = device_memory(devices, memory_fraction(config))
     plans = fit_with_defaults(config, given, lambda whole: fit_engine(whole, geometry, memory))[1]
-    return [str(plan) for plan in plans]
+    sides = [config.prefill, config.decode] if len(plans) > 1 else [config.decode]
+    return [
+        f"{plan}{_update(geometry, side, config.model.dtype)}"
+        for plan, side in zip(plans, sides, strict=True)
+    ]
+
+
+def _update(geometry: CostGeometry, side: InstanceConfig, dtype: str) -> str:
+    """Returns how long an update of weights takes between hosts, if the hardware is known."""
+    if not side.hardware:
+        return ""
+    hardware = find_accelerator(side.hardware)
+    costs = CostModel(geometry, hardware, side.layout, dtype=dtype)
+    link = hardware.scale_out
+    return f", in {costs.update_seconds(link):.2f} s over {link.name}"
 
 
 if __name__ == "__main__":

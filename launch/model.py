@@ -4,12 +4,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jdisagg.config import LAYER_DRAFTS, EngineConfig, ModelConfig
+from jdisagg.config import LAYER_DRAFTS, EngineConfig, ModelConfig, ServiceConfig
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
-from jdisagg.engine.fingerprint import check_sums, model_fingerprint
+from jdisagg.engine.fingerprint import check_sums, file_states, model_fingerprint
 from jdisagg.engine.replica import Loaded
-from jdisagg.errors import ConfigError
+from jdisagg.errors import ConfigError, InvalidRequestError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from jdisagg.model_api import Device, Model
@@ -17,7 +17,7 @@ from jdisagg.node.deployment import Deployment, ModelSource
 from jdisagg.observe.observer import Observer
 from jdisagg.ops.quantized_weights import Weights, checked_weights
 from jdisagg.scheduler.blocks import StageCut
-from jdisagg.weights import offered
+from jdisagg.weights import opened
 from launch.cost_inputs import find_geometry
 from launch.grammars import grammar_compiler
 from launch.shipped import SHIPPED_MODEL
@@ -37,9 +37,16 @@ class CheckpointLoader:
     next-token layer is loaded, too, if it has one, and so is its vision encoder."""
 
     def __init__(
-        self, directory: str, dtype: str, weights: str, kv_dtype: str, speculate: str
+        self,
+        directory: str,
+        dtype: str,
+        weights: str,
+        kv_dtype: str,
+        speculate: str,
+        service: ServiceConfig | None = None,
     ) -> None:
         self._directory, self._dtype, self._kv_dtype = directory, dtype, kv_dtype
+        self._service = service
         self._weights: Weights = checked_weights(weights)
         self._speculate = speculate
 
@@ -48,16 +55,25 @@ class CheckpointLoader:
     ) -> Loaded:
         return self._load(self._directory, layout, devices, cut=cut)
 
-    def content(self, folder: str) -> str:
-        if (offer := offered(folder)) is not None:
-            return offer.content()
-        check_sums(folder)
-        return model_fingerprint(folder, self._dtype, self._weights, self._kv_dtype)
+    def read(self, folder: str, layout: Layout, devices: Sequence[Device]) -> tuple[str, Model]:
+        with opened(folder, self._service) as offer:
+            if offer is None:
+                return self._read_files(folder, layout, devices)
+            content = offer.content()
+            model = self._load(self._directory, layout, devices, offer).model
+            _check_unchanged(folder, content, offer.content())
+            return content, model
 
-    def read(self, folder: str, layout: Layout, devices: Sequence[Device]) -> Model:
-        offer = offered(folder)
-        directory = folder if offer is None else self._directory
-        return self._load(directory, layout, devices, offer).model
+    def _read_files(
+        self, folder: str, layout: Layout, devices: Sequence[Device]
+    ) -> tuple[str, Model]:
+        before = file_states(folder)
+        check_sums(folder)
+        content = model_fingerprint(folder, self._dtype, self._weights, self._kv_dtype)
+        model = self._load(folder, layout, devices).model
+        again = model_fingerprint(folder, self._dtype, self._weights, self._kv_dtype)
+        _check_unchanged(folder, (before, content), (file_states(folder), again))
+        return content, model
 
     def _load(
         self,
@@ -87,12 +103,26 @@ class CheckpointLoader:
         return loaded
 
 
+def _check_unchanged(folder: str, before: object, after: object) -> None:
+    if before != after:
+        raise InvalidRequestError(
+            f"weights {folder!r}: their content changed while it was read; update again when it is"
+            " complete"
+        )
+
+
 def loader(
-    directory: str, dtype: str, weights: str = "", kv_dtype: str = "", speculate: str = "off"
+    directory: str,
+    dtype: str,
+    weights: str = "",
+    kv_dtype: str = "",
+    speculate: str = "off",
+    service: ServiceConfig | None = None,
 ) -> CheckpointLoader:
     """Returns a function that loads the checkpoint onto given devices each time it is called.
-    Raises ConfigError if it has no next-token layer and `speculate` is mtp."""
-    return CheckpointLoader(directory, dtype, weights, kv_dtype, speculate)
+    Raises ConfigError if it has no next-token layer and `speculate` is mtp. `service` has the
+    credentials for weights that other processes offer."""
+    return CheckpointLoader(directory, dtype, weights, kv_dtype, speculate, service)
 
 
 def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
@@ -104,14 +134,16 @@ def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
     )
 
 
-def model_source(model: ModelConfig, speculate: str = "off") -> ModelSource:
+def model_source(
+    model: ModelConfig, speculate: str = "off", service: ServiceConfig | None = None
+) -> ModelSource:
     """Returns the description of a model and the function that loads it. Raises the errors of
-    `load_config`. `speculate` is as in `loader`."""
+    `load_config`. `speculate` and `service` are as in `loader`."""
     directory = model.directory
     family = load_config(directory).family
     name = served_name(directory)
     geometry = as_kept(find_geometry(directory), model)
-    load = loader(directory, model.dtype, model.weights, model.kv_dtype, speculate)
+    load = loader(directory, model.dtype, model.weights, model.kv_dtype, speculate, service)
     grammars = grammar_compiler(directory)
     return ModelSource(
         directory, name, family, geometry, load, _relayout, grammars, check_adapter, load
@@ -127,7 +159,8 @@ def deployment(
 ) -> Deployment:
     """Builds a cluster in this process for the configured model, by default the shipped one."""
     directory = config.model.directory or SHIPPED_MODEL
-    source = model_source(replace(config.model, directory=str(directory)), config.decode.speculate)
+    model = replace(config.model, directory=str(directory))
+    source = model_source(model, config.decode.speculate, config.service)
     source = replace(source, name=config.service.served_model_name or source.name)
     tokenizer = Tokenizer.from_directory(directory)
     return Deployment(config, source, tokenizer, observer, record_to, events, tell)

@@ -22,7 +22,7 @@ START_SECONDS = 1800.0  # includes compilation on the first start
 STOP_SECONDS = 30.0
 LAST_LINES = 12
 
-_READY = re.compile(r"jdisagg serves (\S+) .* and (https?://\S+)$")
+_READY = re.compile(r"jdisagg serves (\S+) .* on (\S+) and (https?://\S+)$")
 
 
 class NotebookServer:
@@ -30,11 +30,12 @@ class NotebookServer:
 
     Attributes:
         url: Address of the HTTP API. OpenAI clients take `url + "/v1"` as `base_url`.
+        target: Address of the gRPC service, for `jdisagg.client`.
         model: Name of the served model.
     """
 
-    def __init__(self, url: str, model: str, process: ChildProcess) -> None:
-        self.url = url
+    def __init__(self, url: str, target: str, model: str, process: ChildProcess) -> None:
+        self.url, self.target = url, target
         self.model = model
         self._process = process
 
@@ -74,7 +75,8 @@ async def start_server(
         process.kill()
         raise
     if ready.done():
-        return NotebookServer(ready.result()[2], ready.result()[1], process)
+        model, target, url = ready.result().groups()
+        return NotebookServer(url, target, model, process)
     said = "\n".join(lines)
     if ended.done():
         raise ConfigError(

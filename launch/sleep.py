@@ -5,10 +5,13 @@
 Level 1 keeps the weights in host memory, level 2 reads them again at the end of the sleep
 (docs/weights.md)."""
 
+from collections.abc import Sequence
+
 from jdisagg.client import Client
 from jdisagg.messages.weights import SLEEP_SECONDS
+from jdisagg.messages.worker_status import WorkerStatus
 from launch.console import run
-from launch.flags import CLIENT, define
+from launch.flags import CLIENT, Given, define
 from launch.settings import credentials
 
 flags = define(
@@ -25,12 +28,19 @@ flags = define(
 
 
 def main() -> None:
-    workers = () if flags.worker is None else (flags.worker,)
+    level, seconds = flags.sleep_level, flags.deadline_seconds
     with Client(flags.target, credentials=credentials(flags, flags.token_file)) as client:
-        for status in client.sleep(
-            flags.sleep_level, workers, deadline_seconds=flags.deadline_seconds
-        ):
-            print(f"worker {status.name} {'sleeps' if status.asleep else 'is awake'}")
+        report(client.sleep(level, workers_of(flags), deadline_seconds=seconds))
+
+
+def workers_of(chosen: Given) -> tuple[str, ...]:
+    """Returns the names of the workers that --worker chooses; () is all."""
+    return () if chosen.worker is None else (chosen.worker,)
+
+
+def report(statuses: Sequence[WorkerStatus]) -> None:
+    for status in statuses:
+        print(f"worker {status.name} {'sleeps' if status.asleep else 'is awake'}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ flags = define(
     "token_file",
     *CLIENT[1:],
     required=("model",),
-    model=(None, "Checkpoint folder, on the hosts of all workers."),
+    model=(None, "Checkpoint folder, on the hosts of all workers, or name of an offer."),
     deadline_seconds=UPDATE_SECONDS,
     token_file="",
 )

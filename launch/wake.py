@@ -7,6 +7,7 @@ from jdisagg.messages.weights import UPDATE_SECONDS
 from launch.console import run
 from launch.flags import CLIENT, define
 from launch.settings import credentials
+from launch.sleep import report, workers_of
 
 flags = define(
     "target",
@@ -21,10 +22,8 @@ flags = define(
 
 
 def main() -> None:
-    workers = () if flags.worker is None else (flags.worker,)
     with Client(flags.target, credentials=credentials(flags, flags.token_file)) as client:
-        for status in client.wake(workers, deadline_seconds=flags.deadline_seconds):
-            print(f"worker {status.name} {'sleeps' if status.asleep else 'is awake'}")
+        report(client.wake(workers_of(flags), deadline_seconds=flags.deadline_seconds))
 
 
 if __name__ == "__main__":

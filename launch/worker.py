@@ -89,7 +89,8 @@ def main() -> None:
 
 
 async def _run(config: WorkerProcessConfig, group: ProcessGroup) -> int:
-    source = model_source(config.worker.model, config.worker.instance.speculate)
+    worker = config.worker
+    source = model_source(worker.model, worker.instance.speculate, worker.service)
     observe = config.observe if group.leads else ObserveConfig()
     async with observing(config.name, observe) as observer:
         process = WorkerProcess(worker_spec(config, source), config.worker, observer)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -34,14 +34,14 @@ from models.catalog import read_config
 from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
-from models.hf_sources import Source
+from models.hf_sources import Source, Whole
 from models.hf_vision import OfVision, vision_source
 from models.hf_weights import NEXT_TOKEN, RENAMED, STEM, find_source
 from models.kv_scales import KVScales, find_kv_scales
-from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
+from models.parameter_tree import ParameterShape, parameter_shapes, path_name, with_arrays
 from models.quantization_config import stored_quantization
 from models.quantized_files import QuantizedFiles
-from models.quantized_sources import quantized_sources
+from models.quantized_sources import planned_reads, quantized_sources
 from models.safetensors_files import CheckpointTensors, SafetensorsFiles
 
 # Buffers that no forward pass here reads: stored by some checkpoints, or scales of attention's
@@ -53,6 +53,15 @@ _LISTED = 8
 _EMBEDDING, _HEAD = STEM["embedding"], STEM["head.kernel"]
 _COMPARED_ROWS = 4096
 _log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """Tensors that are transferred while they are read."""
+
+    def expect(self, reads: Sequence[tuple[str, Box]]) -> None:
+        """States the reads that come, in order."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +141,15 @@ def load_model(
         files = open_files(directory, hf)
     seen = vision_files(directory, config) if images and not orbax else None
     config = config if seen else replace(config, vision=None)
+    served = bool(getattr(files, "parameters", False))
     if next_token and files is not None:
         prefix, found = f"model.layers.{len(config.layers)}.", files.shapes()
         stored = all(prefix + name in found for name in NEXT_TOKEN.values())
+        stored |= served and any(name.startswith("next_token/") for name in found)
         config = replace(config, next_token=stored and config.can_draft)
-    if files is not None and config.tied and _has_own_head(files):
+    if served and files is not None:
+        config = replace(config, tied=path_name(("head", "kernel")) not in files.shapes())
+    elif files is not None and config.tied and _has_own_head(files):
         _log.warning(
             "%s: tie_word_embeddings is set, but lm_head.weight is another matrix; using it",
             directory,
@@ -147,7 +160,7 @@ def load_model(
     mesh, staged = meshes[0], layout.pp > 1
     platform = platform or devices[0].platform
     abstract = partial(abstract_model, dtype=dtype, platform=platform, tp=layout.tp, staged=staged)
-    scales = _kv_scales(directory, config, files) if kv_dtype else None
+    scales = _kv_scales(directory, config, files) if kv_dtype and not served else None
     model = abstract(config)
     placed = partial(weight_formats, mesh=mesh, layout=layout, later=_stage_of(model, meshes, cut))
     if files is None:
@@ -162,6 +175,11 @@ def load_model(
                 " while safetensors files are read; give the Hugging Face directory"
             )
         model = orbax_checkpoint.restore(directory, model, mesh, layout)
+    elif served:
+        config = replace(config, kv_dtype=kv_dtype) if kv_dtype else config
+        model = abstract(config, weights=weights)
+        sources = _served_sources(model, files)
+        model = _fill(model, sources, files, directory, placed(model))
     else:
         sources = find_sources(model, files, directory, seen)
         if weights:
@@ -308,6 +326,27 @@ def find_sources(
     return sources
 
 
+def _served_sources(model: Decoder, files: CheckpointTensors) -> list[Source]:
+    """Returns where each parameter is among another worker's. Its vocabulary may be padded to
+    another size. Raises CheckpointError if a parameter is missing, unknown or wrongly shaped."""
+    found, sources, wrong = files.shapes(), [], []
+    for part in parameter_shapes(model):
+        name = path_name(part.path)
+        shape = found.pop(name, ())
+        apart = [pair for pair in zip(shape, part.shape, strict=False) if pair[0] != pair[1]]
+        padded = len(apart) == 1 and min(apart[0]) >= model.vocabulary
+        if len(shape) != len(part.shape) or (apart and not padded):
+            wrong.append(f"{name} is {shape or 'missing'}, not {part.shape}")
+        sources.append(Whole(name, shape))
+    wrong += [f"{name} is not known" for name in found]
+    if wrong:
+        raise CheckpointError(
+            f"the worker that offers its weights serves them in another form: {_listed('', wrong)};"
+            " update from a checkpoint's folder"
+        )
+    return sources
+
+
 def _fill(
     model: Decoder,
     sources: Sequence[Source],
@@ -318,6 +357,9 @@ def _fill(
     parameters = parameter_shapes(model)
     total = sum(part.dtype.itemsize * int(np.prod(part.shape)) for part in parameters)
     arrays = []
+    if isinstance(files, ReadsAhead):
+        shapes = [part.shape for part in parameters]
+        files.expect(planned_reads(sources, shapes, shardings, files.shapes()))
     with tqdm(
         total=total,
         desc=f"loading {directory.name}",

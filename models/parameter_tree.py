@@ -42,6 +42,11 @@ def parameter_shapes(model: nnx.Module) -> tuple[ParameterShape, ...]:
     return tuple(shapes)
 
 
+def path_name(path: ParameterPath) -> str:
+    """Returns the name of a parameter in an offer of a worker's weights."""
+    return "/".join(map(str, path))
+
+
 def with_arrays(model: Decoder, arrays: Sequence[jax.Array]) -> Decoder:
     """Returns the model with these parameters, given in the order of `jax.tree.leaves`."""
     graphdef, state = nnx.split(model)

@@ -6,12 +6,14 @@ of the inputs reads all of them, so that quantized values do not depend on the l
 reading, the peak of additional memory is one quantized parameter and one of its matrices in
 float32."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jdisagg.layout.reshard_plan import Box, box_of
 from jdisagg.ops.quantized_weights import Weights, pack_pairs, quantized
 from models.decoder import Decoder
 from models.hf_sources import Index, ReadTensor, Source
@@ -45,15 +47,20 @@ class _Matrix:
         return self.kept[bounds]
 
     def _quantized(self, tensor: ReadTensor, outputs: Index) -> tuple[np.ndarray, np.ndarray]:
+        parts = [self._one(tensor, index) for index in self.indices(outputs)]
+        if len(self.shape) == 2:
+            return parts[0]
+        values, scales = zip(*parts, strict=True)
+        return np.concatenate(values), np.concatenate(scales)
+
+    def indices(self, outputs: Index) -> list[Index]:
+        """Returns the slices of the float source that are read for a range of outputs."""
         whole = list(outputs)
         whole.insert(self.inputs, slice(0, self.shape[self.inputs]))
         if len(self.shape) == 2:
-            return self._one(tensor, tuple(whole))
-        stacks = []
-        for expert in range(whole[0].start, whole[0].stop):
-            stacks.append(self._one(tensor, (slice(expert, expert + 1), *whole[1:])))
-        values, scales = zip(*stacks, strict=True)
-        return np.concatenate(values), np.concatenate(scales)
+            return [tuple(whole)]
+        experts = range(whole[0].start, whole[0].stop)
+        return [(slice(expert, expert + 1), *whole[1:]) for expert in experts]
 
     def _one(self, tensor: ReadTensor, index: Index) -> tuple[np.ndarray, np.ndarray]:
         axis = self.inputs
@@ -132,3 +139,47 @@ def _owner(path: ParameterPath) -> ParameterPath:
     if last == "scale":
         return (*path[:-1], "kernel")
     return (*path[:-1], last.removesuffix("_scale")) if last.endswith("_scale") else ()
+
+
+def planned_reads(
+    sources: Sequence[Source],
+    shapes: Sequence[tuple[int, ...]],
+    shardings: Sequence[Any],
+    tensors: Mapping[str, tuple[int, ...]],
+) -> list[tuple[str, Box]]:
+    """Returns the boxes of tensors that loading reads for this process's devices, in order.
+
+    Args:
+        sources, shapes, shardings: Source, shape and sharding of each parameter.
+        tensors: Shapes of the tensors by name.
+    """
+    reads: list[tuple[str, Box]] = []
+
+    def note(name: str, index: Index) -> np.ndarray:
+        shape = tensors[name]
+        whole = (*index, *(slice(None),) * (len(shape) - len(index)))
+        reads.append((name, box_of(whole, shape)))
+        sizes = [len(range(*part.indices(size))) for part, size in zip(whole, shape, strict=True)]
+        return np.broadcast_to(np.int8(0), sizes)
+
+    for source, shape, sharding in zip(sources, shapes, shardings, strict=True):
+        plain = getattr(sharding, "sharding", sharding)  # of a format with an order of axes
+        indices = plain.addressable_devices_indices_map(shape).values()
+        whole = (slice(None),) * len(shape)
+        boxes = list(dict.fromkeys(box_of(index or whole, shape) for index in indices))
+        if isinstance(source, _Scales) or not source.needs():
+            continue  # read with the values, or not from these tensors
+        if isinstance(source, _Values):
+            at, matrix = source.matrix.inputs, source.matrix
+            outputs = dict.fromkeys(box[:at] + box[at + 1 :] for box in boxes)
+            parts = [one for box in outputs for one in matrix.indices(_slices(box))]
+            source = matrix.source
+        else:
+            parts = list(map(_slices, boxes))
+        for part in parts:
+            source.read(note, part)
+    return reads
+
+
+def _slices(box: Box) -> Index:
+    return tuple(slice(*bounds) for bounds in box)

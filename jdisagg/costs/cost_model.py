@@ -296,6 +296,11 @@ class CostModel:
         matrices, experts, embedded = self._weight_bytes
         return (matrices + experts + embedded) / self.stages
 
+    def update_seconds(self, link: Link) -> float:
+        """Predicts how long other weights take to arrive, if each device gets its part over a link
+        of its own."""
+        return link.seconds(self.weight_bytes_per_device)
+
     def stage_weight_bytes(self, layers: int) -> float:
         """Returns the most bytes of weights on one device of a pipeline stage with `layers` layers.
         The stage is assumed to have layers with experts, and both embedding and head."""

@@ -2,15 +2,20 @@
 
 An update has two phases. All workers stage the weights while requests run; if one cannot, all drop
 them and serve the old ones. Then placement pauses, decode workers commit, and prefill workers after
-them. A worker that fails to commit keeps its old weights, and the router pairs it with none of the
+them. A worker without memory for a second copy sleeps while placement pauses, stages, commits and
+wakes. A worker that fails to commit keeps its old weights, and the router pairs it with none of the
 others. It gets the weights later, as a worker that joins does (`catch_up`)."""
 
 import asyncio
 import contextlib
+import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from jdisagg.clock import Clock
 from jdisagg.dispatch.request_context import ClusterPorts
@@ -31,7 +36,18 @@ from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.telemetry import Counters
 
 COMMIT_SECONDS = 60.0
+FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 2.0, 300.0
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """When a worker that could not take the last weights is tried again, and for how long it was
+    not."""
+
+    until: float = 0.0
+    seconds: float = FIRST_WAIT_SECONDS / 2
 
 
 class PausablePath(Protocol):
@@ -59,6 +75,7 @@ class WeightsControl:
         self._changing = asyncio.Lock()
         self._wanted: StageCall | None = None
         self._identity = ""
+        self._waits: dict[str, _Wait] = {}
 
     @property
     def _ports(self) -> Mapping[str, WeightsPort]:
@@ -74,7 +91,8 @@ class WeightsControl:
         """Serves the checkpoint in `folder` on all workers.
 
         Args:
-            folder: Path on the hosts of all workers, with the served model's configuration.
+            folder: Path on the hosts of all workers, with the served model's configuration, or the
+                name of an offer.
             version: Text that names the weights in answers. By default a part of their hash.
             mode: What happens to running requests.
             deadline_seconds: Time limit of the reading, and of the drain.
@@ -93,20 +111,25 @@ class WeightsControl:
                 raise UnavailableError("weights: no worker is there to take them; try again later")
             call, began = StageCall(folder, version, seconds), self._clock.now()
             staged = await self._stage(ports, call)
-            identity = next(iter(staged.values())).weights
             stage_seconds = self._clock.now() - began
+            short = {name: ports[name] for name, one in staged.items() if one.missing_bytes}
             drain_seconds = seconds if mode is UpdateMode.DRAIN else None
             try:
+                if short and mode is UpdateMode.KEEP:
+                    raise _no_room(staged)
                 async with self._path.paused(drain_seconds):
                     paused_at = self._clock.now()
-                    commit = CommitCall(identity, mode is UpdateMode.KEEP)
-                    done, failed = await self._commit(ports, commit)
+                    async with self._asleep(short, seconds):
+                        staged |= await self._stage(short, call)
+                        identity = _one_identity(folder, staged)
+                        commit = CommitCall(identity, mode is UpdateMode.KEEP)
+                        done, failed = await self._commit(ports, commit)
             except BaseException:
                 await self._drop(ports)
                 raise
             pause_seconds = self._clock.now() - paused_at
             if done:
-                self._wanted, self._identity = call, identity
+                self._wanted, self._identity, self._waits = call, identity, {}
         if not done:
             self._counters.add("weights_updates_failed")
             raise UnavailableError(f"weights: no worker took them: {failed[0]}")
@@ -116,28 +139,73 @@ class WeightsControl:
             identity, tuple(done), tuple(failed), nbytes, stage_seconds, pause_seconds
         )
 
+    @contextlib.asynccontextmanager
+    async def _asleep(self, some: Mapping[str, WeightsPort], seconds: float) -> AsyncIterator[None]:
+        """Lets workers that have no memory for two copies of their weights sleep. At the end they
+        wake, with new weights or with their old ones, which they read again."""
+        if not some:
+            yield
+            return
+        self._counters.add("weights_updates_asleep")
+        try:
+            _raised(await _all(some, lambda port: port.sleep(SleepCall(2, seconds))))
+            yield
+        finally:
+            for outcome in _raised(await _all(some, lambda port: port.wake(seconds))).values():
+                self._path.cluster.reported(outcome)
+
     async def catch_up(self) -> None:
-        """Gives the weights of the last update to workers that do not have them. Failures are left
-        to the next call."""
+        """Gives the weights of the last update to workers that do not have them. A worker that
+        cannot take them is tried again after a while, which doubles with each failure."""
         wanted, ports = self._wanted, self._ports
         if wanted is None or self._changing.locked() or self._path.cluster.statuses is None:
             return
+        statuses, now = self._path.cluster.statuses(), self._clock.now()
         late = [
             one.name
-            for one in self._path.cluster.statuses()
-            if one.weights != self._identity and one.name in ports and one.serving
+            for one in statuses
+            if one.weights != self._identity
+            and one.name in ports
+            and one.serving
+            and self._waits.get(one.name, _Wait()).until <= now
         ]
-        if late:
-            with contextlib.suppress(JdisaggError):
-                await self._give(wanted, {name: ports[name] for name in late if name in ports})
+        having = [
+            one.name
+            for one in statuses
+            if one.weights == self._identity and one.name in ports and one.serving
+        ]
+        for name in late:
+            try:
+                await self._give(wanted, {name: ports[name]}, having)
+                self._waits.pop(name, None)
+            except JdisaggError as error:
+                _log.warning("worker %s does not get the weights: %s", name, error)
+                seconds = min(2 * self._waits.get(name, _Wait()).seconds, MOST_WAIT_SECONDS)
+                self._waits[name] = _Wait(self._clock.now() + seconds, seconds)
 
-    async def _give(self, wanted: StageCall, some: Mapping[str, WeightsPort]) -> None:
+    async def _give(
+        self, wanted: StageCall, some: Mapping[str, WeightsPort], having: Sequence[str]
+    ) -> None:
+        """Gives workers the weights of the last update, from where it had them, or else from a
+        worker of `having`."""
         async with self._changing:
-            staged = await self._stage(some, wanted)
-            if {one.weights for one in staged.values()} == {self._identity}:
-                await self._commit(some, CommitCall(self._identity))
-            else:
-                await self._drop(some)
+            call, seconds = wanted, wanted.deadline_seconds
+            try:
+                staged = await self._stage(some, call)
+            except JdisaggError:
+                if (source := self._ports.get(having[0]) if having else None) is None:
+                    raise
+                offer = await source.offer_weights(seconds)
+                call = msgspec.structs.replace(wanted, folder=offer)
+                staged = await self._stage(some, call)
+            short = any(one.missing_bytes for one in staged.values())
+            async with self._asleep(some if short else {}, seconds):
+                staged = await self._stage(some, call) if short else staged
+                if _one_identity(call.folder, staged) == self._identity:
+                    await self._commit(some, CommitCall(self._identity))
+                    return
+            await self._drop(some)
+            raise _differs(call.folder, {self._identity, *(one.weights for one in staged.values())})
 
     async def sleep(
         self, level: int = 1, workers: tuple[str, ...] = (), deadline_seconds: float = SLEEP_SECONDS
@@ -180,12 +248,7 @@ class WeightsControl:
         """Stages weights on all workers. If one fails, all drop them, and its error is raised."""
         try:
             staged = _raised(await _all(ports, lambda port: port.stage_weights(call)))
-            found = {one.weights for one in staged.values()}
-            if len(found) > 1:
-                raise InvalidRequestError(
-                    f"weights {call.folder!r}: workers find different files there:"
-                    f" {', '.join(sorted(found))}; copy the same checkpoint to all hosts"
-                )
+            _one_identity(call.folder, staged)
             return staged
         except BaseException:
             self._counters.add("weights_updates_failed")
@@ -227,6 +290,33 @@ def positive_seconds(seconds: float) -> float:
     if not 0 < seconds < math.inf:
         raise InvalidRequestError(f"deadline_seconds must be positive and finite, got {seconds}")
     return seconds
+
+
+def _one_identity(folder: str, staged: Mapping[str, StagedWeights]) -> str:
+    """Returns the identity that all workers have staged, of those that had room. Raises
+    InvalidRequestError if they differ."""
+    found = {one.weights for one in staged.values() if not one.missing_bytes}
+    if len(found) > 1:
+        raise _differs(folder, found)
+    return next(iter(found), "")
+
+
+def _differs(folder: str, found: set[str]) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"weights {folder!r}: workers find different files there: {', '.join(sorted(found))}; copy"
+        " the same checkpoint to all hosts"
+    )
+
+
+def _no_room(staged: Mapping[str, StagedWeights]) -> InvalidRequestError:
+    name, missing = max(
+        ((name, one.missing_bytes) for name, one in staged.items()), key=lambda pair: pair[1]
+    )
+    return InvalidRequestError(
+        f"weights: worker {name!r} lacks {missing:,} bytes for new weights beside the present ones,"
+        " and sequences keep their KV only there; use mode recompute or drain, or lower"
+        " --memory_fraction"
+    )
 
 
 async def _in_time(call: Awaitable[T]) -> T:

@@ -59,6 +59,14 @@ def _ignored(path: Path) -> bool:
     return path.suffix in _IGNORED or any(part.startswith((".", "__")) for part in path.parts)
 
 
+def file_states(directory: str | Path) -> tuple[tuple[str, int, int], ...]:
+    """Returns path, size and time of the last change of each file, which shows whether files were
+    written since."""
+    files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+    states = [(path, path.stat()) for path in files]
+    return tuple((str(path), state.st_size, state.st_mtime_ns) for path, state in states)
+
+
 def check_sums(directory: str | Path) -> None:
     """Compares files with the sums in SHA256SUMS, as `sha256sum` writes them, if the directory has
     this file. Reads the named files completely.

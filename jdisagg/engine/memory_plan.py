@@ -97,11 +97,18 @@ class MemoryPlan:
     rings: int = 0
     adapters: int = 0
     images: int = 0
+    second_copy: int = 0
 
     @property
     def total(self) -> int:
-        beside = self.states + self.rings + self.adapters + self.images
+        beside = self.states + self.rings + self.adapters + self.images + self.second_copy
         return self.weights + self.activations + self.staged + beside + self.pages
+
+    @property
+    def stages_weights(self) -> bool:
+        """Whether other weights fit beside the present ones, so that they are read while requests
+        run. Otherwise the worker sleeps while it reads them."""
+        return self.second_copy > 0 or self.memory.bytes - self.total >= self.weights
 
     @property
     def summary(self) -> str:
@@ -117,13 +124,16 @@ class MemoryPlan:
         states += f"{_gigabytes(self.rings)} of sliding windows, " if self.rings else ""
         states += f"{_gigabytes(self.adapters)} of adapter slots, " if self.adapters else ""
         states += f"{_gigabytes(self.images)} of encoded images, " if self.images else ""
+        states += f"{_gigabytes(self.second_copy)} for other weights, " if self.second_copy else ""
+        update = "while requests run" if self.stages_weights else "while the worker sleeps"
         return (
             f"{self.instance}, each device: {_gigabytes(self.weights)} of weights,"
             f" {_gigabytes(self.activations)} for activations, {_gigabytes(self.staged)} of KV in"
             f" transfer, {states}{_gigabytes(self.pages)} of KV pages"
             f" ({self.tokens_per_rank:,} tokens a rank); {_gigabytes(self.total)} of"
             f" {_gigabytes(self.memory.bytes)}"
-            f" ({self.memory.what}); context {self.context_tokens:,} tokens"
+            f" ({self.memory.what}); context {self.context_tokens:,} tokens; other weights are read"
+            f" {update}"
         )
 
 
@@ -232,6 +242,7 @@ def fit_instance(
         states,
         adapters=adapter_bytes(geometry, instance, model.dtype),
         images=kept_images,
+        second_copy=weights if instance.stage_weights else 0,
     )
     padding = _padding(geometry, memory.lanes)
     page_bytes = int(instance.page_size * token_bytes * padding)
@@ -486,6 +497,7 @@ def _refusal(name: str, plan: MemoryPlan) -> str:
     states += f", {_gigabytes(plan.rings)} of sliding windows" if plan.rings else ""
     states += f", {_gigabytes(plan.adapters)} of adapter slots" if plan.adapters else ""
     states += f", {_gigabytes(plan.images)} of encoded images" if plan.images else ""
+    states += f", {_gigabytes(plan.second_copy)} for other weights" if plan.second_copy else ""
     return (
         f"model {name} does not fit, {plan.instance}: each device would hold"
         f" {_gigabytes(plan.weights)} of weights, {_gigabytes(plan.activations)} for activations,"

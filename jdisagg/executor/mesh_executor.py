@@ -58,6 +58,7 @@ from jdisagg.messages.step_commands import (
     FindSaved,
     InsertBlock,
     LoadBlock,
+    OfferWeights,
     PrefillChunk,
     PullBlock,
     PutAdapter,
@@ -354,6 +355,8 @@ class MeshExecutor:
                 self.adapters.put(command)
             case ReadWeights():
                 return self.swaps.read(command)
+            case OfferWeights():
+                return self.swaps.offer(command)
             case PutWeights() | DropWeights() | SleepMesh() | WakeMesh():
                 self.swaps.change(command)
                 if self.images is not None:

@@ -7,7 +7,7 @@ the weights are read. Whatever is derived from a checkpoint (matrices in another
 matrices and scales, KV scales, the next-token layer) is made by the reading. Adapters in their
 slots are leaves of their own and stay."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +24,9 @@ from jdisagg.executor.weights import Part, Weights, split_model
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.reshard_plan import Box, box_of
 from jdisagg.messages.step_commands import (
+    NO_ROOM,
     DiskResult,
+    OfferWeights,
     PutWeights,
     ReadWeights,
     SleepMesh,
@@ -40,17 +42,34 @@ SPARE = 0.02  # share of a device's memory that stays free while weights are rea
 
 @runtime_checkable
 class WeightsSource(Protocol):
-    """Reads checkpoint folders of the served model."""
+    """Reads checkpoint folders and offers of the served model."""
 
-    def content(self, folder: str) -> str:
-        """Returns the fingerprint of a folder's content, after its checksums were compared. Raises
-        a JdisaggError."""
+    def read(self, folder: str, layout: Layout, devices: Sequence[Device]) -> tuple[str, Model]:
+        """Reads weights onto devices, in the form in which they are served.
+
+        Args:
+            folder: Checkpoint folder, or name of an offer.
+
+        Returns:
+            The fingerprint of their content, and the model.
+
+        Raises:
+            JdisaggError: They cannot be served, differ from their checksums, or have changed while
+                they were read.
+        """
         ...
 
-    def read(self, folder: str, layout: Layout, devices: Sequence[Device]) -> Model:
-        """Reads a folder's weights onto devices, in the form in which they are served. Raises a
-        JdisaggError."""
-        ...
+
+class WeightsOffer(Protocol):
+    """Weights that are offered to other workers."""
+
+    name: str
+
+    def close(self) -> None: ...
+
+
+MakeOffer = Callable[[Mapping[str, jax.Array], float, str], WeightsOffer]
+"""Offers parameters by name, for some seconds; the text is the fingerprint of their content."""
 
 
 @dataclass
@@ -64,12 +83,18 @@ class _Staged:
     nbytes: int
 
 
+class _NoRoom(InvalidRequestError):
+    """A device lacks `missing` bytes for a second copy of the weights."""
+
+    missing: int = 0
+
+
 @dataclass
 class WeightsReading:
-    """A `ReadWeights` command in progress."""
+    """A `ReadWeights` or `OfferWeights` command in progress."""
 
     step: int
-    done: "Future[_Staged]"
+    done: "Future[_Staged] | Future[WeightsOffer]"
     in_order: bool = False
 
     def is_ready(self) -> bool:
@@ -78,10 +103,14 @@ class WeightsReading:
     def result(self) -> DiskResult:
         try:
             staged = self.done.result()
+        except _NoRoom as error:
+            return DiskResult(self.step, error.message, skipped=((NO_ROOM, error.missing),))
         except JdisaggError as error:
             return DiskResult(self.step, error.message)
         except Exception as error:  # whatever the files hold, the mesh serves on
             return DiskResult(self.step, f"weights: {type(error).__name__}: {error}")
+        if not isinstance(staged, _Staged):
+            return DiskResult(self.step, names=(staged.name.encode(),), ages=(0.0,))
         names = (staged.content.encode(),)
         return DiskResult(self.step, names=names, ages=(0.0,), bytes_moved=staged.nbytes)
 
@@ -99,7 +128,9 @@ class WeightSwaps:
     """The weights of one mesh. Used by the dispatch thread; `read` returns at once.
 
     Attributes:
-        source: Reader of checkpoint folders. None refuses all.
+        source: Reader of other weights. None refuses all.
+        make_offer: Offers the weights to other workers. None refuses to.
+        free_bytes: Returns the free memory of a device, or None if it is not limited.
     """
 
     def __init__(
@@ -112,6 +143,9 @@ class WeightSwaps:
         pools: Pools,
     ) -> None:
         self.source: WeightsSource | None = None
+        self.make_offer: MakeOffer | None = None
+        self.free_bytes = _free_bytes
+        self._offers: list[Future[WeightsOffer]] = []
         self._programs, self._weights, self._model = programs, weights, model
         self._layout, self._limits, self._pools = layout, limits, pools
         self._staged: tuple[int, Future[_Staged]] | None = None
@@ -124,6 +158,32 @@ class WeightSwaps:
         reading = self._thread.submit(self._read, command.folder)
         self._staged = command.staged, reading
         return WeightsReading(command.step, reading)
+
+    def offer(self, command: OfferWeights) -> WeightsReading:
+        """Starts to offer the weights to other workers."""
+        assert isinstance(self._model, nnx.Module)
+        named = {
+            "/".join(map(str, path)): variable.get_value()
+            for path, variable in nnx.to_flat_state(nnx.state(self._model))
+        }
+        able = self._resting is None and self._layout.pp == 1
+
+        def make() -> WeightsOffer:
+            if self.make_offer is None or not able:
+                raise InvalidRequestError(
+                    "weights: this worker cannot offer its weights; update from a folder"
+                )
+            return self.make_offer(named, command.lease_seconds, command.content)
+
+        making = self._thread.submit(make)
+        self._offers.append(making)
+        return WeightsReading(command.step, making)
+
+    def _end_offers(self) -> None:
+        """Closes all offers, on the thread that made them."""
+        for offer in self._offers:
+            self._thread.submit(lambda offer=offer: offer.exception() or offer.result().close())
+        self._offers.clear()
 
     def drop(self) -> None:
         if self._staged is not None:
@@ -143,7 +203,8 @@ class WeightSwaps:
                 self.drop()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._end_offers()
+        self._thread.shutdown(wait=False)
 
     # ---- other weights
 
@@ -158,15 +219,9 @@ class WeightSwaps:
                 f"weights: layout {self._layout} has pipeline stages, whose weights cannot be"
                 " replaced; restart the worker with the new checkpoint"
             )
-        content = self.source.content(folder)
         self._check_room()
         devices = list(self._programs.mesh.devices.flat)
-        model = self.source.read(folder, self._layout, devices)
-        if self.source.content(folder) != content:
-            raise InvalidRequestError(
-                f"weights {folder!r}: its files changed while they were read; update again when"
-                " they are complete"
-            )
+        content, model = self.source.read(folder, self._layout, devices)
         of_slots = jax.ShapeDtypeStruct
         weights = split_model(
             model,
@@ -179,26 +234,27 @@ class WeightSwaps:
         return _Staged(content, model, weights, nbytes)
 
     def _check_room(self) -> None:
-        """Raises InvalidRequestError if a device has no room for a second copy of the weights."""
-        if self._resting is not None and self._resting.model is None:
+        """Raises `_NoRoom` if a device has no room for a second copy of the weights."""
+        if self._resting is not None:  # pages are freed, and of the weights there is one copy
             return
         for device in self._programs.mesh.devices.flat:
             if device.process_index != jax.process_index():
                 continue
-            stats = device.memory_stats() or {}
-            limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
+            free = self.free_bytes(device)
             needed = sum(
                 shard.data.nbytes
                 for array in _arrays(self._model)
                 for shard in getattr(array, "addressable_shards", ())
                 if shard.device == device
             )
-            if limit and limit * (1 - SPARE) - used < needed:
-                raise InvalidRequestError(
-                    f"weights: {device} has {limit - used:,} free bytes, and the new weights take"
+            if free is not None and free < needed:
+                error = _NoRoom(
+                    f"weights: {device} has {free:,} free bytes, and the new weights take"
                     f" {needed:,} beside the present ones; let the worker sleep (level 2) before"
                     " the update, or lower --memory_fraction"
                 )
+                error.missing = needed - free
+                raise error
 
     def _check_form(self, folder: str, model: Model, weights: Weights) -> None:
         """Raises InvalidRequestError unless the compiled programs fit the new weights."""
@@ -223,6 +279,7 @@ class WeightSwaps:
         """Replaces the weights. Waits for the reading where commands are replayed without waiting
         for results."""
         assert self._staged is not None and self._staged[0] == number, "the worker read them before"
+        self._end_offers()
         staged, self._staged = self._staged[1].result(), None
         for old, new in zip(_parts(self._weights), _parts(staged.weights), strict=True):
             leaves = list(new.leaves)
@@ -238,6 +295,7 @@ class WeightSwaps:
     def _sleep(self, keep: bool) -> None:
         if self._resting is not None:
             return
+        self._end_offers()
         arrays = _arrays(self._model)
         stacks = [
             [_HostArray(part.leaves[place.leaf]) for place in part.stacks]
@@ -268,6 +326,12 @@ class WeightSwaps:
             for place, one in zip(part.stacks, kept, strict=True):
                 leaves[place.leaf] = one.on_device(self._programs.platform)
             part.leaves = tuple(leaves)
+
+
+def _free_bytes(device: Device) -> int | None:
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit", 0)
+    return int(limit * (1 - SPARE)) - stats.get("bytes_in_use", 0) if limit else None
 
 
 class _HostArray:

@@ -20,6 +20,7 @@ from jdisagg.request import SamplingParams, TokenLogprobs
 
 # Peer name for pulls from this mesh's own host memory. It is always connected.
 HOST = "host memory"
+NO_ROOM = "room"  # in `DiskResult.skipped`
 SLOW = "slow"  # `DiskResult.error`: the deadline passed
 
 
@@ -343,7 +344,9 @@ class ReadWeights(Message, frozen=True):
     """Reads other weights of the same model from the checkpoint folder `folder` into device memory,
     without blocking the mesh. The mesh serves its present weights meanwhile.
 
-    The `DiskResult` has an error if the folder cannot be served on this mesh. Otherwise its only
+    `folder` may be the name of an offer, instead.
+
+    The `DiskResult` has an error if the weights cannot be served on this mesh. Otherwise its only
     name is the fingerprint of the folder's content. `staged` identifies the weights in later
     commands. Weights that were read before and not put are dropped."""
 
@@ -364,6 +367,16 @@ class DropWeights(Message, frozen=True):
     """Frees weights that were read and not put."""
 
     step: int
+
+
+class OfferWeights(Message, frozen=True):
+    """Offers the mesh's weights to other workers for `lease_seconds`. The `DiskResult` has the
+    offer's name, or an error. The offer ends at `PutWeights` and `SleepMesh`. `content` is the
+    fingerprint of the weights."""
+
+    step: int
+    content: str
+    lease_seconds: float
 
 
 class SleepMesh(Message, frozen=True):
@@ -406,6 +419,7 @@ StepCommand = (
     | ReadWeights
     | PutWeights
     | DropWeights
+    | OfferWeights
     | SleepMesh
     | WakeMesh
 )
@@ -476,12 +490,12 @@ class ExtractResult(Message, frozen=True):
 
 
 class DiskResult(Message, frozen=True):
-    """Result of a disk command, a `ReadAdapter` or a `ReadWeights`. `skipped` is the number of
-    files without a usable block, by reason. `error` and the reasons are from a small fixed set
-    (transfer/block_file.py), but the `error` of a `ReadAdapter` or `ReadWeights` is a text for
-    the client. `ages`
-    are the seconds since the block of each of `names` was written. `bytes_moved` is the size of the
-    file in bytes."""
+    """Result of a disk command, a `ReadAdapter`, a `ReadWeights` or an `OfferWeights`. `skipped` is
+    the number of files without a usable block, by reason. `error` and the reasons are from a small
+    fixed set (transfer/block_file.py), but the `error` of a `ReadAdapter` or `ReadWeights` is a
+    text for the client, and a `ReadWeights` without room has the missing bytes of a device under
+    NO_ROOM. `ages` are the seconds since the block of each of `names` was written. `bytes_moved` is
+    the size of the file in bytes."""
 
     step: int
     error: str = ""

@@ -9,6 +9,8 @@ import enum
 from typing import Protocol
 
 from jdisagg.errors import InvalidRequestError
+from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.layout.reshard_plan import Box
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import Message
 
@@ -40,9 +42,81 @@ def mode_of(text: str) -> UpdateMode:
         raise InvalidRequestError(f"mode must be one of {names}, got {text[:80]!r}") from None
 
 
+# Name of an offer: "offer:NUMBER" in the process that offers, "offer:HOST:PORT/ID" for others, and
+# for the parts of an offer that several processes hold, their names with commas between.
+OFFER_PREFIX = "offer:"
+
+
+class OfferedTensor(Message, frozen=True):
+    """One array of an offer. `boxes` has the part of the array that each device of the offering
+    process holds, once for each replica."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[int, Box], ...]
+
+
+class OfferCard(Message, frozen=True):
+    """The arrays that one process offers.
+
+    Attributes:
+        content: Hash of their values.
+        parameters: Whether they are a worker's parameters in the form in which it serves them,
+            rather than the tensors of a checkpoint.
+        end, transports: Endpoint of the process for transfers, and the number of connections of its
+            transfer engine.
+    """
+
+    content: str
+    parameters: bool
+    tensors: tuple[OfferedTensor, ...]
+    end: KvEnd
+    transports: int
+
+
+class OfferedPart(Message, frozen=True):
+    """The part `box` of the tensor with index `tensor` in the card, from the device `device`."""
+
+    tensor: int
+    device: int
+    box: Box
+
+
+class PreparedBlock(Message, frozen=True):
+    """A block of bytes that the offering process's channel offers: its id there, the number of
+    bytes, and their checksum (`ops.checksum.byte_sum`)."""
+
+    offer_id: int
+    size: int
+    checksum: bytes
+
+
+class OfferPort(Protocol):
+    """What a process that offers weights answers to workers. All methods raise InvalidRequestError
+    for an offer that is closed or whose lease has ended."""
+
+    async def describe(self, name: str) -> OfferCard: ...
+
+    async def check(self, name: str) -> None:
+        """Does nothing. A reply shows that the process lives."""
+        ...
+
+    async def prepare(
+        self, name: str, blocks: tuple[tuple[OfferedPart, ...], ...], deadline_seconds: float
+    ) -> tuple[PreparedBlock, ...]:
+        """Offers the parts of each block, one after the other as bytes, on the process's channel,
+        for at most `deadline_seconds`."""
+        ...
+
+    async def release(self, offer_ids: tuple[int, ...]) -> None:
+        """Ends offers of blocks. Ignores unknown ids."""
+        ...
+
+
 class StageCall(Message, frozen=True):
-    """Reads the checkpoint in `folder`, a path on the worker's hosts. Without `version`, the
-    identity's version is the beginning of the fingerprint."""
+    """Reads weights. `folder` is a checkpoint folder on the worker's hosts, or the name of an
+    offer. Without `version`, the identity's version is the beginning of the fingerprint."""
 
     folder: str
     version: str
@@ -51,10 +125,14 @@ class StageCall(Message, frozen=True):
 
 class StagedWeights(Message, frozen=True):
     """Weights that a worker has staged: their identity, and the bytes that the worker's devices
-    hold for them. 0 bytes if the worker serves them already."""
+    hold for them. 0 bytes if the worker serves them already.
+
+    With `missing_bytes`, nothing is staged: a device lacks this many bytes for the weights beside
+    the present ones. The worker has room for them while it sleeps."""
 
     weights: str
     bytes: int = 0
+    missing_bytes: int = 0
 
 
 class CommitCall(Message, frozen=True):
@@ -87,6 +165,12 @@ class WeightsPort(Protocol):
 
     async def drop_weights(self) -> None:
         """Frees staged weights. Idempotent."""
+        ...
+
+    async def offer_weights(self, lease_seconds: float) -> str:
+        """Offers the served weights to other workers, and returns the name of the offer. It ends
+        with its lease, or when the worker changes its weights or sleeps. Raises InvalidRequestError
+        if this worker cannot offer them."""
         ...
 
     async def sleep(self, call: SleepCall) -> WorkerStatus:

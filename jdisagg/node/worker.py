@@ -9,9 +9,11 @@ can begin in the same process on the same devices."""
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import jax
 
 from jdisagg.address import host_port
 from jdisagg.assembly import Worker, build_worker
@@ -56,6 +58,7 @@ from jdisagg.model_api import Device
 from jdisagg.node.deployment import ModelSource
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.instance_group import follow, lead
+from jdisagg.node.kv_endpoint import TRANSPORTS
 from jdisagg.node.kv_events import KvEventPublisher
 from jdisagg.node.peer_ports import PeerPorts
 from jdisagg.node.recording import record
@@ -63,6 +66,7 @@ from jdisagg.node.role_state import Role, RoleState
 from jdisagg.node.run_files import WorkerProcessConfig
 from jdisagg.node.signals import StopSignals
 from jdisagg.node.warm_up import MESH, LaterPrograms, WarmedBefore, progress_bar
+from jdisagg.node.weights_offer import serve_offer
 from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.scheduler.executor import Executor
@@ -83,11 +87,11 @@ from jdisagg.service.server import GrpcServer, block_secret, cluster_credentials
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
+from jdisagg.transfer.offered_weights import OfferedWeights
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.prefill_worker import PrefillWorker
 from jdisagg.worker.weights_updates import ServedWeights
 
-TRANSPORTS = 4
 LOOK_SECONDS = 0.25
 
 
@@ -221,11 +225,19 @@ class WorkerRuntime:
             channel.name_devices_by(instance.loaded.mesh)
         instance.executor.constrain(state.spec.grammars)
         instance.executor.swaps.source = state.spec.weights
+        instance.executor.swaps.make_offer = self._offer
         state.loaded = instance.loaded
         if state.roles.now in state.programs:
             instance.executor.programs.adopt(state.programs[state.roles.now])
         state.roles.built()
         return instance
+
+    def _offer(
+        self, parameters: Mapping[str, jax.Array], seconds: float, content: str
+    ) -> OfferedWeights:
+        """Offers this process's weights to other workers, on a port of its own."""
+        service = replace(self._service, port=0, http_port=None)
+        return serve_offer(OfferedWeights("", parameters, seconds, content), service)
 
     @property
     def _host_bytes(self) -> int:

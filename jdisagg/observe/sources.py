@@ -177,6 +177,7 @@ def _statuses(prefix: str, statuses: Sequence[WorkerStatus]) -> list[Metric]:
         ),
         ("adapters", "LoRA adapters in the worker's slots.", lambda s: len(s.adapters)),
         ("adapter_slots", "Slots for LoRA adapters.", lambda s: s.adapter_slots),
+        ("asleep", "Whether the worker has freed its weights and pages.", lambda s: int(s.asleep)),
     )
     places = [((status.name, status.role.value), status) for status in statuses]
     families = [

@@ -15,6 +15,7 @@ absolute position. All functions are pure and traceable and use 32-bit integer a
 Callers must pass materialised arrays, because XLA may recompute a fused value with another
 rounding."""
 
+import hashlib
 from collections.abc import Sequence
 
 import jax
@@ -25,6 +26,36 @@ from jax import lax
 LANES = 2
 _GOLDEN, _HEAD, _POSITION = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _LANE_SALTS = (0x27D4EB2F, 0x165667B1)
+
+
+# Words in a row of `byte_sum`. Coprime, and a slab of both numbers' product is small.
+_WIDTHS = (1024, 1021)
+_SLAB = _WIDTHS[0] * _WIDTHS[1]
+
+
+def byte_sum(values: np.ndarray) -> bytes:
+    """Computes a checksum of an array's bytes, 16 bytes, nearly as fast as they are read.
+
+    The bytes are 32-bit words. The words are summed mod 2^32 by their place modulo 1024, and again
+    modulo 1021, and the sums are hashed. A changed byte changes a sum of each kind, and so do words
+    that changed their places, unless two of them are a multiple of 1024 x 1021 words apart."""
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    words = flat[: flat.size // 4 * 4].view(np.uint32)
+    whole = words.size // _SLAB * _SLAB
+    digest = hashlib.blake2b(str(flat.size).encode(), digest_size=16)
+    sums = [np.zeros(width, np.uint32) for width in _WIDTHS]
+    for first in range(0, whole, _SLAB):
+        slab = words[first : first + _SLAB]
+        for total in sums:
+            total += slab.reshape(-1, total.size).sum(axis=0, dtype=np.uint32)
+    rest = words[whole:]
+    for total in sums:
+        even = rest.size // total.size * total.size
+        total += rest[:even].reshape(-1, total.size).sum(axis=0, dtype=np.uint32)
+        total[: rest.size - even] += rest[even:]
+        digest.update(total.tobytes())
+    digest.update(flat[words.size * 4 :].tobytes())
+    return digest.digest()
 
 
 def key_words(key: int) -> np.ndarray:

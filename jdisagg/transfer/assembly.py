@@ -120,14 +120,13 @@ class Assembly:
         made: list[jax.Array] = []
         for part in range(self._parts):
             for leaf, zeros in enumerate(self._target.resident):
-                shards = [
-                    (
-                        pieces[part, shard.device.id][leaf]
-                        if shard.device.id in self._own
-                        else shard.data
-                    )
-                    for shard in zeros.addressable_shards
-                ]
+                shards = [pieces[part, device][leaf] for device in sorted(self._own)]
+                if len(shards) < len(self._devices):
+                    shards += [
+                        shard.data
+                        for shard in zeros.addressable_shards
+                        if shard.device.id not in self._own
+                    ]
                 made.append(
                     jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, shards)
                 )

@@ -63,7 +63,8 @@ class PullTarget:
     Attributes:
         zeros: Array of zeros [dp, C, granule * kv, T, H] with `block_sharding`. Gives the shape,
             dtype and sharding of each received array, and provides the shards of the ranks that
-            receive no data.
+            receive no data. If all its devices receive, a shape with dtype and sharding
+            (`jax.ShapeDtypeStruct`) is enough.
         rank: Index of the dp rank that receives the block, on the mesh of `zeros`.
         peer: Name of the sending mesh. "" if only one mesh can send.
         codec: Name of the codec that packs the block's values for the transfer.

@@ -15,6 +15,7 @@ from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.messages.step_commands import (
     DiskCommand,
     ExtractBlock,
+    OfferWeights,
     PullBlock,
     ReadAdapter,
     ReadWeights,
@@ -27,7 +28,7 @@ from jdisagg.scheduler.executor import Executor
 
 DEPTH = 2
 _IN_BACKGROUND = frozenset(
-    (PullBlock, ReadAdapter, ReadWeights, SleepMesh, WakeMesh, *get_args(DiskCommand))
+    (PullBlock, ReadAdapter, ReadWeights, OfferWeights, SleepMesh, WakeMesh, *get_args(DiskCommand))
 )
 
 _log = logging.getLogger(__name__)

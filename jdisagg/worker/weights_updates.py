@@ -12,8 +12,10 @@ from typing import Protocol
 from jdisagg.clock import limit
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
 from jdisagg.messages.step_commands import (
+    NO_ROOM,
     DiskResult,
     DropWeights,
+    OfferWeights,
     PutWeights,
     ReadWeights,
     SleepMesh,
@@ -36,6 +38,7 @@ MAX_VERSION_BYTES = 128
 # Lease of staged weights, in times the deadline of their call: reading and drain may each take it.
 STAGED_TIMES = 3
 SLEEP_LEVELS = (1, 2)
+MAX_LEASE_SECONDS, OFFER_SECONDS = 3600.0, 30.0
 
 
 @dataclass(slots=True)
@@ -118,6 +121,8 @@ class WeightsUpdates:
         async with self._changing:
             self._staged = None
             number, content, nbytes = await self._read(call.folder, call.deadline_seconds)
+            if not content:
+                return StagedWeights("", missing_bytes=nbytes)
             identity = identity_of(call.version, content)
             if identity == self.served.identity:
                 self._drop()
@@ -163,12 +168,42 @@ class WeightsUpdates:
     def _drop(self) -> None:
         self._loop.fire(DropWeights(self._loop.next_number()))
 
+    async def offer_weights(self, lease_seconds: float) -> str:
+        if not 0 < lease_seconds <= MAX_LEASE_SECONDS:
+            raise InvalidRequestError(
+                f"lease_seconds must be positive and at most {MAX_LEASE_SECONDS:g}, got"
+                f" {lease_seconds}"
+            )
+        async with self._changing:
+            name, content = self._worker.name, fingerprint_of(self.served.identity)
+            if self.asleep or not content:
+                raise InvalidRequestError(
+                    f"worker {name!r} sleeps, or serves the weights of its start; update from a"
+                    " folder"
+                )
+            number = self._loop.next_number()
+            making = self._loop.submit(OfferWeights(number, content, lease_seconds))
+            with limit(OFFER_SECONDS):
+                result = await making
+            assert isinstance(result, DiskResult)
+            if result.error or not result.names:
+                raise InvalidRequestError(
+                    result.error
+                    or f"worker {name!r} has several processes, which cannot offer their weights;"
+                    " update from a folder"
+                )
+            return result.names[0].decode()
+
     async def _read(self, folder: str, seconds: float) -> tuple[int, str, int]:
-        """Reads weights. Returns their number, the fingerprint of their folder and their bytes."""
+        """Reads weights. Returns their number, the fingerprint of their content and their bytes, or
+        "" and the missing bytes if there is no room for them."""
         number = self._loop.next_number()
         reading = self._loop.submit(ReadWeights(number, number, folder))
         result = await self._within(reading, seconds, f"read the weights in {folder!r}")
         assert isinstance(result, DiskResult)
+        if missing := dict(result.skipped).get(NO_ROOM):
+            self._drop()
+            return number, "", missing
         if result.error or not result.names:
             self._drop()
             raise InvalidRequestError(

@@ -146,6 +146,55 @@ async def test_kv_is_shared_within_an_adapter_and_never_with_other_content_of_it
             assert warm.usage and warm.usage.cached_tokens >= 16
 
 
+@pytest.mark.ci
+async def test_kv_of_earlier_content_of_an_adapters_name_in_host_memory_and_on_disk_serves_no_one(
+    tmp_path: Path,
+) -> None:
+    folders = [write_adapter(tmp_path / f"a{seed}", LLAMA, seed) for seed in (1, 2)]
+    tiers = PrefixConfig(
+        reuse=True,
+        grain_tokens=16,
+        append_tokens=0,
+        host_gib=0.05,
+        restores="always",
+        disk_dir=str(tmp_path / "disk"),
+        disk_gib=0.05,
+    )
+    engine = replace(with_slots(config(prefill="", decode="", pages=40), 2), prefix=tiers)
+    async with some(tmp_path, engine, folders) as (run, found):
+        for number, folder in enumerate(folders, 1):
+            mine = named(folder, "mine")
+            first = await run.complete(request(run, f"first{number}", mine))
+            assert first.tokens[0] == found.answers[number]
+            assert first.usage and first.usage.cached_tokens == 0
+            for filler in range(6):  # pushes the prompt's blocks out of the pages
+                words = f"{filler} {WORDS} {filler} " * 4
+                fill = run.request(words, f"f{number}.{filler}", max_tokens=2, ignore_eos=True)
+                await run.complete(replace(fill, adapter=mine))
+            again = await run.complete(request(run, f"again{number}", mine))
+            assert again.tokens == first.tokens
+            assert again.usage and again.usage.cached_tokens >= 16
+
+
+@pytest.mark.ci
+async def test_drafts_change_no_token_of_an_adapter(tmp_path: Path) -> None:
+    folders = [write_adapter(tmp_path / f"a{seed}", LLAMA, seed) for seed in (1, 2)]
+    engine = with_slots(config(prefill="", decode=""), 2)
+    engine = replace(engine, decode=replace(engine.decode, speculate="ngram"))
+    async with some(tmp_path, engine, folders) as (run, found):
+        kinds = [None, *found.adapters]
+        for _ in range(6):  # drafts are made where they save time
+            asked = [request(run, f"r{n}", kinds[n % 3], max_tokens=60) for n in range(6)]
+            done = await run.complete_all(asked)
+            for number, one in enumerate(done):
+                assert one.tokens[0][:TOKENS] == found.answers[number % 3]
+                assert one.tokens == done[number % 3].tokens
+            if sum(status.drafted_tokens for status in await run.cluster.status()):
+                break
+        else:
+            raise AssertionError("nothing was drafted")
+
+
 async def test_adapters_take_turns_in_too_few_slots_and_keep_them_while_used(
     tmp_path: Path,
 ) -> None:

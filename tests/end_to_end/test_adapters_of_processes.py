@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.client import AsyncClient
+from jdisagg.errors import InvalidRequestError
 from models.tokenizer import Tokenizer
 from tests.end_to_end.adapters import merged, write_adapter
 from tests.end_to_end.clusters import LLAMA, dense_greedy
@@ -45,6 +46,16 @@ def test_instances_of_two_processes_serve_the_model_and_adapters_and_load_them_a
             assert all(len(status.adapters) == 2 for status in statuses)
             kill()
             assert await ask(client, models) == answers * 2
+            running = client.generate(
+                PROMPT, model="first", max_tokens=200, temperature=0.0, ignore_eos=True
+            )
+            tokens = list((await anext(running)).token_ids)
+            await client.unload_adapter("first")
+            async for event in running:
+                tokens += event.token_ids
+            assert tokens[:TOKENS] == answers[1] and len(tokens) == 200
+            with pytest.raises(InvalidRequestError, match="'first'"):
+                await ask(client, ["first"])
 
     flags = ("--prefill=tp=2", "--decode=tp=2", "--processes_per_instance=2")
     adapters = ("--adapters=2", "--adapter_rank=4", f"--lora_modules=first={folders[0]}")

@@ -16,8 +16,9 @@ from jdisagg import weights
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.engine.replica import Replica
 from jdisagg.errors import JdisaggError
-from jdisagg.messages.step_commands import PutWeights, ReadWeights
+from jdisagg.messages.step_commands import DecodeSteps, PutWeights, ReadWeights
 from jdisagg.messages.weights import UpdateMode
+from tests import time_scale
 from tests.end_to_end.adapters import merged, write_adapter
 from tests.end_to_end.clusters import LLAMA, MOE, Running, collect, config, dense_greedy, running
 from tests.end_to_end.other_weights import flip, perturbed, with_sums
@@ -129,6 +130,62 @@ async def test_running_sequences_keep_accepted_tokens_and_continue_with_the_new_
         assert tokens[old:][:40] == dense_greedy(other, [*prompt, *tokens[:old]], new)[:40]
         assert late.tokens[0] == dense_greedy(other, prompt, TOKENS)
         assert done.timings and done.timings.preemptions >= 1
+
+
+@pytest.mark.ci
+async def test_usage_has_the_versions_of_all_children_of_a_request(tmp_path: Path) -> None:
+    other = perturbed(tmp_path / "other", LLAMA, 1)
+    async with running(config(context=512)) as run:
+        await ask(run, "first", n=2)
+        done, _ = await with_update(run, other, UpdateMode.RECOMPUTE, 8, 150, n=2)
+        assert done.usage and len(done.tokens) == 2
+        used = dict(done.usage.weights)
+        assert set(used) == {"", "new"} and sum(used.values()) == 300
+        prompt = run.tokenizer.encode(WORDS)
+        old, new = (dense_greedy(folder, prompt, 1) for folder in (LLAMA, other))
+        assert {one[0] for one in done.tokens.values()} <= {old[0], new[0]}
+
+
+@pytest.mark.ci
+async def test_with_memory_for_two_copies_decode_steps_go_on_until_the_put_and_right_after_it(
+    tmp_path: Path,
+) -> None:
+    """A pause is a number of the mesh's commands: no time is measured."""
+    other = perturbed(tmp_path / "other", LLAMA, 1)
+    async with running(config()) as run:
+        await ask(run, "first")
+        done, _ = await with_update(run, other, UpdateMode.KEEP, 5, 200)
+        assert done.usage and [version for version, _ in done.usage.weights] == ["", "new"]
+        commands = run.recording.decode
+        begun = next(at for at, one in enumerate(commands) if isinstance(one, ReadWeights))
+        put = next(at for at, one in enumerate(commands) if isinstance(one, PutWeights))
+        steps = [at for at, one in enumerate(commands) if isinstance(one, DecodeSteps)]
+        assert any(begun < at < put for at in steps), "it decodes while it reads"
+        before, after = max(a for a in steps if a < put), min(a for a in steps if a > put)
+        assert after - before == 2, "the put is the only command between two steps"
+
+
+@pytest.mark.ci
+async def test_no_name_of_the_old_weights_is_left_anywhere(tmp_path: Path) -> None:
+    other = perturbed(tmp_path / "other", LLAMA, 1)
+    tiers = replace(PAGES, host_gib=0.05)
+    async with running(replace(config(pages=40), prefix=tiers)) as run:
+        await ask(run, "first")
+
+        def kept() -> set[tuple[str, str]]:
+            """Tier and name of each cached block, pages first."""
+            workers = run.cluster._workers
+            return {(one.tier, one.name) for worker in workers for one in worker.kept_blocks()}
+
+        async with asyncio.timeout(time_scale.seconds(30.0)):
+            while {tier for tier, _ in kept()} < {"pages", "host"}:
+                await ask(run, "again", f"{len(kept())} {WORDS} " * 6)
+        before = kept()
+        await run.cluster.weights.update(str(other), "new")
+        assert not kept(), "tiers are cleared before the next command"
+        await ask(run, "new")
+        after = {name for _, name in kept()}
+        assert after and after.isdisjoint({name for _, name in before})
 
 
 @pytest.mark.ci

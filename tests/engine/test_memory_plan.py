@@ -16,6 +16,7 @@ from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.engine.host_memory import host_memory
 from jdisagg.engine.memory_plan import (
     DeviceMemory,
+    MemoryPlan,
     bytes_per_device,
     check_disk_cache,
     check_host_cache,
@@ -62,6 +63,22 @@ def test_pages_are_what_is_left_beside_weights_activations_and_staging() -> None
     assert plan.pages == instance.pages_per_rank * 128 * token  # type: ignore[operator]
     assert plan.total <= plan.memory.bytes < plan.total + 128 * token
     assert plan.context_tokens == 131_072 and plan.tokens_per_rank >= 131_072
+
+
+def test_memory_for_a_second_copy_of_the_weights_is_kept_free_if_it_is_configured() -> None:
+    def fitted(instance: InstanceConfig, gigabytes: float) -> MemoryPlan:
+        role, mode = WorkerRole.DECODE, Mode.DISAGGREGATED
+        return fit_instance(instance, role, mode, BF16, ONE_B, memory(gigabytes))[1]
+
+    plain, keeping = fitted(SMALL, 10), fitted(replace(SMALL, stage_weights=True), 10)
+    assert not plain.stages_weights and "read while the worker sleeps" in str(plain)
+    assert keeping.stages_weights and "read while requests run" in str(keeping)
+    assert keeping.second_copy == keeping.weights == plain.weights
+    page = 128 * 16 * 2 * 8 * 64 * 2
+    assert plain.pages - keeping.pages == pytest.approx(plain.weights, abs=2 * page)
+    assert fitted(SMALL, 200).stages_weights, "pages leave enough"
+    with pytest.raises(ConfigError, match="2.47 GB for other weights"):
+        fitted(replace(SMALL, stage_weights=True), 5)
 
 
 @pytest.mark.parametrize("speculate", ["off", "ngram", "auto", "mtp"])

@@ -27,7 +27,11 @@ def program(text: str) -> tuple[str, ...]:
 
 async def test_it_is_there_when_it_serves_and_gone_when_it_was_stopped() -> None:
     server = await start_server("llama", program=program(SERVES), seconds=seconds(60))
-    assert (server.url, server.model) == ("http://127.0.0.1:2", "llama")
+    assert (server.url, server.target, server.model) == (
+        "http://127.0.0.1:2",
+        "127.0.0.1:1",
+        "llama",
+    )
     os.kill(server._process.pid, 0)
     await server.stop()
     assert server._process.status == -signal.SIGTERM

@@ -20,7 +20,7 @@ from jdisagg.messages.registry import RegistryPort
 from jdisagg.messages.roles import ClusterRolesPort, RolePort
 from jdisagg.messages.spans import SpanSessionPort
 from jdisagg.messages.step_commands import StepCommand, StepResult
-from jdisagg.messages.weights import WeightsPort
+from jdisagg.messages.weights import OfferPort, WeightsPort
 from jdisagg.service.internal import rpc
 
 PATH = Path(__file__).with_name("wire.json")
@@ -34,6 +34,7 @@ PORTS = (
     RolePort,
     ClusterRolesPort,
     WeightsPort,
+    OfferPort,
 )
 # Messages within an instance, whose processes have the same version.
 WITHIN = (StepCommand, StepResult, FollowerMessage, LeaderMessage)

@@ -11,12 +11,13 @@ FOLDER = ROOT / "notebooks"
 # name -> figures, and the cap on the file's bytes
 NOTEBOOKS = {
     "first_steps": (4, 300_000),
+    "policy_gradient": (1, 100_000),
     "residency": (3, 200_000),
     "serving": (2, 200_000),
     "study": (8, 400_000),
 }
 # Slow: they run servers, which compile all their programs unless the cache has them.
-SLOW = ("residency", "serving", "study")
+SLOW = ("policy_gradient", "residency", "serving", "study")
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.ops.checksum import fold, granule_sums, key_words, row_sums
+from jdisagg.ops.checksum import byte_sum, fold, granule_sums, key_words, row_sums
 
 pytestmark = pytest.mark.one_device
 
@@ -195,3 +195,21 @@ def test_other_coordinates_and_other_keys_give_other_sums():
     ]
     assert len(set(sums)) == len(sums)
     assert len({one & MASK for one in sums}) == len({one >> 32 for one in sums}) == len(sums)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 4096, 1024 * 1021 * 4 + 4099])
+def test_the_sum_of_bytes_notices_a_changed_byte_and_words_that_changed_places(size: int) -> None:
+    values = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    expected = byte_sum(values)
+    assert len(expected) == 16 and byte_sum(values.copy()) == expected
+    assert byte_sum(np.append(values, np.uint8(0))) != expected
+    for place in {0, size // 2, size - 1} if size else ():
+        changed = values.copy()
+        changed[place] ^= 1
+        assert byte_sum(changed) != expected
+    for apart in (4, 4096, 4084) if size > 9000 else ():
+        swapped = values.copy()
+        swapped[:4], swapped[apart : apart + 4] = values[apart : apart + 4], values[:4]
+        assert byte_sum(swapped) != expected
+    if size == 4096:
+        assert byte_sum(values.view(np.float32).reshape(32, 32)) == expected

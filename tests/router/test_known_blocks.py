@@ -2,6 +2,7 @@
 lost, doubled or late on the way, the next exchange makes it good."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptMark, KeptNews, KeptScheme
-from jdisagg.request import Request
+from jdisagg.request import Adapter, Request
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.kept_log import KeptLog
 from jdisagg.scheduler.page_ledger import PageLedger
@@ -199,3 +200,19 @@ def test_what_are_no_news_is_refused_and_changes_nothing(news: KeptNews) -> None
     with pytest.raises(InvalidRequestError, match="are no multiple"):
         known.joined("x", KeptScheme("model", GRAIN, GRAIN + 1))
     assert known.told(KeptNews("w", 1, 0, b"")) == KeptMark(1, 0) and len(known) == 0
+
+
+def test_a_prompt_of_another_adapter_or_of_new_weights_is_no_hit() -> None:
+    holder, tokens = Holder("w", GRAIN), tuple(range(2 * GRAIN))
+    known = joined(holder)
+    holder.use(0, tokens)
+    holder.tell(known)
+    plain = Request("r", tokens)
+    assert known.known(plain)() == {"w": 2 * GRAIN}
+    for digest in ("d1", "d2"):
+        assert not known.known(replace(plain, adapter=Adapter("mine", "/a", digest)))().get("w")
+    scheme = holder.residency.scheme
+    assert scheme is not None
+    known.joined("w", scheme.with_weights("new@f00"))
+    assert len(known) == known.blocks("w") == 0
+    assert not known.known(plain)().get("w")

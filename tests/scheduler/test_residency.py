@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
 from jdisagg.images import PromptImage
-from jdisagg.request import Request
+from jdisagg.request import Adapter, Request
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger, pages_for
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency, ResidencyTree
 
@@ -235,6 +235,20 @@ def test_namespaces_never_meet(
     for other in (BlockNames(b"other", "model", GRAIN), BlockNames(b"secret", "model2", GRAIN)):
         again = other.chain(request(tenant=tenant, scope=scope), tokens, GRAIN)
         assert ours.isdisjoint(again)
+
+
+def test_names_differ_by_the_content_of_an_adapter_and_by_the_weights_and_not_by_their_names() -> (
+    None
+):
+    plain, tokens = request(), tuple(range(2 * GRAIN))
+    first = replace(plain, adapter=Adapter("mine", "/one", "d1"))
+    second = replace(plain, adapter=Adapter("mine", "/one", "d2"))
+    same = replace(plain, adapter=Adapter("other", "/two", "d1"))
+    found = [set(NAMES.chain(one, tokens, GRAIN)) for one in (plain, first, second)]
+    found.append(set(replace(NAMES, weights="1@f00").chain(plain, tokens, GRAIN)))
+    found.append(set(replace(NAMES, weights="2@f00").chain(plain, tokens, GRAIN)))
+    assert len(set().union(*found)) == sum(map(len, found)) == 10
+    assert set(NAMES.chain(same, tokens, GRAIN)) == found[1]
 
 
 def test_a_name_is_the_keyed_hash_of_all_that_lies_before() -> None:

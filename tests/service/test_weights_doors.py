@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
@@ -13,22 +13,25 @@ from jdisagg.clock import MonotonicClock
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.weights_control import WeightsControl
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
-from jdisagg.messages.weights import CommitCall, SleepCall, StageCall, StagedWeights
+from jdisagg.messages.weights import CommitCall, SleepCall, StageCall, StagedWeights, UpdateMode
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.telemetry import Counters
 from tests.service.doors import STATUS
 from tests.service.http_doors import HttpDoor, http_door
+from tests.transfer.conformance import ManualClock
 
 
 @dataclass
 class Worker:
-    """A worker that serves every folder but "/bad", and its calls."""
+    """A worker that serves every folder but "/bad", and offers but "offer:gone", and its calls.
+    `full`: it has no memory for two copies while it is awake."""
 
     name: str
     calls: list[object] = field(default_factory=list)
     weights: str = ""
     asleep: bool = False
     dies: bool = False
+    full: bool = False
 
     def said(self) -> WorkerStatus:
         return msgspec.structs.replace(
@@ -39,7 +42,12 @@ class Worker:
         self.calls.append(call)
         if call.folder == "/bad" and self.name == "p":
             raise InvalidRequestError("tensors are missing")
-        return StagedWeights(f"{call.version or 'f00'}@f00{call.folder}", 100)
+        if call.folder == "offer:gone":
+            raise InvalidRequestError("the offer is closed")
+        if self.full and not self.asleep:
+            return StagedWeights("", missing_bytes=5)
+        content = call.folder.removeprefix("offer:of a worker")
+        return StagedWeights(f"{call.version or 'f00'}@f00{content}", 100)
 
     async def commit_weights(self, call: CommitCall) -> WorkerStatus:
         self.calls.append(call)
@@ -50,6 +58,10 @@ class Worker:
 
     async def drop_weights(self) -> None:
         self.calls.append("drop")
+
+    async def offer_weights(self, lease_seconds: float) -> str:
+        self.calls.append("offer")
+        return f"offer:of a worker{self.weights.partition('f00')[2]}"
 
     async def sleep(self, call: SleepCall) -> WorkerStatus:
         self.calls.append(call)
@@ -163,3 +175,59 @@ async def test_a_tenant_changes_no_weights_and_a_server_without_workers_says_so(
     async with AsyncClient(served.door.target) as client:
         with pytest.raises(InvalidRequestError, match="cannot change the weights"):
             await client.sleep()
+
+
+async def test_a_worker_without_memory_for_two_copies_stages_while_it_sleeps_and_placement_pauses(
+    served: Served,
+) -> None:
+    served.decode.full = True
+    control = served.door.frontend.weights
+    assert control is not None
+    with pytest.raises(InvalidRequestError, match="'d' lacks 5 bytes"):
+        await control.update("/one", "1", UpdateMode.KEEP)
+    assert not served.path.pauses
+    served.decode.calls.clear()
+    report = await control.update("/one", "1", deadline_seconds=9.0)
+    stage = StageCall("/one", "1", 9.0)
+    assert served.decode.calls == [stage, SleepCall(2, 9.0), stage, CommitCall(report.weights)]
+    assert served.decode.weights == served.prefill.weights == report.weights
+    assert not served.decode.asleep and served.path.pauses == [None]
+    served.decode.weights = served.prefill.weights = ""
+    with pytest.raises(InvalidRequestError, match="missing"):
+        await control.update("/bad", "1")
+    assert not served.decode.asleep
+
+
+async def test_a_late_worker_gets_the_weights_of_a_closed_offer_from_a_worker_that_has_them(
+    served: Served,
+) -> None:
+    workers, clock = (served.decode, served.prefill), ManualClock()
+    path = served.path
+    path.cluster = replace(path.cluster, statuses=lambda: [one.said() for one in workers])
+    control = WeightsControl(path, clock, Counters())
+    report = await control.update("/one", "1")
+    served.prefill.weights = ""  # it was restarted
+    control._wanted = StageCall("offer:gone", "1", 9.0)  # the trainer has gone on
+    await control.catch_up()
+    assert served.prefill.weights == report.weights and "offer" in served.decode.calls
+
+
+async def test_a_worker_that_cannot_take_the_last_weights_is_tried_again_ever_more_seldom(
+    served: Served,
+) -> None:
+    workers, clock = (served.decode, served.prefill), ManualClock()
+    path = served.path
+    path.cluster = replace(path.cluster, statuses=lambda: [one.said() for one in workers])
+    control = WeightsControl(path, clock, Counters())
+    await control.update("/one", "1")
+    served.prefill.weights = ""
+    control._wanted = StageCall("/bad", "1", 9.0)
+    served.decode.weights = ""
+    tries = []
+    for second in range(20):
+        clock.seconds = float(second)
+        served.prefill.calls.clear()
+        await control.catch_up()
+        if any(isinstance(call, StageCall) for call in served.prefill.calls):
+            tries.append(second)
+    assert tries == [0, 2, 6, 14]

@@ -11,7 +11,7 @@ import pytest
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.ports import FetchCall, FetchReply
-from jdisagg.request import Request
+from jdisagg.request import Adapter, Request
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
 from tests.fakes.cluster import Fleet
@@ -253,9 +253,10 @@ def test_nobody_is_given_what_he_cannot_name() -> None:
             stranger = BlockNames(b"another secret", "toy", 16)
             names = stranger.chain(PROMPT, PROMPT.prompt_token_ids, 16)
             assert await holder.fetch(FetchCall(1, "p", names, 0, 16, 1.0)) == FetchReply()
-            theirs = replace(PROMPT, tenant="another")
-            names = holder._residency.chain(theirs, PROMPT.prompt_token_ids)
-            assert await holder.fetch(FetchCall(1, "p", names, 0, 16, 1.0)) == FetchReply()
+            adapted = replace(PROMPT, adapter=Adapter("mine", "/adapter", "digest"))
+            for theirs in (replace(PROMPT, tenant="another"), adapted):
+                names = holder._residency.chain(theirs, PROMPT.prompt_token_ids)
+                assert await holder.fetch(FetchCall(1, "p", names, 0, 16, 1.0)) == FetchReply()
             with pytest.raises(InvalidRequestError, match="names"):
                 await holder.fetch(FetchCall(1, "p", (), 0, 16, 1.0))
             await settled(both)
@@ -276,6 +277,23 @@ def test_after_a_reset_nothing_that_was_fetched_before_is_used() -> None:
             assert await running == 80
             assert failed(both, "prefill1") == {"reset": 1}
             await both.prefill_worker("prefill1").reset_cache()  # again: the prompt has ended
+            assert await at(both, "prefill1") == 80
+            assert both.counted("peer_blocks_fetched") == 0
+            await settled(both)
+
+    run_virtually(main)
+
+
+def test_kv_of_old_weights_is_fetched_by_no_worker_with_new_ones() -> None:
+    async def main() -> None:
+        async with fleet() as both:
+            assert await at(both, "prefill0") == 80
+            workers = [both.prefill_worker("prefill0"), both.prefill_worker("prefill1")]
+            old = workers[0]._residency.chain(PROMPT, PROMPT.prompt_token_ids)
+            for worker in (*workers, both.decode_worker("decode0")):
+                worker.forget_weights(False, "new@f00")
+            assert await workers[0].fetch(FetchCall(1, "p", old, 0, 16, 1.0)) == FetchReply()
+            assert not set(old) & set(workers[0]._residency.chain(PROMPT, PROMPT.prompt_token_ids))
             assert await at(both, "prefill1") == 80
             assert both.counted("peer_blocks_fetched") == 0
             await settled(both)

@@ -34,7 +34,8 @@ class WeightsCalls:
         """Replaces the weights of all workers by those of another checkpoint of the same model.
 
         Args:
-            folder: Checkpoint on the hosts of all workers, with the served model's config.json.
+            folder: Checkpoint on the hosts of all workers, with the served model's config.json, or
+                the name of an offer (`jdisagg.weights.offer`).
             version: Text that names the weights in answers. By default a part of their hash.
             mode: "recompute": running requests keep their tokens, and their KV is computed anew.
                 "drain": they end with the old weights before. "keep": they keep their KV.

@@ -1,0 +1,108 @@
+"""The KV plane of a process that runs no worker: a link, a gRPC server and a channel, on a thread
+with an event loop of its own. Trainers that offer weights have one, and so has a worker's process
+while it reads weights from another process."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TypeVar
+
+import jax
+
+from jdisagg.address import host_port
+from jdisagg.clock import MonotonicClock
+from jdisagg.config import ServiceConfig
+from jdisagg.ids import random_id
+from jdisagg.node.cluster_plan import free_ports
+from jdisagg.service.guard import Service
+from jdisagg.service.internal.kv_link import GrpcKvLink
+from jdisagg.service.server import GrpcServer, cluster_credentials, read_tokens
+from jdisagg.transfer.backend_choice import Memories
+from jdisagg.transfer.negotiated_channel import NegotiatedChannel
+
+TRANSPORTS = 4  # connections of the transfer engine, the same in all processes
+T = TypeVar("T")
+
+
+class KvEndpoint:
+    """Serves from the constructor to `close`. Its methods may be called from any thread but its
+    own.
+
+    Args:
+        service: Address, TLS, cluster token and KV channel. Port 0 is any free one.
+        services: Further gRPC services.
+        memories: Memory that other processes can read. None chooses it by `service.kv_channel`.
+
+    Attributes:
+        channel: The channel.
+        end: Endpoint of this process on the KV plane.
+    """
+
+    channel: NegotiatedChannel
+
+    def __init__(
+        self,
+        service: ServiceConfig,
+        services: Sequence[Service] = (),
+        memories: Memories | None = None,
+    ) -> None:
+        port = service.port or free_ports(service.host, 1)[0]
+        self._service = replace(service, port=port, drain_seconds=0.0)
+        if memories is None:
+            memories = Memories.of_worker(service.kv_channel, service.host, jax.local_devices())
+        self._memories, self._services = memories, tuple(services)
+        self.end = memories.end(host_port(service.host, port), random_id())
+        self._started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="kv-endpoint", daemon=True)
+        self._thread.start()
+        self._started.result()
+
+    def start(self, work: Coroutine[None, None, T]) -> "Future[T]":
+        """Runs a coroutine on the thread's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Calls a function on the thread after some seconds, unless the endpoint has closed."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, seconds, call)
+
+    def close(self) -> None:
+        """Ends the server, the channel and the thread. On the thread itself, returns before they
+        have ended. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
+
+    async def _serve(self) -> None:
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        service, tokens = self._service, read_tokens(self._service.cluster_token_file)
+        link = GrpcKvLink(self.end, cluster_credentials(service))
+        self.channel = NegotiatedChannel(
+            MonotonicClock(),
+            self.end,
+            link,
+            host=service.host,
+            transports=TRANSPORTS,
+            memories=self._memories,
+        )
+        link.deliver_to(self.channel)
+        server = GrpcServer((link.service(tokens), *self._services), service, self.end.boot_id)
+        try:
+            await server.start()
+            self._started.set_result(None)
+            await self._ended.wait()
+            server.force()
+            await server.drain()
+        finally:
+            await asyncio.to_thread(self.channel.close)
+            await link.close()

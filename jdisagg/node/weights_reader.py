@@ -1,0 +1,346 @@
+"""Reads weights that other processes offer, as a checkpoint's tensors.
+
+The reads are stated beforehand (`expect`), so that blocks of bytes for the next ones are requested
+and transferred while the present ones are converted. Each block is compared with the checksum that
+its source has computed before the transfer."""
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdisagg.config import ServiceConfig
+from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError, UnavailableError
+from jdisagg.ids import random_id
+from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.layout.reshard_plan import Box
+from jdisagg.layout.weight_reads import ReadPiece, Source, plan_reads
+from jdisagg.messages.weights import OFFER_PREFIX, OfferCard, OfferedPart, OfferPort, PreparedBlock
+from jdisagg.node.kv_endpoint import KvEndpoint
+from jdisagg.ops.checksum import byte_sum
+from jdisagg.service.internal import rpc
+from jdisagg.service.internal.connection import Connection
+from jdisagg.service.server import cluster_credentials
+from jdisagg.transfer.channel import Pull, PullTarget
+from jdisagg.transfer.offered_weights import stepped, unreadable, whole_box
+
+BLOCK_BYTES = 16 << 20
+AHEAD_BYTES = 64 << 20  # of blocks that are requested and not yet converted
+PULL_SECONDS = 30.0  # without arriving bytes
+CHECK_SECONDS = 1.0  # between questions whether the source lives
+DESCRIBE_SECONDS = 300.0  # the source hashes its arrays
+PULL_TRIES = 3  # a backend that fails is replaced by another one
+POLL_SECONDS = 0.001
+
+
+@dataclass(slots=True)
+class _Origin:
+    """One offering process: the name of its offer, its connection, its card, and the name of its
+    mesh for the channel."""
+
+    name: str
+    connection: Connection
+    port: OfferPort
+    card: OfferCard
+    peer: str
+
+
+@dataclass(slots=True)
+class _Block:
+    """One block of pieces: its bytes once they have arrived, and the pieces that were not read."""
+
+    pieces: tuple[ReadPiece, ...]
+    left: int
+    coming: "Future[np.ndarray] | None" = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclass(slots=True)
+class _Expected:
+    """The planned blocks, and where each read's pieces are: by (name, box) the reads to come, and
+    for each read its pieces as (block, offset, piece)."""
+
+    blocks: list[_Block] = field(default_factory=list)
+    reads: dict[tuple[str, Box], deque[int]] = field(default_factory=dict)
+    places: list[list[tuple[int, int, ReadPiece]]] = field(default_factory=list)
+    next_block: int = 0
+    ahead_bytes: int = 0
+
+
+class RemoteWeights:
+    """Named arrays of other processes. Has the methods of a checkpoint's tensors; used by one
+    thread, within its context.
+
+    Attributes:
+        parameters: Whether the arrays are a worker's parameters in their served form.
+        bytes_moved: Bytes that have arrived.
+    """
+
+    def __init__(self, name: str, service: ServiceConfig) -> None:
+        self.name, self.bytes_moved = name, 0
+        self._parts = [part.removeprefix(OFFER_PREFIX) for part in name.split(",")]
+        addresses = [part.rpartition("/")[0] for part in self._parts]
+        host = _own_address(name, addresses[0])
+        self._credentials = cluster_credentials(service)
+        self._endpoint = KvEndpoint(replace(service, host=host, port=0, http_port=None))
+        self._expected = _Expected()
+        self._origins: list[_Origin] = []
+        try:
+            for part, address in zip(self._parts, addresses, strict=True):
+                opening = self._endpoint.start(self._open(OFFER_PREFIX + part, address))
+                self._origins.append(opening.result())
+            self._describe()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for block in self._expected.blocks:
+            if block.coming is not None:
+                block.coming.cancel()
+        self._expected = _Expected()
+        with contextlib.suppress(Exception):
+            self._endpoint.start(self._disconnect()).result()
+        self._endpoint.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def content(self) -> str:
+        """Returns the hash of the arrays' values, as their sources state it now."""
+        cards = [
+            self._endpoint.start(origin.port.describe(origin.name)).result()
+            for origin in self._origins
+        ]
+        found = [card.content for card in cards]
+        if len(found) == 1:
+            return found[0]
+        return hashlib.blake2b("\n".join(found).encode(), digest_size=16).hexdigest()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self._shapes)
+
+    def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
+        return {dtype for name, dtype in self.dtypes.items() if not name.endswith(but)}
+
+    def unreadable(self) -> list[str]:
+        return unreadable(self.dtypes)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(
+            int(np.prod(shape)) * jnp.dtype(self.dtypes[name]).itemsize
+            for name, shape in self._shapes.items()
+        )
+
+    def expect(self, reads: Sequence[tuple[str, Box]]) -> None:
+        """States the reads that come, in order. Their bytes are transferred ahead.
+
+        Raises:
+            LayoutError: The sources do not hold a part.
+        """
+        planned = plan_reads(
+            [self._held[name] for name in self._numbers],
+            [jnp.dtype(self.dtypes[name]).itemsize for name in self._numbers],
+            [(self._numbers[name], box) for name, box in reads],
+            BLOCK_BYTES,
+        )
+        expected = _Expected([_Block(pieces, len(pieces)) for pieces in planned])
+        expected.places = [[] for _ in reads]
+        for number, read in enumerate(reads):
+            expected.reads.setdefault(read, deque()).append(number)
+        for number, pieces in enumerate(planned):
+            offset = 0
+            for piece in pieces:
+                expected.places[piece.read].append((number, offset, piece))
+                offset += piece.nbytes
+        self._expected = expected
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns a slice of a tensor, which may be a view of another process's memory that keeps
+        its values. Raises the errors of the transfer."""
+        box = whole_box(index, self._shapes[name])
+        waiting = self._expected.reads.get((name, box))
+        if not waiting:
+            before, self._expected = self._expected, _Expected()
+            try:
+                self.expect([(name, box)])
+                return stepped(self._taken(0, name, box), index)
+            finally:
+                self._expected = before
+        return stepped(self._taken(waiting.popleft(), name, box), index)
+
+    def _taken(self, number: int, name: str, box: Box) -> np.ndarray:
+        dtype, places = jnp.dtype(self.dtypes[name]), self._expected.places[number]
+        if len(places) == 1:
+            ((place, offset, piece),) = places
+            return self._part(place, offset, piece, dtype)
+        values = np.empty([stop - start for start, stop in box], dtype)
+        for place, offset, piece in places:
+            bounds = tuple(slice(*bound) for bound in piece.place)
+            values[bounds] = self._part(place, offset, piece, dtype)
+        return values
+
+    def _part(self, place: int, offset: int, piece: ReadPiece, dtype: np.dtype) -> np.ndarray:
+        """Waits for a block and returns one piece in it. Drops the block with its last piece."""
+        self._request_until(place)
+        expected, block = self._expected, self._expected.blocks[place]
+        assert block.coming is not None, "each piece is read once"
+        arrived = _result(block.coming)[offset : offset + piece.nbytes]
+        block.left -= 1
+        if not block.left:
+            block.coming = None
+            expected.ahead_bytes -= block.nbytes
+        return arrived.view(dtype).reshape([end - first for first, end in piece.box])
+
+    def _request_until(self, place: int) -> None:
+        """Requests blocks in order, up to `place`, and further ones while there is room."""
+        expected = self._expected
+        while expected.next_block < len(expected.blocks) and (
+            expected.next_block <= place or expected.ahead_bytes < AHEAD_BYTES
+        ):
+            block = expected.blocks[expected.next_block]
+            block.coming = self._endpoint.start(self._fetch(block.pieces))
+            expected.ahead_bytes += block.nbytes
+            expected.next_block += 1
+
+    # The coroutines below run on the endpoint's thread.
+
+    async def _open(self, name: str, address: str) -> _Origin:
+        connection = Connection(address, self._credentials)
+        port = rpc.client(
+            OfferPort,
+            connection,
+            call_seconds=CHECK_SECONDS * 3,
+            seconds={"describe": DESCRIBE_SECONDS},
+        )
+        try:
+            card = await port.describe(name)
+        except BaseException:
+            await connection.aclose()
+            raise
+        peer = f"{name}#{random_id():x}"
+        mesh = MeshCard((1, 1, 1), (0,), (0,), (card.end,), card.transports)
+        self._endpoint.channel.connect(peer, mesh)
+        return _Origin(name, connection, port, card, peer)
+
+    async def _disconnect(self) -> None:
+        for origin in self._origins:
+            self._endpoint.channel.disconnect(origin.peer)
+            await origin.connection.aclose()
+
+    async def _fetch(self, pieces: tuple[ReadPiece, ...]) -> np.ndarray:
+        """Requests, pulls and verifies a block. Returns its bytes."""
+        origin = self._origins[pieces[0].source[0]]
+        parts = tuple(OfferedPart(one.tensor, one.source[1], one.box) for one in pieces)
+        for attempt in range(PULL_TRIES):
+            try:
+                (prepared,) = await origin.port.prepare(origin.name, (parts,), PULL_SECONDS)
+                arrived = await self._pulled(origin, prepared)
+                break
+            except HandoffError as error:
+                if attempt + 1 == PULL_TRIES:
+                    raise UnavailableError(f"weights {self.name!r}: {error.message}") from error
+        size = sum(piece.nbytes for piece in pieces)
+        checksum = await asyncio.to_thread(byte_sum, arrived)
+        if arrived.nbytes != size or checksum != prepared.checksum:
+            raise InvalidRequestError(
+                f"weights {self.name!r}: the checksum of a block from {origin.card.end.control}"
+                " differs from its source's: bytes have changed on the way; update again"
+            )
+        self.bytes_moved += arrived.nbytes
+        return arrived
+
+    async def _pulled(self, origin: _Origin, prepared: PreparedBlock) -> np.ndarray:
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        shape = jax.ShapeDtypeStruct((1, 1, 1, 1, prepared.size), jnp.uint8, sharding=here)
+        target = PullTarget(shape, 0, origin.peer)  # type: ignore[arg-type]
+        pull = self._endpoint.channel.pull(prepared.offer_id, target, PULL_SECONDS)
+        try:
+            await self._arrival(origin, pull)
+            (array,) = pull.arrays()
+            return np.asarray(array).reshape(-1)
+        finally:
+            if not pull.is_ready():
+                pull.cancel()
+            with contextlib.suppress(JdisaggError):
+                await origin.port.release((prepared.offer_id,))
+
+    async def _arrival(self, origin: _Origin, pull: Pull) -> None:
+        """Waits for a pull. Raises UnavailableError soon after its source has died."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + CHECK_SECONDS
+        while not pull.is_ready():
+            await asyncio.sleep(POLL_SECONDS)
+            if loop.time() > due:
+                await origin.port.check(origin.name)
+                due = loop.time() + CHECK_SECONDS
+
+    def _describe(self) -> None:
+        """Joins the cards of all origins."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._held: dict[str, dict[Source, Box]] = {}
+        first = self._origins[0].card
+        self.parameters = first.parameters
+        for process, origin in enumerate(self._origins):
+            for tensor in origin.card.tensors:
+                known = self._shapes.setdefault(tensor.name, tensor.shape)
+                kind = self.dtypes.setdefault(tensor.name, tensor.dtype)
+                if (known, kind) != (tensor.shape, tensor.dtype):
+                    raise InvalidRequestError(
+                        f"weights {self.name!r}: its processes offer {tensor.name} as {kind}"
+                        f" {known} and as {tensor.dtype} {tensor.shape}; offer the same in all"
+                    )
+                held = self._held.setdefault(tensor.name, {})
+                held |= {(process, device): box for device, box in tensor.boxes}
+            if [one.name for one in origin.card.tensors] != [one.name for one in first.tensors]:
+                raise InvalidRequestError(
+                    f"weights {self.name!r}: its processes offer arrays of other names, or in"
+                    " another order; offer the same tree in all"
+                )
+        self._numbers = {tensor.name: number for number, tensor in enumerate(first.tensors)}
+
+
+def _result(coming: "Future[np.ndarray]") -> np.ndarray:
+    try:
+        return coming.result()
+    except CancelledError:
+        raise UnavailableError("weights: the reading was ended; update again") from None
+
+
+def _own_address(name: str, address: str) -> str:
+    """Returns the address of this host from which it reaches the other one."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(
+            f"weights {name!r}: {address!r} must be the host:port of an offer: {error}; use the"
+            " name that the offer has"
+        ) from error

@@ -1,0 +1,261 @@
+"""Named arrays that a trainer, or a worker, offers to workers: their description, and reads from
+the devices that hold them. On accelerators only the parts that are read come to the host."""
+
+import functools
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jdisagg.errors import InvalidRequestError
+from jdisagg.layout.reshard_plan import Box, box_of, plan_reshard
+from jdisagg.messages.weights import OfferedPart, OfferedTensor
+from jdisagg.ops.checksum import byte_sum
+
+LEASE_SECONDS = 600.0
+_READER = -1  # place of the reader in a plan; devices have numbers from 0
+_FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+class OfferedWeights:
+    """Named arrays that workers may read until `close`, or until the lease ends. The arrays must
+    not be donated or changed before. Has the methods of a checkpoint's tensors.
+
+    Attributes:
+        name: Name that an update gives in place of a folder.
+        bytes_read: Bytes that workers have read.
+        parameters: Whether the arrays are a worker's parameters in the form in which it serves
+            them, rather than the tensors of a checkpoint.
+    """
+
+    def __init__(
+        self, name: str, tensors: Mapping[str, Any], lease_seconds: float, content: str = ""
+    ) -> None:
+        self.name, self.bytes_read, self.parameters = name, 0, bool(content)
+        self._tensors, self._names = dict(tensors), tuple(tensors)
+        self._content = content
+        self._sums: dict[str, bytes] = {}
+        self._until = time.monotonic() + lease_seconds
+        self._closing: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    def when_closed(self, call: Callable[[], object]) -> None:
+        """Sets a function to call at the end of the offer."""
+        self._closing.append(call)
+
+    def close(self) -> None:
+        """Ends the offer. Idempotent."""
+        while self._closing:
+            self._closing.pop()()
+        self._tensors = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        self.check()
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
+        return {
+            _FLOATS.get(str(tensor.dtype), str(tensor.dtype))
+            for name, tensor in self._tensors.items()
+            if not name.endswith(but)
+        }
+
+    def unreadable(self) -> list[str]:
+        return unreadable({name: str(one.dtype) for name, one in self._tensors.items()})
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns a copy of a slice of a tensor, from the devices that hold its parts."""
+        self.check()
+        tensor = self._tensors[name]
+        wanted = whole_box(index, tensor.shape)
+        values = self._gathered(tensor, wanted)
+        self.count(values.nbytes)
+        return stepped(values, index)
+
+    def content(self) -> str:
+        """Returns a hash of all tensors. It does not depend on their shardings, unless devices of
+        other processes hold parts. Arrays of numpy, which can change, are read each time."""
+        self.check()
+        if self._content:
+            return self._content
+        digest = hashlib.blake2b(digest_size=16)
+        for name in sorted(self._tensors):
+            tensor = self._tensors[name]
+            if name not in self._sums or not isinstance(tensor, jax.Array):
+                self._sums[name] = self._sum_of(tensor)
+            digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(self._sums[name])
+        return digest.hexdigest()
+
+    def described(self) -> tuple[OfferedTensor, ...]:
+        """Returns the names and placements of the arrays on this process's devices."""
+        self.check()
+        return tuple(
+            OfferedTensor(
+                name,
+                str(tensor.dtype),
+                tuple(tensor.shape),
+                tuple((device, box) for device, (box, _) in _held(tensor).items()),
+            )
+            for name, tensor in self._tensors.items()
+        )
+
+    def block(self, parts: Sequence[OfferedPart]) -> tuple[jax.Array, bytes]:
+        """Returns the bytes of some parts, one after the other, as an array [1, 1, 1, 1, n] on one
+        device, and their checksum. On CPU a single part that is contiguous is not copied.
+
+        Raises:
+            InvalidRequestError: A device does not hold a part.
+        """
+        self.check()
+        cuts = [self._part(part) for part in parts]
+        if len(cuts) == 1 and isinstance(cuts[0], jax.Array):
+            return cuts[0], byte_sum(np.asarray(cuts[0]))
+        flat = [np.asarray(cut).reshape(-1).view(np.uint8) for cut in cuts]
+        joined = flat[0] if len(flat) == 1 else np.concatenate(flat)
+        block = joined.reshape(1, 1, 1, 1, -1)
+        return jax.device_put(block, jax.local_devices()[0]), byte_sum(joined)
+
+    def seconds_left(self) -> float:
+        """Returns the rest of the lease, 0 if it has ended."""
+        return max(0.0, self._until - time.monotonic())
+
+    def check(self) -> None:
+        """Raises InvalidRequestError if the offer has ended."""
+        if not self._tensors or time.monotonic() > self._until:
+            raise InvalidRequestError(
+                f"weights {self.name!r}: the offer is closed, or its lease has ended; offer the"
+                " arrays again"
+            )
+
+    def count(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes_read += nbytes
+
+    def _part(self, part: OfferedPart) -> Any:
+        """Returns the values of a part: an array of numpy, contiguous, or on accelerators the bytes
+        [1, 1, 1, 1, n] on their device."""
+        try:
+            tensor = self._tensors[self._names[part.tensor]]
+            box, shard = _held(tensor)[part.device]
+            inside = all(
+                first <= low <= high <= end
+                for (low, high), (first, end) in zip(part.box, box, strict=True)
+            )
+        except (IndexError, KeyError, ValueError):
+            inside = False
+        if not inside:
+            raise InvalidRequestError(
+                f"weights {self.name!r}: device {part.device} of this process does not hold the"
+                f" part {part.box} of tensor {part.tensor}; describe the offer again"
+            )
+        local = tuple(
+            (low - first, high - first)
+            for (low, high), (first, _) in zip(part.box, box, strict=True)
+        )
+        if _on_host(shard) or "int4" in str(shard.dtype):  # whose values have half a byte there
+            return np.ascontiguousarray(_cut(shard, local))
+        starts = tuple(low for low, _ in local)
+        return _bytes_of(shard, starts, tuple(high - low for low, high in local))
+
+    def _sum_of(self, tensor: Any) -> bytes:
+        if getattr(tensor, "is_fully_addressable", True):
+            return byte_sum(self._gathered(tensor, whole_box((), tensor.shape)))
+        digest = hashlib.blake2b(digest_size=16)
+        for box, shard in sorted({box: shard for box, shard in _held(tensor).values()}.items()):
+            digest.update(f"{box}".encode() + byte_sum(_cut(shard, _whole(shard))))
+        return digest.digest()
+
+    def _gathered(self, tensor: Any, wanted: Box) -> np.ndarray:
+        held = _held(tensor)
+        pieces = plan_reshard(
+            {device: box for device, (box, _) in held.items()}, {_READER: wanted}
+        ).pieces
+        if len(pieces) == 1:
+            return _cut(held[pieces[0].source][1], pieces[0].source_slice)
+        values = np.empty([stop - start for start, stop in wanted], tensor.dtype)
+        for piece in pieces:
+            _, shard = held[piece.source]
+            values[_slices(piece.destination_slice)] = _cut(shard, piece.source_slice)
+        return values
+
+
+def unreadable(dtypes: Mapping[str, str]) -> list[str]:
+    """Lists tensors of a type that a checkpoint's tensors may not have, with the type."""
+    return [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in _FLOATS]
+
+
+def whole_box(index: tuple[slice, ...], shape: Sequence[int]) -> Box:
+    """Returns the box that an index, which may be shorter than the shape, selects. Steps are left
+    out (`stepped`)."""
+    return box_of((*index, *(slice(None),) * (len(shape) - len(index))), shape)
+
+
+def stepped(values: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns the values of a box at the steps of its index."""
+    if all(part.step in (None, 1) for part in index):
+        return values
+    return values[tuple(slice(None, None, part.step) for part in index)]
+
+
+def _held(tensor: Any) -> dict[int, tuple[Box, Any]]:
+    """Returns the box that each device of this process holds, and its values. Replicas are all
+    there."""
+    if not isinstance(tensor, jax.Array):
+        return {0: (whole_box((), tensor.shape), tensor)}
+    return {
+        shard.device.id: (box_of(shard.index, tensor.shape), shard.data)
+        for shard in tensor.addressable_shards
+    }
+
+
+def _on_host(shard: Any) -> bool:
+    return not isinstance(shard, jax.Array) or next(iter(shard.devices())).platform == "cpu"
+
+
+def _cut(shard: Any, box: Box) -> np.ndarray:
+    """Returns a part of a device's values in host memory; a view where they are there."""
+    if _on_host(shard):
+        return np.asarray(shard)[_slices(box)]
+    sizes = tuple(stop - start for start, stop in box)
+    # A program of its own result: JAX keeps the host copy of an array as long as the array.
+    return np.asarray(_part_of(shard, tuple(start for start, _ in box), sizes))
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def _part_of(shard: jax.Array, starts: tuple[int, ...], sizes: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(shard, starts, sizes)
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def _bytes_of(shard: jax.Array, starts: tuple[int, ...], sizes: tuple[int, ...]) -> jax.Array:
+    part = jax.lax.dynamic_slice(shard, starts, sizes)
+    return jax.lax.bitcast_convert_type(part, np.uint8).reshape(1, 1, 1, 1, -1)
+
+
+def _whole(shard: Any) -> Box:
+    return whole_box((), shard.shape)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
