@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
@@ -148,20 +147,6 @@ def adapters() -> dict[str, object]:
 # ---- updates
 
 
-@dataclass(frozen=True)
-class OfferTensors:
-    """Offers tensors with values of a seed. The answer is the offer's name."""
-
-    seed: int
-
-
-@dataclass(frozen=True)
-class OfferBlocks:
-    """Offers one block under each id. The answer is the endpoint."""
-
-    ids: tuple[int, ...]
-
-
 def tensors(seed: int) -> dict[str, jax.Array]:
     """Returns the measured model's tensors in Hugging Face's names and shapes, with random
     values."""
@@ -196,7 +181,9 @@ def tensors(seed: int) -> dict[str, jax.Array]:
 
 
 def trainer(port: int) -> None:
-    """The life of the trainer's process."""
+    """The life of the trainer's process. It takes ("tensors", seed), and offers tensors and replies
+    with the offer's name; and ("blocks", ids), and offers a block under each id and replies with
+    its endpoint."""
     keep_freed_memory()
     hand_over_quickly()
     parent = Client(("127.0.0.1", port))
@@ -208,14 +195,14 @@ def trainer(port: int) -> None:
     while (command := parent.recv()) is not None:
         answer: object = None
         match command:
-            case OfferTensors():
+            case ("tensors", seed):
                 if offered is not None:
                     offered.close()
-                offered = weights.offer(tensors(command.seed), service=service)
+                offered = weights.offer(tensors(seed), service=service)
                 offered.content()  # an update hashes the values once
                 answer = offered.name
-            case OfferBlocks():
-                for offer_id in command.ids:
+            case ("blocks", ids):
+                for offer_id in ids:
                     endpoint.channel.offer(offer_id, block, 0)
                 answer = endpoint.end
         parent.send(answer)
@@ -224,7 +211,7 @@ def trainer(port: int) -> None:
 def channel_seconds(link: KvEndpoint, sender: Connection, count: int) -> float:
     """Pulls so many blocks, some at a time."""
     ids = [random_id() for _ in range(count)]
-    sender.send(OfferBlocks(tuple(ids)))
+    sender.send(("blocks", ids))
     end = sender.recv()
     assert isinstance(end, KvEnd)
     link.channel.connect("sender", MeshCard((1, 1, 1), (0,), (0,), (end,), TRANSPORTS))
@@ -257,7 +244,7 @@ def update(folder: Path) -> dict[str, object]:
             link = KvEndpoint(ServiceConfig(port=0))
             nbytes = 0
             for seed in range(_ROUNDS.value + 1):
-                sender.send(OfferTensors(seed))
+                sender.send(("tensors", seed))
                 name = sender.recv()
                 began = time.perf_counter()
                 _, model = load.read(name, Layout(), jax.devices()[:1])
