@@ -6,9 +6,9 @@ seconds, and all decisions of the router with their predictions.
     python -m benchmarks.simulator_digests --calls --only=trace
 
 The runs: two pools of 40 instances, one pool with alternating and with fused steps, prefix reuse,
-workers with faults, role changes, and pipeline stages that drain. Digests depend on the machine and
-the version of numpy, and can be compared only between equal ones. --calls counts Python calls per
-request instead of seconds, because these do not depend on the machine's load."""
+workers with faults, and role changes. Digests depend on the machine and the version of numpy, and
+can be compared only between equal ones. --calls counts Python calls per request instead of seconds,
+because these do not depend on the machine's load."""
 
 import hashlib
 import sys

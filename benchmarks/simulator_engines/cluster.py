@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.simulator_engines.deferred_reservation import ComputedPrompts, DeferredReservation
-from benchmarks.simulator_engines.executor import DrainingExecutor
+from benchmarks.simulator_engines.executor import DrainingExecutor, SerialExecutor
 from benchmarks.simulator_engines.fleet import StudyFleet, also_prefills
 from jdisagg.assembly import Worker
 from jdisagg.clock import Clock
@@ -91,7 +91,8 @@ class StudyCluster(SimulatedCluster):
 
 
 def _executor(fleet: StudyFleet) -> Callable[..., SimulatedExecutor]:
-    kind = DrainingExecutor if fleet.drains else SimulatedExecutor
+    drains = SerialExecutor if fleet.serial else DrainingExecutor
+    kind = drains if fleet.drains else SimulatedExecutor
 
     def mesh(*parts: Any) -> SimulatedExecutor:
         made = kind(*parts)

@@ -33,6 +33,7 @@ class StudyFleet(Fleet):
         all hosts of a site form one rack, so that the router sees which workers are near.
       run_ahead: Decode commands issued before the first result is read.
       drains: Issue nothing while KV is fetched into pages (`executor.DrainingExecutor`).
+      serial: One loop drives all pipeline stages (`executor.SerialExecutor`).
       late_reservation: Reserve decode pages after the prefill (`deferred_reservation`).
     """
 
@@ -40,6 +41,7 @@ class StudyFleet(Fleet):
     site_link: Link | None = None
     run_ahead: int = 1
     drains: bool = False
+    serial: bool = False
     late_reservation: bool = False
 
     def __post_init__(self) -> None:

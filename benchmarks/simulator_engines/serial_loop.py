@@ -14,7 +14,10 @@ Knows slots and seconds, no requests. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 
-from jdisagg.simulator.turns import Parts, load_of
+from jdisagg.simulator.turns import load_of
+
+# Seconds of a batch's step in all stages, and in the host while no stage works on the batch.
+Parts = tuple[float, float]
 
 EMPTY_TURN_SECONDS = 0.003  # sleep of the loop in the turn of an empty batch
 

@@ -10,7 +10,7 @@ tokens.
 The live loop issues steps ahead of the running step (worker/step_loop.py). A command submitted
 during a step therefore takes effect `run_ahead` steps after the running step ends. The simulation
 delays interruptions and insertions of received KV in the same way, and insertions delay the
-following steps. With pipeline stages, the fullest batch determines the duration of a step
+following steps. With pipeline stages, the largest batch determines the duration of a step
 (turns.py). A prefill chunk that a `DecodeSteps` command contains runs within its first step, as in
 Sarathi-Serve.
 
@@ -49,7 +49,7 @@ from jdisagg.simulator.channel import SimulatedChannel, SimulatedOffer
 from jdisagg.simulator.host_memory import HostMemory
 from jdisagg.simulator.step_costs import Pace, StepCosts
 from jdisagg.simulator.timeline import Timeline
-from jdisagg.simulator.turns import Load, Turns, load_of
+from jdisagg.simulator.turns import Load, largest_batch
 
 Result = asyncio.Future[StepResult]
 
@@ -114,8 +114,7 @@ class SimulatedExecutor:
         self._costs = costs
         self._channel = channel
         self._longest_span_seconds = engine.longest_span_seconds
-        staged = limits.ranks if engine.stages > 1 else 0
-        self._turns = [Turns(engine.stages, self._step_parts) for _ in range(staged)]
+        self._stages = engine.stages
         self._loop = asyncio.get_running_loop()
         self._free_at = 0.0
         self._prefills = False  # whether any chunk has run
@@ -207,12 +206,10 @@ class SimulatedExecutor:
             self._limit[admit.rank][admit.slot] = admit.limit
         for grow in command.grows:
             self._limit[grow.rank][grow.slot] = grow.limit
-        loads = []
-        for rank, (positions, slots) in enumerate(zip(self._positions, command.slots, strict=True)):
-            if self._turns:
-                loads.append(self._turns[rank].fullest(slots, admitted(command, rank), positions))
-            else:
-                loads.append(load_of(slots, positions))
+        loads = [
+            largest_batch(slots, positions, self._stages)
+            for positions, slots in zip(self._positions, command.slots, strict=True)
+        ]
         start = max(self._loop.time(), self._free_at)
         pace, steps = self._pace(command, loads, start)
         if pace.seconds(steps) > self._longest_span_seconds:
@@ -227,10 +224,6 @@ class SimulatedExecutor:
         `start`."""
         sequences, tokens, longest = map(max, zip(*loads, strict=True))
         return self._costs.decode(sequences, tokens, command.steps, longest), command.steps
-
-    def _step_parts(self, sequences: int, context_tokens: int, longest: int) -> tuple[float, float]:
-        host = self._costs.host(sequences)
-        return self._costs.decode(sequences, context_tokens, 1, longest).first - host, host
 
     def _fuse(self, span: RunningSpan, chunk: PrefillChunk, loads: Sequence[Load]) -> None:
         """Runs a prefill chunk within the first step of the span. The slowest dp rank determines
@@ -389,10 +382,6 @@ def _sampled(chunk: PrefillChunk, token: int) -> PrefillResult:
 def _sizes(rows: Sequence[PrefillRow]) -> list[tuple[int, int]]:
     """Returns for each row the number of tokens to compute and of prompt tokens before them."""
     return [(len(row.tokens), row.start) for row in rows]
-
-
-def admitted(command: DecodeSteps, rank: int) -> list[int]:
-    return [admit.slot for admit in command.admits if admit.rank == rank]
 
 
 def _do_nothing(command: StepCommand, future: Result) -> None:

@@ -297,8 +297,13 @@ class Estimator:
         times, dp, goal = self.prefill_seconds(layout, chunk), layout.dp, self.goal
         mean, sharing = float(times.mean()), max(1.0, chunk / self.demand.prompt_mean)
         uneven = (_longest(times, dp) / mean - 1) / math.sqrt(sharing)
-        occupied = times * ((1 + uneven) / dp)  # seconds of the instance per prompt
+        # Seconds of the instance per prompt. A prompt may enter the first of several pipeline
+        # stages when the prompt before it leaves this stage.
+        occupied = times * ((1 + uneven) / dp / layout.pp)
         most = FULL / float(occupied.mean()) / dp
+        # The chunks of a prompt follow each other through the stages.
+        chunks = np.ceil(self.demand.sample_prompts / chunk)
+        times = times * (1 + (layout.pp - 1) / chunks) / layout.pp
 
         def ttft_met(rate: float) -> bool:
             together = _batch(times, dp, dp * rate)
@@ -342,7 +347,9 @@ class Estimator:
 
 
 def _step(model: CostModel, count: float, context: float) -> float:
-    """Returns the seconds of a decode step of `count` sequences with `context` tokens each."""
+    """Returns the seconds of a decode step of `count` sequences with `context` tokens each. With
+    pipeline stages, the sequences form as many batches as there are stages."""
+    count /= model.stages
     whole = max(1, math.ceil(count))
     return model.decode_of(whole, max(1.0, count) * context).seconds
 

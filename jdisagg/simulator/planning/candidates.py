@@ -25,6 +25,7 @@ CHUNKS = (512, 1024, 2048, 4096, 8192)
 WHOLE_CHUNK = 8192
 ACTIVATIONS = 0.1  # fraction of memory left for activations
 PAGE_TOKENS = 64
+SLOW_LINK = 128e9  # bytes per second: PCIe 6
 
 
 class NothingFits(ConfigError):
@@ -70,6 +71,13 @@ class Site:
         described = self.accelerator.domain_devices
         return self.domain_devices or (described if described > 8 else min(described, self.node))
 
+    @property
+    def slow_links(self) -> bool:
+        """Whether the devices of a host are linked by PCIe only, so that pipeline stages of
+        jdisagg's engine are considered. Other engines refuse stages on some side of a hand-off."""
+        own = self.software.engine is DEFAULT_SOFTWARE.engine
+        return own and self.accelerator.scale_up.bytes_per_second <= SLOW_LINK
+
     @cached_property
     def described(self) -> Accelerator:
         """Description of the accelerator, changed to the site's links and number of devices that
@@ -104,6 +112,11 @@ class Candidate:
         return self.decode_instances * self.decode.devices + (
             self.prefill_instances * self.prefill.devices if self.prefill else 0
         )
+
+    @property
+    def staged(self) -> bool:
+        """Whether some instance has several pipeline stages."""
+        return max(self.decode.pp, self.prefill.pp if self.prefill else 1) > 1
 
     @property
     def name(self) -> str:
@@ -163,7 +176,10 @@ def fitting_layouts(
     most = site.accelerators if geometry.experts else min(site.accelerators, site.domain)
     weights_least, room_most, refused = float("inf"), 0, ""
     found: list[Fitting] = []
-    for layout in _layouts(most, site.domain, bool(geometry.experts)):
+    layouts = [*_layouts(most, site.domain, bool(geometry.experts))]
+    if site.slow_links and not (geometry.experts or geometry.linear or geometry.windowed_part):
+        layouts += _staged_layouts(site.accelerators, site.domain)
+    for layout in layouts:
         try:
             model = site.cost_model(geometry, layout, dtype)
         except LayoutError as error:
@@ -224,9 +240,22 @@ def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
                 yield Layout(dp=dp, tp=tp, ep=dp * tp)
 
 
+def _staged_layouts(most: int, domain: int) -> Iterator[Layout]:
+    """Yields the layouts of several pipeline stages, of powers of two."""
+    sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+    for tp in sizes:
+        for pp in sizes[1:]:
+            if tp <= domain and pp * tp <= most:
+                yield Layout(tp=tp, pp=pp)
+
+
 def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Iterator[Candidate]:
-    """Yields a candidate with one pool for each mode and layout, with as many instances as fit."""
+    """Yields a candidate with one pool for each mode and layout, with as many instances as fit.
+    Pipeline stages are considered in two pools only: prefills and decode steps that alternate in
+    the same stages are not simulated."""
     for item in fitting:
+        if item.layout.pp > 1:
+            continue
         count = site.accelerators // item.layout.devices
         if Mode.UNIFIED in modes:
             yield Candidate(Mode.UNIFIED, item.layout, count)

@@ -2,17 +2,18 @@
 
 The search has two levels. The first level ranks all candidates with the cost model: by upper bounds
 on their rates (`bounds`), and then by stepping (`ranking`, `stepped`). The second level simulates
-live code. It finds the rate of the best candidate with one pool and of the best with two pools
-(`measure`, `trials`). Candidates whose stepped rate is close to these, at most `finalists` of each
-kind, are simulated at a rate just above. A `Plan` ranks the candidates by their rate per
-accelerator of the site, idle accelerators included, simulated candidates first. It has the binding
-limit of each candidate and a verdict as text (`verdict`).
+live code. It finds the rate of the best candidate with one pool and of the best with two pools,
+without and with pipeline stages (`measure`, `trials`). Candidates whose stepped rate is close to
+these, at most `finalists` of each kind, are simulated at a rate just above. A `Plan` ranks the
+candidates by their rate per accelerator of the site, idle accelerators included, simulated
+candidates first. It has the binding limit of each candidate and a verdict as text (`verdict`).
 
 Goals that no candidate can attain are refused before any run (`never`): a prompt is fastest alone
 in one chunk, and a decode step is fastest with a single sequence.
 
 Accesses the simulator only through `Runners`; prints nothing. Deterministic by seed."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -187,11 +188,15 @@ class Planner:
         return Plan(tuple(findings), len(priced), said, left_out)
 
     def _simulate(self, measurer: Measurer, stepped: Sequence[Finding], found: "_Found") -> None:
-        """Simulates the best candidate with one pool, the best with two pools, and those close to
-        them."""
+        """Simulates the best candidate with one pool, the best with two pools, without and with
+        pipeline stages, and those close to them."""
         kinds = [
-            [item for item in stepped if bool(item.candidate.prefill) is two]
-            for two in (False, True)
+            [
+                item
+                for item in stepped
+                if (bool(item.candidate.prefill), item.candidate.staged) == kind
+            ]
+            for kind in itertools.product((False, True), repeat=2)
         ]
         kinds = [_layouts_once(kind)[: self._search.finalists] for kind in kinds if kind]
         leaders = [_task(kind[0], expected=True) for kind in kinds]

@@ -1,8 +1,8 @@
 """First level of the planner's search: ranks all candidates by stepping the cost model.
 
 Candidates are stepped in the order of their bounds. A candidate is dropped after one trial if it
-does not reach nearly the rate of the best candidate of its mode. It is not stepped at all if its
-bound is far below that rate."""
+does not reach nearly the rate of the best candidate of its kind: its mode, with or without pipeline
+stages. It is not stepped at all if its bound is far below that rate."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,15 +15,16 @@ from jdisagg.simulator.planning.measure import Measurer, Task
 from jdisagg.simulator.planning.verdict import Finding
 
 # A candidate gets a rate only if it reaches this fraction, and one tolerance of the search more, of
-# the best rate of its mode.
+# the best rate of its kind.
 KEPT = 0.95
-# Bounds below this fraction of the best rate of their mode are not stepped.
+# Bounds below this fraction of the best rate of their kind are not stepped.
 HOPELESS = 0.85
 # Number of requests of a stepped run; a run that decides nothing gets more.
 STEPPED_REQUESTS = 2000
-FIRST_ROUND, SECOND_ROUND = 1, 12  # candidates of each mode
+FIRST_ROUND, SECOND_ROUND = 1, 12  # candidates of each kind
 
 Priced = tuple[Candidate, Bounds]
+Kind = tuple[Mode, bool]  # mode, and whether instances have pipeline stages
 Spread = Callable[[Measurer, Sequence[Task]], Iterator[tuple[int, Finding | None]]]
 
 
@@ -46,15 +47,17 @@ def ranked_by_stepping(
     """
     # Bounds ignore cached prefixes, so that they bound nothing if there are any.
     hopeless = 0.0 if any(item.block_hashes for item in measurer.workload) else HOPELESS
-    left = {mode: [item for item in priced if item[0].mode is mode] for mode in Mode}
-    best: dict[Mode, float] = {}
+    left: dict[Kind, list[Priced]] = {}
+    for item in priced:
+        left.setdefault(_kind(item[0]), []).append(item)
+    best: dict[Kind, float] = {}
     found: list[Finding] = []
     done = 0
     for most in (FIRST_ROUND, SECOND_ROUND, len(priced)):
         tasks: list[Task] = []
-        for mode, items in left.items():
-            rival = best.get(mode, 0.0)
-            taken, left[mode] = items[:most], items[most:]
+        for kind, items in left.items():
+            rival = best.get(kind, 0.0)
+            taken, left[kind] = items[:most], items[most:]
             tasks += [
                 Task(candidate, bounds, rooms[candidate.decode], KEPT * rival)
                 for candidate, bounds in taken
@@ -65,10 +68,14 @@ def ranked_by_stepping(
             progress("candidates by stepping the cost model", done, len(priced))
             if finding is None:
                 continue
-            mode = finding.candidate.mode
-            best[mode] = max(best.get(mode, 0.0), finding.rate)
+            kind = _kind(finding.candidate)
+            best[kind] = max(best.get(kind, 0.0), finding.rate)
             found.append(replace(finding, simulated=False))
     return sorted(found, key=lambda item: (-item.rate, -item.bounds.rate, str(item.candidate)))
+
+
+def _kind(candidate: Candidate) -> Kind:
+    return candidate.mode, candidate.staged
 
 
 def rate_with_error(measurer: Measurer, stepped: Finding, factor: float) -> float:

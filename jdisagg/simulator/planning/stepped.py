@@ -127,7 +127,7 @@ class SteppedRun:
         self._waiting: deque[SteppedRequest] = deque()
         limits = fleet.limits_of(fleet.prefill or fleet.decode)
         chunk = limits.chunk_buckets[-1]
-        seconds = self._sent.prefill(((chunk, 0),))[0] / chunk
+        seconds = self._sent.prefill(((chunk, 0),))[1] / chunk
         self._hold_tokens = fleet.routing.hold_seconds / seconds * limits.ranks
         self._other_ranks = limits.ranks - 1  # each gets a prompt before requests are held
         self._caches = self._prefix_caches() if fleet.prefix.reuse else []
@@ -231,15 +231,15 @@ class SteppedRun:
         elif not instance.begin(self._now):
             return
         elif instance.chunk is not None and self._handoff is not None:
-            self._send(self._handoff, index, instance.chunk, instance.ends_at or self._now)
+            self._send(self._handoff, index, instance.chunk, instance.sampled_at)
             instance.issue_ahead()
         assert instance.ends_at is not None
         entry = instance.ends_at, next(self._numbers), index, instance.version, None
         heapq.heappush(self._events, entry)
 
     def _send(self, path: HandoffLinks, index: int, chunk: Chunk, ready: float) -> None:
-        """Computes when the KV of the chunk's rows arrives at the decode instances. `ready`: end of
-        the chunk."""
+        """Computes when the KV of the chunk's rows arrives at the decode instances. `ready`: time
+        at which the chunk's tokens are sampled."""
         overlap = self._fleet.overlap
         head_at = self._now + (ready - self._now) / overlap
         rate = path.link.bytes_per_second * path.link.efficiency
@@ -256,6 +256,10 @@ class SteppedRun:
             request.received = max(request.received, arrives)
 
     def _receive(self, request: SteppedRequest) -> None:
+        if request.output < 2:
+            self._finish(request)
+            self._place_waiting()
+            return
         decode = self._where[request.number][1]
         self._decodes[decode].receive(request)
         self._go_on(len(self._prefills) + decode)
@@ -264,13 +268,13 @@ class SteppedRun:
         instance = self._every[index]
         done = instance.end()
         for request in done.first:
-            request.first = self._now
-            if request.output < 2:
+            request.first = self._now + done.later
+            if request.output < 2 and not done.later:
                 self._finish(request)
             elif self._handoff is None:
                 instance.joining.append(request)
             else:
-                at = max(self._now, request.received)
+                at = max(request.first, request.received)
                 heapq.heappush(self._events, (at, next(self._numbers), index, 0, request))
         for request in done.last:
             self._finish(request)

@@ -5,7 +5,11 @@ An instance runs one command at a time: a prefill chunk, a span of decode steps,
 step together (`fused`). The dp rank with the most work determines the duration. A span ends when
 its first sequence ends, or two steps after a request waits to join, as in the live loop. Chunks,
 spans, order of commands and reservations of pages follow the live workers. Preemption, swapping and
-page granularity are left out. Pure; times are in seconds on the caller's clock."""
+page granularity are left out.
+
+With pipeline stages, the next chunk begins when this one leaves the first stage, and the slots of a
+dp rank form as many equal batches as there are stages. One pool with stages is not modelled.
+Pure; times are in seconds on the caller's clock."""
 
 import heapq
 from collections import deque
@@ -195,10 +199,12 @@ class SteppedSpan:
 
 @dataclass(slots=True)
 class CommandEnd:
-    """What a command completed: requests with their first token, and requests with their last."""
+    """What a command completed: requests with their first token, and requests with their last.
+    `later`: seconds until the first tokens, which leave the last pipeline stage."""
 
     first: Sequence[SteppedRequest] = ()
     last: Sequence[SteppedRequest] = ()
+    later: float = 0.0
 
 
 class Instance:
@@ -209,7 +215,9 @@ class Instance:
       queues: Prompts to prefill.
       batch: Decoding sequences.
       joining: Sequences whose KV has arrived and that join after the running command.
-      ends_at: End of the running command, None without one.
+      ends_at: End of the running command, None without one. A chunk ends when it leaves the first
+        pipeline stage.
+      sampled_at: Time at which the tokens of the running chunk are sampled.
       busy_seconds: Sum of the durations of all commands.
       chunk: The running prefill chunk.
       version: Number of the latest change of `ends_at`.
@@ -222,10 +230,12 @@ class Instance:
         self.batch = DecodeBatch(limits, growth_tokens=256)
         self.joining: list[SteppedRequest] = []
         self.ends_at: float | None = None
+        self.sampled_at = 0.0
         self.busy_seconds = 0.0
         self.version = 0
         self.chunk: Chunk | None = None
         self._costs, self._mode, self._fused = costs, mode, fused
+        self._stages = limits.stages
         self._span: SteppedSpan | None = None
         self._prefilled_last = False
         self._delay = 0.0
@@ -263,12 +273,14 @@ class Instance:
         self._issued = None
         if self._fused and self.batch.running:
             seconds = self._mixed_seconds(chunk)
+            interval = seconds
             self._span = SteppedSpan(now, Pace(seconds), 1)
         else:
             fullest = _fullest(chunk.rows)
-            seconds = max(self._costs.prefill(chunk.rows[rank])[0] for rank in fullest)
+            seconds, interval = max(self._costs.prefill(chunk.rows[rank]) for rank in fullest)
             self._prefilled_last = not self._fused
-        self._ends(now, now + seconds)
+        self.sampled_at = now + seconds
+        self._ends(now, now + interval)
 
     def _mixed_seconds(self, chunk: Chunk) -> float:
         """Returns the seconds of one step with the chunk and all decoding sequences."""
@@ -284,10 +296,11 @@ class Instance:
         )
 
     def _begin_span(self, now: float) -> None:
-        batch = self.batch
+        batch, stages = self.batch, self._stages
         prompts = self.queues.count and self._mode is Mode.CHUNKED
         steps = 1 if prompts else batch.until_first_end()
-        pace = self._costs.decode(max(batch.counts), max(batch.contexts), steps)
+        count, context = -(-max(batch.counts) // stages), max(batch.contexts) / stages
+        pace = self._costs.decode(count, context, steps)
         start, self._delay = now + self._delay, 0.0
         self._span = SteppedSpan(start, pace, steps)
         self._prefilled_last = False
@@ -322,13 +335,14 @@ class Instance:
 
     def end(self) -> CommandEnd:
         """Ends the running command."""
-        self.ends_at = None
+        ended_at, self.ends_at = self.ends_at, None
         done = CommandEnd()
         if self._span is not None:
             done.last = self.batch.advance(self._span.steps)
             self._span = None
         if self.chunk is not None:
-            done.first = self.chunk.ended
+            assert ended_at is not None
+            done.first, done.later = self.chunk.ended, self.sampled_at - ended_at
             self.chunk = None
         return done
 

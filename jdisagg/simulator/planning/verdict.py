@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jdisagg.config import Mode
 from jdisagg.simulator.planning.bounds import Bounds, Estimator, Goal
-from jdisagg.simulator.planning.candidates import Candidate, Site
+from jdisagg.simulator.planning.candidates import Candidate, Site, short
 from jdisagg.simulator.report import Report
 
 HEADROOM = 0.8  # fraction of the highest rate at which the verdict reports latencies
@@ -138,18 +138,42 @@ def stepped_answer(stepped: Sequence[Finding]) -> str:
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
     """Describes which mode is best, by how much and why. `findings` are ranked, best first."""
     said = _compared(findings, estimator, left_out)
+    said += _stages(findings, estimator)
     if any(item.candidate.mode is Mode.CHUNKED for item in findings):
         said += f" {FUSED if estimator.fused else TURNS}"
-    if short := [
+    if too_few := [
         f"{item.candidate.mode.value} {item.candidate.name}"
         for item in findings
         if item.short and item.rate
     ]:
         said += (
             f" These rates are lower bounds, because the requests end too soon at higher ones"
-            f" ({'; '.join(short)}); {MORE}."
+            f" ({'; '.join(too_few)}); {MORE}."
         )
     return said
+
+
+def _stages(findings: Sequence[Finding], estimator: Estimator) -> str:
+    """Compares the best two pools with pipeline stages with those without. Returns "" if the
+    findings do not have both."""
+    two = [item for item in findings if item.candidate.prefill and item.rate]
+    staged = next((item for item in two if item.candidate.staged), None)
+    plain = next((item for item in two if not item.candidate.staged), None)
+    if staged is None or plain is None:
+        return ""
+    tokens = int(estimator.demand.prompt_mean)
+    shares = []
+    for item in (staged, plain):
+        layout = item.candidate.prefill
+        assert layout is not None
+        cost = estimator.models[layout].prefill([(tokens, 0)])
+        shares.append(f"{short(layout)} {100 * cost.communication / cost.seconds:.0f} %")
+    return (
+        f" With pipeline stages two pools serve {staged.per_accelerator:.3g} requests/s an"
+        f" accelerator ({staged.candidate.name}), without {plain.per_accelerator:.3g}"
+        f" ({plain.candidate.name}). Of the prefill of {tokens:,} tokens, {shares[0]} and"
+        f" {shares[1]} is communication over {estimator.site.described.scale_up.name}."
+    )
 
 
 def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:

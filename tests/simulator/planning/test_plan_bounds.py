@@ -11,7 +11,7 @@ from jdisagg.costs.hardware import Accelerator, Efficiency, Link, accelerator, l
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.planning.bounds import FULL, Bounds, Demand, Estimator, Goal
+from jdisagg.simulator.planning.bounds import FULL, HEADROOM, Bounds, Demand, Estimator, Goal
 from jdisagg.simulator.planning.candidates import (
     Candidate,
     NothingFits,
@@ -335,3 +335,31 @@ def test_deepseek_on_64_h200_is_decoded_with_wide_expert_parallelism_where_the_e
     estimator = Estimator(site, demand, Goal(5.0, 0.1), fitting)
     best = max(two_pools(fitting, site), key=lambda item: estimator.bounds(item).rate)
     assert least <= best.decode.ep <= most
+
+
+def test_stages_are_searched_where_cards_have_pcie_alone_and_for_two_pools_alone() -> None:
+    shape, site = geometry("llama-3-70b"), Site(accelerator("l40s"), 8)
+    found = fitting_layouts(shape, site, 2200)
+    assert {item.layout.pp for item in found} == {1, 2, 4, 8}
+    assert all(item.layout.devices <= 8 for item in found)
+    fast = fitting_layouts(shape, Site(accelerator("h100"), 8), 2200)
+    assert {item.layout.pp for item in fast} == {1}
+    assert all(one.decode.pp == 1 for one in one_pool(found, site, (Mode.CHUNKED, Mode.UNIFIED)))
+    pairs = {(one.prefill.pp, one.decode.pp) for one in two_pools(found, site) if one.prefill}
+    assert {(4, 1), (1, 4), (4, 2)} <= pairs
+
+
+def test_each_stage_has_a_prompt_or_a_batch_of_its_own() -> None:
+    shape, site = geometry("llama-3-70b"), Site(accelerator("l40s"), 8)
+    demand = Demand.of(poisson(1.0, 50, Fixed(2000, 200), seed=1))
+    estimator = Estimator(site, demand, Goal(60.0, 5.0), fitting_layouts(shape, site, 2200))
+    staged = Layout(pp=4)
+    limits = dict(
+        estimator.bounds(Candidate(Mode.DISAGGREGATED, staged, 1, 8192, staged, 1)).limits
+    )
+    seconds = float(estimator.prefill_seconds(staged, 8192).mean())
+    assert limits["prefill compute"] == pytest.approx(4 * FULL / seconds)
+    model, context = estimator.models[staged], demand.context_mean
+    rooms = estimator.rooms[staged] / (context * HEADROOM)
+    step = model.decode_of(math.ceil(rooms / 4), rooms / 4 * context).seconds
+    assert limits["KV memory"] == pytest.approx(rooms / (demand.steps_mean * step))

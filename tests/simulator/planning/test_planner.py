@@ -160,6 +160,22 @@ def test_a_search_goes_on_from_what_was_tried_before():
     assert all(bracket[0] < rate < bracket[1] for rate, _ in tries[len(rough) :])
 
 
+def test_two_pools_are_simulated_with_and_without_stages_and_the_verdict_has_both():
+    def capacity(item: Candidate) -> float:
+        return 12.0 if item.staged else 4.0 if item.prefill else 1.0
+
+    site = Site(accelerator("l40s"), 8)
+    goal, modes = Goal(8.0, 5.0), (Mode.DISAGGREGATED, Mode.CHUNKED)
+    runners, search = both(Servers(capacity)), Search(finalists=1, modes=modes)
+    found = Planner(geometry("llama-3-70b"), site, goal, runners, search).plan(WORKLOAD)
+    rates = {(item.candidate.mode, item.candidate.staged): item for item in found.findings}
+    assert all(item.simulated for item in rates.values()) and len(rates) == 3
+    staged, plain = (rates[Mode.DISAGGREGATED, stages] for stages in (True, False))
+    assert staged.rate / plain.rate == pytest.approx(3.0, rel=0.1)
+    assert f"With pipeline stages two pools serve {staged.per_accelerator:.3g}" in found.verdict
+    assert f"without {plain.per_accelerator:.3g} ({plain.candidate.name})" in found.verdict
+
+
 def test_only_candidates_close_to_the_best_by_stepping_are_simulated():
     """Of two pools the second carries half of the first, and the third 0.5 % less than it. In
     simulation the third carries 20 % more than by stepping."""

@@ -60,6 +60,7 @@ def test_prompts_of_one_server_wait_as_in_lindleys_recursion():
         Candidate(Mode.CHUNKED, Layout(), 2, 512),
         Candidate(Mode.UNIFIED, Layout(tp=2), 2),
         Candidate(Mode.DISAGGREGATED, Layout(tp=2), 1, prefill=Layout(), prefill_instances=2),
+        Candidate(Mode.DISAGGREGATED, Layout(pp=2), 1, prefill=Layout(pp=2), prefill_instances=1),
     ],
     ids=lambda item: item.mode.value,
 )
