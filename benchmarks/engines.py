@@ -64,6 +64,8 @@ class SimulatedEngine:
 
     Attributes:
         stages: Number of pipeline stages of decode.
+        live_turns: Whether batches take turns at the stages as on live decode workers, and not in
+            the engine's own loop.
         kv_tokens: KV capacity if it was observed, otherwise the capacity that the model computes.
         step_seen: Fraction of a decode step by which TTFT starts later than the arrival.
         weights: Data type of the weights."""
@@ -71,6 +73,7 @@ class SimulatedEngine:
     kind: str
     constants: Constants
     stages: int = 1
+    live_turns: bool = False
     model: str = "opt-13b"
     kv_tokens: int | None = None
     step_seen: float = 0.0
@@ -110,6 +113,7 @@ class SimulatedEngine:
                 overlap=1,
                 run_ahead=0,
                 drains=True,
+                serial=not self.live_turns,
                 late_reservation=True,
                 # launched with 95 % of the memory, of which it leaves 1 % to activations
                 memory_reserve=0.06,

@@ -48,6 +48,9 @@ _FIT = flags.DEFINE_bool(
 )
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
+# Title of runs with two stages whose batches take turns as on live decode workers.
+LIVE_TURNS = "live turns, "
+PREFIXES = ("distserve-c21d11", "distserve-c21d12", LIVE_TURNS + "distserve-c21d12", "vllm-")
 SHORT_OF_MEMORY = "RTX4090/Llama-3.1-8B"  # its first requests fill it
 Figures = dict[str, object]
 
@@ -86,12 +89,15 @@ def run_lone(
     for name, run in runs.items():
         if name.split("-")[0] != kind:
             continue
-        ttft, tpot = replace(engine, stages=2 if "c21d12" in name else 1).run(run.arrivals)
-        found[name] = {
-            "held_out": name != fitted.name,
-            **compared(summary(run.ttft, run.tpot), summary(ttft, tpot), constant),
-        }
-        _tell(name, found[name])
+        stages = 2 if "c21d12" in name else 1
+        for live_turns in (False, True)[:stages]:
+            ttft, tpot = replace(engine, stages=stages, live_turns=live_turns).run(run.arrivals)
+            title = LIVE_TURNS * live_turns + name
+            found[title] = {
+                "held_out": name != fitted.name,
+                **compared(summary(run.ttft, run.tpot), summary(ttft, tpot), constant),
+            }
+            _tell(title, found[title])
     return found
 
 
@@ -185,9 +191,7 @@ def main(argv: list[str]) -> None:
             run_crowded(name, engine, run) if name in crowded else run_lone(name, engine, lone)
         )
     rmse = {
-        prefix: attainment_rmse(results, prefix)
-        for prefix in ("distserve-c21d11", "distserve-c21d12", "vllm-")
-        if _has(results, prefix)
+        prefix: attainment_rmse(results, prefix) for prefix in PREFIXES if _has(results, prefix)
     }
     print(rmse)
     if _NAME.value:
