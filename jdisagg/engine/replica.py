@@ -145,7 +145,6 @@ def build_replica(
         state=loaded.model.kv_spec.has_state,
         windows_apart=windows_apart,
         drafts=loaded.model.next_token is not None,
-        processes=processes,
     )
     vision = loaded.model.vision if processes == 1 and config.layout.pp == 1 else None
     platform = str(loaded.mesh.devices.flat[0].platform)

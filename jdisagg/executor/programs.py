@@ -111,9 +111,16 @@ class Programs:
         return jax.tree.map(by_callback, host)
 
     def receive(self, array: jax.Array) -> jax.Array:
-        """Copies an array [ranks, ...] from the mesh of another stage to this mesh. No host memory
-        is used, and the call does not wait for the array."""
-        return jax.device_put(array, self._by_rank)
+        """Copies an array [ranks, ...] from the mesh of another stage to this mesh. Each device
+        sends its part to the device at the same place, which is of the same process
+        (`layout_meshes`). No host memory is used, and the call does not wait for the array."""
+        if not self.spans_processes:
+            return jax.device_put(array, self._by_rank)
+        sharding = array.sharding
+        assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+        to = dict(zip(sharding.mesh.devices.flat, self.mesh.devices.flat, strict=True))
+        parts = [jax.device_put(one.data, to[one.device]) for one in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, self._by_rank, parts)
 
     def argument(self, host: Any, *, often: bool = False) -> Any:
         """Returns host arrays in the form in which program calls accept them fastest. On a mesh of

@@ -322,16 +322,11 @@ def plan_instances(
             f"--{role.value}_workers={count} must not be negative and"
             f" --processes_per_instance={processes} must be at least 1"
         )
-    if count and processes > 1 and layout.pp > 1:
-        raise ConfigError(
-            f"--{'prefill' if role is WorkerRole.PREFILL else 'decode'}={layout}: an instance of"
-            f" --processes_per_instance={processes} processes has one pipeline stage; use"
-            " --processes_per_instance=1, or pp=1"
-        )
-    if count and layout.devices % processes:
+    if count and layout.stage_devices % processes:
         flag = "prefill" if role is WorkerRole.PREFILL else "decode"
+        stage = " a pipeline stage" if layout.pp > 1 else ""
         raise ConfigError(
-            f"--{flag}={layout} has {layout.devices} devices, which"
+            f"--{flag}={layout} has {layout.stage_devices} devices{stage}, which"
             f" --processes_per_instance={processes} does not divide: each process needs as many;"
             " change one of the two"
         )

@@ -92,15 +92,27 @@ def weight_formats(
 
 def layout_meshes(layout: Layout, kv_heads: int, devices: Sequence[Device]) -> tuple[Mesh, ...]:
     """Builds the mesh of each pipeline stage of an instance on exactly these devices, with the axes
-    ("dp", "kv", "rep"). The first stage gets the first devices."""
+    ("dp", "kv", "rep"). The first stage gets the first devices.
+
+    If the devices are of several processes, each stage gets devices of every process. So all
+    processes run the programs of all stages, in the same order, and activations stay within a
+    process."""
     shape = layout.mesh_shape(kv_heads)
     if len(devices) != layout.devices:
         raise LayoutError(
             f"layout {layout} needs {layout.devices} devices, got {len(devices)}; give as many as"
             " dp * tp * pp"
         )
-    stages = np.array(devices, dtype=object).reshape(layout.pp, *shape)
-    return tuple(Mesh(stage, MESH_AXES) for stage in stages)
+    processes = len({device.process_index for device in devices}) if layout.pp > 1 else 1
+    if layout.stage_devices % processes:
+        raise LayoutError(
+            f"layout {layout} over {processes} processes: each pipeline stage needs devices of"
+            f" every process, and has dp * tp = {layout.stage_devices}; choose a multiple of"
+            f" {processes}, or one process"
+        )
+    # [process, stage, device] to [stage, process, device]
+    grid = np.array(devices, dtype=object).reshape(processes, layout.pp, -1)
+    return tuple(Mesh(stage.reshape(shape), MESH_AXES) for stage in grid.swapaxes(0, 1))
 
 
 def layout_mesh(layout: Layout, kv_heads: int, devices: Sequence[Device]) -> Mesh:

@@ -262,6 +262,10 @@ def test_children_die_with_a_parent_that_is_killed(folder: Path):
         ),
         (("--prefill=dp=1,tp=3", "--processes_per_instance=2"), "does not divide"),
         (
+            ("--decode=pp=2", "--processes_per_instance=2"),
+            "pp=2 has 1 devices a pipeline stage, which --processes_per_instance=2 does not divide",
+        ),
+        (
             ("--elastic", "--prefill=tp=4", "--processes_per_instance=2"),
             "cannot change their roles; give each instance one process",
         ),

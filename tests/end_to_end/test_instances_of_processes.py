@@ -77,6 +77,7 @@ async def check_role_stays(running: RunningCluster) -> None:
     [
         pytest.param(LLAMA, "tp=4", "dp=2,tp=2", id="dense"),
         pytest.param(MOE, "tp=4,ep=4", "dp=4,ep=4", id="experts"),
+        pytest.param(LLAMA, "pp=2,tp=2", "pp=2,dp=2", id="stages"),
     ],
 )
 def test_instances_of_two_processes_each_say_what_one_process_says(

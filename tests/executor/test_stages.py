@@ -1,13 +1,17 @@
 """Chunks and steps on the meshes of two pipeline stages, by hand."""
 
+from dataclasses import dataclass
+
 import jax
 import numpy as np
 import pytest
 
+from jdisagg.errors import LayoutError
 from jdisagg.executor.choose import Chosen
 from jdisagg.executor.mesh_executor import MeshRole
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.results import StepChoice
+from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import (
     NO_TOKEN,
     DecodeResult,
@@ -17,6 +21,7 @@ from jdisagg.messages.step_commands import (
     SampleSpec,
     SlotAdmit,
 )
+from jdisagg.ops.parameters import layout_meshes
 from jdisagg.request import SamplingParams
 from tests.executor.meshes import HandChannel, executor
 
@@ -59,6 +64,39 @@ def test_arrays_go_from_stage_to_stage_without_the_host(
         there = second.receive(computed)
     assert list(there.sharding.mesh.devices.flat) == list(devices[1].flat)  # type: ignore[attr-defined]
     assert np.array_equal(np.asarray(there), values + 1)
+
+
+@dataclass(frozen=True)
+class NamedDevice:
+    """What a mesh asks of a device."""
+
+    id: int
+    process_index: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages"),
+    [
+        (Layout(pp=2, tp=2), [[0, 4], [1, 5]]),
+        (Layout(pp=2, dp=2, tp=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (Layout(tp=4), [[0, 1, 4, 5]]),
+    ],
+)
+def test_each_stage_has_devices_of_every_process_in_the_order_of_processes(
+    layout: Layout, stages: list[list[int]]
+) -> None:
+    each = layout.devices // 2
+    devices = [NamedDevice(4 * process + at, process) for process in range(2) for at in range(each)]
+    meshes = layout_meshes(layout, 4, devices)  # type: ignore[arg-type]
+    assert [[device.id for device in mesh.devices.flat] for mesh in meshes] == stages
+
+
+def test_a_stage_that_cannot_have_devices_of_every_process_is_refused() -> None:
+    devices = [NamedDevice(process, process) for process in range(2)]
+    with pytest.raises(LayoutError, match="pp=2 over 2 processes: .*dp . tp = 1; choose a mult"):
+        layout_meshes(Layout(pp=2), 4, devices)  # type: ignore[arg-type]
 
 
 async def test_a_chunk_sends_its_activations_to_the_next_stage_and_nothing_else(

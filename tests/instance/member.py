@@ -5,6 +5,7 @@ follower obeys."""
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import jax
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
 from jdisagg.engine.compilation import use_compilation_cache
-from jdisagg.engine.limits import mesh_limits
+from jdisagg.engine.limits import mesh_limits, stage_cut
 from jdisagg.errors import UnavailableError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
@@ -67,16 +68,17 @@ class Task:
 
 def build(task: Task) -> MeshExecutor:
     layout = Layout.parse(task.layout)
-    loaded = load_model(task.model, layout, jax.devices()[: layout.devices])
+    cut = stage_cut(layout.pp, layout.pp) if layout.pp > 1 else None
+    loaded = load_model(task.model, layout, jax.devices()[: layout.devices], cut=cut)
     config = InstanceConfig(
         layout=layout, page_size=PAGE, slots_per_rank=4, chunk_tokens=CHUNK, min_chunk_tokens=CHUNK
     )
-    limits = mesh_limits(config, Mode.CHUNKED, loaded.model.kv_spec, CONTEXT, 1)
+    limits = mesh_limits(config, Mode.CHUNKED, loaded.model.kv_spec, CONTEXT, layout.pp)
     role = MeshRole(prefill=True, decode=True)
     return MeshExecutor(
         "member",
         loaded.model,
-        Programs(loaded.mesh),
+        Programs(*loaded.meshes),
         layout,
         limits,
         role,
@@ -165,16 +167,17 @@ async def script(executor: Executor, steps: int) -> dict[str, object]:
 
 
 async def through_host(executor: Executor) -> list[bool]:
-    """Copies the first block of each rank to host memory and back to other pages. Returns whether
-    the KV is the same, and whether a block that is not there is missed by all processes."""
+    """Copies the first block of each rank and layer group to host memory and back to other pages.
+    Returns whether the KV is the same, and whether a block that is not there is missed by all
+    processes."""
     same: list[bool] = []
     elsewhere = tuple(range(CONTEXT // PAGE * 2, CONTEXT // PAGE * 2 + CHUNK // PAGE))
-    for rank in range(executor.limits.ranks):
-        offer, pages = 100 + rank, pages_of(rank, executor.limits.ranks)[: CHUNK // PAGE]
-        groups = executor.limits.layer_groups
-        out = ExtractBlock(1, offer, rank, 0, 0, CHUNK, CHUNK, pages, 7, groups, to_host=True)
-        pull = PullBlock(2, offer, rank, 0, CHUNK, 60.0, HOST, groups=groups)
-        into = InsertBlock(3, offer, rank, 0, CHUNK, CHUNK, 0, elsewhere, 7, groups=groups)
+    ranks, groups = range(executor.limits.ranks), range(executor.limits.layer_groups)
+    for offer, (rank, group) in enumerate(itertools.product(ranks, groups)):
+        pages = pages_of(rank, len(ranks))[: CHUNK // PAGE]
+        out = ExtractBlock(1, offer, rank, group, 0, CHUNK, CHUNK, pages, 7, 1, to_host=True)
+        pull = PullBlock(2, offer, rank, group, CHUNK, 60.0, HOST, groups=1)
+        into = InsertBlock(3, offer, rank, group, CHUNK, CHUNK, 0, elsewhere, 7, groups=1)
         # the copy may still run when the pull is issued
         copied, pulled = await asyncio.gather(executor.run(out), executor.run(pull))
         assert isinstance(copied, ExtractResult) and isinstance(pulled, PullResult)
