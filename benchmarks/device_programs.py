@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from benchmarks.deviceless import (
-    Counted,
     DevicelessPrograms,
     GpuPrograms,
+    Report,
     TpuPrograms,
     missing,
-    topology_mesh,
+    topology_meshes,
     without_a_device,
 )
 from benchmarks.gpu_devices import GPU_DEVICES
@@ -169,20 +170,21 @@ def platform_of(device: str) -> str:
     return "tpu" if device in TPU_DEVICES else "gpu"
 
 
-def build(case: Case, report: Callable[[Counted], None]) -> MeshExecutor:
-    """Returns the executor of an instance that prefills, hands off and decodes, on a mesh of
+def build(case: Case, report: Report) -> MeshExecutor:
+    """Returns the executor of an instance that prefills, hands off and decodes, on meshes of
     described devices. The compiled programs are passed to `report`. If only some layers have a
     window and the case has no prefill, these layers have ring buffers, as on a decode worker."""
     layout, config, device = Layout.parse(case.layout), case.config(), DEVICES[case.device]
     platform = platform_of(case.device)
     layout.check(config.geometry)
-    mesh = topology_mesh(device, layout, config.kv_heads)
+    meshes = topology_meshes(device, layout, config.kv_heads)
     model = abstract_model(
         config,
         dtype=case.dtype,
         platform=platform,
         tp=layout.tp,
         weights=checked_weights(case.weights),
+        staged=layout.pp > 1,
     )
     instance = InstanceConfig(
         layout=layout,
@@ -198,24 +200,26 @@ def build(case: Case, report: Callable[[Counted], None]) -> MeshExecutor:
         Mode.DISAGGREGATED,
         model.kv_spec,
         case.context,
-        1,
+        layout.pp,
         platform,
         windows_apart=apart,
         rings=apart and "prefill" not in case.what,
     )
     role = MeshRole(prefill=True, decode=True, emit=True, extracts=True)
-    if isinstance(device, TpuDevice):
-        table = config.vocabulary * config.width * jnp.dtype(case.dtype).itemsize // layout.tp
-        programs: DevicelessPrograms = TpuPrograms(
-            mesh, device, report, 0 if config.tied else table
-        )
-    else:
-        programs = GpuPrograms(mesh, device, report)
+    table = config.vocabulary * config.width * jnp.dtype(case.dtype).itemsize // layout.tp
+
+    def programs(mesh: Mesh) -> DevicelessPrograms:
+        if isinstance(device, TpuDevice):
+            return TpuPrograms(mesh, device, report, 0 if config.tied else table)
+        return GpuPrograms(mesh, device, report)
+
+    first, *later = map(programs, meshes)
+    first.followed_by(later)
     channel = InProcessChannel(MonotonicClock())
-    return MeshExecutor("deviceless", model, programs, layout, limits, role, channel)
+    return MeshExecutor("deviceless", model, first, layout, limits, role, channel)
 
 
-def compile_all(case: Case, report: Callable[[Counted], None]) -> int:
+def compile_all(case: Case, report: Report) -> int:
     """Compiles the programs that the case names, by the executor's own warm-up. Returns the bytes
     of the pages on one device."""
     executor = build(case, report)

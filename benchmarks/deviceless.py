@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,8 @@ from benchmarks.tpu_devices import TpuDevice
 from benchmarks.tpu_hlo import array_bytes, count_operations
 from jdisagg.executor.prefill_program import ChunkForm
 from jdisagg.executor.programs import Programs
-from jdisagg.layout.axes import MESH_AXES, Layout
+from jdisagg.layout.axes import Layout
+from jdisagg.ops.parameters import layout_meshes
 
 PLUGINS = {
     "gpu": (("jax_cuda13_plugin", "jax_cuda12_plugin"), "a CUDA plugin of JAX", "jax[cuda13]"),
@@ -63,10 +64,12 @@ def without_a_device() -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape and type of a program's argument or result, in place of an array."""
+    """Shape and type of a program's argument or result, in place of an array, and the pipeline
+    stage on whose mesh it is."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    stage: int = 0
 
     def block_until_ready(self) -> "Shape":
         return self
@@ -141,8 +144,22 @@ class TpuCounted(Counted):
     roof_seconds: float
 
 
-def topology_mesh(device: GpuDevice | TpuDevice, layout: Layout, kv_heads: int) -> Mesh:
-    """Returns the mesh of an instance on as many of these devices as its layout has."""
+@dataclass(frozen=True)
+class Copied:
+    """A copy from the mesh of one pipeline stage to that of another. Bytes are of one device."""
+
+    source: int
+    target: int
+    copied_bytes: int
+
+
+Report = Callable[[Counted | Copied], None]
+
+
+def topology_meshes(
+    device: GpuDevice | TpuDevice, layout: Layout, kv_heads: int
+) -> tuple[Mesh, ...]:
+    """Returns the meshes of an instance on as many of these devices as its layout has."""
     if isinstance(device, TpuDevice):
         topology = topologies.get_topology_desc(
             platform="tpu", topology_name=device.slice_of(layout.devices)
@@ -151,27 +168,41 @@ def topology_mesh(device: GpuDevice | TpuDevice, layout: Layout, kv_heads: int) 
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=device.target_config(), topology=f"1x1x{layout.devices}"
         )
-    devices = np.array(topology.devices[: layout.devices], dtype=object)
-    return Mesh(devices.reshape(layout.mesh_shape(kv_heads)), MESH_AXES)
+    return layout_meshes(layout, kv_heads, topology.devices[: layout.devices])
 
 
 class DevicelessPrograms(Programs):
-    """Compiles for a mesh that is only described, and hands the counts to `report`."""
+    """Compiles for a mesh that is only described, and hands the counts to `report`. `stage` is the
+    pipeline stage of the mesh."""
 
-    def __init__(self, mesh: Mesh, report: Callable[[Counted], None]) -> None:
+    stage = 0
+
+    def __init__(self, mesh: Mesh, report: Report) -> None:
         super().__init__(mesh)
         self.spans_processes = False  # the hosts of a described slice are none of ours
         self._report, self._key = report, ""
         self._abstract = mesh.abstract_mesh
 
     def put(self, host: Any) -> Any:
-        return jax.tree.map(lambda array: Shape(array.shape, array.dtype), host)
+        return jax.tree.map(lambda array: Shape(array.shape, array.dtype, self.stage), host)
+
+    def followed_by(self, later: Sequence["DevicelessPrograms"]) -> None:
+        """Makes these the programs of the first pipeline stage, and `later` those of the others."""
+        self.later = tuple(later)
+        for number, stage in enumerate(self.stages):
+            assert isinstance(stage, DevicelessPrograms)
+            stage.stage = number
+
+    def receive(self, array: Any) -> Any:
+        each = array.nbytes // self.mesh.shape["dp"]
+        self._report(Copied(array.stage, self.stage, each))
+        return Shape(array.shape, array.dtype, self.stage)
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> Any:
-        return Shape(shape, jnp.dtype(dtype))
+        return Shape(shape, jnp.dtype(dtype), self.stage)
 
     def get(self, key: Hashable, build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-        self._key = _name(key)
+        self._key = f"stage {self.stage} " * (self.stage > 0 or bool(self.later)) + _name(key)
         return super().get(key, build)
 
     def compile(
@@ -198,7 +229,9 @@ class DevicelessPrograms(Programs):
                 compile_seconds=round(time.monotonic() - began, 2),
             )
         )
-        results = jax.tree.map(lambda out: Shape(out.shape, out.dtype), lowered.out_info)
+        results = jax.tree.map(
+            lambda out: Shape(out.shape, out.dtype, self.stage), lowered.out_info
+        )
         return lambda *_: results
 
     def _counted(
@@ -228,7 +261,7 @@ class DevicelessPrograms(Programs):
 class GpuPrograms(DevicelessPrograms):
     """Compiles for GPUs."""
 
-    def __init__(self, mesh: Mesh, device: GpuDevice, report: Callable[[Counted], None]) -> None:
+    def __init__(self, mesh: Mesh, device: GpuDevice, report: Report) -> None:
         super().__init__(mesh, report)
         # private: kernels' lowering asks the abstract mesh which device it is for
         from jax._src.cudnn import fused_attention_stablehlo
@@ -260,11 +293,7 @@ class TpuPrograms(DevicelessPrograms):
     which a step reads only rows."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        device: TpuDevice,
-        report: Callable[[Counted], None],
-        embedding_bytes: int = 0,
+        self, mesh: Mesh, device: TpuDevice, report: Report, embedding_bytes: int = 0
     ) -> None:
         super().__init__(mesh, report)
         self._device, self._embedding = device, embedding_bytes

@@ -37,6 +37,9 @@ CASES = [
 ]
 
 
+STAGED = Case("h200", "llama-3-8b", "pp=4", layers=4, what="decode,prefill")
+
+
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def compiled(request: pytest.FixtureRequest) -> tuple[Case, list[dict]]:
     """Returns the case and the counts of each of its programs."""
@@ -83,3 +86,21 @@ def test_what_a_step_needs_beside_its_arguments_is_small(compiled) -> None:
         gathers = "shaped" in program["program"] and program["collectives"]
         most = 400e6 if program["program"].startswith("group") or gathers else 100e6
         assert program["temp_bytes"] < most, program
+
+
+def test_stages_send_activations_to_the_next_stage_and_tokens_back_alone() -> None:
+    """No program of a stage exchanges anything, and the host drives no loop."""
+    found = compiled_apart(STAGED)
+    copies = [line for line in found if "source" in line]
+    programs = [line for line in found if "program" in line]
+    assert {line["program"].split()[1] for line in programs} == {"0", "1", "2", "3"}
+    for program in programs:
+        assert program["whiles"] == program["conditionals"] == program["collectives"] == 0, program
+        assert program["graphs"] <= 1, program
+    tokens = [copy for copy in copies if copy["copied_bytes"] == 8 * STAGED.slots]
+    assert {(copy["source"], copy["target"]) for copy in tokens} == {(3, 0), (3, 1), (3, 2)}
+    activations = [copy for copy in copies if copy not in tokens]
+    assert {(copy["source"], copy["target"]) for copy in activations} == {(0, 1), (1, 2), (2, 3)}
+    row_bytes = 2 * 4096
+    sizes = {copy["copied_bytes"] for copy in activations}
+    assert sizes == {STAGED.batch * row_bytes, STAGED.chunk * row_bytes}
