@@ -55,22 +55,24 @@ class CheckpointLoader:
     ) -> Loaded:
         return self._load(self._directory, layout, devices, cut=cut)
 
-    def read(self, folder: str, layout: Layout, devices: Sequence[Device]) -> tuple[str, Model]:
+    def read(
+        self, folder: str, layout: Layout, devices: Sequence[Device], cut: StageCut | None = None
+    ) -> tuple[str, Model]:
         with opened(folder, self._service) as offer:
             if offer is None:
-                return self._read_files(folder, layout, devices)
+                return self._read_files(folder, layout, devices, cut)
             content = offer.content()
-            model = self._load(self._directory, layout, devices, offer).model
+            model = self._load(self._directory, layout, devices, offer, cut).model
             _check_unchanged(folder, content, offer.content())
             return content, model
 
     def _read_files(
-        self, folder: str, layout: Layout, devices: Sequence[Device]
+        self, folder: str, layout: Layout, devices: Sequence[Device], cut: StageCut | None
     ) -> tuple[str, Model]:
         before = file_states(folder)
         check_sums(folder)
         content = model_fingerprint(folder, self._dtype, self._weights, self._kv_dtype)
-        model = self._load(folder, layout, devices).model
+        model = self._load(folder, layout, devices, cut=cut).model
         again = model_fingerprint(folder, self._dtype, self._weights, self._kv_dtype)
         _check_unchanged(folder, (before, content), (file_states(folder), again))
         return content, model

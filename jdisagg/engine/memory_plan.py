@@ -198,7 +198,8 @@ def fit_instance(
     apart = hands_windows_apart(0 < geometry.windowed_part < 1, mode)
     check_stages(instance, state=bool(geometry.linear), windows_apart=apart, drafts=drafts)
     context = model.context_tokens or geometry.context_tokens
-    weights, token_bytes, state_bytes, windowed = bytes_per_device(geometry, instance, model.dtype)
+    each = bytes_per_device(geometry, instance, model.dtype)
+    weights, token_bytes, state_bytes, windowed, adapters = each
     chunk = largest_chunk(instance, mode, context)
     parts = geometry.windowed_part > 0 and role is WorkerRole.DECODE
     rings = hands_windows_apart(parts, mode)
@@ -240,7 +241,7 @@ def fit_instance(
         context,
         memory,
         states,
-        adapters=adapter_bytes(geometry, instance, model.dtype),
+        adapters=adapters,
         images=kept_images,
         second_copy=weights if instance.stage_weights else 0,
     )
@@ -283,19 +284,20 @@ def _padding(geometry: CostGeometry, lanes: int) -> float:
 
 class DeviceBytes(NamedTuple):
     """Number of bytes on one device for the weights, for the KV of one token, for the recurrent
-    state of one sequence, and for the KV of one token in sliding-window layers. The last is 0 if
-    either no layer or every layer has a window."""
+    state of one sequence, for the KV of one token in sliding-window layers (0 if either no layer or
+    every layer has a window), and for all adapter slots."""
 
     weights: int
     token: int
     state: int
     windowed: int
+    adapters: int
 
 
 def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: str) -> DeviceBytes:
     """Returns the bytes of a model on each device, with its next-token layer if that drafts. Of
     several pipeline stages, the longest one counts, with all of embedding and head."""
-    added = 0
+    added, slots = 0, adapter_bytes(geometry, instance, dtype)
     if geometry.next_token_layers and instance.speculate in LAYER_DRAFTS:
         experts = geometry.expert_layers + (geometry.experts is not None)
         geometry = replace(geometry, layers=geometry.layers + 1, expert_layers=experts)
@@ -311,6 +313,7 @@ def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: st
         int(kv),
         int(costs.state_bytes_per_device),
         round(kv * geometry.windowed_part),
+        slots * longest // geometry.layers if instance.layout.pp > 1 else slots,
     )
 
 

@@ -5,7 +5,7 @@ from jdisagg.errors import ConfigError
 
 
 def check_stages(
-    instance: InstanceConfig, *, state: bool, windows_apart: bool, drafts: bool, processes: int = 1
+    instance: InstanceConfig, *, state: bool, windows_apart: bool, drafts: bool
 ) -> None:
     """Checks that an instance supports the pipeline stages of its layout.
 
@@ -14,7 +14,6 @@ def check_stages(
         state: Whether the model keeps recurrent state.
         windows_apart: Whether the KV of sliding-window layers is transferred separately.
         drafts: Whether the model has a next-token layer.
-        processes: Number of processes of the instance.
 
     Raises:
         ConfigError: The combination is not supported. The message has the reason and a remedy.
@@ -29,11 +28,6 @@ def check_stages(
         " layers, in blocks of layers of several stages; use pp=1, or mode=chunked": windows_apart,
         "the next-token layer needs the embedding, which is on the first stage, behind the last"
         " stage; set speculate to ngram or off": drafts and instance.speculate in LAYER_DRAFTS,
-        "adapters are written to one mesh, and each stage has its own; set adapters=0": (
-            instance.adapters > 0
-        ),
-        f"an instance of {processes} processes runs every program in all processes, and each stage"
-        " has its own; use one process an instance": processes > 1,
     }
     for reason, applies in reasons.items():
         if applies:

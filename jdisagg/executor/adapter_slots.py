@@ -1,4 +1,5 @@
-"""The LoRA adapter slots of one mesh: reads adapters into device memory and writes them into slots.
+"""The LoRA adapter slots of an instance: reads adapters into device memory, and writes them into
+slots.
 
 A thread reads the files and puts each device's shards on the device, so that running steps go on.
 `PutAdapter` then writes one slot of every layer's stacks, between two steps. Stacks are leaves of
@@ -50,15 +51,23 @@ class AdapterReading:
 
 
 class AdapterSlots:
-    """The adapter slots of one mesh. Used by the dispatch thread; `read` returns at once."""
+    """The adapter slots of all layers. Used by the dispatch thread; `read` returns at once.
+
+    Args:
+        stages: Programs and weights of each pipeline stage.
+    """
 
     def __init__(
-        self, programs: Programs, weights: Weights, model: Model, limits: MeshLimits
+        self, stages: Sequence[tuple[Programs, Weights]], model: Model, limits: MeshLimits
     ) -> None:
-        self._programs, self._weights, self._model = programs, weights, model
-        self._size = adapter_size(limits)
+        self._model, self._size = model, adapter_size(limits)
+        self._layers = [
+            (programs, weights.layers[index])
+            for programs, weights in stages
+            for index in weights.held
+        ]
         self._reads: dict[str, Future[_Staged]] = {}
-        self._thread = ThreadPoolExecutor(1, f"{programs.platform}-adapters")
+        self._thread = ThreadPoolExecutor(1, f"{stages[0][0].platform}-adapters")
 
     def read(self, command: ReadAdapter) -> AdapterReading:
         """Starts to read an adapter. Refuses content whose digest is not the command's."""
@@ -72,7 +81,7 @@ class AdapterSlots:
 
     def warm_up(self) -> None:
         """Compiles the programs of `put`, by writing an adapter of zeros into the last slot."""
-        nothing = AdapterContent("", ({},) * len(self._weights.layers))
+        nothing = AdapterContent("", ({},) * len(self._layers))
         self._put_all(self._stage(nothing), self._size.slots)
 
     def close(self) -> None:
@@ -85,13 +94,13 @@ class AdapterSlots:
         return self._stage(content)
 
     def _stage(self, content: AdapterContent) -> _Staged:
-        """Puts the contents of one slot on the mesh, padded to the slots' rank."""
+        """Puts the contents of one slot on the devices, padded to the slots' rank."""
         return [
-            self._staged_layer(part, layer)
-            for part, layer in zip(self._weights.layers, content.layers, strict=True)
+            self._staged_layer(programs, part, layer)
+            for (programs, part), layer in zip(self._layers, content.layers, strict=True)
         ]
 
-    def _staged_layer(self, part: Part, layer: Any) -> list[jax.Array]:
+    def _staged_layer(self, programs: Programs, part: Part, layer: Any) -> list[jax.Array]:
         arrays = []
         for place in part.stacks:
             leaf, spec = part.leaves[place.leaf], part.specs[place.leaf]
@@ -103,18 +112,18 @@ class AdapterSlots:
                 rows = found[0] if place.factor == "a" else found[1]
                 # Only the dimension of the rank is padded.
                 host[tuple(slice(0, size) for size in rows.shape)] = rows
-            sharding = NamedSharding(self._programs.mesh, _of_one_slot(spec, axis))
+            sharding = NamedSharding(programs.mesh, _of_one_slot(spec, axis))
             arrays.append(jax.make_array_from_callback(shape, sharding, lambda at, h=host: h[at]))
         return arrays
 
     def _put_all(self, staged: _Staged, slot: int) -> None:
-        for part, new in zip(self._weights.layers, staged, strict=True):
-            self._put(part, new, slot)
+        for (programs, part), new in zip(self._layers, staged, strict=True):
+            self._put(programs, part, new, slot)
 
-    def _put(self, part: Part, new: Sequence[jax.Array], slot: int) -> None:
+    def _put(self, programs: Programs, part: Part, new: Sequence[jax.Array], slot: int) -> None:
         axes = tuple(place.slot_axis for place in part.stacks)
         stacks = [part.leaves[place.leaf] for place in part.stacks]
-        number = self._programs.put(np.full((self._programs.mesh.shape["dp"],), slot - 1, np.int32))
+        number = programs.put(np.full((programs.mesh.shape["dp"],), slot - 1, np.int32))
 
         def body(stacks: Any, new: Any, slot: jax.Array) -> Any:
             return [
@@ -126,11 +135,11 @@ class AdapterSlots:
 
         specs = [part.specs[place.leaf] for place in part.stacks]
         own = [_of_one_slot(spec, axis) for spec, axis in zip(specs, axes, strict=True)]
-        build = lambda: self._programs.compile(  # noqa: E731
+        build = lambda: programs.compile(  # noqa: E731
             body, (stacks, list(new), number), (specs, own, PartitionSpec("dp")), specs, donate=(0,)
         )
         key = "adapter", tuple((stack.shape, str(stack.dtype)) for stack in stacks), tuple(specs)
-        out = self._programs.get(key, build)(stacks, list(new), number)
+        out = programs.get(key, build)(stacks, list(new), number)
         leaves = list(part.leaves)
         for place, stack in zip(part.stacks, out, strict=True):
             leaves[place.leaf] = stack

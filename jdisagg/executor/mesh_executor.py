@@ -8,7 +8,7 @@ All device state (pages, slots, offered and pulled blocks) belongs to the dispat
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -136,14 +136,18 @@ class MeshExecutor:
         self.platform = platform = programs.platform
         self.programs = programs
         self._channel = channel
-        self._weights: Weights = split_model(model, layout, adapter_size(limits), programs.zeros)
+        held = _held(programs, limits)
+        zeros = [
+            stage.zeros for stage, layers in zip(programs.stages, held, strict=True) for _ in layers
+        ]
+        self._weights: Weights = split_model(model, layout, adapter_size(limits), zeros)
         self._shards = mesh_shards(mesh, layout, platform)
         columns = -(-limits.context_tokens // limits.page_size)
         self._rows = RowFormat(columns, model.vocabulary, limits.adapters > 0, limits.spatial)
         self._groups = layer_groups(
             limits.sent.positioned, len(limits.kv_spec.layers), limits.layer_groups
         )
-        self._stages = _stages(programs, self._weights, limits)
+        self._stages = _stages(programs, self._weights, limits, held)
         self._pools = self._stages[0].pools
         self._pool = self._pools.pages
         stage_of = [
@@ -195,8 +199,8 @@ class MeshExecutor:
             if self._decode and limits.mixed_buckets
             else None
         )
-        self.adapters = AdapterSlots(programs, self._weights, model, limits)
-        self.swaps = WeightSwaps(programs, self._weights, model, layout, limits, self._pools)
+        self.adapters = AdapterSlots([stage[:2] for stage in self._stages], model, limits)
+        self.swaps = WeightSwaps(self._stages, model, layout, limits)
         self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
         self.host = HostStore(name)
         pools = [(stage.programs, stage.pools) for stage in self._stages]
@@ -455,19 +459,23 @@ class _Stage(NamedTuple):
     pools: Pools
 
 
-def _stages(programs: Programs, weights: Weights, limits: MeshLimits) -> list[_Stage]:
+def _held(programs: Programs, limits: MeshLimits) -> tuple[range, ...]:
+    """Returns the layers of each pipeline stage."""
+    layers = len(limits.kv_spec.layers)
+    if not programs.later:
+        return (range(layers),)
+    return stage_layers(limits.sent.positioned, layers, limits.layer_groups, len(programs.stages))
+
+
+def _stages(
+    programs: Programs, weights: Weights, limits: MeshLimits, held: Sequence[range]
+) -> list[_Stage]:
     """Returns the pipeline stages of an instance, with empty page pools."""
     if not programs.later:
         return [_Stage(programs, weights, Pools.of(programs, limits))]
-    layers = stage_layers(
-        limits.sent.positioned,
-        len(limits.kv_spec.layers),
-        limits.layer_groups,
-        len(programs.stages),
-    )
     return [
-        _Stage(stage, weights.of_stage(held), Pools.of(stage, limits, held))
-        for stage, held in zip(programs.stages, layers, strict=True)
+        _Stage(stage, weights.of_stage(layers), Pools.of(stage, limits, layers))
+        for stage, layers in zip(programs.stages, held, strict=True)
     ]
 
 

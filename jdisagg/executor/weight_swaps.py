@@ -1,11 +1,11 @@
-"""Replaces the weights of one mesh while it serves, and frees them while it sleeps.
+"""Replaces the weights of an instance while it serves, and frees them while it sleeps.
 
-A thread reads a checkpoint onto the mesh's devices, so that running steps go on. `PutWeights` then
-replaces the arrays of every part between two steps. Programs get all weights as arguments, so that
-none is compiled anew; this requires equal shapes and an equal configuration, which are checked when
-the weights are read. Whatever is derived from a checkpoint (matrices in another order, quantized
-matrices and scales, KV scales, the next-token layer) is made by the reading. Adapters in their
-slots are leaves of their own and stay."""
+A thread reads a checkpoint onto the instance's devices, so that running steps go on. `PutWeights`
+then replaces the arrays of every part between two steps. Programs get all weights as arguments, so
+that none is compiled anew; this requires equal shapes and an equal configuration, which are checked
+when the weights are read. Whatever is derived from a checkpoint (matrices in another order,
+quantized matrices and scales, KV scales, the next-token layer) is made by the reading. Adapters in
+their slots are leaves of their own and stay."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +35,7 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.model_api import Device, Model
 from jdisagg.ops.device_layout import kept_format
+from jdisagg.scheduler.blocks import StageCut
 from jdisagg.scheduler.executor import MeshLimits
 
 SPARE = 0.02  # share of a device's memory that stays free while weights are read
@@ -44,11 +45,14 @@ SPARE = 0.02  # share of a device's memory that stays free while weights are rea
 class WeightsSource(Protocol):
     """Reads checkpoint folders and offers of the served model."""
 
-    def read(self, folder: str, layout: Layout, devices: Sequence[Device]) -> tuple[str, Model]:
+    def read(
+        self, folder: str, layout: Layout, devices: Sequence[Device], cut: StageCut | None = None
+    ) -> tuple[str, Model]:
         """Reads weights onto devices, in the form in which they are served.
 
         Args:
             folder: Checkpoint folder, or name of an offer.
+            cut: Divides the layers into several pipeline stages.
 
         Returns:
             The fingerprint of their content, and the model.
@@ -125,7 +129,11 @@ class _Resting:
 
 
 class WeightSwaps:
-    """The weights of one mesh. Used by the dispatch thread; `read` returns at once.
+    """The weights of all meshes of an instance. Used by the dispatch thread; `read` returns at
+    once.
+
+    Args:
+        stages: Programs, weights and pools of each pipeline stage.
 
     Attributes:
         source: Reader of other weights. None refuses all.
@@ -135,22 +143,30 @@ class WeightSwaps:
 
     def __init__(
         self,
-        programs: Programs,
-        weights: Weights,
+        stages: Sequence[tuple[Programs, Weights, Pools]],
         model: Model,
         layout: Layout,
         limits: MeshLimits,
-        pools: Pools,
     ) -> None:
         self.source: WeightsSource | None = None
         self.make_offer: MakeOffer | None = None
         self.free_bytes = _free_bytes
         self._offers: list[Future[WeightsOffer]] = []
-        self._programs, self._weights, self._model = programs, weights, model
-        self._layout, self._limits, self._pools = layout, limits, pools
+        first, self._weights, _ = stages[0]
+        self._model, self._layout, self._limits = model, layout, limits
+        self._pools = [pools for _, _, pools in stages]
+        self._platform = first.platform
+        meshes = [programs.mesh for programs, _, _ in stages]
+        # In the order in which `layout_meshes` takes them.
+        self._devices = sorted(
+            [device for mesh in meshes for device in mesh.devices.flat],
+            key=lambda device: device.process_index,
+        )
+        held = tuple(weights.held for _, weights, _ in stages)
+        self._cut: StageCut | None = None if len(held) == 1 else lambda _: held
         self._staged: tuple[int, Future[_Staged]] | None = None
         self._resting: _Resting | None = None
-        self._thread = ThreadPoolExecutor(1, f"{programs.platform}-weights")
+        self._thread = ThreadPoolExecutor(1, f"{self._platform}-weights")
 
     def read(self, command: ReadWeights) -> WeightsReading:
         """Starts to read a folder. Drops weights that were read before."""
@@ -214,21 +230,9 @@ class WeightSwaps:
                 "weights: this worker was started without a way to read others; start a worker of"
                 " the cluster with --model"
             )
-        if self._layout.pp > 1:
-            raise InvalidRequestError(
-                f"weights: layout {self._layout} has pipeline stages, whose weights cannot be"
-                " replaced; restart the worker with the new checkpoint"
-            )
         self._check_room()
-        devices = list(self._programs.mesh.devices.flat)
-        content, model = self.source.read(folder, self._layout, devices)
-        of_slots = jax.ShapeDtypeStruct
-        weights = split_model(
-            model,
-            self._layout,
-            adapter_size(self._limits),
-            lambda shape, dtype, spec: of_slots(shape, dtype),  # type: ignore[arg-type,return-value]
-        )
+        content, model = self.source.read(folder, self._layout, self._devices, self._cut)
+        weights = split_model(model, self._layout, adapter_size(self._limits))
         self._check_form(folder, model, weights)
         nbytes = sum(_bytes_here(array) for array in _arrays(model))
         return _Staged(content, model, weights, nbytes)
@@ -237,7 +241,7 @@ class WeightSwaps:
         """Raises `_NoRoom` if a device has no room for a second copy of the weights."""
         if self._resting is not None:  # pages are freed, and of the weights there is one copy
             return
-        for device in self._programs.mesh.devices.flat:
+        for device in self._devices:
             if device.process_index != jax.process_index():
                 continue
             free = self.free_bytes(device)
@@ -306,7 +310,8 @@ class WeightSwaps:
             part.leaves = tuple(map(_abstract, part.leaves))
         _update(self._model, list(map(_abstract, arrays)))
         del arrays
-        self._pools.drop()
+        for pools in self._pools:
+            pools.drop()
 
     def _wake(self) -> None:
         """Allocates pages and, if they are on the host, weights. Dropped weights were put before
@@ -314,9 +319,10 @@ class WeightSwaps:
         resting, self._resting = self._resting, None
         if resting is None:
             return
-        self._pools.make()
+        for pools in self._pools:
+            pools.make()
         if resting.model:
-            arrays = [one.on_device(self._programs.platform) for one in resting.model]
+            arrays = [one.on_device(self._platform) for one in resting.model]
             _update(self._model, arrays)
             again = split_model(self._model, self._layout)
             for part, base in zip(_parts(self._weights), _parts(again), strict=True):
@@ -324,7 +330,7 @@ class WeightSwaps:
         for part, kept in zip(_parts(self._weights), resting.stacks, strict=True):
             leaves = list(part.leaves)
             for place, one in zip(part.stacks, kept, strict=True):
-                leaves[place.leaf] = one.on_device(self._programs.platform)
+                leaves[place.leaf] = one.on_device(self._platform)
             part.leaves = tuple(leaves)
 
 

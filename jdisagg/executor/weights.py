@@ -127,14 +127,14 @@ class Weights:
 
 
 def split_model(
-    model: Model, layout: Layout, adapters: AdapterSize = NO_ADAPTERS, zeros: Zeros | None = None
+    model: Model, layout: Layout, adapters: AdapterSize = NO_ADAPTERS, zeros: Sequence[Zeros] = ()
 ) -> Weights:
     """Splits a loaded model into its parts. The parts share the model's arrays.
 
     Args:
         adapters: Room for adapters.
-        zeros: Creates the stacks of the adapter slots, of shape, dtype and PartitionSpec. Unused
-            without slots.
+        zeros: For each layer, creates the stacks of its adapter slots, of shape, dtype and
+            PartitionSpec. Without it the stacks are shapes.
     """
     stem, modules = _part(model.stem, layout), model.layers
     x = jax.eval_shape(
@@ -143,15 +143,16 @@ def split_model(
         jax.ShapeDtypeStruct((1,), jnp.int32),
     )
     if adapters.slots:
-        assert zeros is not None
-        table = layout.axis_table()
         modules = model.adapted_layers(
-            adapters,
-            lambda shape, axes: zeros(
-                shape, x.dtype, PartitionSpec(*(table[axis] or None for axis in axes))
-            ),
+            adapters, lambda shape, _: jax.ShapeDtypeStruct(shape, x.dtype)
         )
     layers = tuple(_part(layer, layout) for layer in modules)
+    for part, make in zip(layers, zeros, strict=False):
+        leaves = list(part.leaves)
+        for place in part.stacks:
+            leaf = leaves[place.leaf]
+            leaves[place.leaf] = make(leaf.shape, leaf.dtype, part.specs[place.leaf])
+        part.leaves = tuple(leaves)
     next_token = None if model.next_token is None else _part(model.next_token, layout)
     head = stem if model.head is model.stem else _part(model.head, layout)
     held = range(len(layers))

@@ -212,8 +212,6 @@ class MeshWorker(ABC):
 
     def may_sleep(self) -> str:
         context = self._context
-        if self._config.layout.pp > 1:
-            return "its layout has pipeline stages"
         loads = context.loading_seconds() > 0 or bool(context.readiness.missing)
         return "its programs are still being loaded" if loads else ""
 

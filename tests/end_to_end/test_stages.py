@@ -129,6 +129,18 @@ async def test_sequences_that_move_between_stages_and_one_mesh_give_the_streams_
     assert streams(done) == await reference()
 
 
+@ci
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [("tp=2", "pp=2"), ("tp=4", "pp=2,tp=2")], ids=["opt-13b", "opt-66b"]
+)
+async def test_the_placements_of_distserve_with_two_stages_of_decode_give_the_streams_of_each_alone(
+    prefill: str, decode: str
+) -> None:
+    """As published, DistServe decodes OPT-13B in two stages and OPT-66B in two of two cards."""
+    async with running(staged(prefill, decode, chunk=64)) as run:
+        assert streams(await run.complete_all(mixed_requests(run))) == await reference()
+
+
 async def test_more_stages_than_layers_are_refused_before_weights_are_read() -> None:
     with pytest.raises(ConfigError, match="pp=5 exceeds the 4 groups of layers"):
         async with running(staged("pp=5", "tp=1")):

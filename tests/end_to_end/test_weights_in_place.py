@@ -341,10 +341,12 @@ async def test_kv_of_old_weights_in_host_memory_and_on_disk_serves_no_request(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("case", ["int8", "experts", "draft layer", "fp8 kv", "adapters"])
+@pytest.mark.parametrize("case", ["int8", "experts", "draft layer", "fp8 kv", "adapters", "stages"])
 async def test_all_that_is_made_from_weights_is_made_anew(tmp_path: Path, case: str) -> None:
     base = MOE if case == "experts" else LLAMA
     engine = config(prefill="tp=2,ep=2" if case == "experts" else "tp=2", directory=base)
+    if case == "stages":
+        engine = with_slots(config(prefill="pp=2", decode="pp=2,tp=2"), 2)
     if case == "int8":
         engine = replace(engine, model=replace(engine.model, weights="int8"))
     if case == "fp8 kv":
@@ -360,7 +362,7 @@ async def test_all_that_is_made_from_weights_is_made_anew(tmp_path: Path, case: 
         )
     other = perturbed(tmp_path / "other", base, 1)
     adapter = None
-    if case == "adapters":
+    if engine.decode.adapters:
         folder = write_adapter(tmp_path / "adapter", LLAMA, 3, strength=2.0)
         adapter = named(folder)
     async with running(engine) as run:
@@ -398,6 +400,7 @@ def leaves(replica: Replica | None) -> list[np.ndarray]:
     assert replica is not None
     held = replica.executor._weights
     parts = [held.stem, *held.layers, *([held.next_token] if held.next_token else [])]
+    parts += [held.head] if held.head is not held.stem else []
     return [
         np.asarray(leaf)
         for part in parts
@@ -409,7 +412,12 @@ def leaves(replica: Replica | None) -> list[np.ndarray]:
 def device_bytes(run: Running) -> int:
     """Bytes of the arrays on the cluster's devices. Arrays may share buffers."""
     gc.collect()
-    meshes = {one for replica in run.cluster.replicas for one in replica.loaded.mesh.devices.flat}
+    meshes = {
+        device
+        for replica in run.cluster.replicas
+        for mesh in replica.loaded.meshes
+        for device in mesh.devices.flat
+    }
     buffers = {
         (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
         for array in jax.live_arrays()
@@ -419,11 +427,18 @@ def device_bytes(run: Running) -> int:
     return sum(buffers.values())
 
 
-@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    ("level", "prefill"),
+    [
+        (1, "tp=2"),
+        pytest.param(2, "tp=2", marks=pytest.mark.ci),
+        pytest.param(1, "pp=2", marks=pytest.mark.ci),
+    ],
+)
 async def test_a_sleeping_cluster_has_freed_weights_and_pages_and_wakes_with_both(
-    tmp_path: Path, level: int
+    tmp_path: Path, level: int, prefill: str
 ) -> None:
-    async with running(with_slots(replace(config(), prefix=PAGES), 2)) as run:
+    async with running(with_slots(replace(config(prefill=prefill), prefix=PAGES), 2)) as run:
         adapter = named(write_adapter(tmp_path / "adapter", LLAMA, 3, strength=2.0))
         asked = run.request(WORDS, "a", max_tokens=TOKENS, ignore_eos=True, logprobs=2)
         adapted = await run.complete(replace(asked, adapter=adapter))

@@ -56,8 +56,6 @@ def test_a_stage_cannot_have_less_than_a_layer_group_nor_a_block_two_stages() ->
         (TWO, {"state": True}, "recurrent state.*use pp=1"),
         (TWO, {"windows_apart": True}, "sliding window.*mode=chunked"),
         (replace(TWO, speculate="mtp"), {"drafts": True}, "next-token layer.*ngram or off"),
-        (replace(TWO, adapters=2), {}, "adapters are written to one mesh.*adapters=0"),
-        (TWO, {"processes": 2}, "instance of 2 processes.*one process an instance"),
     ],
 )
 def test_what_stages_do_not_support_is_refused_with_reason_and_remedy(
