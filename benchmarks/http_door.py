@@ -24,7 +24,8 @@ from absl import app, flags
 
 from benchmarks.measure import save
 from jdisagg.config import LimitsConfig, Mode, ServiceConfig
-from jdisagg.dispatch.frontend import Frontend, ModelInfo, TokenPrompt
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.dispatch.prompts import ModelInfo, TokenPrompt
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import FinishReason, Request, SamplingDefaults, StreamEvent, Timings, Usage
@@ -51,6 +52,8 @@ class FakeCodec:
     eos_ids: tuple[int, ...] = ()
     sampling_defaults = SamplingDefaults()
     special_ids: tuple[int, ...] = ()
+    images = None
+    chat_template = None
 
     def token_bytes(self, token_id: int) -> bytes:
         return WORD.encode()

@@ -37,7 +37,8 @@ from benchmarks.peers import link
 from benchmarks.peers.checkpoint import measured_checkpoint
 from benchmarks.peers.contender import DRIVERS, PeerEngine, Tokens, check_same, step_seconds
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
-from jdisagg.dispatch.frontend import Frontend, ModelInfo
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.dispatch.prompts import ModelInfo
 from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.host_settings import keep_freed_memory

@@ -40,8 +40,9 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from jdisagg.chat.images import ChatImage
 from jdisagg.chat.messages import ChatMessage, ChatTool, ToolCall
-from jdisagg.dispatch.frontend import ModelInfo
+from jdisagg.dispatch.prompts import ModelInfo
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.messages.worker_status import WorkerStatus
@@ -63,6 +64,7 @@ from jdisagg.trace_context import outgoing
 
 __all__ = [
     "AsyncClient",
+    "ChatImage",
     "ChatMessage",
     "ChatTool",
     "Choice",
@@ -73,7 +75,7 @@ __all__ = [
     "ToolCall",
 ]
 
-MAX_MESSAGE_BYTES = 16 << 20
+MAX_MESSAGE_BYTES = 32 << 20
 
 Arguments = ParamSpec("Arguments")
 Reply = TypeVar("Reply")

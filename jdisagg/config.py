@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
+from jdisagg.limits_config import LimitsConfig as LimitsConfig  # re-exported
 from jdisagg.prefix_config import PrefixConfig as PrefixConfig  # re-exported
-from jdisagg.timeouts import Timeouts
 
 SPECULATE = ("auto", "mtp", "ngram", "off")
 LAYER_DRAFTS = ("auto", "mtp")  # load the checkpoint's next-token layer
@@ -175,54 +175,6 @@ class InstanceConfig:
 
 
 @dataclass(frozen=True)
-class LimitsConfig:
-    """Limits of requests and of the time that each part of a request may take.
-
-    Attributes:
-        max_waiting_requests: Number of requests that may wait at the router for their first token.
-        max_prompt_bytes: Largest prompt text accepted, in UTF-8 bytes.
-        default_deadline_seconds: Deadline of requests that set none, in seconds.
-        handoff_lease_seconds: Time for which a worker keeps the state of a KV hand-off without a
-            message from the other worker, in seconds. Heartbeats of the receiver renew this lease.
-        reservation_lease_seconds: Time for which a decode worker keeps reserved pages that their
-            sequence does not yet use, in seconds.
-        max_attempts: Number of attempts for each sequence of a request.
-        pull_seconds: Time limit of each try of a KV transfer, in seconds.
-        step_seconds: Time limit of each command on a mesh, in seconds.
-        verify: Whether keyed checksums verify transferred KV after it is written into the
-            receiver's pages.
-        timeouts: All other waits, heartbeats and retries.
-
-    Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
-    """
-
-    max_waiting_requests: int = 256
-    max_prompt_bytes: int = 4 << 20
-    default_deadline_seconds: float = 600.0
-    handoff_lease_seconds: float = 7.0
-    reservation_lease_seconds: float = 5.0
-    max_attempts: int = 8
-    pull_seconds: float = 5.0
-    step_seconds: float = 120.0
-    verify: bool = True
-    timeouts: Timeouts = field(default_factory=Timeouts)
-
-    def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            if spec.name not in ("verify", "timeouts"):
-                _positive(f"limits.{spec.name}", getattr(self, spec.name))
-        handoff = self.timeouts.handoff
-        if self.handoff_lease_seconds < handoff.least_lease_seconds:
-            raise ConfigError(
-                f"limits.handoff_lease_seconds={self.handoff_lease_seconds} must be at least"
-                f" {handoff.least_lease_seconds:g}, 1.5 times"
-                f" limits.timeouts.handoff.heartbeat_seconds={handoff.heartbeat_seconds:g}: a"
-                " late heartbeat must not end the lease"
-            )
-
-
-@dataclass(frozen=True)
 class RoutingConfig:
     """Placement and admission at the router.
 
@@ -316,7 +268,8 @@ class ServiceConfig:
             (store, previous_response_id), in MiB. 0 keeps none. None means 64, or 0 for a router
             that may be one of several, because each keeps its own.
         lora_modules: LoRA adapters to offer from the start, as "name=path,name=path".
-        max_message_bytes: Largest gRPC message, in bytes.
+        max_message_bytes: Largest body of an HTTP request, and largest gRPC message of a client,
+            in bytes.
         drain_seconds: Time that running requests have to finish at shutdown, in seconds.
         tls_certificate: PEM file with the server certificate. Together with `tls_key` it makes the
             port accept TLS only.
@@ -345,7 +298,7 @@ class ServiceConfig:
     reasoning_parser: str = "auto"
     kept_responses_mib: int | None = None
     lora_modules: str = ""
-    max_message_bytes: int = 16 << 20
+    max_message_bytes: int = 32 << 20
     drain_seconds: float = 30.0
     tls_certificate: str = ""
     tls_key: str = ""

@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from jdisagg.application import load
 from jdisagg.config import EngineConfig
-from jdisagg.dispatch.frontend import Prompt
 from jdisagg.dispatch.options import SamplingOptions
+from jdisagg.dispatch.prompts import Prompt
 from jdisagg.errors import ConfigError, JdisaggError, first_error
 from jdisagg.node.deployment import Deployment, prepare_engine
 from jdisagg.request import SamplingParams
@@ -75,7 +75,8 @@ class LLM:
         """Completes prompts together and returns their outputs in the same order.
 
         Args:
-            prompts: Texts, lists of token ids or chats, or a single text.
+            prompts: Texts, lists of token ids or chats, or a single text. Messages of chats may
+                have images (`jdisagg.chat.images.ChatImage.of`).
             params: Sampling options for all prompts, such as `{"max_tokens": 32, "temperature": 0}`
                 (`jdisagg.dispatch.options.SamplingOptions`). Unset options have the model's
                 defaults.

@@ -68,8 +68,8 @@ class ChatTemplate:
         """Returns the prompt's text.
 
         Args:
-            messages: Conversation. Each message's content is a string, a list of text parts, or
-                None. It is converted if the template supports only strings or only lists.
+            messages: Conversation. Each message's content is a string, a list of parts, or None.
+                Without images it is converted if the template supports only strings or only lists.
             continue_final_message: Whether the prompt ends directly after the last message's
                 content, so that the model continues this message.
             arguments: Additional variables of the template, such as `documents`.
@@ -114,8 +114,15 @@ class ChatTemplate:
             )
         if content is None and "content" in message and not forms.none:
             content = ""
-        if isinstance(content, Sequence) and not isinstance(content, str) and not forms.several:
-            content = "\n".join(str(part["text"]) for part in content)
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            images = any(part["type"] != "text" for part in content)
+            if images and not forms.one:
+                raise InvalidRequestError(
+                    f"messages: the model's chat template displays no image of the role {role!r};"
+                    " send images in messages of the user"
+                )
+            if not images and not forms.several:
+                content = "\n".join(str(part["text"]) for part in content)
         if isinstance(content, str) and content and forms.one and not forms.text:
             content = [{"type": "text", "text": content}]
         return dict(message) if "content" not in message else {**message, "content": content}
@@ -221,6 +228,11 @@ def _continued(messages: list[dict[str, object]]) -> str:
         number += 1
     mark = f"<<continue-{number}>> "
     if isinstance(content, list) and content:
+        if content[-1]["type"] != "text":
+            raise InvalidRequestError(
+                "continue_final_message is not possible: the last message ends with an image; end"
+                " it with text"
+            )
         last = {**content[-1], "text": str(content[-1]["text"]) + mark}
         messages[-1] = {**messages[-1], "content": [*content[:-1], last]}
     elif messages:

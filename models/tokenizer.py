@@ -14,6 +14,7 @@ from jdisagg.errors import CheckpointError, InvalidRequestError
 from jdisagg.request import MAX_EOS_IDS, SamplingDefaults
 from models.chat_template import ChatTemplate
 from models.generation_config import read_object, read_sampling_defaults, stated_eos_ids
+from models.image_processor import ImageProcessor, read_image_processor
 from models.model_folder import check_model_folder
 from models.token_bytes import TokenBytes
 
@@ -33,7 +34,7 @@ _SPECIAL_NAMES = (
 class Tokenizer:
     """A tokenizer. `eos_ids` are the tokens that end a text, with the main EOS token first.
     `special_ids` are tokens that `decode` can omit. `sampling_defaults` apply to fields that a
-    request leaves unset."""
+    request leaves unset. `images` is the model's image processor, or None."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str | list[str]],
         chat_templates: Mapping[str, str],
         sampling_defaults: SamplingDefaults = NO_WISHES,
+        images: ImageProcessor | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -52,6 +54,7 @@ class Tokenizer:
         self.chat_template = chat_templates.get("tool_use", chat_templates.get("default"))
         self.eos_ids = tuple(eos_ids)
         self.sampling_defaults = sampling_defaults
+        self.images = images
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         bos = special_tokens.get("bos_token")
@@ -86,6 +89,7 @@ class Tokenizer:
             special_tokens=special,
             chat_templates=_find_templates(directory, settings),
             sampling_defaults=read_sampling_defaults(directory),
+            images=read_image_processor(directory, backend.id_to_token, backend.token_to_id),
         )
 
     @property

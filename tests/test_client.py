@@ -118,7 +118,7 @@ async def test_closing_a_sync_stream_cancels_the_request(door: HttpDoor) -> None
         ({"messages": ["hi"]}, "messages must be a list of objects"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "content parts must have the type text, got 'image_url'",
+            r"messages\[0\].content\[0\].image_url is missing",
         ),
         (
             {"messages": [ChatMessage("user", [{"type": "text"}])]},

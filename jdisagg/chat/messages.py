@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jdisagg.chat.call_arguments import arguments_object
+from jdisagg.chat.images import ChatImage
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
 
@@ -21,6 +22,7 @@ _ROLE = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,256}", re.ASCII)
 
 Json = dict[str, object]
+Content = str | tuple[str | ChatImage, ...] | None
 
 
 class ToolChoice(enum.Enum):
@@ -48,7 +50,7 @@ class ChatMessage:
 
     Attributes:
         role: system, user, assistant, tool, or another role that the model's template displays.
-        content: The text, a tuple of its parts, or None.
+        content: The text, a tuple of parts (texts and images), or None.
         reasoning: The assistant's reasoning before the content.
         tool_calls: The assistant's tool calls.
         tool_call_id: In a message of role "tool", id of the tool call whose result it contains.
@@ -56,7 +58,7 @@ class ChatMessage:
     """
 
     role: str
-    content: str | tuple[str, ...] | None
+    content: Content
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
@@ -64,9 +66,11 @@ class ChatMessage:
 
     @property
     def text(self) -> str:
-        """The content as one text. Parts are joined by newlines, as in vLLM."""
+        """The content as one text, without images. Parts are joined by newlines, as in vLLM."""
         content = self.content
-        return "\n".join(content) if isinstance(content, tuple) else content or ""
+        if isinstance(content, tuple):
+            return "\n".join([part for part in content if isinstance(part, str)])
+        return content or ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +185,10 @@ def shown_messages(messages: Sequence[ChatMessage]) -> list[Json]:
 def _shown(message: ChatMessage) -> Json:
     content: object = message.content
     if isinstance(content, tuple):
-        content = [{"type": "text", "text": text} for text in content]
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            for part in content
+        ]
     shown: Json = {"role": message.role, "content": content}
     if message.reasoning:
         shown["reasoning_content"] = message.reasoning
@@ -209,7 +216,7 @@ def texts_of(prompt: ChatPrompt) -> list[tuple[str, str]]:
     for index, message in enumerate(prompt.messages):
         where = f"messages[{index}]"
         parts = message.content if isinstance(message.content, tuple) else (message.text,)
-        texts += [(f"{where}.content", part) for part in parts]
+        texts += [(f"{where}.content", part) for part in parts if isinstance(part, str)]
         texts += [
             (f"{where}.{name}", value)
             for name in ("reasoning", "tool_call_id", "name")
@@ -226,6 +233,17 @@ def texts_of(prompt: ChatPrompt) -> list[tuple[str, str]]:
         for at, tool in enumerate(prompt.tools)
     ]
     return texts
+
+
+def images_of(prompt: ChatPrompt) -> list[tuple[str, ChatImage]]:
+    """Returns each image that the client sent, with the name of its field."""
+    return [
+        (f"messages[{index}].content[{at}]", part)
+        for index, message in enumerate(prompt.messages)
+        if isinstance(message.content, tuple)
+        for at, part in enumerate(message.content)
+        if isinstance(part, ChatImage)
+    ]
 
 
 def json_bytes(name: str, value: object) -> int:

@@ -1,37 +1,26 @@
 """Front end of the request path: turns a client's input into a `Request` and streams its events.
 
-Used by the gRPC and HTTP servers and by embedded clusters. This module makes all checks that need
-the model: prompt size, context length, token ids, chat roles. It uses the tokenizer and the request
-path through Protocols, and imports neither gRPC nor JAX.
+Used by the gRPC and HTTP servers and by embedded clusters. Prompts are checked and tokenized by
+`prompts`. This module checks the options, uses the request path through a Protocol, and imports
+neither gRPC nor JAX.
 
-Invariants: a prompt over the byte limit is refused before it is tokenized. Long text is tokenized
-in a thread, so that it delays no other stream. Every request has a concrete seed, a deadline, and
-room for at least one token."""
+Invariant: every request has a concrete seed, a deadline, and room for at least one token."""
 
 import asyncio
 import contextlib
 import dataclasses
 import math
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, Unpack
 
 from jdisagg import caller
-from jdisagg.chat.call_ids import with_ids
 from jdisagg.chat.formats import AnswerFormat
-from jdisagg.chat.messages import (
-    ChatPrompt,
-    ToolChoice,
-    check_chat,
-    json_bytes,
-    shown_messages,
-    texts_of,
-)
+from jdisagg.chat.messages import ChatPrompt, ToolChoice
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import LimitsConfig, Mode
+from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.answers import ChatAnswers
-from jdisagg.dispatch.client_limits import KeyUse, LongTexts
+from jdisagg.dispatch.client_limits import KeyUse
 from jdisagg.dispatch.options import (
     MAX_ALLOWED_TOKENS,
     SamplingOptions,
@@ -43,11 +32,11 @@ from jdisagg.dispatch.options import (
     utf8_bytes,
     within_room,
 )
+from jdisagg.dispatch.prompts import ChatTokenizer, ModelInfo, Prompt, PromptEncoder, chat_of
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.dispatch.served_adapters import ServedAdapters
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
-from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import close_stream
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import (
@@ -56,21 +45,14 @@ from jdisagg.request import (
     Grammar,
     Request,
     Resumption,
-    SamplingDefaults,
     SamplingParams,
     StreamEvent,
-    foreign_token,
 )
 
 if TYPE_CHECKING:  # the client imports this module, and no router
     from jdisagg.dispatch.weights_control import WeightsControl
 
 MAX_NAME_BYTES = 256
-THREAD_ABOVE_BYTES = 8 << 10
-MESSAGE_BYTES = 64  # estimate of what a chat template adds to each message
-LARGEST_TEXTS = 4
-PROBE_CHARACTERS = 16 << 10
-PROBE_CHARACTERS_PER_TOKEN = 32
 MAX_PRIORITY = 2**31 - 1
 PLAIN = AnswerFormat()
 
@@ -88,62 +70,6 @@ class ServingPath(Protocol):
     async def reset_cache(self) -> int: ...
 
     async def drain(self) -> None: ...
-
-
-class ChatTokenizer(Protocol):
-    """The model's tokenizer. `encode` adds the BOS token unless `add_special_tokens` is False.
-    `token_bytes` returns the bytes that a token adds to a text. `special_ids` are the tokens that
-    `decode` omits."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
-    @property
-    def sampling_defaults(self) -> SamplingDefaults: ...
-    @property
-    def chat_template(self) -> str | None: ...
-    @property
-    def special_ids(self) -> Collection[int]: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        arguments: Mapping[str, object] | None = None,
-        tools: Sequence[Mapping[str, object]] = (),
-    ) -> str:
-        """Renders a `ChatPrompt`. Raises InvalidRequestError if the model has no chat template or
-        the template refuses the messages."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """The served model. `prefill_layout` is None if one mesh does both prefill and decode.
-    `sampling`: Default sampling options of the model, for options that a request leaves unset."""
-
-    name: str
-    family: str
-    vocabulary: int
-    context_tokens: int
-    dtype: str
-    mode: Mode
-    prefill_layout: Layout | None
-    decode_layout: Layout
-    kv_bytes_per_token: int
-    version: str = ""
-    sampling: SamplingDefaults = SamplingDefaults()
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    token_ids: tuple[int, ...]
-
-
-Prompt = str | TokenPrompt | ChatPrompt
 
 
 class Frontend:
@@ -170,20 +96,25 @@ class Frontend:
         grammars: GrammarCompiler | None = None,
         answers: AnswerFormat = PLAIN,
     ) -> None:
-        self.model = model
+        self.prompts = PromptEncoder(codec, model, limits, answers)
         self.adapters = ServedAdapters()
         self.weights: WeightsControl | None = None
         self._grammars = grammars
         self._answers = answers
         self.routing = routing
         self._path = path
-        self._codec = codec
         self._limits = limits
         self._running: dict[tuple[str, str], asyncio.Event] = {}
         self._key_use = KeyUse()
         self._clock = MonotonicClock()
-        # At least 1 MiB for each, because the template of a chat adds text to many short messages.
-        self._long_texts = LongTexts(LARGEST_TEXTS * max(limits.max_prompt_bytes, 1 << 20))
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.prompts.model
+
+    @model.setter
+    def model(self, model: ModelInfo) -> None:
+        self.prompts.model = model
 
     async def build_request(
         self,
@@ -233,15 +164,16 @@ class Frontend:
                 f"deadline_seconds must be positive and finite, got {deadline_seconds}"
             )
         self._check_option_ids(options)
-        size_bytes = self._check_prompt(prompt)
+        size_bytes = self.prompts.check(prompt)
         chat = chat_of(prompt)
-        options, origin = restricted(chat, options, self._codec.eos_ids)
+        options, origin = restricted(chat, options, self.prompts.codec.eos_ids)
         sampling = sampling_params(options, self.model.sampling, self.model.context_tokens)
         if sampling.grammar is not None:
             await self._check_grammar(sampling.grammar, origin)
-        token_ids = await self._tokens(prompt, size_bytes, within_context=True)
+        encoded = await self.prompts.encode(prompt, size_bytes, within_context=True)
+        token_ids = encoded.token_ids
         firm = None if within_context else options.get("max_tokens")
-        room_tokens = self._room(len(token_ids), firm)
+        room_tokens = self.prompts.room(len(token_ids), firm)
         sampling = within_room(sampling, SamplingOptions(max_tokens=firm), room_tokens)
         check_prompt_numbers(prompt_numbers(len(token_ids), sampling))
         if chat is not None and self._answers.takes_apart(chat.callable_tools):
@@ -254,7 +186,10 @@ class Frontend:
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
         if resumption is not None:
             self._check_resumption(resumption, len(token_ids), sampling)
-        ends = () if sampling.ignore_eos and sampling.grammar is None else self._codec.eos_ids
+        ends = (
+            () if sampling.ignore_eos and sampling.grammar is None else self.prompts.codec.eos_ids
+        )
+        images = await self.prompts.images(encoded)
         return Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,
@@ -267,6 +202,7 @@ class Frontend:
             life=life,
             cache_scope=who.cache_scope(tenant, cache_salt),
             adapter=adapter,
+            images=images,
         )
 
     def _check_option_ids(self, options: SamplingOptions) -> None:
@@ -279,35 +215,26 @@ class Frontend:
             ),
             ("logit_bias", [token for token, _ in biased]),
         ):
-            self._check_ids(name, ids)
+            self.prompts.check_ids(name, ids)
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """Tokenizes a prompt like `build_request` and returns the token ids. The prompt may be
         longer than the model's context. Raises InvalidRequestError for an invalid prompt."""
-        return await self._tokens(prompt, self._check_prompt(prompt), within_context=False)
+        size_bytes = self.prompts.check(prompt)
+        return (await self.prompts.encode(prompt, size_bytes, within_context=False)).token_ids
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        # Every token takes at least a byte on the wire, so the same limit bounds the work.
-        if len(token_ids) > self._limits.max_prompt_bytes:
-            raise InvalidRequestError(
-                f"token_ids may hold at most {self._limits.max_prompt_bytes} ids, got"
-                f" {len(token_ids)}"
-            )
-        if len(token_ids) > THREAD_ABOVE_BYTES:
-            return await self._long_texts.run(
-                len(token_ids), self._decode, token_ids, skip_special_tokens
-            )
-        return self._decode(token_ids, skip_special_tokens)
+        return await self.prompts.decode(token_ids, skip_special_tokens)
 
     def piece(self, token_id: int) -> str:
         """Returns the text of one token. Incomplete characters become U+FFFD."""
-        return self._codec.decode([token_id], skip_special_tokens=False)
+        return self.prompts.codec.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool) -> bytes:
         """Returns the bytes that one token adds to a text."""
-        if skip_special_tokens and token_id in self._codec.special_ids:
+        if skip_special_tokens and token_id in self.prompts.codec.special_ids:
             return b""
-        return self._codec.token_bytes(token_id)
+        return self.prompts.codec.token_bytes(token_id)
 
     def stream(
         self, request: Request, chat: ChatPrompt | None = None
@@ -326,7 +253,7 @@ class Frontend:
             or not self._answers.takes_apart(chat.callable_tools)
         ):
             return events
-        return ChatAnswers(request, chat, self._answers, self._codec).of(events)
+        return ChatAnswers(request, chat, self._answers, self.prompts.codec).of(events)
 
     async def _stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         key = request.tenant, request.request_id
@@ -410,102 +337,6 @@ class Frontend:
             )
         return await self._path.reset_cache()
 
-    def _check_prompt(self, prompt: Prompt) -> int:
-        """Checks a prompt without the tokenizer. Returns an estimate of the bytes to tokenize."""
-        if isinstance(prompt, TokenPrompt):
-            if not prompt.token_ids:
-                raise InvalidRequestError(
-                    "prompt token_ids is empty: at least one token is needed; send some"
-                )
-            return 0
-        if isinstance(prompt, ChatPrompt):
-            return self._check_chat(prompt)
-        return self._check_text("prompt", prompt)
-
-    async def _tokens(
-        self, prompt: Prompt, size_bytes: int, within_context: bool
-    ) -> tuple[int, ...]:
-        if isinstance(prompt, TokenPrompt):
-            if within_context:
-                # Checks the length first, to spend no time on the ids of too long a list.
-                self._room(len(prompt.token_ids), None)
-            self._check_ids("prompt token_ids", prompt.token_ids)
-            return tuple(prompt.token_ids)
-        if size_bytes > THREAD_ABOVE_BYTES:
-            token_ids = await self._long_texts.run(size_bytes, self._encode, prompt, within_context)
-        else:
-            token_ids = self._encode(prompt, within_context)
-        if not token_ids and within_context:  # an empty text may still have a BOS token
-            raise InvalidRequestError(
-                "prompt is empty: at least one token is needed to predict the next; send some text"
-            )
-        self._check_known(token_ids)
-        return token_ids
-
-    def _encode(self, prompt: str | ChatPrompt, within_context: bool) -> tuple[int, ...]:
-        text, add_special_tokens = prompt, True
-        if isinstance(prompt, ChatPrompt):
-            # The chat template already contains BOS.
-            add_special_tokens = False
-            text = self._codec.apply_chat_template(
-                shown_messages(with_ids(prompt.messages, self._answers.tools)),
-                add_generation_prompt=prompt.add_generation_prompt,
-                continue_final_message=prompt.continue_final_message,
-                arguments=prompt.arguments,
-                tools=[tool.shown for tool in prompt.tools] if prompt.callable_tools else (),
-            )
-        assert isinstance(text, str)
-        if within_context:
-            self._check_beginning(text)
-        return tuple(self._codec.encode(text, add_special_tokens=add_special_tokens))
-
-    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        self._check_ids("token_ids", token_ids)
-        return self._codec.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    def _check_beginning(self, text: str) -> None:
-        """Tokenizes only the start of a very long text. Raises InvalidRequestError if this part
-        alone exceeds the model's context.
-
-        Near the cut, the tokens of the start can differ from the tokens of the whole text. The
-        check therefore allows twice the context."""
-        context = self.model.context_tokens
-        probe_characters = PROBE_CHARACTERS + PROBE_CHARACTERS_PER_TOKEN * context
-        if len(text) <= 2 * probe_characters:
-            return
-        probe_tokens = len(self._codec.encode(text[:probe_characters], add_special_tokens=False))
-        if probe_tokens > 2 * context:
-            raise InvalidRequestError(
-                f"prompt has more than {2 * context} tokens in its first {probe_characters}"
-                f" characters alone; the model's context holds {context}; shorten the prompt"
-            )
-
-    def _check_known(self, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError for token ids for which the model has no embedding. Some
-        tokenizers have such ids for tokens that were added after training."""
-        vocabulary, largest = self.model.vocabulary, max(token_ids, default=0)
-        if largest >= vocabulary:
-            text = self._codec.decode([largest], skip_special_tokens=False)
-            raise InvalidRequestError(
-                f"prompt holds {text!r:.80}, token {largest} of the tokenizer, which the model does"
-                f" not have: its ids are 0 to {vocabulary - 1}; leave it out"
-            )
-
-    def _room(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        context = self.model.context_tokens
-        if prompt_tokens + 1 > context:
-            raise InvalidRequestError(
-                f"prompt has {prompt_tokens} tokens; the model's context of {context} holds at most"
-                f" {context - 1} and one new token; shorten the prompt"
-            )
-        if max_tokens is not None and prompt_tokens + max_tokens > context:
-            raise InvalidRequestError(
-                f"max_tokens={max_tokens} and the prompt's {prompt_tokens} tokens exceed the"
-                f" model's context of {context}; ask for at most {context - prompt_tokens}, or"
-                " leave max_tokens unset"
-            )
-        return context - prompt_tokens
-
     def _check_resumption(
         self, resumption: Resumption, prompt_tokens: int, sampling: SamplingParams
     ) -> None:
@@ -522,19 +353,7 @@ class Frontend:
                     f"accepted tokens of child {index}: {given} leave none of its {most} to go on"
                     " with"
                 )
-            self._check_ids(f"accepted tokens of child {index}", child.token_ids)
-
-    def _check_chat(self, prompt: ChatPrompt) -> int:
-        check_chat(prompt)
-        self._check_tools(prompt)
-        size_bytes = sum(self._check_text(name, text) for name, text in texts_of(prompt))
-        size_bytes += json_bytes("chat_template_kwargs", prompt.arguments)
-        size_bytes += sum(
-            json_bytes(f"tools[{index}].function.parameters", tool.parameters)
-            for index, tool in enumerate(prompt.tools)
-        )
-        self._check_size("messages", size_bytes)
-        return size_bytes + MESSAGE_BYTES * len(prompt.messages)
+            self.prompts.check_ids(f"accepted tokens of child {index}", child.token_ids)
 
     async def _check_grammar(self, grammar: Grammar, origin: str) -> None:
         if self._grammars is None:
@@ -549,45 +368,6 @@ class Frontend:
                 raise
             fault = error.message.removeprefix("grammar: ")
             raise InvalidRequestError(f"{origin}: its grammar: {fault}") from None
-
-    def _check_tools(self, prompt: ChatPrompt) -> None:
-        if prompt.callable_tools and not self._answers.shows_tools:
-            raise InvalidRequestError(
-                f"tools cannot be used: the chat template of {self.model.name!r} shows none to the"
-                " model; describe them in a message"
-            )
-        forced = prompt.tool_choice is ToolChoice.REQUIRED
-        if prompt.callable_tools and not forced and self._answers.tools is None:
-            raise InvalidRequestError(
-                f"tools cannot be used: the chat template of {self.model.name!r} does not show how"
-                " it writes calls; start the server with --tool_parser"
-            )
-
-    def _check_text(self, name: str, text: str) -> int:
-        self._check_size(name, len(text) if isinstance(text, str) else 0)
-        size_bytes = utf8_bytes(name, text)
-        self._check_size(name, size_bytes)
-        return size_bytes
-
-    def _check_size(self, name: str, size_bytes: int) -> None:
-        limit = self._limits.max_prompt_bytes
-        if size_bytes > limit:
-            raise InvalidRequestError(
-                f"{name} has {size_bytes} bytes or more; at most {limit} are taken"
-                " (limits.max_prompt_bytes)"
-            )
-
-    def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        vocabulary = self.model.vocabulary
-        if (at := foreign_token(token_ids, vocabulary)) is not None:
-            raise InvalidRequestError(
-                f"{name}[{at}]={token_ids[at]!r} is not a token id of the model; they are 0 to"
-                f" {vocabulary - 1}"
-            )
-
-
-def chat_of(prompt: Prompt) -> ChatPrompt | None:
-    return prompt if isinstance(prompt, ChatPrompt) else None
 
 
 def _check_name(name: str, text: str) -> None:

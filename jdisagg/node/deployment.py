@@ -15,7 +15,8 @@ from jdisagg.chat.formats import AnswerFormat
 from jdisagg.config import EngineConfig, InstanceConfig, Mode
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.costs.speeds import Kind
-from jdisagg.dispatch.frontend import ChatTokenizer, Frontend, ModelInfo
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.dispatch.prompts import ChatTokenizer, ModelInfo
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.served_adapters import CheckAdapter, ServedAdapters
 from jdisagg.engine.compilation import use_compilation_cache

@@ -9,9 +9,10 @@ from typing import Protocol
 from jdisagg.chat.formats import AnswerFormat
 from jdisagg.clock import Clock, MonotonicClock
 from jdisagg.config import LimitsConfig, Mode, RoutingConfig, ServiceConfig
-from jdisagg.dispatch.frontend import ChatTokenizer, Frontend, ModelInfo, ServingPath
+from jdisagg.dispatch.frontend import Frontend, ServingPath
 from jdisagg.dispatch.membership import Membership, WorkerPorts, cluster_ports
 from jdisagg.dispatch.placer import PlacerSettings
+from jdisagg.dispatch.prompts import ChatTokenizer, ModelInfo
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.roles.elastic_pools import ElasticPools
 from jdisagg.dispatch.roles.outcomes import OutcomeTap

@@ -29,7 +29,12 @@ from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.guard import Guard, Service
 from jdisagg.service.http.page import PageSources
 from jdisagg.service.http.server import HttpServer, http_socket
-from jdisagg.service.internal.connection import Credentials, read_pem, read_secret
+from jdisagg.service.internal.connection import (
+    MAX_MESSAGE_BYTES,
+    Credentials,
+    read_pem,
+    read_secret,
+)
 from jdisagg.service.reread import Reread
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
@@ -91,10 +96,10 @@ class GrpcServer:
         self._credentials = server_credentials(config)
         self._drained = False
         self._forced = asyncio.Event()
-        limits = (
-            ("grpc.max_receive_message_length", config.max_message_bytes),
-            ("grpc.max_send_message_length", config.max_message_bytes),
-        )
+        # Requests of routers have the pixels of images, which clients send compressed.
+        private = all(service.internal for service in self._services)
+        most = max(config.max_message_bytes, MAX_MESSAGE_BYTES if private else 0)
+        limits = (("grpc.max_receive_message_length", most), ("grpc.max_send_message_length", most))
         self._server = new_server((*limits, *LISTENING_OPTIONS), (self._guard,))
         for service in self._services:
             service.add(self._server)

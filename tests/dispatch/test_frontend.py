@@ -9,7 +9,7 @@ import pytest
 
 from jdisagg.chat.messages import ChatMessage, ChatPrompt
 from jdisagg.config import LimitsConfig
-from jdisagg.dispatch.frontend import TokenPrompt
+from jdisagg.dispatch.prompts import TokenPrompt
 from jdisagg.errors import InvalidRequestError, OverloadedError, UnavailableError
 from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.timeouts import RequestTimeouts, Timeouts
@@ -147,7 +147,7 @@ async def test_a_bad_request_is_refused_by_field_value_and_limit(
 async def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_refused(
     frontend, prompt
 ) -> None:
-    frontend._codec = tokenizer = byte_tokenizer()
+    frontend.prompts.codec = tokenizer = byte_tokenizer()
     tokenizer._backend.add_special_tokens(["<pad>"])
     assert tokenizer.encode("<pad>") == [frontend.model.vocabulary]
     for call in (frontend.tokenize, frontend.build_request):
@@ -175,13 +175,14 @@ class Untouchable:
 )
 async def test_a_prompt_over_the_byte_limit_is_refused_before_it_is_tokenized(prompt) -> None:
     frontend = make_frontend(FakePath())
-    frontend._codec = Untouchable()
+    frontend.prompts.codec = Untouchable()
     with pytest.raises(InvalidRequestError, match="bytes or more; at most 4194304"):
         await frontend.build_request(prompt)
 
 
 class ThreadSpy:
     eos_ids = (EOS,)
+    images = None
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
@@ -199,7 +200,7 @@ class ThreadSpy:
 
 async def test_long_text_is_tokenized_off_the_event_loops_thread() -> None:
     frontend = make_frontend(FakePath())
-    frontend._codec = spy = ThreadSpy()
+    frontend.prompts.codec = spy = ThreadSpy()
     await frontend.tokenize("short")
     await frontend.tokenize("x" * 100_000)
     assert spy.threads[0] is threading.current_thread()
@@ -208,7 +209,7 @@ async def test_long_text_is_tokenized_off_the_event_loops_thread() -> None:
 
 async def test_many_short_messages_are_long_text() -> None:
     frontend = make_frontend(FakePath())
-    frontend._codec = spy = ThreadSpy()
+    frontend.prompts.codec = spy = ThreadSpy()
     await frontend.tokenize(ChatPrompt((ChatMessage("user", ""),) * 3))
     await frontend.tokenize(ChatPrompt((ChatMessage("user", ""),) * 3000))
     assert spy.threads[0] is threading.current_thread()
@@ -218,7 +219,7 @@ async def test_many_short_messages_are_long_text() -> None:
 @pytest.mark.parametrize("chat", [False, True])
 async def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(chat) -> None:
     frontend = make_frontend(FakePath())
-    frontend._codec = spy = ThreadSpy()
+    frontend.prompts.codec = spy = ThreadSpy()
     text = "x" * 4_000_000
     with pytest.raises(
         InvalidRequestError, match="prompt has more than 1024 tokens .* context holds 512"

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from jdisagg.client import AsyncClient, Completion, GenerateOptions
 from jdisagg.config import EngineConfig, Mode, ServiceConfig
-from jdisagg.dispatch.frontend import Frontend, ModelInfo
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.dispatch.prompts import ModelInfo
 from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk, StepCommand, StepResult
 from jdisagg.messages.worker_status import WorkerStatus

@@ -10,7 +10,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jdisagg.chat.formats import AnswerFormat
 from jdisagg.config import LimitsConfig, Mode
-from jdisagg.dispatch.frontend import Frontend, ModelInfo
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.dispatch.prompts import ModelInfo
 from jdisagg.errors import JdisaggError, OverloadedError
 from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.layout.axes import Layout
@@ -201,11 +202,12 @@ def make_frontend(
     model: ModelInfo = MODEL,
     limits: LimitsConfig | None = None,
     template: str = TEMPLATE,
+    codec: Tokenizer | None = None,
 ) -> Frontend:
     """The model writes calls and reasoning as the template shows."""
     return Frontend(
         path,
-        byte_tokenizer(template),
+        codec or byte_tokenizer(template),
         model,
         limits or PATIENT,
         answers=AnswerFormat.of(template),

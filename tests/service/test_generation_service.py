@@ -169,7 +169,7 @@ async def test_a_message_beyond_the_size_limit_is_refused(
     door: HttpDoor, client: AsyncClient
 ) -> None:
     with pytest.raises(InvalidRequestError, match="too large"):
-        await client.complete("x" * (17 << 20))
+        await client.complete("x" * (33 << 20))
     assert (await client.complete("x", max_tokens=1)).text
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from jdisagg import errors
 from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
-from jdisagg.dispatch import frontend
+from jdisagg.dispatch import prompts
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, JdisaggError
 from jdisagg.layout.axes import Layout
@@ -44,7 +44,7 @@ ROUND_TRIPS = [
         wire_generation.routing_from_proto,
     ),
     (
-        frontend.ModelInfo,
+        prompts.ModelInfo,
         generation_pb2.GetModelResponse,
         wire_generation.model_to_proto,
         wire_generation.model_from_proto,
@@ -104,7 +104,7 @@ MESSAGES = st.builds(
         wire_generation.ClientRequest,
         prompt=st.one_of(
             TEXT,
-            st.builds(frontend.TokenPrompt, st.lists(INT64, max_size=4).map(tuple)),
+            st.builds(prompts.TokenPrompt, st.lists(INT64, max_size=4).map(tuple)),
             st.builds(
                 ChatPrompt,
                 st.lists(MESSAGES, max_size=3).map(tuple),

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import msgspec
 
+from jdisagg.chat.images import ChatImage
 from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool
-from jdisagg.dispatch.frontend import Prompt, TokenPrompt
 from jdisagg.dispatch.options import SamplingOptions
+from jdisagg.dispatch.prompts import Prompt, TokenPrompt
 from jdisagg.errors import InvalidRequestError
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import wire_generation
@@ -150,7 +151,7 @@ def _openai_message(message: ChatMessage | Given) -> Given:
     content = message.content
     return {
         "role": message.role,
-        "content": list(content) if isinstance(content, tuple) else content,
+        "content": list(map(_openai_part, content)) if isinstance(content, tuple) else content,
         "reasoning_content": message.reasoning,
         "tool_calls": [
             {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
@@ -159,6 +160,12 @@ def _openai_message(message: ChatMessage | Given) -> Given:
         "tool_call_id": message.tool_call_id,
         "name": message.name,
     }
+
+
+def _openai_part(part: object) -> object:
+    if not isinstance(part, ChatImage):
+        return part
+    return {"type": "image_url", "image_url": {"url": part.url}}
 
 
 def _json(name: str, value: object) -> msgspec.Raw:

@@ -123,7 +123,7 @@ class Layout(_message.Message):
     def __init__(self, dp: _Optional[int] = ..., tp: _Optional[int] = ..., ep: _Optional[int] = ..., pp: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "role", "layout", "free_pages", "total_pages", "running", "waiting", "slots", "page_size", "context_tokens", "draining", "handoffs", "preemptions", "reserved_pages", "queued_tokens", "queued_pairs", "rank_sequences", "rank_contexts", "can_prefill", "chunk_tokens", "loading_seconds", "free_states", "total_states", "kv_channels", "kept", "links", "times", "kernels", "drafted_tokens", "accepted_tokens", "adapter_slots", "adapters", "priorities", "not_ready", "weights", "asleep")
+    __slots__ = ("name", "role", "layout", "free_pages", "total_pages", "running", "waiting", "slots", "page_size", "context_tokens", "draining", "handoffs", "preemptions", "reserved_pages", "queued_tokens", "queued_pairs", "rank_sequences", "rank_contexts", "can_prefill", "chunk_tokens", "loading_seconds", "free_states", "total_states", "kv_channels", "kept", "links", "times", "kernels", "drafted_tokens", "accepted_tokens", "adapter_slots", "adapters", "priorities", "not_ready", "weights", "asleep", "images")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +160,7 @@ class WorkerStatus(_message.Message):
     NOT_READY_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: WorkerRole
     layout: str
@@ -196,7 +197,8 @@ class WorkerStatus(_message.Message):
     not_ready: _containers.RepeatedScalarFieldContainer[str]
     weights: str
     asleep: bool
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., layout: _Optional[str] = ..., free_pages: _Optional[_Iterable[int]] = ..., total_pages: _Optional[_Iterable[int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., page_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., handoffs: _Optional[int] = ..., preemptions: _Optional[int] = ..., reserved_pages: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[int] = ..., queued_pairs: _Optional[float] = ..., rank_sequences: _Optional[_Iterable[int]] = ..., rank_contexts: _Optional[_Iterable[int]] = ..., can_prefill: _Optional[bool] = ..., chunk_tokens: _Optional[int] = ..., loading_seconds: _Optional[float] = ..., free_states: _Optional[_Iterable[int]] = ..., total_states: _Optional[_Iterable[int]] = ..., kv_channels: _Optional[_Iterable[str]] = ..., kept: _Optional[_Iterable[_Union[KeptTier, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTimes, _Mapping]]] = ..., times: _Optional[_Union[StepTimes, _Mapping]] = ..., kernels: _Optional[_Iterable[str]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., adapter_slots: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., priorities: _Optional[_Iterable[_Union[PriorityLoad, _Mapping]]] = ..., not_ready: _Optional[_Iterable[str]] = ..., weights: _Optional[str] = ..., asleep: _Optional[bool] = ...) -> None: ...
+    images: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., layout: _Optional[str] = ..., free_pages: _Optional[_Iterable[int]] = ..., total_pages: _Optional[_Iterable[int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., page_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., handoffs: _Optional[int] = ..., preemptions: _Optional[int] = ..., reserved_pages: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[int] = ..., queued_pairs: _Optional[float] = ..., rank_sequences: _Optional[_Iterable[int]] = ..., rank_contexts: _Optional[_Iterable[int]] = ..., can_prefill: _Optional[bool] = ..., chunk_tokens: _Optional[int] = ..., loading_seconds: _Optional[float] = ..., free_states: _Optional[_Iterable[int]] = ..., total_states: _Optional[_Iterable[int]] = ..., kv_channels: _Optional[_Iterable[str]] = ..., kept: _Optional[_Iterable[_Union[KeptTier, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTimes, _Mapping]]] = ..., times: _Optional[_Union[StepTimes, _Mapping]] = ..., kernels: _Optional[_Iterable[str]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., adapter_slots: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., priorities: _Optional[_Iterable[_Union[PriorityLoad, _Mapping]]] = ..., not_ready: _Optional[_Iterable[str]] = ..., weights: _Optional[str] = ..., asleep: _Optional[bool] = ..., images: _Optional[bool] = ...) -> None: ...
 
 class PriorityLoad(_message.Message):
     __slots__ = ("priority", "sequences", "pages", "waiting", "queued_tokens")

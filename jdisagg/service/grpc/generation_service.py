@@ -10,7 +10,8 @@ from contextlib import aclosing
 import grpc.aio
 import msgspec
 
-from jdisagg.dispatch.frontend import Frontend, chat_of
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.dispatch.prompts import chat_of
 from jdisagg.dispatch.weights_control import control_of, positive_seconds
 from jdisagg.errors import DeadlineExceededError
 from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 
 import msgspec
 
-from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
+from jdisagg.chat.images import ChatImage, stated_image
+from jdisagg.chat.messages import (
+    MAX_TOOLS,
+    ChatMessage,
+    ChatPrompt,
+    ChatTool,
+    Content,
+    ToolCall,
+    ToolChoice,
+)
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import ToolCallDelta, at_most
 from jdisagg.service.grpc import generation_pb2 as pb
@@ -32,7 +41,10 @@ def chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
     """Converts a chat. Raises InvalidRequestError if protobuf cannot hold a value."""
     return build(
         pb.ChatMessages,
-        messages=[_message_to_proto(message) for message in prompt.messages],
+        messages=[
+            _message_to_proto(f"messages[{index}]", message)
+            for index, message in enumerate(prompt.messages)
+        ],
         continue_final_message=prompt.continue_final_message,
         bare=not prompt.add_generation_prompt and not prompt.continue_final_message,
         arguments_json=_to_json("chat_template_kwargs", prompt.arguments),
@@ -54,7 +66,7 @@ def chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
             " on both sides"
         )
     return ChatPrompt(
-        tuple(_message_from_proto(m) for m in message.messages),
+        tuple(_message_from_proto(f"messages[{i}]", m) for i, m in enumerate(message.messages)),
         add_generation_prompt=not message.bare and not message.continue_final_message,
         continue_final_message=message.continue_final_message,
         arguments=_from_json("arguments_json", message.arguments_json) or {},
@@ -75,13 +87,17 @@ def call_delta_from_proto(message: pb.ToolCallDelta) -> ToolCallDelta:
     return ToolCallDelta(message.index, message.id, message.name, message.arguments_json)
 
 
-def _message_to_proto(message: ChatMessage) -> pb.ChatMessage:
+def _message_to_proto(where: str, message: ChatMessage) -> pb.ChatMessage:
     content = message.content
+    parts = content if isinstance(content, tuple) else ()
+    texts = [part for part in parts if not isinstance(part, ChatImage)]
+    mixed = len(texts) < len(parts)
     return build(
         pb.ChatMessage,
         role=message.role,
         content=content if isinstance(content, str) else "",
-        parts=content if isinstance(content, tuple) else (),
+        parts=() if mixed else texts,
+        mixed_parts=[_part_to_proto(where, part) for part in parts] if mixed else (),
         null_content=content is None or content == (),
         reasoning=message.reasoning,
         tool_calls=[
@@ -93,17 +109,43 @@ def _message_to_proto(message: ChatMessage) -> pb.ChatMessage:
     )
 
 
-def _message_from_proto(message: pb.ChatMessage) -> ChatMessage:
-    at_most("tool_calls", len(message.tool_calls), MAX_MESSAGES)
+def _part_to_proto(where: str, part: str | ChatImage) -> pb.ContentPart:
+    if isinstance(part, str):
+        return build(pb.ContentPart, text=part)
+    image = build(pb.Image, data=part.content(where), media_type=part.mime)
+    return pb.ContentPart(image=image)
+
+
+def _content_from_proto(where: str, message: pb.ChatMessage) -> Content:
     at_most("parts", len(message.parts), MAX_PARTS)
+    at_most("mixed_parts", len(message.mixed_parts), MAX_PARTS)
     content = None if message.null_content else message.content
-    if message.parts:
-        if message.content:
-            raise InvalidRequestError("content and parts exclude each other: set one of them")
-        content = tuple(message.parts)
+    if (bool(message.content), bool(message.parts), bool(message.mixed_parts)).count(True) > 1:
+        raise InvalidRequestError(
+            "content, parts and mixed_parts exclude each other: set one of them"
+        )
+    if message.mixed_parts:
+        return tuple(
+            _part_from_proto(f"{where}.mixed_parts[{at}]", part)
+            for at, part in enumerate(message.mixed_parts)
+        )
+    return tuple(message.parts) if message.parts else content
+
+
+def _part_from_proto(where: str, part: pb.ContentPart) -> str | ChatImage:
+    kind = part.WhichOneof("part")
+    if kind is None:
+        raise InvalidRequestError(f"{where} is empty: set one of text, image")
+    if kind == "text":
+        return part.text
+    return stated_image(where, part.image.data, part.image.media_type)
+
+
+def _message_from_proto(where: str, message: pb.ChatMessage) -> ChatMessage:
+    at_most("tool_calls", len(message.tool_calls), MAX_MESSAGES)
     return ChatMessage(
         message.role,
-        content,
+        _content_from_proto(where, message),
         reasoning=message.reasoning,
         tool_calls=tuple(
             ToolCall(call.name, call.arguments_json, call.id) for call in message.tool_calls

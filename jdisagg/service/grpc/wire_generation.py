@@ -12,9 +12,10 @@ from typing import Any, cast
 
 import msgspec
 
+from jdisagg.chat.messages import ChatPrompt
 from jdisagg.config import Mode
-from jdisagg.dispatch.frontend import ChatPrompt, ModelInfo, Prompt, TokenPrompt
 from jdisagg.dispatch.options import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, SamplingOptions, bias_pairs
+from jdisagg.dispatch.prompts import ModelInfo, Prompt, TokenPrompt
 from jdisagg.dispatch.routing_status import (
     PastDecision,
     RoutingStatus,

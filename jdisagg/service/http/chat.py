@@ -8,7 +8,16 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
+from jdisagg.chat.images import ChatImage, image_of_url, stated_image
+from jdisagg.chat.messages import (
+    MAX_TOOLS,
+    ChatMessage,
+    ChatPrompt,
+    ChatTool,
+    Content,
+    ToolCall,
+    ToolChoice,
+)
 from jdisagg.errors import InvalidRequestError
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
 from jdisagg.service.http.fields import (
@@ -33,6 +42,10 @@ _MODES = ("auto", "required")
 _TextKind = Literal["text", "input_text", "output_text"]
 # Types of parts, and the field of each that holds its text.
 _TEXT_FIELDS = {**dict.fromkeys(get_args(_TextKind), "text"), "refusal": "refusal"}
+_IMAGE_KINDS = ("image_url", "input_image", "image")
+_REFUSED_OF_IMAGES: dict[str, tuple[tuple[object, ...], str]] = {
+    "file_id": ((), "the server keeps no files; send the image itself as a data: URL")
+}
 _THOUGHT_KINDS = ("thinking", "reasoning", "reasoning_text")
 # Variables of chat templates that switch reasoning on and off, and the values of a client's field
 # `thinking`.
@@ -106,11 +119,20 @@ def chat_message(message: Fields) -> ChatMessage:
 
 def text_of(fields: Fields, name: str) -> str:
     """Reads a field that is a text or a list of text parts, which are joined by newlines."""
+    content = _read_content(fields, name, (), images=False)[0]
+    return ChatMessage("", content).text
+
+
+def parts_of(fields: Fields, name: str) -> Content:
+    """Reads a field that is a text or a list of parts. Parts that are all texts are joined by
+    newlines."""
     content = _read_content(fields, name, ())[0]
-    return "\n".join(content) if isinstance(content, tuple) else content or ""
+    if isinstance(content, tuple) and any(isinstance(part, ChatImage) for part in content):
+        return content
+    return ChatMessage("", content).text
 
 
-def _content_of(message: Fields) -> tuple[str | tuple[str, ...] | None, str]:
+def _content_of(message: Fields) -> tuple[Content, str]:
     """Reads the content of a message, and the reasoning among its parts."""
     content, thoughts = _read_content(message, "content", _THOUGHT_KINDS)
     if content is None and (refusal := message.read("refusal", TEXT)):
@@ -119,23 +141,29 @@ def _content_of(message: Fields) -> tuple[str | tuple[str, ...] | None, str]:
 
 
 def _read_content(
-    fields: Fields, name: str, of_thoughts: Collection[str]
-) -> tuple[str | tuple[str, ...] | None, list[str]]:
-    """Reads a field that is a text or a list of parts. `of_thoughts`: Types of parts that are
-    reasoning."""
+    fields: Fields, name: str, of_thoughts: Collection[str], *, images: bool = True
+) -> tuple[Content, list[str]]:
+    """Reads a field that is a text or a list of parts.
+
+    Args:
+        of_thoughts: Types of parts that are reasoning.
+        images: Whether parts may be images.
+    """
     with contextlib.suppress(InvalidRequestError):
         return fields.read(name, TEXT), []
     with contextlib.suppress(InvalidRequestError):
         return fields.read(name, _TEXT_PARTS), []
-    texts: list[str] = []
+    parts: list[str | ChatImage] = []
     thoughts: list[str] = []
     for part in fields.parts(name, text_field="text") or []:
         kind = part.read("type", TEXT) or "text"
         if kind in of_thoughts:
             thoughts.append(part.given("thinking" if part.has("thinking") else "text", TEXT))
+        elif images and kind in _IMAGE_KINDS:
+            parts.append(image_part(part, kind))
         else:
-            texts.append(_part(part, kind))
-    return tuple(texts), thoughts
+            parts.append(_part(part, kind, images))
+    return tuple(parts), thoughts
 
 
 class _TextPart(msgspec.Struct):
@@ -152,10 +180,36 @@ _TEXT_PARTS = FieldKind(
 )
 
 
-def _part(part: Fields, kind: str) -> str:
+def image_part(part: Fields, kind: str) -> ChatImage:
+    """Reads an image part: `image_url` of the chat API, `input_image` of the Responses API or
+    `image` of Anthropic's API. Its file is not decoded yet."""
+    part.ignore("detail", "uuid", "cache_control")
+    if kind == "image":
+        source = part.part("source")
+        given = source.given("type", TEXT)
+        if given == "url":
+            return image_of_url(f"{source.path}url", source.given("url", TEXT))
+        if given != "base64":
+            raise InvalidRequestError(
+                f"{source.path}type must be base64, got {given[:80]!r}; the server keeps no files:"
+                " send the image itself"
+            )
+        mime = source.given("media_type", TEXT)
+        return stated_image(part.path.rstrip("."), source.given("data", TEXT), mime)
+    part.refuse(_REFUSED_OF_IMAGES)
+    if part.has("image_url") and bytes(part.raw("image_url")).startswith(b"{"):
+        nested = part.part("image_url")
+        nested.ignore("detail")
+        return image_of_url(f"{nested.path}url", nested.given("url", TEXT))
+    return image_of_url(f"{part.path}image_url", part.given("image_url", TEXT))
+
+
+def _part(part: Fields, kind: str, images: bool) -> str:
     if kind not in _TEXT_FIELDS:
+        kinds = "text or image_url" if images else "text"
         raise InvalidRequestError(
-            f"content parts must have the type text, got {kind[:80]!r}; only text is supported"
+            f"content parts must have the type {kinds}, got {kind[:80]!r}; no other type is"
+            " supported"
         )
     return part.given(_TEXT_FIELDS[kind], TEXT)
 

@@ -19,8 +19,9 @@ from contextlib import ExitStack, aclosing
 
 import msgspec
 
-from jdisagg.dispatch.frontend import Frontend, Prompt, TokenPrompt, chat_of
+from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.options import check_prompt_numbers, prompt_numbers
+from jdisagg.dispatch.prompts import Prompt, TokenPrompt, chat_of
 from jdisagg.errors import InvalidRequestError, first_error
 from jdisagg.observe.request_log import RequestLog, RequestRecord
 from jdisagg.request import CachedTokens, FinishReason, Request, StreamEvent, Usage

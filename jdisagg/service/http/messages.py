@@ -8,10 +8,19 @@ from dataclasses import replace
 
 import msgspec
 
-from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
+from jdisagg.chat.images import ChatImage
+from jdisagg.chat.messages import (
+    MAX_TOOLS,
+    ChatMessage,
+    ChatPrompt,
+    ChatTool,
+    Content,
+    ToolCall,
+    ToolChoice,
+)
 from jdisagg.errors import InvalidRequestError
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
-from jdisagg.service.http.chat import OfferedTools
+from jdisagg.service.http.chat import OfferedTools, image_part
 from jdisagg.service.http.fields import (
     INTEGER,
     OBJECT,
@@ -39,7 +48,7 @@ _CHOICES = {"auto": ToolChoice.AUTO, "any": ToolChoice.REQUIRED, "none": ToolCho
 # What thinking the client asks for, as variables of chat templates.
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 _JSON_TEXT: FieldKind[str] = FieldKind("an object", lambda raw: _object_text(raw))
-_KINDS = "text, thinking, tool_use or tool_result"
+_KINDS = "text, image, thinking, tool_use or tool_result"
 
 
 def message_from(fields: Fields) -> Asked:
@@ -125,7 +134,7 @@ def _add(messages: list[ChatMessage], message: ChatMessage) -> None:
         return
     messages[-1] = replace(
         before,
-        content=_joined(before.text, message.text),
+        content=_joined_content(before.content, message.content),
         reasoning=_joined(before.reasoning, message.reasoning),
         tool_calls=before.tool_calls + message.tool_calls,
     )
@@ -133,6 +142,23 @@ def _add(messages: list[ChatMessage], message: ChatMessage) -> None:
 
 def _joined(first: str, second: str) -> str:
     return f"{first}\n{second}" if first and second else first or second
+
+
+def _joined_content(first: Content, second: Content) -> Content:
+    """Joins the contents of consecutive blocks. Texts that follow each other become one."""
+    if not isinstance(first, tuple) and not isinstance(second, tuple):
+        return _joined(first or "", second or "")
+    parts: list[str | ChatImage] = []
+    for part in (*_parts(first), *_parts(second)):
+        if parts and isinstance(part, str) and isinstance(parts[-1], str):
+            parts[-1] = _joined(parts[-1], part)
+        else:
+            parts.append(part)
+    return tuple(parts)
+
+
+def _parts(content: Content) -> tuple[str | ChatImage, ...]:
+    return content if isinstance(content, tuple) else (content,) if content else ()
 
 
 def _messages(message: Fields) -> Iterator[ChatMessage]:
@@ -158,10 +184,12 @@ def _message(role: str, block: Fields) -> ChatMessage:
     block.ignore(*_OF_BLOCKS)
     if kind == "text":
         return ChatMessage(role, block.given("text", TEXT))
+    if kind == "image" and role == "user":
+        return ChatMessage(role, (image_part(block, kind),))
     if kind == "tool_result" and role == "user":
         block.ignore("is_error")
         called = block.given("tool_use_id", TEXT)
-        return ChatMessage("tool", _text(block, "content"), tool_call_id=called)
+        return ChatMessage("tool", _result(block), tool_call_id=called)
     if role == "assistant":
         if kind == "thinking":
             return ChatMessage(role, "", reasoning=block.given("thinking", TEXT))
@@ -174,8 +202,23 @@ def _message(role: str, block: Fields) -> ChatMessage:
             return ChatMessage(role, "", tool_calls=(call,))
     raise InvalidRequestError(
         f"{block.path}type must be {_KINDS} as the role allows, got {kind[:80]!r} of the role"
-        f" {role}; only text is supported"
+        f" {role}; no other type is supported"
     )
+
+
+def _result(block: Fields) -> Content:
+    """Reads the content of a tool's result: a text, or blocks of text and images."""
+    blocks = _blocks(block, "content")
+    if isinstance(blocks, str):
+        return blocks
+    content: Content = ""
+    for one in blocks:
+        kind = one.given("type", TEXT)
+        one.ignore(*_OF_BLOCKS)
+        image = kind == "image"
+        part = (image_part(one, kind),) if image else _block_text(one, kind, "text or image")
+        content = _joined_content(content, part)
+    return content
 
 
 def _blocks(fields: Fields, name: str) -> str | list[Fields]:
@@ -191,13 +234,16 @@ def _text(fields: Fields, name: str) -> str:
     if isinstance(blocks, str):
         return blocks
     for block in blocks:
-        kind = block.given("type", TEXT)
         block.ignore(*_OF_BLOCKS)
-        if kind != "text":
-            raise InvalidRequestError(
-                f"{block.path}type must be text, got {kind[:80]!r}; only text is supported"
-            )
-    return "\n".join(block.given("text", TEXT) for block in blocks)
+    return "\n".join(_block_text(block, block.given("type", TEXT), "text") for block in blocks)
+
+
+def _block_text(block: Fields, kind: str, kinds: str) -> str:
+    if kind != "text":
+        raise InvalidRequestError(
+            f"{block.path}type must be {kinds}, got {kind[:80]!r}; no other type is supported"
+        )
+    return block.given("text", TEXT)
 
 
 def _offered(fields: Fields) -> tuple[OfferedTools, bool]:

@@ -19,6 +19,12 @@ _TYPES: dict[str, Json] = {
     "string": {"type": "string"},
     "object": {"type": "object"},
     "objects": {"type": "array", "items": {"type": "object"}},
+    "messages": {
+        "description": "Messages with a role and a content: a text, or a list of parts. Parts are"
+        " texts, or images as data: URLs or base64.",
+        "type": "array",
+        "items": {"type": "object"},
+    },
     "integers": {"type": "array", "items": {"type": "integer"}},
     "strings": {"type": "array", "items": {"type": "string"}},
     "string or strings": {
@@ -66,7 +72,7 @@ _REQUEST = _fields(
 _GENERATION = {**_REQUEST, **_SAMPLING}
 _TOOLS = _fields(objects="tools", string_or_object="tool_choice", boolean="parallel_tool_calls")
 _TEMPLATE = _fields(
-    objects="messages",
+    messages="messages",
     object="chat_template_kwargs",
     boolean="add_generation_prompt continue_final_message",
     string="reasoning_effort",
@@ -96,7 +102,8 @@ _RESPONSE = {
 _MESSAGE = {
     **_GENERATION,
     **_fields(
-        objects="messages tools",
+        messages="messages",
+        objects="tools",
         integer="max_tokens",
         object="tool_choice thinking output_config chat_template_kwargs",
         string_or_objects="system",

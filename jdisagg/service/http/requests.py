@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from jdisagg.dispatch.frontend import Prompt, TokenPrompt
 from jdisagg.dispatch.options import SamplingOptions
+from jdisagg.dispatch.prompts import Prompt, TokenPrompt
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import MAX_SEED, at_most
 from jdisagg.service.grpc.wire_generation import MAX_IDS

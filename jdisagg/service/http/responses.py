@@ -13,7 +13,7 @@ from jdisagg.chat.messages import ChatMessage, ChatPrompt, ToolCall
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
-from jdisagg.service.http.chat import chat_message, offered_tools, template_arguments, text_of
+from jdisagg.service.http.chat import chat_message, offered_tools, parts_of, template_arguments
 from jdisagg.service.http.errors import HttpRefusal
 from jdisagg.service.http.fields import (
     INTEGER,
@@ -158,7 +158,7 @@ def _add(messages: list[ChatMessage], item: Fields) -> None:
         messages[-1] = replace(messages[-1], tool_calls=(*messages[-1].tool_calls, call))
     elif kind == "function_call_output":
         item.ignore("id", "status")
-        output = text_of(item, "output")
+        output = parts_of(item, "output")
         called = item.read("call_id", TEXT) or ""
         messages.append(ChatMessage("tool", output, tool_call_id=called))
     else:

@@ -87,7 +87,7 @@ WITHOUT_MEANING = (
     # hints for placement, batching and metrics
     *("session_id", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"),
     *("stream_interval", "custom_labels", "truncation_side"),
-    # settings of images, video and audio, which are refused as parts of messages
+    # settings of images, whose processor is the checkpoint's, and of video and audio
     *("mm_processor_kwargs", "media_io_kwargs", "mm_payload", "return_mm_kwargs"),
     *("images_config", "video_config", "use_audio_in_video"),
     *("max_dynamic_patch", "min_dynamic_patch"),

@@ -28,7 +28,7 @@ from jdisagg.service.grpc_life import keep_grpc_alive
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 from jdisagg.trace_context import outgoing
 
-MAX_MESSAGE_BYTES = 16 << 20
+MAX_MESSAGE_BYTES = 128 << 20
 BOOT_KEY = "jdisagg-boot"
 PROTOCOL_KEY = "jdisagg-protocol"
 TOKEN_KEY = "authorization"

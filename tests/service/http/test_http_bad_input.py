@@ -123,8 +123,8 @@ WRONG_CHATS = [
     ({"messages": [{"role": "user", "content": 3}]}, "messages", "messages[0].content must be"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        None,
-        "must have the type text, got 'image_url'",
+        "messages",
+        "messages[0].content[0].image_url is missing",
     ),
     ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
     ({"chat_template_kwargs": 3}, "chat_template_kwargs", "must be an object, got 3"),

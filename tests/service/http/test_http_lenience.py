@@ -305,7 +305,7 @@ async def test_a_schema_with_words_of_pydantic_and_openapi_is_served(
 
 async def test_an_empty_text_is_a_prompt_where_the_tokenizer_adds_a_token() -> None:
     async with http_door(template=TEMPLATE) as door:
-        codec: Any = door.frontend._codec
+        codec: Any = door.frontend.prompts.codec
         encode = codec.encode
         codec.encode = lambda text, add_special_tokens=True: [0, *encode(text)]
         for prompt, expected in (("", [(0,)]), (["a", "", "b"], [(0, 97), (0,), (0, 98)])):

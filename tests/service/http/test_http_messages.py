@@ -251,11 +251,11 @@ async def test_no_tokens_fill_the_cache_alone(door: HttpDoor) -> None:
     assert message["usage"]["output_tokens"] == 0
 
 
-BLOCK: Any = {"role": "user", "content": [{"type": "image", "source": {}}]}
+BLOCK: Any = {"role": "user", "content": [{"type": "document", "source": {}}]}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is missing"),
     ({"messages": None}, "messages is missing"),
-    ({"messages": [BLOCK]}, "messages[0].content[0].type must be text"),
+    ({"messages": [BLOCK]}, "messages[0].content[0].type must be text, image"),
     ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role must be user or assist"),
     ({"system": [{"type": "image"}]}, "system[0].type must be text"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type must be custom"),

@@ -1,0 +1,130 @@
+"""Reads image files of clients with Pillow, which is an optional dependency (`jdisagg[images]`).
+
+The files may be hostile. The header is read first, and limits on its size apply before pixels are
+decoded. What the pixels of a file are, is defined here:
+
+- The EXIF orientation is applied. Colour profiles are not.
+- Transparent pixels are blended with white.
+- Samples of 16 bits are reduced to their upper 8.
+- Animations are refused. If a JPEG file has several pictures, the first is read.
+
+Calls take up to seconds for large files, so they run in worker threads."""
+
+import contextlib
+import importlib
+import io
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jdisagg.chat.images import FORMATS, ChatImage
+from jdisagg.config import LimitsConfig
+from jdisagg.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# A progressive JPEG is decoded once per scan, and a scan may be as short as a few bytes. Encoders
+# write about 10.
+MAX_SCANS = 100
+_SCAN = b"\xff\xda"
+_ORIENTATION = 0x0112
+_TURNED = (5, 6, 7, 8)  # orientations that exchange width and height
+
+
+class ImageFile:
+    """An image file whose header was read.
+
+    Args:
+        where: As the attribute.
+        image: The image as the client sent it.
+        limits: Limits on bytes and pixels.
+
+    Attributes:
+        where: Name of the image in error messages.
+        height, width: Pixels, after the EXIF orientation is applied.
+
+    Raises:
+        InvalidRequestError: The file is too large, not of a supported format, damaged or animated,
+            or the server has no Pillow.
+    """
+
+    def __init__(self, where: str, image: ChatImage, limits: LimitsConfig) -> None:
+        self.where = where
+        library = _pillow(where)
+        check_bytes(where, image, limits)
+        data = image.content(where)
+        with _reading(where):
+            self._opened: Image = library.open(io.BytesIO(data), formats=FORMATS)
+        width, height = self._opened.size
+        if width * height > limits.max_image_pixels:
+            raise InvalidRequestError(
+                f"{where} has {width} x {height} pixels; at most {limits.max_image_pixels} are"
+                " taken (limits.max_image_pixels); send a smaller image"
+            )
+        if self._opened.format != "MPO" and getattr(self._opened, "is_animated", False):
+            raise InvalidRequestError(f"{where} is animated; send one frame as an image")
+        if self._opened.format in ("JPEG", "MPO") and data.count(_SCAN) > MAX_SCANS:
+            raise InvalidRequestError(
+                f"{where} has {data.count(_SCAN)} scans; at most {MAX_SCANS} are taken; save it as"
+                " a baseline JPEG"
+            )
+        with _reading(where):
+            turned = self._opened.getexif().get(_ORIENTATION) in _TURNED
+        self.height, self.width = (width, height) if turned else (height, width)
+
+    def pixels(self) -> np.ndarray:
+        """Decodes the image. Returns uint8 [height, width, 3]. Raises InvalidRequestError if the
+        file is damaged."""
+        with _reading(self.where):
+            self._opened.load()
+            upright = importlib.import_module("PIL.ImageOps").exif_transpose(self._opened)
+            decoded = _rgb(upright)
+        assert decoded.shape == (self.height, self.width, 3)
+        return decoded
+
+
+@contextlib.contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Context manager that turns any error of Pillow into an InvalidRequestError: damaged files
+    raise errors of many types."""
+    try:
+        yield
+    except Exception as error:
+        name = type(error).__name__
+        reason = "" if name == "UnidentifiedImageError" else f" ({name}: {error!s:.120})"
+        raise InvalidRequestError(
+            f"{where} is not a readable image{reason}; send a complete PNG, JPEG, WebP or GIF file"
+        ) from None
+
+
+def check_bytes(where: str, image: ChatImage, limits: LimitsConfig) -> None:
+    """Raises InvalidRequestError if an image file is larger than the limit."""
+    if image.most_bytes > limits.max_image_bytes + 3:
+        raise InvalidRequestError(
+            f"{where} has {image.most_bytes} bytes; at most {limits.max_image_bytes} are taken"
+            " (limits.max_image_bytes); send a smaller file"
+        )
+
+
+def _rgb(image: "Image") -> np.ndarray:
+    """Returns the pixels as uint8 [height, width, 3]."""
+    if image.mode.startswith("I"):
+        grey = (np.asarray(image).astype(np.int64).clip(0, 0xFFFF) >> 8).astype(np.uint8)
+        return np.repeat(grey[:, :, None], 3, axis=2)
+    if image.has_transparency_data:
+        library = importlib.import_module("PIL.Image")
+        white = library.new("RGBA", image.size, (255, 255, 255, 255))
+        image = library.alpha_composite(white, image.convert("RGBA"))
+    return np.asarray(image.convert("RGB"))
+
+
+def _pillow(where: str) -> Any:
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError:
+        raise InvalidRequestError(
+            f"{where} is an image, and the server cannot read images, because Pillow is not"
+            " installed there; install jdisagg[images], or send text only"
+        ) from None

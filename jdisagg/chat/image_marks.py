@@ -1,0 +1,55 @@
+"""Image tokens in the text of clients.
+
+A chat template writes a special token for each image, and this token is replaced by those of the
+image. The same text in a message, a tool's result or a document must stay text, because it would
+otherwise move the images of the prompt or add one. Before the template is rendered, such texts are
+replaced by names that clients cannot guess. The rendered prompt is split within each of them, so
+that the tokenizer finds no special token."""
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+class HiddenMarks:
+    """Replaces the texts of image tokens in the values of one chat.
+
+    Args:
+        marks: Texts of the tokens.
+    """
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        self._marks = tuple(marks)
+        self._key = secrets.token_hex(8)
+        self._any = re.compile("|".join(map(re.escape, self._marks)))
+        self._name = re.compile(rf"<{self._key}-(\d+)>")
+
+    def hide(self, value: Value) -> Value:
+        """Returns a value of JSON with names in place of the marks in its texts and keys."""
+        return self._hide(value)  # type: ignore[return-value]
+
+    def _hide(self, value: object) -> object:
+        if isinstance(value, str):
+            return self._any.sub(self._named, value)
+        if isinstance(value, Mapping):
+            return {self._hide(key): self._hide(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._hide(one) for one in value]
+        return value
+
+    def _named(self, found: re.Match[str]) -> str:
+        return f"<{self._key}-{self._marks.index(found[0])}>"
+
+    def pieces(self, text: str) -> list[str]:
+        """Returns the parts of a rendered prompt that must be tokenized one by one. Joined, they
+        are the prompt with the texts of the marks."""
+        first, *others = self._name.split(text)
+        pieces = [first]
+        for number, after in zip(others[::2], others[1::2], strict=True):
+            mark = self._marks[int(number)]
+            pieces[-1] += mark[0]
+            pieces.append(mark[1:] + after)
+        return pieces

@@ -1,0 +1,149 @@
+"""Images in messages, in the form in which clients send them, and their place in a prompt.
+
+An image is an encoded file: the bytes, or the base64 text of a data: URL, which is decoded when the
+image is read (`image_files`), in a worker thread. Other URLs are refused. If the server fetched
+them, clients could reach addresses that only the server can reach."""
+
+import base64
+import binascii
+import io
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from jdisagg.errors import InvalidRequestError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_MEDIA_TYPES = (
+    *("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"),
+    *("image/*", "application/octet-stream", ""),
+)
+_HEADER = re.compile(r"data:([\w.+*/-]*)((?:;[\w.+=-]*)*?);base64", re.ASCII | re.IGNORECASE)
+_HEADER_CHARACTERS = 256
+_SHOWN = 80
+_PIECE = 1 << 20  # a multiple of 4
+# Modes that PNG stores as they are. Pillow converts the others.
+_MODES_OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+
+
+class _Picture(Protocol):
+    """The part of `PIL.Image.Image` that `ChatImage.of` uses."""
+
+    @property
+    def mode(self) -> str: ...
+    def convert(self, mode: str) -> "_Picture": ...
+    def save(self, fp: io.BytesIO, format: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatImage:
+    """One image of a message.
+
+    Attributes:
+        data: Content of a PNG, JPEG, WebP or GIF file, or the base64 text of it.
+        mime: Media type that the client stated, or "". The content decides how it is read.
+    """
+
+    data: bytes | str = field(repr=False)
+    mime: str = ""
+
+    @classmethod
+    def of(cls, image: "bytes | str | os.PathLike[str] | _Picture") -> "ChatImage":
+        """Returns the image of a file's content, of a file of this process's host (a path), or of a
+        `PIL.Image.Image`. Raises InvalidRequestError if the file cannot be read."""
+        if isinstance(image, bytes):
+            return cls(image)
+        if isinstance(image, str | os.PathLike):
+            try:
+                return cls(Path(image).read_bytes())
+            except (OSError, ValueError) as error:
+                raise InvalidRequestError(
+                    f"image {str(image)[:_SHOWN]!r} cannot be read ({error}); give the path of a"
+                    " file, its bytes or a PIL image"
+                ) from error
+        written = io.BytesIO()
+        (image if image.mode in _MODES_OF_PNG else image.convert("RGB")).save(written, "PNG")
+        return cls(written.getvalue(), "image/png")
+
+    @property
+    def most_bytes(self) -> int:
+        """The size of the file in bytes; for base64 text a bound that is at most 3 too large."""
+        return len(self.data) if isinstance(self.data, bytes) else len(self.data) // 4 * 3 + 3
+
+    @property
+    def url(self) -> str:
+        """The image as a data: URL."""
+        text = self.data
+        if isinstance(text, bytes):
+            text = base64.b64encode(text).decode("ascii")
+        return f"data:{self.mime};base64,{text}"
+
+    def content(self, where: str) -> bytes:
+        """Returns the file's bytes. Raises InvalidRequestError, which begins with `where`, for
+        invalid base64."""
+        if isinstance(self.data, bytes):
+            return self.data
+        try:
+            return _decoded(self.data)
+        except (binascii.Error, ValueError) as error:
+            raise InvalidRequestError(
+                f"{where} is not valid base64 ({error}); encode the file's bytes as base64"
+            ) from None
+
+
+def _decoded(text: str) -> bytes:
+    """Decodes base64 text, which may have white space and lack its padding. Works in pieces,
+    because no other thread runs while one is decoded."""
+    if any(space in text for space in " \t\r\n"):
+        text = "".join(text.split())
+    text = text.rstrip("=")
+    text += "=" * (-len(text) % 4)
+    pieces = (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+    return b"".join([binascii.a2b_base64(piece, strict_mode=True) for piece in pieces])
+
+
+def image_of_url(where: str, url: str) -> ChatImage:
+    """Returns the image of a data: URL. Raises InvalidRequestError, which begins with `where`, for
+    other URLs and for media types that are not supported."""
+    beginning, comma, text = url[:_HEADER_CHARACTERS].partition(",")
+    if not beginning[:5].lower() == "data:":
+        raise InvalidRequestError(
+            f"{where} must be a data: URL, got {url[:_SHOWN]!r}; the server fetches no URLs: send"
+            " the file itself, as data:image/png;base64,..."
+        )
+    header = _HEADER.fullmatch(beginning)
+    if not comma or header is None:
+        raise InvalidRequestError(
+            f"{where} must begin with data:, a media type and ;base64, such as"
+            f" data:image/png;base64,... got {url[:_SHOWN]!r}"
+        )
+    return stated_image(where, url[len(beginning) + 1 :], header[1])
+
+
+def stated_image(where: str, data: bytes | str, mime: str) -> ChatImage:
+    """Returns an image whose media type the client states. Raises InvalidRequestError for media
+    types that are not supported."""
+    if mime.lower() not in _MEDIA_TYPES:
+        raise InvalidRequestError(
+            f"{where}: media type {mime[:_SHOWN]!r} is not supported; send a PNG, JPEG, WebP or GIF"
+            " file"
+        )
+    return ChatImage(data, mime)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """The size of an image in a prompt.
+
+    Attributes:
+        height, width: Pixels after the image is resized.
+        grid: Number of patches in time, height and width, before patches are merged to tokens.
+        token_ids: The prompt's tokens that stand for the image.
+    """
+
+    height: int
+    width: int
+    grid: tuple[int, int, int]
+    token_ids: tuple[int, ...] = field(repr=False)

@@ -1,0 +1,280 @@
+"""Image processors of checkpoints: from pixels to the resized image that the vision encoder reads,
+and the tokens that stand for it in the prompt.
+
+Two kinds exist. Qwen's resizes to multiples of a token's side within a range of areas. Pixtral's
+(Mistral 3) bounds the longest edge, and ends each row of tokens with a special token. Resized
+pixels and sizes equal those of transformers. This module must not import JAX, because router
+processes use it."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from jdisagg.chat.images import ImageLayout
+from jdisagg.errors import CheckpointError, InvalidRequestError
+from models.generation_config import read_object
+from models.image_resize import BICUBIC, BILINEAR, resized
+
+_log = logging.getLogger(__name__)
+
+MAX_ASPECT = 200
+# model_type of config.json, and the kind of its image processor.
+_KINDS = {"qwen3_5": "qwen", "qwen3_5_moe": "qwen", "mistral3": "pixtral"}
+_QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+class Size(NamedTuple):
+    height: int
+    width: int
+
+
+class TokenIds(NamedTuple):
+    """Tokens of an image: the one that stands for a row of the encoder's result, and those at the
+    end of each row of tokens and of the last row. None means that rows have no such token."""
+
+    image: int
+    row_end: int | None = None
+    last_end: int | None = None
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Resizes images and lays them out in the prompt.
+
+    Attributes:
+        placeholder: Text of the token that the chat template writes for an image.
+        marks: Texts of all tokens that mark images. In texts of clients they are ordinary text.
+        tokens: Token ids of images.
+        patch, merge: Side of a patch in pixels, and number of patches along the side of a token.
+        size: Function of an image's height and width that returns the size after resizing.
+        filter: Filter of the resize.
+        mean, std: Mean and standard deviation of each channel, for values in [0, 1].
+    """
+
+    placeholder: str
+    marks: tuple[str, ...]
+    tokens: TokenIds
+    patch: int
+    merge: int
+    size: Callable[[int, int], Size]
+    filter: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def token(self) -> int:
+        """Id of the token that the chat template writes for an image."""
+        return self.tokens.image
+
+    def layout(self, where: str, height: int, width: int) -> ImageLayout:
+        """Returns the size of an image in the prompt. Raises InvalidRequestError, which begins with
+        `where`, for a shape that the processor does not read."""
+        if max(height, width) > MAX_ASPECT * min(height, width):
+            raise InvalidRequestError(
+                f"{where} has {width} x {height} pixels; one side may be at most {MAX_ASPECT} times"
+                " the other; crop it"
+            )
+        made = self.size(height, width)
+        rows, columns = (side // (self.patch * self.merge) for side in made)
+        row = [self.tokens.image] * columns
+        if self.tokens.row_end is not None:
+            row.append(self.tokens.row_end)
+        ids = row * rows
+        if self.tokens.last_end is not None:
+            ids[-1] = self.tokens.last_end
+        grid = (1, made.height // self.patch, made.width // self.patch)
+        return ImageLayout(made.height, made.width, grid, tuple(ids))
+
+    def resized(self, pixels_HWC: np.ndarray, layout: ImageLayout) -> np.ndarray:
+        """Returns the image in the size of its layout, uint8 [height, width, 3]."""
+        return resized(pixels_HWC, layout.height, layout.width, self.filter)
+
+
+def read_image_processor(
+    directory: Path, token_text: Callable[[int], str | None], token_id: Callable[[str], int | None]
+) -> ImageProcessor | None:
+    """Returns the image processor of a checkpoint, or None if the model reads no images. A
+    processor that is not supported is logged, and the model then reads text only.
+
+    Args:
+        token_text: Returns the text of a token of the tokenizer.
+        token_id: Returns the id of a token's text.
+    """
+    try:
+        return _read(directory, _Texts(directory, token_text, token_id))
+    except CheckpointError as error:
+        _log.warning("images are not served: %s", error.message)
+        return None
+
+
+def _read(directory: Path, texts: "_Texts") -> ImageProcessor | None:
+    config = read_object(directory / "config.json")
+    kind = _KINDS.get(str(config.get("model_type")))
+    if kind is None or not isinstance(config.get("vision_config"), dict):
+        return None
+    whole = read_object(directory / "processor_config.json")
+    nested = whole.get("image_processor")
+    # transformers prefers the settings in processor_config.json, too.
+    fields = nested if isinstance(nested, dict) else {}
+    fields = fields or read_object(directory / "preprocessor_config.json")
+    if not fields:
+        return None
+    settings = _Settings(directory, fields)
+    settings.check()
+    made = _qwen if kind == "qwen" else _pixtral
+    return made(settings, config, whole, texts)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The settings of an image processor by name."""
+
+    directory: Path
+    fields: Mapping[str, Any]
+
+    def check(self) -> None:
+        """Raises CheckpointError for settings that are not supported."""
+        for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+            if self.fields.get(name, True) is False:
+                self._refuse(name, "true")
+        for name in ("do_center_crop",):
+            if self.fields.get(name):
+                self._refuse(name, "false")
+        if self.filter not in (BILINEAR, BICUBIC):
+            self._refuse("resample", "2 or 3")
+
+    @property
+    def filter(self) -> int:
+        return self.fields.get("resample", BICUBIC)
+
+    def count(self, name: str, usual: int) -> int:
+        value = self.fields.get(name, usual)
+        if isinstance(value, dict):  # {"height": 16, "width": 16}
+            value = value.get("height") if value.get("height") == value.get("width") else None
+        return self._positive(name, value)
+
+    def area(self, name: str, older: str, usual: int) -> int:
+        size = self.fields.get("size")
+        value = self.fields.get(older)
+        if value is None:
+            value = size.get(name, usual) if isinstance(size, dict) else usual
+        return self._positive(f"size.{name}", value)
+
+    def channels(self, name: str, usual: tuple[float, ...]) -> tuple[float, ...]:
+        value = self.fields.get(name, usual)
+        if not isinstance(value, list | tuple) or len(value) != 3:
+            self._refuse(name, "three numbers")
+        return tuple(map(float, value))
+
+    def _positive(self, name: str, value: object) -> int:
+        if not isinstance(value, int) or value < 1:
+            self._refuse(name, "a positive integer")
+        return value
+
+    def _refuse(self, name: str, rule: str) -> NoReturn:
+        raise CheckpointError(
+            f"{self.directory}: {name} of the image processor must be {rule}, got"
+            f" {self.fields.get(name.partition('.')[0])!r}; correct preprocessor_config.json"
+        )
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Texts and ids of the tokens that mark images."""
+
+    directory: Path
+    text: Callable[[int], str | None]
+    id: Callable[[str], int | None]
+
+    def placeholder(self, token_id: object) -> tuple[str, int]:
+        text = self.text(token_id) if isinstance(token_id, int) else None
+        if not isinstance(token_id, int) or text is None:
+            raise CheckpointError(
+                f"{self.directory}: the image token of config.json is {token_id!r}, which is no"
+                " token of the tokenizer; correct image_token_id"
+            )
+        return text, token_id
+
+    def of(self, text: str) -> int:
+        if (token_id := self.id(text)) is None:
+            raise CheckpointError(
+                f"{self.directory}: {text!r} is no token of the tokenizer; correct the image tokens"
+                " in processor_config.json"
+            )
+        return token_id
+
+
+def _qwen(
+    settings: _Settings, config: Mapping[str, Any], whole: Mapping[str, Any], texts: _Texts
+) -> ImageProcessor:
+    placeholder, token = texts.placeholder(config.get("image_token_id"))
+    patch, merge = settings.count("patch_size", 14), settings.count("merge_size", 2)
+    least = settings.area("shortest_edge", "min_pixels", 56 * 56)
+    most = settings.area("longest_edge", "max_pixels", 28 * 28 * 1280)
+    return ImageProcessor(
+        placeholder,
+        (placeholder, *_QWEN_MARKS),
+        TokenIds(token),
+        patch,
+        merge,
+        lambda height, width: qwen_size(height, width, patch * merge, least, most),
+        settings.filter,
+        settings.channels("image_mean", _CLIP_MEAN),
+        settings.channels("image_std", _CLIP_STD),
+    )
+
+
+def qwen_size(height: int, width: int, side: int, least: int, most: int) -> Size:
+    """Returns the size of an image for Qwen's encoders: multiples of `side`, of an area in [least,
+    most] pixels, with nearly the aspect of the image."""
+    made = Size(round(height / side) * side, round(width / side) * side)
+    if made.height * made.width > most:
+        shrink = math.sqrt(height * width / most)
+        return Size(
+            *(max(side, math.floor(edge / shrink / side) * side) for edge in (height, width))
+        )
+    if made.height * made.width < least:
+        grow = math.sqrt(least / (height * width))
+        return Size(*(math.ceil(edge * grow / side) * side for edge in (height, width)))
+    return made
+
+
+def _pixtral(
+    settings: _Settings, config: Mapping[str, Any], whole: Mapping[str, Any], texts: _Texts
+) -> ImageProcessor:
+    placeholder, token = texts.placeholder(
+        config.get("image_token_index", config.get("image_token_id"))
+    )
+    row_end = str(whole.get("image_break_token", "[IMG_BREAK]"))
+    last_end = str(whole.get("image_end_token", "[IMG_END]"))
+    shape = _Settings(settings.directory, {**config["vision_config"], **whole})
+    patch = shape.count("patch_size", 16)
+    merge = _Settings(settings.directory, {**config, **whole}).count("spatial_merge_size", 1)
+    longest = settings.area("longest_edge", "longest_edge", 1024)
+    return ImageProcessor(
+        placeholder,
+        (placeholder, row_end, last_end),
+        TokenIds(token, texts.of(row_end), texts.of(last_end)),
+        patch,
+        merge,
+        lambda height, width: pixtral_size(height, width, patch * merge, longest),
+        settings.filter,
+        settings.channels("image_mean", _CLIP_MEAN),
+        settings.channels("image_std", _CLIP_STD),
+    )
+
+
+def pixtral_size(height: int, width: int, side: int, longest: int) -> Size:
+    """Returns the size of an image for Pixtral's encoder: both edges at most `longest`, rounded up
+    to multiples of `side`."""
+    ratio = max(height / longest, width / longest)
+    if ratio > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    return Size(*((max(edge - 1, 0) // side + 1) * side for edge in (height, width)))

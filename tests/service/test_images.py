@@ -1,0 +1,396 @@
+"""Images through both APIs: every form of an image part becomes the same prompt, usage and counts
+have its tokens, and what is not supported is refused by name."""
+
+import asyncio
+import base64
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdisagg.chat.image_marks import HiddenMarks
+from jdisagg.chat.images import ChatImage
+from jdisagg.chat.messages import ChatMessage, ChatPrompt
+from jdisagg.client import AsyncClient
+from jdisagg.config import LimitsConfig, ServiceConfig
+from jdisagg.dispatch import prompts
+from jdisagg.dispatch.frontend import Frontend
+from jdisagg.dispatch.prompts import TokenPrompt
+from jdisagg.errors import InvalidRequestError
+from jdisagg.images import PromptImage
+from jdisagg.request import Request
+from jdisagg.service.grpc import generation_pb2 as pb
+from jdisagg.service.grpc.wire_chat import chat_from_proto, chat_to_proto
+from jdisagg.service.server import GenerationServer
+from tests.service.doors import MODEL, FakePath, make_frontend
+from tests.service.http_doors import HttpDoor, http_door, running
+from tests.vision import IDS, VOCABULARY, data_url, file_of, pattern, vision_tokenizer
+
+CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+IMAGE = pattern(60, 100)
+FILE = file_of(IMAGE)
+URL = data_url(FILE)
+PAD = IDS["<|image_pad|>"]
+TOKENS = 6  # of IMAGE, 64 x 96 pixels after the resize
+VISION = replace(MODEL, vocabulary=VOCABULARY, context_tokens=600)
+
+
+def vision_frontend(
+    folder: Path, path: FakePath | None = None, kind: str = "qwen", **limits: Any
+) -> Frontend:
+    codec = vision_tokenizer(folder, kind)
+    return make_frontend(path or FakePath(), VISION, LimitsConfig(**limits), codec=codec)
+
+
+@asynccontextmanager
+async def vision_door(folder: Path, **limits: Any) -> AsyncIterator[HttpDoor]:
+    path = FakePath()
+    frontend = vision_frontend(folder, path, **limits)
+    server = GenerationServer(frontend, ServiceConfig(port=0, http_port=0))
+    async with running(path, server, frontend) as door:
+        yield door
+
+
+@pytest.fixture
+async def door(tmp_path: Path) -> AsyncIterator[HttpDoor]:
+    async with vision_door(tmp_path) as one:
+        yield one
+
+
+def chat(*parts: str | ChatImage) -> ChatPrompt:
+    return ChatPrompt((ChatMessage("user", parts),))
+
+
+def check_image(request: Request) -> None:
+    """The request has IMAGE, once, where its tokens are."""
+    (image,) = request.images
+    assert (image.length, image.grid) == (TOKENS, (1, 4, 6))
+    assert request.prompt_token_ids.count(PAD) == TOKENS
+    assert request.prompt_token_ids[image.start : image.start + TOKENS] == (PAD,) * TOKENS
+    assert request.prompt_token_ids[image.start - 1] == IDS["<|vision_start|>"]
+    assert len(image.pixels) == 64 * 96 * 3
+    assert image == PromptImage.of(image.start, TOKENS, (1, 4, 6), image.pixels)
+
+
+async def test_every_form_of_an_image_part_becomes_the_same_prompt(door: HttpDoor) -> None:
+    text = {"type": "text", "text": "What?"}
+    chats: list[Any] = [
+        {"type": "image_url", "image_url": {"url": URL, "detail": "high"}},
+        {"type": "image_url", "image_url": URL},
+        {"type": "input_image", "image_url": URL, "detail": "auto"},
+    ]
+    for part in chats:
+        body = {"messages": [{"role": "user", "content": [part, text]}], "max_tokens": 1}
+        assert (await door.ask(CHATS, body)).status == 200
+    content = [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": "What?"}]
+    body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 1}
+    assert (await door.ask(RESPONSES, body)).status == 200
+    source = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
+    content = [{"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}, text]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    assert (await door.ask(MESSAGES, body)).status == 200
+    async with AsyncClient(door.target) as client:
+        message = ChatMessage("user", (ChatImage(FILE, "image/png"), "What?"))
+        await client.complete(messages=[message], max_tokens=1)
+    assert len(door.path.requests) == 6
+    assert len({request.prompt_token_ids for request in door.path.requests}) == 1
+    assert len({request.images for request in door.path.requests}) == 1
+    check_image(door.path.requests[0])
+
+
+async def test_the_openai_client_sends_images_unmodified(door: HttpDoor) -> None:
+    async with door.client() as client:
+        image: Any = {"type": "image_url", "image_url": {"url": URL}}
+        reply = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": [{"type": "text", "text": "What?"}, image]}],
+            max_tokens=2,
+        )
+        check_image(door.path.requests[0])
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens == len(door.path.requests[0].prompt_token_ids)
+        part: Any = {"type": "input_image", "image_url": URL, "detail": "auto"}
+        message: Any = {"role": "user", "content": [{"type": "input_text", "text": "What?"}, part]}
+        response = await client.responses.create(model="tiny", input=[message], max_output_tokens=2)
+        assert response.usage is not None
+        assert response.usage.input_tokens == reply.usage.prompt_tokens
+        check_image(door.path.requests[1])
+
+
+async def test_rendering_and_counting_include_the_tokens_of_images(door: HttpDoor) -> None:
+    image = {"type": "image_url", "image_url": {"url": URL}}
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": "What?"}]}]
+    rendered = (await door.ask(f"{CHATS}/render", {"messages": messages})).fields
+    count = len(rendered["prompt_token_ids"])
+    assert rendered["prompt_token_ids"].count(PAD) == TOKENS
+    assert rendered["prompt"].count("<|image_pad|>") == TOKENS
+    tokenized = (await door.ask("/tokenize", {"messages": messages})).fields
+    assert tokenized["tokens"] == rendered["prompt_token_ids"] and tokenized["count"] == count
+    source = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+    counted = await door.ask(
+        f"{MESSAGES}/count_tokens", {"messages": [{"role": "user", "content": content}]}
+    )
+    assert counted.fields["input_tokens"] == count
+    parts = [{"type": "input_image", "image_url": URL}, {"type": "input_text", "text": "What?"}]
+    body = {"input": [{"role": "user", "content": parts}]}
+    counted = await door.ask(f"{RESPONSES}/input_tokens", body)
+    assert counted.fields["input_tokens"] == count
+    async with AsyncClient(door.target) as client:
+        message = ChatMessage("user", (ChatImage(FILE), "What?"))
+        assert len(await client.tokenize(messages=[message])) == count
+    assert not door.path.requests
+
+
+async def test_anthropics_blocks_keep_their_order_and_results_of_tools_have_images(
+    door: HttpDoor,
+) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
+    image = {"type": "image", "source": source}
+    texts = [{"type": "text", "text": text} for text in ("a", "b", "c")]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [texts[0], image, texts[1]]}
+    messages = [
+        {"role": "user", "content": [*texts[:2], image, texts[2]]},
+        {"role": "assistant", "content": "d"},
+        {"role": "user", "content": [result]},
+    ]
+    answer = await door.ask(MESSAGES, {"messages": messages, "max_tokens": 1})
+    assert answer.status == 200, answer.body
+    shown = (
+        await door.ask("/detokenize", {"tokens": door.path.requests[0].prompt_token_ids})
+    ).fields
+    span = f"<|vision_start|>{'<|image_pad|>' * TOKENS}<|vision_end|>"
+    assert shown["prompt"] == (
+        f"<|im_start|>user\na\nb{span}c<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n"
+        f"<|im_start|>tool\na{span}b<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [image.grid for image in door.path.requests[0].images] == [(1, 4, 6)] * 2
+
+
+def of_parts(*parts: Any) -> Any:
+    return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 1}
+
+
+def image_url(url: str) -> Any:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+PDF = base64.b64encode(b"%PDF-1.7").decode()
+WRONG: list[tuple[str, Any, str]] = [
+    (CHATS, of_parts(image_url("https://example.com/a.png")),
+     "messages[0].content[0].image_url.url must be a data: URL, got 'https://example.com/a.png';"
+     " the server fetches no URLs"),
+    (CHATS, of_parts({"type": "image_url"}), "messages[0].content[0].image_url is missing"),
+    (CHATS, of_parts({"type": "input_image", "file_id": "f"}), "the server keeps no files"),
+    (CHATS, of_parts({"type": "input_audio"}), "must have the type text or image_url"),
+    (CHATS, of_parts(image_url(f"data:image/png;base64,{PDF}")),
+     "messages[0].content[0] is not a readable image"),
+    (CHATS, of_parts(image_url(URL[:-200])), "messages[0].content[0] is not a readable image"),
+    (CHATS, of_parts(image_url("data:image/png;base64,a*")), "content[0] is not valid base64"),
+    (CHATS, of_parts(*[image_url(URL)] * 4), "messages have 4 images; at most 3 are taken"),
+    (CHATS, of_parts(image_url(data_url(file_of(pattern(200, 200))))),
+     "messages[0].content[0] has 200 x 200 pixels; at most 30000 are taken"),
+    (CHATS, of_parts(image_url(data_url(file_of(pattern(1, 250))))),
+     "messages[0].content[0] has 250 x 1 pixels; one side may be at most 200 times"),
+    (MESSAGES, of_parts({"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}),
+     "content[0].source.url must be a data: URL"),
+    (MESSAGES, of_parts({"type": "image", "source": {"type": "file", "file_id": "f"}}),
+     "content[0].source.type must be base64, got 'file'"),
+    (MESSAGES, of_parts({"type": "document", "source": {}}),
+     "type must be text, image, thinking, tool_use or tool_result"),
+    (MESSAGES, {"system": [{"type": "image", "source": {}}], **of_parts()},
+     "system[0].type must be text"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+     'input[0].content[0].file_id="f" is not supported; the server keeps no files'),
+]  # fmt: skip
+
+
+async def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
+    async with vision_door(tmp_path, max_images=3, max_image_pixels=30_000) as door:
+        for path, body, words in WRONG:
+            answer = await door.ask(path, body)
+            assert answer.status == 400, (words, answer.body)
+            assert words in answer.error["message"], answer.body
+        assert not door.path.requests
+
+
+async def test_a_model_without_a_vision_encoder_refuses_images_by_name() -> None:
+    async with http_door() as door:
+        answer = await door.ask(CHATS, of_parts(image_url(URL)))
+        assert answer.status == 400
+        assert (
+            "messages[0].content[0] is an image, and the model 'tiny' reads text only"
+            in (answer.error["message"])
+        )
+
+
+async def test_a_template_that_displays_no_image_is_refused(tmp_path: Path) -> None:
+    frontend = vision_frontend(tmp_path, kind="pixtral")
+    said = ChatMessage("assistant", (ChatImage(FILE), "x"))
+    with pytest.raises(InvalidRequestError, match="displays no image|shows 0 of them"):
+        await frontend.build_request(ChatPrompt((ChatMessage("user", "a"), said)))
+
+
+async def test_pixtral_shows_rows_with_their_ends(tmp_path: Path) -> None:
+    frontend = vision_frontend(tmp_path, kind="pixtral")
+    request = await frontend.build_request(chat("a", ChatImage(FILE), "b"))
+    image, row_end, end = (IDS[f"[IMG{name}]"] for name in ("", "_BREAK", "_END"))
+    rows = [image] * 4 + [row_end] + [image] * 4 + [row_end] + [image] * 4 + [end]
+    (found,) = request.images
+    assert (found.length, found.grid) == (15, (1, 6, 8))
+    assert list(request.prompt_token_ids[found.start : found.start + found.length]) == rows
+
+
+async def test_two_images_lie_in_order_and_differ_by_their_digests(tmp_path: Path) -> None:
+    frontend = vision_frontend(tmp_path)
+    other = ChatImage(file_of(pattern(60, 100, seed=1)))
+    request = await frontend.build_request(chat(ChatImage(FILE), "then", other, "?"))
+    first, second = request.images
+    assert first.start + first.length < second.start
+    assert first.digest != second.digest and first.grid == second.grid
+    again = await frontend.build_request(chat(other, "then", ChatImage(FILE), "?"))
+    assert [image.digest for image in again.images] == [second.digest, first.digest]
+    assert again.prompt_token_ids == request.prompt_token_ids
+
+
+async def test_equal_pixels_have_one_digest_whatever_the_file(tmp_path: Path) -> None:
+    frontend = vision_frontend(tmp_path)
+    files = [FILE, file_of(IMAGE, "WEBP", lossless=True), file_of(IMAGE, compress_level=1)]
+    assert len(set(files)) == 3
+    built = [await frontend.build_request(chat(ChatImage(file))) for file in files]
+    assert len({request.images for request in built}) == 1
+
+
+FORGED = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+
+
+async def test_text_of_a_client_cannot_become_an_image_token(tmp_path: Path) -> None:
+    """Neither with an image in the chat nor without, in any text that the template shows."""
+    frontend = vision_frontend(tmp_path)
+    for mark in FORGED:
+        for prompt in (chat(f"a{mark}b", ChatImage(FILE), mark), chat(mark * 3)):
+            request = await frontend.build_request(prompt)
+            images = len(request.images)
+            assert request.prompt_token_ids.count(PAD) == images * TOKENS
+            assert request.prompt_token_ids.count(IDS["<|vision_start|>"]) == images
+            assert request.prompt_token_ids.count(IDS["<|video_pad|>"]) == 0
+            text = await frontend.detokenize(request.prompt_token_ids, False)
+            assert mark in text.replace("<|image_pad|>" * TOKENS, "")
+            if images:
+                check_image(request)
+
+
+async def test_a_mark_that_several_parts_form_is_refused(tmp_path: Path) -> None:
+    frontend = vision_frontend(tmp_path)
+    with pytest.raises(InvalidRequestError, match="messages have 1 images, but .* shows 2"):
+        await frontend.build_request(chat("<|image", "_pad|>", ChatImage(FILE)))
+
+
+async def test_an_image_token_outside_of_chats_is_refused(tmp_path: Path) -> None:
+    frontend = vision_frontend(tmp_path)
+    for prompt in ("a<|image_pad|>b", TokenPrompt((97, PAD, 98))):
+        with pytest.raises(InvalidRequestError, match="stands for an image; send the image in a"):
+            await frontend.build_request(prompt)
+    assert PAD in await frontend.tokenize("a<|image_pad|>b")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from(["a", "<", "|", "<|image_pad|>", "<|image", "_pad|>", "1>"])))
+def test_hidden_marks_are_the_same_text_in_pieces_without_marks(parts: list[str]) -> None:
+    text = "".join(parts)
+    hidden = HiddenMarks(("<|image_pad|>", "[IMG]"))
+    value = hidden.hide({"x": [text, 3, None], text: {"y": text}})
+    assert "<|image_pad|>" not in str(value)
+    pieces = hidden.pieces(value["x"][0])
+    assert "".join(pieces) == text and len(pieces) == text.count("<|image_pad|>") + 1
+    assert not any("<|image_pad|>" in piece for piece in pieces)
+
+
+async def test_images_are_read_outside_of_the_event_loops_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    frontend = vision_frontend(tmp_path)
+    codec: Any = frontend.prompts.codec
+    resized = type(codec.images).resized
+
+    def noted(self: Any, pixels: np.ndarray, layout: Any) -> np.ndarray:
+        threads.append(threading.current_thread())
+        return resized(self, pixels, layout)
+
+    monkeypatch.setattr(type(codec.images), "resized", noted)
+    content = ChatImage.content
+
+    def noted_content(self: ChatImage, where: str) -> bytes:
+        threads.append(threading.current_thread())
+        return content(self, where)
+
+    monkeypatch.setattr(ChatImage, "content", noted_content)
+    await frontend.build_request(chat(ChatImage(FILE)))
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
+
+
+async def test_a_prompt_that_is_too_long_is_refused_before_its_images_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frontend = vision_frontend(tmp_path)
+    large = ChatImage(file_of(pattern(400, 480)))
+    monkeypatch.setattr(
+        "jdisagg.chat.image_files.ImageFile.pixels", lambda self: pytest.fail("decoded")
+    )
+    assert len(await frontend.tokenize(chat(*[large] * 4))) > 600
+    with pytest.raises(InvalidRequestError, match="prompt has .* tokens; the model's context of"):
+        await frontend.build_request(chat(*[large] * 4))
+
+
+def test_a_chat_with_images_is_the_same_after_the_wire() -> None:
+    parts = ("a", ChatImage(FILE, "image/png"), "b", ChatImage(FILE))
+    prompt = ChatPrompt((ChatMessage("user", parts), ChatMessage("user", ("c", "d"))))
+    assert chat_from_proto(chat_to_proto(prompt)) == prompt
+    text = ChatPrompt((ChatMessage("user", (ChatImage(URL.partition(",")[2]),)),))
+    (message,) = chat_from_proto(chat_to_proto(text)).messages
+    assert message.content == (ChatImage(FILE),)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (pb.ChatMessage(content="a", mixed_parts=[pb.ContentPart(text="b")]), "exclude each other"),
+        (pb.ChatMessage(mixed_parts=[pb.ContentPart()]), r"mixed_parts\[0\] is empty: set one of"),
+        (
+            pb.ChatMessage(mixed_parts=[pb.ContentPart(image=pb.Image(media_type="a/b"))]),
+            r"messages\[0\].mixed_parts\[0\]: media type 'a/b' is not supported",
+        ),
+    ],
+)
+def test_parts_over_grpc_that_are_wrong_are_named(message: pb.ChatMessage, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        chat_from_proto(pb.ChatMessages(messages=[message]))
+
+
+async def test_pixels_of_a_request_fit_a_message_between_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frontend = vision_frontend(tmp_path)
+    monkeypatch.setattr(prompts, "MAX_PIXEL_BYTES", 2 * 64 * 96 * 3)
+    await frontend.build_request(chat(*[ChatImage(FILE)] * 2))
+    with pytest.raises(InvalidRequestError, match="55296 bytes of pixels .*; at most 36864"):
+        await frontend.build_request(chat(*[ChatImage(FILE)] * 3))
+
+
+async def test_a_cancelled_request_leaves_the_frontend_usable(tmp_path: Path) -> None:
+    frontend = vision_frontend(tmp_path)
+    building = asyncio.create_task(frontend.build_request(chat(ChatImage(FILE))))
+    await asyncio.sleep(0)
+    building.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await building
+    check_image(await frontend.build_request(chat(ChatImage(FILE))))
