@@ -17,6 +17,7 @@ import numpy as np
 
 from jdisagg.chat.images import ImageLayout
 from jdisagg.errors import CheckpointError, InvalidRequestError
+from models import vision_config
 from models.generation_config import read_object
 from models.image_resize import BICUBIC, BILINEAR, resized
 
@@ -26,8 +27,6 @@ MAX_ASPECT = 200
 # model_type of config.json, and the kind of its image processor.
 _KINDS = {"qwen3_5": "qwen", "qwen3_5_moe": "qwen", "mistral3": "pixtral"}
 _QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class Size(NamedTuple):
@@ -55,7 +54,6 @@ class ImageProcessor:
         patch, merge: Side of a patch in pixels, and number of patches along the side of a token.
         size: Function of an image's height and width that returns the size after resizing.
         filter: Filter of the resize.
-        mean, std: Mean and standard deviation of each channel, for values in [0, 1].
     """
 
     placeholder: str
@@ -65,8 +63,6 @@ class ImageProcessor:
     merge: int
     size: Callable[[int, int], Size]
     filter: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
     @property
     def token(self) -> int:
@@ -120,10 +116,7 @@ def _read(directory: Path, texts: "_Texts") -> ImageProcessor | None:
     if kind is None or not isinstance(config.get("vision_config"), dict):
         return None
     whole = read_object(directory / "processor_config.json")
-    nested = whole.get("image_processor")
-    # transformers prefers the settings in processor_config.json, too.
-    fields = nested if isinstance(nested, dict) else {}
-    fields = fields or read_object(directory / "preprocessor_config.json")
+    fields = vision_config.processor_settings(lambda name: read_object(directory / name))
     if not fields:
         return None
     settings = _Settings(directory, fields)
@@ -166,12 +159,6 @@ class _Settings:
         if value is None:
             value = size.get(name, usual) if isinstance(size, dict) else usual
         return self._positive(f"size.{name}", value)
-
-    def channels(self, name: str, usual: tuple[float, ...]) -> tuple[float, ...]:
-        value = self.fields.get(name, usual)
-        if not isinstance(value, list | tuple) or len(value) != 3:
-            self._refuse(name, "three numbers")
-        return tuple(map(float, value))
 
     def _positive(self, name: str, value: object) -> int:
         if not isinstance(value, int) or value < 1:
@@ -218,6 +205,8 @@ def _qwen(
     patch, merge = settings.count("patch_size", 14), settings.count("merge_size", 2)
     least = settings.area("shortest_edge", "min_pixels", 56 * 56)
     most = settings.area("longest_edge", "max_pixels", 28 * 28 * 1280)
+    # Larger images than the encoder's programs read are reduced instead of refused.
+    most = min(most, vision_config.MOST_PATCHES * patch**2)
     return ImageProcessor(
         placeholder,
         (placeholder, *_QWEN_MARKS),
@@ -226,8 +215,6 @@ def _qwen(
         merge,
         lambda height, width: qwen_size(height, width, patch * merge, least, most),
         settings.filter,
-        settings.channels("image_mean", _CLIP_MEAN),
-        settings.channels("image_std", _CLIP_STD),
     )
 
 
@@ -266,8 +253,6 @@ def _pixtral(
         merge,
         lambda height, width: pixtral_size(height, width, patch * merge, longest),
         settings.filter,
-        settings.channels("image_mean", _CLIP_MEAN),
-        settings.channels("image_std", _CLIP_STD),
     )
 
 

@@ -49,6 +49,13 @@ def _activated(x: jax.Array, kind: str) -> jax.Array:
     return jax.nn.gelu(x, approximate=kind == "gelu_tanh")
 
 
+def normalised(pixels_PC: jax.Array, mean: tuple[float, ...], std: tuple[float, ...]) -> jax.Array:
+    """Returns the values of uint8 pixels that an encoder reads, float32 [P, C]."""
+    wide = pixels_PC.astype(jnp.float32).reshape(pixels_PC.shape[0], -1, 3) / 255
+    means, deviations = (jnp.asarray(part, jnp.float32)[None, None] for part in (mean, std))
+    return ((wide - means) / deviations).reshape(pixels_PC.shape)
+
+
 class PatchEmbedding(nnx.Module):
     """Normalises pixels and projects each patch. Adds learned positions, interpolated from a square
     table, or applies a norm."""
@@ -75,12 +82,8 @@ class PatchEmbedding(nnx.Module):
             size_2: Height and width of the image in patches.
         """
         config, dtype = self.config, self.project.kernel[...].dtype
-        wide = pixels_PC.astype(jnp.float32).reshape(pixels_PC.shape[0], -1, 3) / 255
-        mean, std = (
-            jnp.asarray(part, jnp.float32)[None, None] for part in (config.mean, config.std)
-        )
-        x_PC = ((wide - mean) / std).reshape(pixels_PC.shape).astype(dtype)
-        x_PD = self.project(x_PC, shards)
+        x_PC = normalised(pixels_PC, config.mean, config.std)
+        x_PD = self.project(x_PC.astype(dtype), shards)
         if self.positions is not None:
             x_PD = x_PD + self._interpolated(place_P2, size_2).astype(dtype)
         return x_PD if self.norm is None else self.norm(x_PD)

@@ -6,7 +6,7 @@ A vision encoder that is not supported is no error, because the text part is ser
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -226,15 +226,24 @@ def _theta(fields: Mapping[str, object]) -> float:
     return float(theta or fields.get("rope_theta") or 10000.0)  # type: ignore[arg-type]
 
 
+def processor_settings(read: Callable[[str], Mapping[str, object]]) -> Mapping[str, object]:
+    """Returns the settings of a model's image processor. Those in processor_config.json take
+    precedence, as in transformers. `read` returns the fields of a JSON file of the folder."""
+    nested = read("processor_config.json").get("image_processor")
+    if isinstance(nested, Mapping) and nested:
+        return nested
+    return read("preprocessor_config.json")
+
+
 def _normalisation(
     hf: HfConfig, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Reads the normalisation of pixels from the processor's file beside config.json."""
-    found = hf.beside("preprocessor_config.json")
+    found = processor_settings(hf.beside)
     given = [found.get("image_mean"), found.get("image_std")]
     for name, value in zip(("image_mean", "image_std"), given, strict=True):
         if value is not None and (not isinstance(value, list) or len(value) != 3):
-            raise ValueError(f"preprocessor_config.json: {name} must be three numbers")
+            raise ValueError(f"the image processor's {name} must be three numbers")
     of_mean, of_std = given
     return (
         tuple(map(float, of_mean)) if isinstance(of_mean, list) else mean,

@@ -107,7 +107,11 @@ async def test_images_of_every_api_give_the_tokens_of_transformers(
             messages=[said], max_tokens=len(greedy), temperature=0, ignore_eos=True
         )
         assert list(done.choices[0].token_ids) == greedy
-        for hostile in (files[0][: len(files[0]) // 2], b"GIF89a", b"\x89PNG\r\n\x1a\n" + bytes(99)):
+        for hostile in (
+            files[0][: len(files[0]) // 2],
+            b"GIF89a",
+            b"\x89PNG\r\n\x1a\n" + bytes(99),
+        ):
             body = {"messages": [{"role": "user", "content": content(hostile, files[1])}]}
             answer = await door.ask("/v1/chat/completions", body)
             assert answer.status == 400 and "is not a readable image" in answer.error["message"]

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
 
 from jdisagg.errors import InvalidRequestError
+from models import vision_config
 from models.image_processor import ImageProcessor, read_image_processor
 from models.image_resize import BICUBIC, BILINEAR, resized
+from models.vision import normalised
 from tests.vision import IDS, SETTINGS, backend, pattern, processor, write_settings
 
 GOLDEN: dict[str, Any] = json.loads(
@@ -33,9 +36,13 @@ def test_pixels_of_odd_sizes_equal_transformers(tmp_path: Path, kind: str) -> No
         assert pixels.shape == (layout.height, layout.width, 3) and pixels.dtype == np.uint8
         patches = patched(ours, pixels, kind != "pixtral", FRAMES[kind])
         assert hashlib.sha256(patches.tobytes()).hexdigest() == expected["digest"], expected["size"]
-        values = normalised(ours, patches)
-        for row, column, value in expected["values"]:
-            assert abs(values[row, column] - value) < 1e-6
+        rows, columns, values = zip(*expected["values"], strict=True)
+        # [sampled patches, pixels and frames, channels]
+        sampled = patches[list(rows)].transpose(0, 2, 3, 4, 1)
+        made = normalised(jnp.asarray(sampled.reshape(len(rows), -1)), *normalisation(kind))
+        made = np.asarray(made).reshape(sampled.shape).transpose(0, 4, 1, 2, 3)
+        made = made.reshape(len(rows), -1)[np.arange(len(rows)), list(columns)]
+        assert np.abs(made - np.asarray(values)).max() < 1e-6
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -55,12 +62,12 @@ def test_tokens_of_a_prompt_with_an_image_equal_transformers(tmp_path: Path, kin
         assert hashlib.sha256(np.asarray(ids, np.int32).tobytes()).hexdigest() == expected["tokens"]
 
 
-def normalised(processor: ImageProcessor, patches: np.ndarray) -> np.ndarray:
-    """Values [patches, values] as the encoder computes them."""
-    mean, std = (
-        np.asarray(one, np.float32)[:, None, None, None] for one in (processor.mean, processor.std)
+def normalisation(kind: str) -> Any:
+    settings = SETTINGS[kind]["preprocessor_config.json"]
+    return (
+        settings.get("image_mean", vision_config.CLIP_MEAN),
+        settings.get("image_std", vision_config.CLIP_STD),
     )
-    return ((patches.astype(np.float32) / 255 - mean) / std).reshape(len(patches), -1)
 
 
 def patched(processor: ImageProcessor, pixels: np.ndarray, blocks: bool, frames: int) -> np.ndarray:
@@ -94,6 +101,18 @@ def test_a_long_strip_is_refused(tmp_path: Path) -> None:
     ours.layout("image", 2, 400)
     with pytest.raises(InvalidRequestError, match="x has 402 x 2 pixels; one side .* 200 times"):
         ours.layout("x", 2, 402)
+
+
+def test_an_image_larger_than_the_encoder_reads_is_reduced(tmp_path: Path) -> None:
+    write_settings(tmp_path, "qwen")
+    path = tmp_path / "preprocessor_config.json"
+    size = {"shortest_edge": 65536, "longest_edge": 16777216}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"size": size}))
+    made = backend()
+    ours = read_image_processor(tmp_path, made.id_to_token, made.token_to_id)
+    assert ours is not None
+    time, height, width = ours.layout("image", 2160, 3840).grid
+    assert 0.95 * vision_config.MOST_PATCHES < time * height * width <= vision_config.MOST_PATCHES
 
 
 def test_rows_of_pixtral_end_with_tokens_of_their_own(tmp_path: Path) -> None:
