@@ -178,7 +178,7 @@ def fitting_layouts(
     found: list[Fitting] = []
     layouts = [*_layouts(most, site.domain, bool(geometry.experts))]
     if site.slow_links and not (geometry.experts or geometry.linear or geometry.windowed_part):
-        layouts += _staged_layouts(site.accelerators, site.domain)
+        layouts += _staged_layouts(most)
     for layout in layouts:
         try:
             model = site.cost_model(geometry, layout, dtype)
@@ -240,12 +240,13 @@ def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
                 yield Layout(dp=dp, tp=tp, ep=dp * tp)
 
 
-def _staged_layouts(most: int, domain: int) -> Iterator[Layout]:
-    """Yields the layouts of several pipeline stages, of powers of two."""
+def _staged_layouts(most: int) -> Iterator[Layout]:
+    """Yields the layouts of several pipeline stages, of powers of two, with at most `most`
+    devices."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     for tp in sizes:
         for pp in sizes[1:]:
-            if tp <= domain and pp * tp <= most:
+            if pp * tp <= most:
                 yield Layout(tp=tp, pp=pp)
 
 
