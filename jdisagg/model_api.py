@@ -306,9 +306,10 @@ class AdapterContent(NamedTuple):
 
 class Vision(Protocol):
     """A vision encoder, which maps the patches of an image to activations of the text model
-    (`executor/image_programs.py`). `patches`, each of `blocks` and `merger` are called as in
-    `models/vision.py`. `kept_rows` is the number of image tokens whose activations an instance
-    keeps on each device."""
+    (`executor/image_programs.py`). `patches`, each of `blocks` and the mergers are called as in
+    `models/vision.py`. `deep_mergers[n]` maps the output of block `deep_after[n]` to activations
+    that are added after layer n of the text model. `kept_rows` is the number of image tokens whose
+    activations an instance keeps on each device."""
 
     @property
     def patches(self) -> object: ...
@@ -316,6 +317,10 @@ class Vision(Protocol):
     def blocks(self) -> Sequence[object]: ...
     @property
     def merger(self) -> object: ...
+    @property
+    def deep_mergers(self) -> Sequence[object]: ...
+    @property
+    def deep_after(self) -> tuple[int, ...]: ...
     @property
     def format(self) -> ImageFormat: ...
     @property

@@ -91,6 +91,11 @@ def vision_source(parameter: ParameterShape, config: VisionConfig) -> Source:
         if kind == "qwen" and part in ("q", "k", "v"):
             return _fused(f"{_BLOCKS[kind]}{number}.attn.qkv", str(part), str(end), parameter)
         name = f"{_BLOCKS[kind]}{number}.{_BLOCK[kind][str(part)]}"
+    elif first == "deep_mergers":
+        number, part, end = rest
+        name = _REST[kind][f"merger.{part}"].replace(
+            "visual.merger", f"visual.deepstack_merger_list.{number}"
+        )
     elif rest == ["positions"]:
         return Whole("visual.pos_embed.weight", shape)
     else:

@@ -170,11 +170,19 @@ class VisionBlock(nnx.Module):
 
 
 class PatchMerger(nnx.Module):
-    """Merges the patches of each token and projects them to the width of the text model."""
+    """Merges the patches of each token and projects them to the width of the text model. Each patch
+    is normalised before, or with `merged_norm` the merged patches."""
 
-    def __init__(self, make: Make, config: VisionConfig, form: KernelForm) -> None:
+    def __init__(
+        self, make: Make, config: VisionConfig, form: KernelForm, *, merged_norm: bool = False
+    ) -> None:
         merged = config.width * config.merge**2
-        self.norm = _norm(make, config, config.out_epsilon)
+        self.norm = (
+            _LayerNorm(make, merged, config.out_epsilon)
+            if merged_norm
+            else _norm(make, config, config.out_epsilon)
+        )
+        self.merged_norm = merged_norm
         pixtral = config.kind == "pixtral"
         self.merge = _linear(make, merged, config.width, form, False) if pixtral else None
         into, between = (config.width, config.out_width) if pixtral else (merged, merged)
@@ -184,7 +192,10 @@ class PatchMerger(nnx.Module):
 
     def __call__(self, x_PD: jax.Array, shards: Shards) -> jax.Array:
         """Returns the activations of each token, [P / merge^2, D] with the text model's D."""
-        x_TM = self.norm(x_PD).reshape(-1, self.merged)
+        if self.merged_norm:
+            x_TM = self.norm(x_PD.reshape(-1, self.merged))
+        else:
+            x_TM = self.norm(x_PD).reshape(-1, self.merged)
         if self.merge is not None:
             x_TM = self.merge(x_TM, shards)
         return self.out(_activated(self.up(x_TM, shards), "gelu"), shards)
@@ -197,5 +208,9 @@ class VisionEncoder(nnx.Module):
         self.patches = PatchEmbedding(make, config, form)
         self.blocks = nnx.List([VisionBlock(make, config, form) for _ in range(config.layers)])
         self.merger = PatchMerger(make, config, form)
+        self.deep_mergers = nnx.List(
+            [PatchMerger(make, config, form, merged_norm=True) for _ in config.deepstack]
+        )
+        self.deep_after = config.deepstack
         self.format = config.format
         self.kept_rows = config.kept_rows

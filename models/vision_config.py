@@ -7,7 +7,7 @@ A vision encoder that is not supported is no error, because the text part is ser
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jdisagg.costs.model_geometry import ImageEncoder
@@ -40,6 +40,8 @@ class VisionConfig:
         activation: Activation of the encoder's blocks.
         biased: Whether the projector has biases.
         out_epsilon: Epsilon of the projector's norm.
+        deepstack: Blocks of the encoder whose activations are also projected, and added to those of
+            image tokens after the first layers of the text model, one after the other.
     """
 
     kind: Literal["qwen", "pixtral"]
@@ -60,6 +62,7 @@ class VisionConfig:
     std: tuple[float, ...] = HALF
     biased: bool = True
     out_epsilon: float = 1e-6
+    deepstack: tuple[int, ...] = ()
 
     @property
     def format(self) -> ImageFormat:
@@ -85,14 +88,15 @@ class VisionConfig:
         if self.kind == "pixtral":
             head = merged * self.width + self.width * self.out_width + self.out_width**2
         else:
-            head = merged**2 + merged * self.out_width
+            head = (1 + len(self.deepstack)) * (merged**2 + merged * self.out_width)
         return stem + self.layers * block + head
 
     @property
     def costs(self) -> ImageEncoder:
         """The encoder's sizes in the form that the memory plan needs."""
         block = 6 * self.width + 2 * self.ffn + 3 * self.patch**2
-        return ImageEncoder(self.parameters, block, MOST_PATCHES, self.kept_rows)
+        kept = self.kept_rows * (1 + len(self.deepstack))
+        return ImageEncoder(self.parameters, block, MOST_PATCHES, kept)
 
 
 ACTIVATIONS: dict[object, Literal["gelu_tanh", "gelu", "silu"]] = {
@@ -146,6 +150,17 @@ def _qwen(hf: HfConfig, fields: Mapping[str, object], width: int) -> VisionConfi
     )
 
 
+def _qwen_vl(hf: HfConfig, fields: Mapping[str, object], width: int) -> VisionConfig:
+    given = fields.get("deepstack_visual_indexes", [8, 16, 24])
+    if not isinstance(given, list) or sorted(set(given)) != given:
+        raise ValueError(f"deepstack_visual_indexes must ascend, got {given!r}")
+    config = _qwen(hf, fields, width)
+    if given and not 0 <= given[0] <= given[-1] < config.layers:
+        raise ValueError(f"deepstack_visual_indexes={given} exceed {config.layers} blocks")
+    token = _count(hf.whole, "image_token_id", 151655)
+    return replace(config, deepstack=tuple(given), image_token=token)
+
+
 def _pixtral(hf: HfConfig, fields: Mapping[str, object], width: int) -> VisionConfig:
     if fields.get("model_type", "pixtral") != "pixtral":
         raise ValueError(f"model_type must be 'pixtral', got {fields.get('model_type')!r}")
@@ -176,7 +191,13 @@ def _pixtral(hf: HfConfig, fields: Mapping[str, object], width: int) -> VisionCo
     )
 
 
-_READERS = {"qwen3_5": _qwen, "qwen3_5_moe": _qwen, "mistral3": _pixtral}
+_READERS = {
+    "qwen3_vl": _qwen_vl,
+    "qwen3_vl_moe": _qwen_vl,
+    "qwen3_5": _qwen,
+    "qwen3_5_moe": _qwen,
+    "mistral3": _pixtral,
+}
 
 
 def spatial_sections(hf: HfConfig) -> tuple[int, int, int]:
@@ -187,7 +208,7 @@ def spatial_sections(hf: HfConfig) -> tuple[int, int, int]:
         if isinstance(found, list) and len(found) == 3:
             time, row, column = map(int, found)
             return time, row, column
-    return 11, 11, 10
+    return (24, 20, 20) if str(hf.whole.get("model_type")).startswith("qwen3_vl") else (11, 11, 10)
 
 
 def _check(config: VisionConfig, vocabulary: int) -> None:

@@ -164,7 +164,7 @@ class ImageEncoder(Message, frozen=True):
         parameters: Number of weights, which every device of an instance holds.
         patch_values: Number of values that the largest program needs for each patch.
         most_patches: Largest number of patches of an image.
-        kept_rows: Number of image tokens whose activations a device keeps.
+        kept_rows: Number of activations of image tokens that a device keeps.
     """
 
     parameters: int

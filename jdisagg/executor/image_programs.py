@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.executor.programs import RANK, Programs
-from jdisagg.executor.weights import VisionParts, Weights
+from jdisagg.executor.weights import Part, VisionParts, Weights
 from jdisagg.images import ImageFormat, PromptImage, rows_of_image
 from jdisagg.messages.step_commands import PrefillRow
 from jdisagg.model_api import Shards
@@ -78,6 +78,7 @@ class ImagePrograms:
 
     Attributes:
         encoded: Number of images encoded since the start.
+        depth: Number of layers of the text model after which activations of images are added.
     """
 
     def __init__(
@@ -88,12 +89,13 @@ class ImagePrograms:
         self._vision: VisionParts = weights.vision
         self._width, self._dtype = weights.width, weights.dtype
         self._ranks = programs.mesh.shape["dp"]
-        self._kept, self.encoded = kept, 0
+        self._kept, self.encoded, self.depth = kept, 0, len(self._vision.deep_after)
         self._stores = [ImageStore(kept) for _ in range(self._ranks)]
         self._array: jax.Array = self._zeros()
 
     def _zeros(self) -> Any:
-        return self._programs.zeros((self._ranks, self._kept, self._width), self._dtype, RANK)
+        shape = (self._ranks, self._kept, 1 + self.depth, self._width)
+        return self._programs.zeros(shape, self._dtype, RANK)
 
     @property
     def bytes(self) -> int:
@@ -105,17 +107,28 @@ class ImagePrograms:
         for store in self._stores:
             store.clear()
 
-    def run(self, rows: Sequence[PrefillRow], x: jax.Array) -> jax.Array:
+    def run(self, rows: Sequence[PrefillRow], x: jax.Array) -> tuple[jax.Array, Any]:
         """Replaces the embeddings of image tokens.
 
         Args:
             rows: Rows of a chunk that have images.
             x: Embeddings of the chunk, [ranks, T, D].
+
+        Returns:
+            The new embeddings.
+            What is added to the activations of the chunk after the first layers, [ranks, T, depth,
+                D], or () if the model adds nothing.
         """
+        deep = self.nothing_added(x.shape[1])
         for images in self._passes(rows):
             self._encode(images)
-            x = self._place(self._index(images, x.shape[1]), x)
-        return x
+            x, deep = self._place(self._index(images, x.shape[1]), x, deep)
+        return x, deep
+
+    def nothing_added(self, width: int) -> Any:
+        """Returns zeros to add after the first layers of a chunk of `width` tokens, or ()."""
+        shape = (self._ranks, width, self.depth, self._width)
+        return self._programs.zeros(shape, self._dtype, RANK) if self.depth else ()
 
     def warm_encoder(self, patches: int) -> None:
         """Compiles the programs that encode an image of `patches` patches, by encoding nothing."""
@@ -125,7 +138,8 @@ class ImagePrograms:
         """Compiles the program that replaces embeddings of a chunk of `width` tokens."""
         shape = (self._ranks, width, self._width)
         x = self._programs.zeros(shape, self._dtype, RANK)
-        self._place(np.full(shape[:2], -1, np.int32), x).block_until_ready()
+        index, deep = np.full(shape[:2], -1, np.int32), self.nothing_added(width)
+        self._place(index, x, deep)[0].block_until_ready()
 
     # ---- which images
 
@@ -200,9 +214,13 @@ class ImagePrograms:
         arrays = self._programs.put((pixels, place, size, target))
         pixels_on, place_on, size_on, target_on = arrays
         x = self._patches(patches, pixels_on, place_on, size_on)
-        for block in self._vision.blocks:
+        deep = dict(zip(self._vision.deep_after, self._vision.deep_mergers, strict=True))
+        for number, block in enumerate(self._vision.blocks):
             x = self._block(block, x, place_on, size_on)
-        self._array = self._merge(x, target_on)
+            if number in deep:
+                column = 1 + self._vision.deep_after.index(number)
+                self._array = self._merge(deep[number], column, x, target_on)
+        self._array = self._merge(self._vision.merger, 0, x, target_on)
 
     def _patches(self, patches: int, *arrays: jax.Array) -> jax.Array:
         part, shards = self._vision.patches, self._shards
@@ -229,28 +247,36 @@ class ImagePrograms:
         )
         return self._programs.get(("image block", x.shape, part.structure), build)(*arguments)
 
-    def _merge(self, x: jax.Array, target: jax.Array) -> jax.Array:
-        part, shards, dtype = self._vision.merger, self._shards, self._dtype
+    def _merge(self, part: Part, column: int, x: jax.Array, target: jax.Array) -> jax.Array:
+        """Writes activations of tokens to the rows `target` of the store, and returns it."""
+        shards, dtype = self._shards, self._dtype
 
         def body(leaves: Any, store: Any, x: Any, target: Any) -> jax.Array:
             module: Any = part.merge(leaves)
             rows_TD = module(x[0], shards).astype(dtype)
-            return store[0].at[target[0]].set(rows_TD, mode="drop")[None]
+            return store[0].at[target[0], column].set(rows_TD, mode="drop")[None]
 
         arguments = (part.leaves, self._array, x, target)
         build = lambda: self._programs.compile(  # noqa: E731
             body, arguments, (part.specs, RANK, RANK, RANK), RANK, donate=(1,)
         )
-        return self._programs.get(("image rows", x.shape), build)(*arguments)
+        return self._programs.get(("image rows", column, x.shape), build)(*arguments)
 
-    def _place(self, index: np.ndarray, x: jax.Array) -> jax.Array:
-        def body(store: Any, x: Any, index: Any) -> jax.Array:
-            rows_TD = jnp.take(store[0], index[0], axis=0, mode="clip")
-            return jnp.where(index[0][:, None] >= 0, rows_TD, x[0])[None]
+    def _place(self, index: np.ndarray, x: jax.Array, deep: Any) -> tuple[jax.Array, Any]:
+        """Replaces the embeddings `x`, and what is added later, where `index` is not -1."""
 
-        arguments = (self._array, x, self._programs.put(index))
+        def body(store: Any, x: Any, deep: Any, index: Any) -> tuple[jax.Array, Any]:
+            rows_TCD = jnp.take(store[0], index[0], axis=0, mode="clip")
+            there_T = index[0] >= 0
+            x_TD = jnp.where(there_T[:, None], rows_TCD[:, 0], x[0])
+            if isinstance(deep, tuple):
+                return x_TD[None], deep
+            return x_TD[None], jnp.where(there_T[:, None, None], rows_TCD[:, 1:], deep[0])[None]
+
+        spec = () if isinstance(deep, tuple) else RANK
+        arguments = (self._array, x, deep, self._programs.put(index))
         build = lambda: self._programs.compile(  # noqa: E731
-            body, arguments, (RANK,) * 3, RANK, donate=(1,)
+            body, arguments, (RANK, RANK, spec, RANK), (RANK, spec), donate=(1, 2)
         )
         return self._programs.get(("image tokens", x.shape), build)(*arguments)
 

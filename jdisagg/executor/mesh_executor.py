@@ -286,9 +286,10 @@ class MeshExecutor:
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
         """Compiles the programs of a prefill chunk, by running a chunk of padding and every cut of
         blocks that a hand-off may need."""
-        x, blocks, _ = self._prefill.run(
-            ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
-        )
+        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
+        if self.images is not None and self.images.depth:
+            self._prefill.run(chunk, self.images.nothing_added(width))[0].block_until_ready()
+        x, blocks, _ = self._prefill.run(chunk)
         for groups, tokens in self.limits.block_shapes() if blocks else ():
             if tokens <= width:
                 self._prefill.cut(blocks, groups, 0, 0, tokens)

@@ -255,7 +255,7 @@ class PrefillPrograms:
         self.images: ImagePrograms | None = None
 
     def run(
-        self, chunk: ChunkArrays, x: jax.Array | None = None
+        self, chunk: ChunkArrays, x: jax.Array | None = None, deep: Any = ()
     ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         """Issues the programs of one chunk.
 
@@ -263,6 +263,7 @@ class PrefillPrograms:
             chunk: The chunk.
             x: Activations [ranks, T, D] before the mesh's first layer, on this mesh. None on the
                 mesh with the embedding.
+            deep: What is added after the first layers (`ImagePrograms.run`); () adds nothing.
 
         Returns:
             Activations after the mesh's last layer, [ranks, T, D]. After the model's last layer:
@@ -279,7 +280,7 @@ class PrefillPrograms:
             x = embedded
             if chunk.pictured:
                 assert self.images is not None, "the worker refuses images otherwise"
-                x = self.images.run(chunk.pictured, embedded)
+                x, deep = self.images.run(chunk.pictured, embedded)
         blocks: list[jax.Array] = []
         sums: list[jax.Array] = []
         key = self._programs.argument(self._sums.key(chunk.checksum_key)) if self._sums else None
@@ -287,10 +288,12 @@ class PrefillPrograms:
             layers = [part.leaves for part in self._weights[group]]
             pages = self._pool.layers[group.start : group.stop]
             states = self._states.layers[group.start : group.stop]
-            program = self._group(group, chunk)
+            adds = self.images is not None and group.start < self.images.depth
+            of_group = deep if adds else ()
+            program = self._group(group, chunk, of_group)
             drafts = (self._weights.stem.leaves, tokens) if self._drafts(group) else ()
             x, new_pages, new_states, block = program(
-                layers, pages, states, x, *meta, sampling, spatial, *drafts
+                layers, pages, states, x, *meta, sampling, spatial, of_group, *drafts
             )
             self._pool.put(group.start, new_pages)
             self._states.put(group.start, new_states)
@@ -351,7 +354,7 @@ class PrefillPrograms:
         """Returns whether the next-token layer is in a group."""
         return len(self._weights.layers) in group
 
-    def _group(self, group: range, chunk: ChunkArrays) -> Any:
+    def _group(self, group: range, chunk: ChunkArrays, deep: Any) -> Any:
         parts, drafts = self._weights[group], self._drafts(group)
         width, last = chunk.tokens.shape[1], group.stop == len(self._pool.spec.layers)
         # The program of the other groups does not depend on sampling.
@@ -360,6 +363,9 @@ class PrefillPrograms:
             form = dataclasses.replace(form, samples=True, every_token=False)
         kinds = self._pool.spec.layers[group.start : group.stop]
         key = ("group", width, form, last, tuple(part.structure for part in parts), kinds)
+        deep_spec = () if isinstance(deep, tuple) else RANK
+        if deep_spec:
+            key += (group.start,)
 
         def build() -> Any:
             pages = self._pool.layers[group.start : group.stop]
@@ -369,10 +375,16 @@ class PrefillPrograms:
             )
             meta = chunk.arguments[1:]
             page_specs, state_specs = self._pool.specs(group), self._states.specs(group)
-            in_specs = ([part.specs for part in parts], page_specs, state_specs, *chunk.specs)
+            in_specs = (
+                [part.specs for part in parts],
+                page_specs,
+                state_specs,
+                *chunk.specs,
+                deep_spec,
+            )
             in_specs += (self._weights.stem.specs, RANK) if drafts else ()
             out_specs = (RANK, page_specs, state_specs, [BLOCK_SPEC] if self._emit else [])
-            arguments = ([part.leaves for part in parts], pages, states, x, *meta)
+            arguments = ([part.leaves for part in parts], pages, states, x, *meta, deep)
             arguments += (self._weights.stem.leaves, chunk.tokens) if drafts else ()
             # The last group returns fewer activations than its input has.
             donate = (1, 2) if last else (1, 2, 3)
@@ -404,6 +416,7 @@ class PrefillPrograms:
             state: jax.Array,
             sampling: jax.Array,
             spatial: Any,
+            deep: Any,
             stem_leaves: Sequence[jax.Array] = (),
             tokens: jax.Array | None = None,
         ) -> tuple[jax.Array, list[LayerPages], list[LayerPages], list[jax.Array]]:
@@ -452,6 +465,8 @@ class PrefillPrograms:
                     asked_R,
                     recur_over(layer_states, slot_R, begun_R == 0, runs, new_states.append, kept),
                 )
+                if not isinstance(deep, tuple) and index < deep.shape[2]:
+                    x_TD = x_TD + _rows_of(deep[0, :, index], asked_R)
                 # A layer does not call `attend` or `recur` for what it does not keep.
                 if not layer_pages:
                     attention.without_kv()
@@ -462,6 +477,11 @@ class PrefillPrograms:
             return waited_for[None], attention.pages, new_states, blocks
 
         return body
+
+
+def _rows_of(of_TD: jax.Array, rows_R: jax.Array | None) -> jax.Array:
+    """Selects the rows of a chunk's tokens, or returns those of all tokens."""
+    return of_TD if rows_R is None else jnp.take(of_TD, rows_R, axis=0, mode="clip")
 
 
 def _before(y_TD: jax.Array, segment_T: jax.Array) -> tuple[jax.Array, jax.Array]:

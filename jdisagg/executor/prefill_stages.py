@@ -8,6 +8,7 @@ chunk, as long as enough commands are in flight (`MeshLimits.stages`). The KV of
 leaves from the mesh of its stage. An instance without stages is one with a single stage."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -34,11 +35,14 @@ class PrefillStages:
         self._stages, self._stage_of = stages, stage_of
         stages[0][1].images = images
 
-    def run(self, chunk: ChunkArrays) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+    def run(
+        self, chunk: ChunkArrays, deep: Any = ()
+    ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         """Issues the programs of one chunk. Returns the result of `PrefillPrograms.run` for the
-        whole model, with the blocks and checksums of all layer groups."""
+        whole model, with the blocks and checksums of all layer groups. `deep` is as there, for
+        warm-up."""
         (_, first), *later = self._stages
-        x, blocks, sums = first.run(chunk)
+        x, blocks, sums = first.run(chunk, deep=deep)
         for programs, stage in later:
             x, more, of_more = stage.run(chunk, programs.receive(x))
             blocks, sums = [*blocks, *more], [*sums, *of_more]

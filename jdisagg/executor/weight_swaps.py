@@ -380,6 +380,7 @@ def _parts(weights: Weights) -> Iterator[Part]:
         yield weights.vision.patches
         yield from weights.vision.blocks
         yield weights.vision.merger
+        yield from weights.vision.deep_mergers
 
 
 def _arrays(model: Model) -> list[jax.Array]:

@@ -76,6 +76,8 @@ class VisionParts(NamedTuple):
     patches: Part
     blocks: tuple[Part, ...]
     merger: Part
+    deep_mergers: tuple[Part, ...]
+    deep_after: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,9 @@ def split_model(
     vision = None
     if (eyes := model.vision) is not None:
         blocks = tuple(_part(block, layout) for block in eyes.blocks)
-        vision = VisionParts(_part(eyes.patches, layout), blocks, _part(eyes.merger, layout))
+        deep = tuple(_part(merger, layout) for merger in eyes.deep_mergers)
+        patches, merger = _part(eyes.patches, layout), _part(eyes.merger, layout)
+        vision = VisionParts(patches, blocks, merger, deep, eyes.deep_after)
     return Weights(stem, head, layers, x.shape[-1], x.dtype, held, next_token, vision)
 
 

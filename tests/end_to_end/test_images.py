@@ -20,7 +20,7 @@ from tests.end_to_end.clusters import LLAMA, Running, config, golden_copy, runni
 from tests.end_to_end.two_decoders import TwoDecoders
 from tests.golden.images import golden_images, other_image
 
-QWEN, PIXTRAL = "qwen3_5_images", "mistral3_images"
+QWEN, PIXTRAL, DEEP = "qwen3_5_images", "mistral3_images", "qwen3_vl_images"
 SIZES = {"context": 256, "slots": 4, "chunk": 16}
 
 
@@ -57,6 +57,9 @@ def rows(run: Running) -> list[PrefillRow]:
         pytest.param(QWEN, Mode.CHUNKED, marks=pytest.mark.ci),
         pytest.param(PIXTRAL, Mode.DISAGGREGATED, marks=pytest.mark.ci),
         pytest.param(PIXTRAL, Mode.UNIFIED, marks=pytest.mark.ci),
+        pytest.param(DEEP, Mode.DISAGGREGATED, marks=pytest.mark.ci),
+        pytest.param(DEEP, Mode.CHUNKED, marks=pytest.mark.ci),
+        pytest.param(DEEP, Mode.UNIFIED, marks=pytest.mark.slow),
     ],
 )
 async def test_streams_are_those_of_transformers_and_only_the_same_image_is_a_hit(
@@ -169,12 +172,13 @@ async def test_a_model_without_an_encoder_refuses_images_by_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [PIXTRAL, DEEP])
 async def test_nothing_is_compiled_for_images_after_warm_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vision_config, "MOST_PATCHES", 512)
-    found, images = golden_images(PIXTRAL)
-    made = engine(tmp_path, PIXTRAL, Mode.UNIFIED, warm_up=True, slots=1, context=64)
+    found, images = golden_images(name)
+    made = engine(tmp_path, name, Mode.UNIFIED, warm_up=True, slots=1, context=64)
     made = replace(made, prefix=PrefixConfig())
     async with running(made) as run:
         before = run.cluster.compilations

@@ -11,7 +11,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
-from make import BESIDE_EYES, DELTA, EYES, FULL, HERE, LEAST_MARGIN, LINEAR, Variant, random_model
+from make import (
+    BESIDE_EYES,
+    DELTA,
+    EYES,
+    FULL,
+    HERE,
+    LEAST_MARGIN,
+    LINEAR,
+    MROPE,
+    Variant,
+    random_model,
+)
 
 GREEDY, IMAGE, BREAK, END = 12, 7, 8, 9
 HALF = (0.5, 0.5, 0.5)
@@ -48,6 +59,11 @@ FIXTURES = {
     "qwen3_5_images": Pictured(
         Variant("qwen3_5", QWEN_TEXT | {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, FULL]}),  # noqa: E501
         QWEN_EYES,
+        {"image_token_id": IMAGE},
+    ),
+    "qwen3_vl_images": Pictured(
+        Variant("qwen3_vl", {"head_dim": 12, "rope_parameters": MROPE}),
+        QWEN_EYES | {"depth": 3, "deepstack_visual_indexes": [0, 1]},
         {"image_token_id": IMAGE},
     ),
     "mistral3_images": Pictured(

@@ -24,13 +24,17 @@ from models.inspection import inspect
 from tests.golden.images import FIXTURES, GOLDEN, golden_images
 
 
-def encoded(model: Any, image: PromptImage, form: ImageFormat) -> jax.Array:
+def encoded(model: Any, image: PromptImage, form: ImageFormat) -> tuple[jax.Array, ...]:
+    """Embeddings of the image's tokens, and what is added after the first layers."""
     pixels, place = patches_of(image, form)
     size, shards = jnp.asarray(image.grid[1:]), Shards()
     x = model.vision.patches(jnp.asarray(pixels), jnp.asarray(place), size, shards)
-    for block in model.vision.blocks:
+    deep, after = [], model.vision.deep_after
+    for number, block in enumerate(model.vision.blocks):
         x = block(x, jnp.asarray(place), jnp.int32(image.patches), shards)
-    return model.vision.merger(x, shards)
+        if number in after:
+            deep.append(model.vision.deep_mergers[after.index(number)](x, shards))
+    return model.vision.merger(x, shards), *deep
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -44,22 +48,28 @@ def test_logits_of_a_prompt_with_images_equal_transformers(name: str) -> None:
     index = np.arange(len(tokens), dtype=np.int32)
     positions = spatial_positions(0, len(tokens), 0, images, form) if form.spatial else index
     x_TD = model.stem.embed(jnp.asarray(tokens), Shards())
+    deep = [jnp.zeros_like(x_TD) for _ in model.vision.deep_after]
     for image in images:
         rows = rows_of_image(image, image.start, image.end, form)
         at = image.start + np.flatnonzero(rows >= 0)
-        x_TD = x_TD.at[at].set(encoded(model, image, form))
-    logits_TV = np.asarray(_logits(nnx.graphdef(model), nnx.state(model), x_TD, positions))
+        own, *added = encoded(model, image, form)
+        x_TD = x_TD.at[at].set(own)
+        deep = [one.at[at].set(more) for one, more in zip(deep, added, strict=True)]
+    logits_TV = np.asarray(_logits(nnx.graphdef(model), nnx.state(model), x_TD, positions, deep))
     count = len(expected["prompt"])
     assert np.abs(logits_TV[:count] - expected["logits"]).max() < 1e-4
     np.testing.assert_array_equal(logits_TV[count - 1 : -1].argmax(1), expected["greedy"])
 
 
 @partial(jax.jit, static_argnums=0)
-def _logits(graphdef: Any, state: Any, x_TD: jax.Array, positions: jax.Array) -> jax.Array:
+def _logits(
+    graphdef: Any, state: Any, x_TD: jax.Array, positions: jax.Array, deep: list[jax.Array]
+) -> jax.Array:
     model, shards = nnx.merge(graphdef, state), Shards()
-    for layer, kept in zip(model.layers, model.kv_spec.layers, strict=True):
+    for number, (layer, kept) in enumerate(zip(model.layers, model.kv_spec.layers, strict=True)):
         recur = recur_from_the_beginning(kept.state, "float32", x_TD.shape[0], shards)
         x_TD = layer(x_TD, positions, dense_causal_attend, shards, recur=recur)
+        x_TD = x_TD + deep[number] if number < len(deep) else x_TD
     return model.head.logits(x_TD, shards)
 
 
@@ -78,7 +88,7 @@ def test_padding_of_an_image_changes_nothing(name: str) -> None:
     for block in model.vision.blocks:
         x = block(x, place_P2, jnp.int32(image.patches), shards)
     padded = model.vision.merger(x, shards)[: form.tokens(image)]
-    np.testing.assert_allclose(padded, encoded(model, image, form), atol=1e-5)
+    np.testing.assert_allclose(padded, encoded(model, image, form)[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FIXTURES)
