@@ -25,7 +25,13 @@ _log = logging.getLogger(__name__)
 
 MAX_ASPECT = 200
 # model_type of config.json, and the kind of its image processor.
-_KINDS = {"qwen3_5": "qwen", "qwen3_5_moe": "qwen", "mistral3": "pixtral"}
+_KINDS = {
+    "qwen3_vl": "qwen",
+    "qwen3_vl_moe": "qwen",
+    "qwen3_5": "qwen",
+    "qwen3_5_moe": "qwen",
+    "mistral3": "pixtral",
+}
 _QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 
 
