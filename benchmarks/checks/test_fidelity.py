@@ -64,6 +64,16 @@ def test_a_held_out_run_with_two_stages_of_decode_is_predicted(name: str) -> Non
     assert abs(found["tpot_p90"]) < 0.4
 
 
+def test_with_live_turns_two_stages_attain_what_was_measured_in_shorter_steps() -> None:
+    run = distserve_runs()["distserve-c21d12-400-4"]
+    own, live = (
+        replace(engine("distserve"), stages=2, live_turns=live_turns).run(run.arrivals)
+        for live_turns in (False, True)
+    )
+    assert abs(errors(run, live)["attainment"]) < 8
+    assert np.nanmedian(live[1]) < np.nanmedian(own[1])
+
+
 @pytest.mark.parametrize(
     "name", ["vllm-150-1.5", pytest.param("vllm-250-2.5", marks=pytest.mark.slow)]
 )

@@ -1,6 +1,7 @@
 """Engines that only studies simulate: a loop that fetches KV between steps, against a plain
 simulation of that loop; and pages reserved after the prefill, with and without faults."""
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import numpy as np
@@ -19,7 +20,6 @@ from jdisagg.simulator.run import Result
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
 from tests.simulator.fleets import LENGTHS, small_fleet
 from tests.simulator.test_conservation import check, random_faults
-from tests.simulator.test_turns import moved
 
 
 def one_loop(
@@ -55,6 +55,29 @@ def one_loop(
             back[turn] = at
         turn = 1 - turn
     return ends
+
+
+def moved(
+    arrivals: list[float], tokens: int, cycle: Callable[[float, list[int], list[int]], float]
+) -> np.ndarray:
+    """Returns each sequence's seconds per token. `cycle(now, slots, new ones)` returns the seconds
+    in which every slot makes one token; slots are the sequences' numbers."""
+    left: dict[int, int] = {}
+    ends, now, waiting = [0.0] * len(arrivals), 0.0, list(range(len(arrivals)))
+    while waiting or left:
+        new = [number for number in waiting if arrivals[number] <= now]
+        del waiting[: len(new)]
+        left |= dict.fromkeys(new, tokens)
+        if not left:
+            now = arrivals[waiting[0]]
+            continue
+        now += cycle(now, list(left), new)
+        for number in list(left):
+            left[number] -= 1
+            if not left[number]:
+                ends[number] = now
+                del left[number]
+    return (np.array(ends) - arrivals) / tokens
 
 
 @pytest.mark.parametrize("fetch", [0.0, 0.006])
