@@ -94,21 +94,38 @@ class Latent(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Inputs of an indexer, which selects the positions that each token attends to (DeepSeek Sparse
-    Attention; see `ops/sparse_attention.py`).
+    """Inputs of an indexer, which selects the positions that each token attends to.
 
-    The score of position s for token t is the sum over heads h of `weights_TH[t, h] *
-    relu(queries_THD[t, h] . keys[s])`. Token t attends to the `top` positions with the largest
-    scores of those up to its own; ties go to the smallest position. Heads are not sharded, so that
-    the selection does not depend on the layout.
+    With `block` 0 (DeepSeek Sparse Attention; see `ops/sparse_attention.py`) the score of position
+    s for token t is the sum over heads h of `weights_TH[t, h] * relu(queries_THD[t, h] . keys[s])`.
+    Token t attends to the `top` positions with the largest scores of those up to its own. Heads are
+    not sharded, so that the selection does not depend on the layout.
 
-    `keys_T1D` are the keys of all tokens, which are cached. Queries and weights are of the tokens
-    that `q_TNH` has."""
+    Otherwise (MiniMax M3; see `ops/block_attention.py`) each kv head selects blocks of `block`
+    positions by the head of `queries_THD` with the same index, and `weights_TH` is None. The score
+    of a block is the largest `queries_THD[t, h] . keys[s]` of its positions s up to t's own. Token
+    t attends to the `top` blocks with the largest scores. The last `local` blocks up to its own are
+    always among these.
+
+    Ties go to the smallest position. `keys_T1D` are the keys of all tokens, which are cached.
+    Queries and weights are of the tokens that `q_TNH` has."""
 
     queries_THD: jax.Array
     keys_T1D: jax.Array
-    weights_TH: jax.Array
+    weights_TH: jax.Array | None
     top: int
+    block: int = 0
+    local: int = 0
+
+    @property
+    def positions(self) -> int:
+        """Number of positions up to which a token attends to all positions."""
+        return self.top * max(1, self.block)
+
+    def of_queries(self, change: Callable[[jax.Array], jax.Array]) -> "Index":
+        """Returns the inputs with `change` applied to queries and weights."""
+        weights = None if self.weights_TH is None else change(self.weights_TH)
+        return self._replace(queries_THD=change(self.queries_THD), weights_TH=weights)
 
 
 class Attend(Protocol):
@@ -126,7 +143,8 @@ class Attend(Protocol):
             (gpt-oss).
         latent: Matrices of a layer that caches one vector a token. `k_TKH` is then this vector, [T,
             1, rank + rope], and `v_TKH` is None.
-        index: Inputs of the layer's indexer, whose keys are cached too. Only with `latent`.
+        index: Inputs of the layer's indexer, whose keys are cached too. With `latent` if it selects
+            positions, without if it selects blocks.
 
     Returns:
         o_TNH in q's dtype, with heads as wide as the values.

@@ -23,10 +23,14 @@ from jdisagg.ops.scaled_kv import scaled_attend
 from models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig
 from models.feed_forward import ParallelMLP, SparseMLP, feed_forward
 from models.gated_delta import GatedDeltaNet
+from models.indexer import BlockIndexer
 from models.kv_scales import scale_parameters
 from models.latent_attention import MultiHeadLatentAttention
 from models.linear import AdapterStack, Linear, Norm, own_heads, rows_of
 from models.mamba2 import Mamba2
+from models.short_convolution import ShortConvolution
+
+Recurrent = GatedDeltaNet | Mamba2 | ShortConvolution
 
 
 class Attention(nnx.Module):
@@ -39,6 +43,7 @@ class Attention(nnx.Module):
         attention: AttentionConfig = config.attention_of(layer)
         width, head = config.width, attention.head_dim
         q_size, kv_size = attention.query_heads * head, attention.kv_heads * head
+        v_size = attention.kv_heads * attention.value_size
         bias = attention.qkv_bias
         # If a device has more kv heads than the model's common shard count, it computes the queries
         # of all its kv heads and keeps the outputs of its own query heads.
@@ -48,10 +53,14 @@ class Attention(nnx.Module):
         self.v = (
             None
             if attention.keys_are_values
-            else Linear(make, (width, kv_size), ("embed", "kv_heads"), bias=bias, form=form)
+            else Linear(make, (width, v_size), ("embed", "kv_heads"), bias=bias, form=form)
         )
         self.o = Linear(
-            make, (q_size, width), ("q_heads", "embed"), bias=attention.output_bias, form=form
+            make,
+            (attention.query_heads * attention.value_size, width),
+            ("q_heads", "embed"),
+            bias=attention.output_bias,
+            form=form,
         )
         self.gate = (
             Linear(make, (width, q_size), ("embed", "q_heads"), form=form)
@@ -60,9 +69,12 @@ class Attention(nnx.Module):
         )
         self.norm_all = attention.qk_norm == "all"
         self.norm_late = attention.norm_after_rope
+        unit = attention.qk_norm == "unit" and layer.rotated
+        self.unit_epsilon = config.norm_epsilon if unit else None
+        self.growth = None if layer.rotated else attention.growth
 
         def norm(size: int, axes: Axes) -> Norm | None:
-            if not attention.qk_norm:
+            if attention.qk_norm in ("", "unit"):
                 return None
             size, axes = (size, axes) if self.norm_all else (head, ("head",))
             return Norm(make, size, axes, config.norm_epsilon, above_one=config.norms_above_one)
@@ -70,7 +82,8 @@ class Attention(nnx.Module):
         self.q_norm = norm(q_size, (queries,))
         self.k_norm = norm(kv_size, ("kv_heads",))
         self.rope = (layer.rope or attention.rope) if layer.rotated else None
-        self.head_dim = head
+        self.head_dim, self.value_dim = head, attention.value_size
+        self.value_scale = attention.value_scale
         self.scale = head**-0.5 if attention.scale is None else attention.scale
         self.window = layer.window
         self.cap = attention.cap
@@ -80,6 +93,7 @@ class Attention(nnx.Module):
         )
         self.value_epsilon = config.norm_epsilon if attention.value_norm else None
         kv_heads = attention.kv_heads
+        self.index = BlockIndexer(make, config, layer, form) if layer.index else None
         self.kv_scales = scale_parameters(make, config, k=kv_heads, v=kv_heads)
 
     def __call__(
@@ -96,12 +110,18 @@ class Attention(nnx.Module):
         of_R = shards.of_rows(rows_R)
         q_RNH = self._prepared(self.q(x_RD, of_R), self.q_norm, positions_R, shards)
         k_TC = self.k(x_TD, shards)
-        v_TKH = self._heads(k_TC if self.v is None else self.v(x_TD, shards))
+        v_TC = k_TC if self.v is None else self.v(x_TD, shards)
+        v_TKH = v_TC.reshape(v_TC.shape[0], v_TC.shape[1] // self.value_dim, self.value_dim)
+        if self.value_scale != 1:
+            v_TKH = v_TKH * jnp.asarray(self.value_scale, v_TKH.dtype)
         if self.value_epsilon is not None:
             v_TKH = rms_norm(v_TKH, None, self.value_epsilon)
         k_TKH = self._prepared(k_TC, self.k_norm, positions_T, shards)
         if self.rope is not None and self.rope.query_beta:
-            q_RNH = q_RNH * query_growth(positions_R, self.rope).astype(q_RNH.dtype)
+            growth = query_growth(positions_R, self.rope.query_beta, self.rope.original_tokens)
+            q_RNH = q_RNH * growth.astype(q_RNH.dtype)
+        if self.growth is not None:  # counts from one, unlike the above
+            q_RNH = q_RNH * query_growth(positions_R + 1, *self.growth).astype(q_RNH.dtype)
         if self.kv_scales is not None:
             attend = scaled_attend(attend, self.kv_scales["k"][...], self.kv_scales["v"][...])
         o_RNH = attend(
@@ -112,6 +132,7 @@ class Attention(nnx.Module):
             window=self.window,
             cap=self.cap,
             sinks_N=None if self.sinks is None else self.sinks[...],
+            index=self.index and self.index(x_TD, positions_T, rows_R, shards),
         )
         if not o_RNH.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing
@@ -129,6 +150,8 @@ class Attention(nnx.Module):
         self, x: jax.Array, norm: Norm | None, positions: jax.Array, shards: Shards
     ) -> jax.Array:
         """Splits queries or keys into heads and applies their norm and rope."""
+        if self.unit_epsilon is not None:
+            return rms_norm(self._turned(self._heads(x), positions), None, self.unit_epsilon)
         if self.norm_late:
             turned = self._turned(self._heads(x), positions)
             return turned if norm is None else norm(turned)
@@ -150,12 +173,14 @@ class Attention(nnx.Module):
 
 def _mixer(
     make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
-) -> Attention | MultiHeadLatentAttention | GatedDeltaNet | Mamba2:
+) -> Attention | MultiHeadLatentAttention | Recurrent:
     """Builds a layer's attention module, or its recurrent module if the layer is recurrent."""
     if layer.delta:
         return GatedDeltaNet(make, config, layer.delta, form)
     if layer.mamba:
         return Mamba2(make, config, layer.mamba, form)
+    if layer.convolution:
+        return ShortConvolution(make, config, layer.convolution, form)
     kind = MultiHeadLatentAttention if config.attention.latent else Attention
     return kind(make, config, layer, form)
 
@@ -172,13 +197,14 @@ class DecoderLayer(nnx.Module):
         def norm(where: str, wanted: bool) -> Norm | None:
             if not wanted or config.norms not in (where, "both"):
                 return None
-            above_one = config.norms_above_one
-            return Norm(make, config.width, ("embed",), config.norm_epsilon, above_one=above_one)
+            how = {"above_one": config.norms_above_one, "centred": config.norms_centred}
+            return Norm(make, config.width, ("embed",), config.norm_epsilon, **how)
 
         self.attention_norm = norm("before", mixes)
         self.attention = _mixer(make, config, layer, form) if mixes else None
         self.attention_post_norm = norm("after", mixes)
-        self.mlp_norm = norm("before", feeds)
+        self.side_by_side = config.side_by_side
+        self.mlp_norm = norm("before", feeds and not self.side_by_side)
         self.mlp = feed_forward(make, config, layer, form) if feeds else None
         self.mlp_post_norm = norm("after", feeds)
         self.scale = config.residual_scale
@@ -198,15 +224,19 @@ class DecoderLayer(nnx.Module):
     ) -> jax.Array:
         """See `model_api.Layer`."""
         x_RD = rows_of(x_TD, rows_R)
+        normed_RD = None
         if self.attention is not None:
-            y_RD = self._mixed(x_TD, positions_T, attend, shards, rows_R, recur)
+            into_TD = _normed(x_TD, self.attention_norm)
+            y_RD = self._mixed(into_TD, positions_T, attend, shards, rows_R, recur)
             if not y_RD.shape[0]:
                 return y_RD
+            normed_RD = rows_of(into_TD, rows_R) if self.side_by_side else None
             x_RD = x_RD + self._added(y_RD, self.attention_post_norm)
         if self.mlp is None or not x_RD.shape[0]:
             return self._scaled(x_RD)
         valid_R = valid_T if rows_R is None else rows_R >= 0
-        into_RD, of_R = _normed(x_RD, self.mlp_norm), shards.of_rows(rows_R)
+        into_RD = _normed(x_RD, self.mlp_norm) if normed_RD is None else normed_RD
+        of_R = shards.of_rows(rows_R)
         if isinstance(self.mlp, ParallelMLP):
             y_RD = self.mlp(into_RD, x_RD, of_R, valid_R)
         else:
@@ -218,7 +248,7 @@ class DecoderLayer(nnx.Module):
         slots, rank = adapters.slots, adapters.rank
         layer = nnx.merge(*nnx.split(self))
         for part in (layer.attention, layer.mlp):
-            if part is None or isinstance(part, GatedDeltaNet | Mamba2):
+            if part is None or isinstance(part, Recurrent):
                 continue
             for _, module in nnx.iter_modules(part):
                 if isinstance(module, Linear):
@@ -229,7 +259,7 @@ class DecoderLayer(nnx.Module):
 
     def _mixed(
         self,
-        x_TD: jax.Array,
+        into_TD: jax.Array,
         positions_T: jax.Array,
         attend: Attend,
         shards: Shards,
@@ -238,8 +268,7 @@ class DecoderLayer(nnx.Module):
     ) -> jax.Array:
         """Returns the output of attention, or of the recurrent layer, for the tokens `rows_R`."""
         assert self.attention is not None, "this layer has a mixer"
-        into_TD = _normed(x_TD, self.attention_norm)
-        if isinstance(self.attention, GatedDeltaNet | Mamba2):
+        if isinstance(self.attention, Recurrent):
             assert recur is not None, "layers with recurrent state need `recur`"
             return self.attention(into_TD, recur, shards, rows_R)
         return self.attention(into_TD, positions_T, attend, shards, rows_R)

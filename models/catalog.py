@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from models import (
     apertus,
+    cohere,
     deepseek,
     exaone4,
     gemma,
@@ -16,8 +17,12 @@ from models import (
     granite,
     hy_v3,
     kimi_linear,
+    lfm2,
     llama,
+    llama4,
+    mimo_v2,
     minimax_m2,
+    minimax_m3,
     ministral,
     mistral,
     mixtral,
@@ -50,10 +55,13 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", llama.read_config),
+    "llama4_text": Family("Llama4ForCausalLM", llama4.read_config),
     "apertus": Family("ApertusForCausalLM", apertus.read_config),
     "arcee": Family("ArceeForCausalLM", llama.read_arcee_config),
     "ernie4_5": Family("Ernie4_5ForCausalLM", llama.read_ernie_config),
     "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", llama.read_hunyuan_config),
+    "cohere": Family("CohereForCausalLM", cohere.read_config),
+    "cohere2": Family("Cohere2ForCausalLM", cohere.read_2_config),
     "exaone4": Family("Exaone4ForCausalLM", exaone4.read_config),
     "mistral": Family("MistralForCausalLM", mistral.read_config),
     "mixtral": Family("MixtralForCausalLM", mixtral.read_config),
@@ -94,12 +102,15 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", deepseek.read_dsa_config),
     "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.read_v3_config),
     "kimi_linear": Family("KimiLinearForCausalLM", kimi_linear.read_config),
+    "lfm2": Family("Lfm2ForCausalLM", lfm2.read_config),
     "mistral4": Family("Mistral4ForCausalLM", deepseek.read_mistral4_config),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", deepseek.read_flash_config),
     "gpt_oss": Family("GptOssForCausalLM", gpt_oss.read_config),
     "hy_v3": Family("HYV3ForCausalLM", hy_v3.read_config),
     "nemotron_h": Family("NemotronHForCausalLM", nemotron_h.read_config),
+    "mimo_v2_flash": Family("MiMoV2FlashForCausalLM", mimo_v2.read_config),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", minimax_m2.read_config),
+    "minimax_m3_vl_text": Family("MiniMaxM3VLForCausalLM", minimax_m3.read_config),
 }
 
 

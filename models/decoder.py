@@ -56,6 +56,7 @@ class DecoderStem(nnx.Module):
                 ("embed",),
                 config.norm_epsilon,
                 above_one=config.norms_above_one,
+                centred=config.norms_centred,
             )
             if projects
             else None

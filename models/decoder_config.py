@@ -30,6 +30,18 @@ class IndexConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockIndexConfig:
+    """Sizes of an indexer that selects, for each kv head, the `top` blocks of `block` positions
+    that a token attends to, the last `local` blocks up to its own among them. It has one query for
+    each kv head and one key of `dim` values."""
+
+    dim: int
+    block: int
+    top: int
+    local: int
+
+
+@dataclass(frozen=True, slots=True)
 class LatentConfig:
     """Sizes of multi-head latent attention. The cache holds `rank` latent values and `rope_dim`
     values with rotary positions per token, shared by all heads. A head's key has `nope_dim` +
@@ -131,12 +143,34 @@ class MambaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolutionConfig:
+    """Sizes of a gated short convolution over the last `taps` tokens. Its `channels`, as many as
+    the model's width, are sharded in `heads` parts. `bias`: whether its projections and the
+    convolution have biases."""
+
+    heads: int
+    channels: int
+    taps: int
+    bias: bool = False
+
+    def state(self) -> tuple[KVComponent, ...]:
+        """Components of the state that each sequence has."""
+        size = (self.taps - 1) * self.channels // self.heads
+        return (KVComponent("inputs", self.heads, size),)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """Configuration of a layer's attention.
 
     Attributes:
         qk_norm: Norm of q and k before rope, over each head (Qwen3) or all heads together (OLMo 2).
+            "unit": over each head, without a weight, and only in layers with rotary positions.
         norm_after_rope: Whether the norms of q and k follow rope instead.
+        value_dim, value_scale: Head size of v if it differs from that of q and k, and factor of v
+            (MiMo-V2).
+        growth: Factor and number of positions by which queries grow with their position in layers
+            without rotary positions (Llama 4), or None.
         scale: Factor of the attention scores. None means 1 / sqrt(head size).
         cap: Bound of the attention scores, as cap * tanh(score / cap). 0 means no bound.
         sinks: Whether each head has a sink: a learned score in the softmax without a value.
@@ -154,7 +188,7 @@ class AttentionConfig:
     rope: Rope
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: Literal["", "head", "all"] = ""
+    qk_norm: Literal["", "head", "all", "unit"] = ""
     scale: float | None = None
     cap: float = 0.0
     sinks: bool = False
@@ -163,6 +197,13 @@ class AttentionConfig:
     value_norm: bool = False
     keys_are_values: bool = False
     norm_after_rope: bool = False
+    value_dim: int = 0
+    value_scale: float = 1.0
+    growth: tuple[float, int] | None = None
+
+    @property
+    def value_size(self) -> int:
+        return self.value_dim or self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +227,8 @@ class ExpertConfig:
         biased: Whether experts and router have biases.
         clamp: Gate function of the experts. None means silu.
         latent: Width of the experts' inputs and outputs. 0 means the model's width.
+        scaled_inputs: Whether a token's weight multiplies its expert's input instead of the output
+            (Llama 4). Only with one expert for each token.
         beside: Whether a dense block of width `shared_ffn` runs in parallel with the experts, each
             with its own norms, and the router reads the residual stream (Gemma 4).
     """
@@ -205,6 +248,7 @@ class ExpertConfig:
     biased: bool = False
     clamp: ExpertGate | None = None
     latent: int = 0
+    scaled_inputs: bool = False
     beside: bool = False
 
 
@@ -219,7 +263,8 @@ class LayerConfig:
         rotated: Whether the layer has rotary positions.
         rope, attention: Configuration for this layer. None means the configuration of the whole
             model.
-        delta, mamba: Sizes of the recurrent module that replaces attention, or None.
+        delta, mamba, convolution: Sizes of the recurrent module that replaces attention, or None.
+        index: Sizes of the indexer that selects blocks of positions, or None.
         parts: Whether the layer has a mixer (attention or a recurrent layer), a feed-forward block,
             or both. Nemotron's layers have only one of the two.
     """
@@ -231,12 +276,14 @@ class LayerConfig:
     attention: AttentionConfig | None = None
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
+    convolution: ConvolutionConfig | None = None
+    index: BlockIndexConfig | None = None
     parts: Literal["both", "mixer", "ffn"] = "both"
 
     @property
-    def recurrent(self) -> DeltaConfig | MambaConfig | None:
+    def recurrent(self) -> DeltaConfig | MambaConfig | ConvolutionConfig | None:
         """Sizes of the layer's recurrent module, or None if the layer has none."""
-        return self.delta or self.mamba
+        return self.delta or self.mamba or self.convolution
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +296,14 @@ class DecoderConfig:
         norms: Place of the norms: before attention and feed-forward, after them, or both.
         norms_above_one: Whether norms multiply by 1 + weight instead of weight. Applies to the
             norms of q and k too.
+        norms_centred: Whether norms subtract the mean (LayerNorm without a bias).
+        side_by_side: Whether attention and feed-forward read the same normalised input, and both
+            outputs are added to the residual stream. Layers then have one norm.
         embedding_scale, residual_scale: Factor of the token embeddings, and factor of each block's
             contribution to the residual stream.
         logits_divisor: Divisor of the logits.
         logits_cap: Bound of the logits, as cap * tanh(logit / cap). 0 means no bound.
+        gate: Gate function of dense blocks and of shared experts, in place of `activation`.
         layer_scales: Whether each layer's output is multiplied by a learned factor.
         left_aside, mtp_aside: Multi-token prediction layers of the checkpoint. `left_aside` is
             their number if they are stored as further layers after the last. `mtp_aside` is set if
@@ -275,7 +326,10 @@ class DecoderConfig:
     mlp_bias: bool = False
     norms: Literal["before", "after", "both"] = "before"
     norms_above_one: bool = False
+    norms_centred: bool = False
+    side_by_side: bool = False
     activation: Activation = "silu"
+    gate: ExpertGate | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
@@ -338,6 +392,8 @@ class DecoderConfig:
         windows = [layer.window for layer in self.layers if layer.window]
         full = next((layer.attention for layer in self.layers if layer.attention), None)
         latent = attention.latent
+        indexed = [layer.index for layer in self.layers if layer.index]
+        blocks = indexed[0] if indexed else None
         return CostGeometry(
             name=name,
             width=self.width,
@@ -364,6 +420,9 @@ class DecoderConfig:
                     full.kv_heads if full else 0,
                     full.head_dim if full else 0,
                     full.keys_are_values if full else attention.keys_are_values,
+                    len(indexed),
+                    *((blocks.dim, blocks.top * blocks.block) if blocks else (0, 0)),
+                    attention.value_dim,
                 )
             ),
             ffn=self.ffn,
@@ -410,6 +469,10 @@ class DecoderConfig:
                 corrects=False,
                 key_copies=mamba.copies,
             )
+        if short := next((one.convolution for one in self.layers if one.convolution), None):
+            heads = self.attention.query_heads
+            sizes = layers, short.heads, heads, 0, short.channels // heads, short.taps
+            return LinearAttention(*sizes, corrects=False, short=True)
         return None
 
     def kv_spec(self, dtype: str) -> KVSpec:
@@ -428,6 +491,7 @@ class DecoderConfig:
         state take no drafts. Layers with an indexer are not read."""
         latent = self.attention.latent
         sparse = latent is not None and latent.index is not None
+        sparse = sparse or any(one.index for one in self.layers)
         return self.left_aside > 0 and not sparse and not any(one.recurrent for one in self.layers)
 
     def _kept_of(self, layer: LayerConfig, kept: str) -> KVLayer:
@@ -441,5 +505,8 @@ class DecoderConfig:
         if latent := attention.latent:
             index = latent.index.dim if latent.index else 0
             return latent_layer(latent.rank + latent.rope_dim, kept, index)
-        parts = (KVComponent(name, attention.kv_heads, attention.head_dim, kept) for name in "kv")
+        sizes = (("k", attention.head_dim), ("v", attention.value_size))
+        parts = [KVComponent(name, attention.kv_heads, size, kept) for name, size in sizes]
+        if layer.index:  # in the model's type, so that `kept` does not change the selection
+            parts.append(KVComponent("index", 0, layer.index.dim))
         return KVLayer(tuple(parts), layer.window)

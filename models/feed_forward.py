@@ -11,7 +11,7 @@ from jdisagg.model_api import MakeStack, Shards
 from jdisagg.ops.activations import UNGATED, Activation, SquaredRelu
 from jdisagg.ops.adapters import ExpertFactors
 from jdisagg.ops.linear import project
-from jdisagg.ops.mlp import gated, squared_relu, xielu
+from jdisagg.ops.mlp import gated, gated_expert, squared_relu, xielu
 from jdisagg.ops.moe import ExpertWeights, Routing, route, routed_experts
 from jdisagg.ops.norm import rms_norm
 from jdisagg.ops.parameters import Axes, Make, parameter
@@ -22,8 +22,8 @@ from models.linear import AdapterStack, Linear, Norm
 
 
 class GatedMLP(nnx.Module):
-    """Computes down(act(gate(x)) * up(x)). The hidden width is sharded over the tensor-parallel
-    axes."""
+    """Computes down(act(gate(x)) * up(x)), or down of another gate function. The hidden width is
+    sharded over the tensor-parallel axes."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
@@ -36,9 +36,14 @@ class GatedMLP(nnx.Module):
         self.up = Linear(make, into, ("embed", "ffn"), bias=bias, form=form)
         self.down = Linear(make, out, ("ffn", "embed"), bias=bias, form=form)
         self.activation: Activation = config.activation
+        self.function = config.gate
 
     def __call__(self, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None) -> jax.Array:
-        inner_TF = gated(self.gate(x_TD, shards), self.up(x_TD, shards), self.activation)
+        gate_TF, up_TF = self.gate(x_TD, shards), self.up(x_TD, shards)
+        if self.function is None:
+            inner_TF = gated(gate_TF, up_TF, self.activation)
+        else:
+            inner_TF = gated_expert(gate_TF, up_TF, self.function)
         return self.down.summed(inner_TF, shards)
 
 
@@ -166,9 +171,14 @@ class SparseMLP(nnx.Module):
         biases = self.gate_bias, self.up_bias, self.down_bias
         more = (None if part is None else part[...] for part in (*scales, *biases))
         weights = ExpertWeights(gate[...], self.up[...], self.down[...], *more)
+        routing = self._route(x_TD if chosen_by_TD is None else chosen_by_TD, shards)
+        into_TD = x_TD if self.narrow is None else self.narrow(x_TD, shards)
+        if self.config.scaled_inputs:
+            into_TD = into_TD * routing.weights_TJ[:, :1].astype(into_TD.dtype)
+            routing = routing._replace(weights_TJ=jnp.ones_like(routing.weights_TJ))
         y_TD = routed_experts(
-            x_TD if self.narrow is None else self.narrow(x_TD, shards),
-            self._route(x_TD if chosen_by_TD is None else chosen_by_TD, shards),
+            into_TD,
+            routing,
             weights,
             shards,
             experts=self.config.experts,

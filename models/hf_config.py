@@ -48,7 +48,11 @@ OUTER = {
     "glm4v": Outer("Glm4vForConditionalGeneration", "glm4v_text", tied=False),
     "gemma3": Outer("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
     "gemma4": Outer("Gemma4ForConditionalGeneration", "gemma4_text", tied=True),
+    "llama4": Outer("Llama4ForConditionalGeneration", "llama4_text", tied=False),
     "kimi_k25": Outer("KimiK25ForConditionalGeneration", "deepseek_v3", tied=True),
+    "minimax_m3_vl": Outer(
+        "MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl_text", tied=False
+    ),
     "mistral3": Outer("Mistral3ForConditionalGeneration", "mistral", tied=True),
     "qwen3_vl": Outer("Qwen3VLForConditionalGeneration", "qwen3_vl_text", tied=False),
     "qwen3_vl_moe": Outer("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", tied=False),

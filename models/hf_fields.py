@@ -46,6 +46,7 @@ VISION = names("""
     media_placeholder_token_id use_unified_vision_chunk video_placeholder ignore_index
     projection_hidden_size projection_layer_norm_eps vision_token_id image_start_token_id
     image_end_token_id downsample_ratio video_start_token_id video_end_token_id
+    video_token_index projector_hidden_size img_token_compression_config merged_hidden_size
 """)
 
 # Options of some families that change the output, with their meaning. Families without support

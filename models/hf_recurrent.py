@@ -9,12 +9,15 @@ values.
 
 Mamba-2 (`models/mamba2.py`) has one tensor for all inputs (gate, x, all groups' b, all groups' c, a
 step per head), one for the convolution over x, b and c, and one for each other parameter. Our
-parameters order b and c by group, b before c."""
+parameters order b and c by group, b before c.
+
+LFM2's short convolution (`models/short_convolution.py`) has one tensor for its three inputs, one
+after the other, and one for each other parameter."""
 
 from collections.abc import Mapping
 
 from models.decoder_config import DecoderConfig, DeltaConfig, MambaConfig
-from models.hf_sources import JoinedHeads, OneDimension, SomeRows, Source, Whole
+from models.hf_sources import JoinedHeads, OneDimension, Rows, SomeRows, Source, Whole
 from models.parameter_tree import ParameterShape
 
 DELTA_PREFIX = "linear_attn."
@@ -116,6 +119,30 @@ def _by_group(delta: DeltaConfig) -> tuple[int, ...]:
         for start, size in ((0, delta.key_dim), (queries, delta.key_dim), (2 * queries, values)):
             rows += range(start + head * size, start + (head + 1) * size)
     return tuple(rows)
+
+
+CONVOLUTION_PREFIX = "conv."
+CONVOLUTION_INPUTS = ("write", "gate", "x")
+
+
+def convolution_source(prefix: str, key: str, width: int, parameter: ParameterShape) -> Source:
+    """Returns where one parameter of a short convolution is stored."""
+    start, (part, _, kind) = prefix + CONVOLUTION_PREFIX, key.split(".", 1)[1].partition(".")
+    flipped = not parameter.transposed
+    if part in CONVOLUTION_INPUTS:
+        first = width * CONVOLUTION_INPUTS.index(part)
+        if kind == "bias":
+            return SomeRows(
+                start + "in_proj.bias", (3 * width,), tuple(range(first, first + width))
+            )
+        return Rows(start + "in_proj.weight", (3 * width, width), first, flipped)
+    if part == "o":
+        name = f"{start}out_proj.{'bias' if kind == 'bias' else 'weight'}"
+        return Whole(name, parameter.shape, flipped and kind != "bias")
+    if part == "kernel_bias":
+        return Whole(start + "conv.bias", (width,))
+    shape = (width, 1, parameter.shape[1])
+    return SomeRows(start + "conv.weight", shape, tuple(range(width)))
 
 
 MAMBA_PREFIXES = ("mamba.", "mixer.")  # Granite, Nemotron

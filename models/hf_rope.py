@@ -83,8 +83,8 @@ def rope_of(
             number("factor")  # applies only beyond the original context
         case "llama3":
             low, high = number("low_freq_factor"), number("high_freq_factor")
-            if not high > low:
-                raise wrong("must have high_freq_factor above low_freq_factor")
+            if not high >= low:
+                raise wrong("must have high_freq_factor of at least low_freq_factor")
             rope = replace(
                 rope,
                 type="llama3",

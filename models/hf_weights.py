@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from models.decoder_config import DecoderConfig
-from models.hf_recurrent import delta_source, mamba_source
+from models.hf_recurrent import convolution_source, delta_source, mamba_source
 from models.hf_sources import EverySecond, Fused, HeadRows, PerExpert, Rows, SomeRows, Source, Whole
 from models.parameter_tree import ParameterShape
 
@@ -26,7 +26,8 @@ RENAMED = {
         ("backbone.", "model."),
         ("model.embeddings.", "model.embed_tokens."),
         ("model.norm_f.", "model.norm."),
-    )
+    ),
+    "lfm2": (("model.embedding_norm.", "model.norm."),),
 }
 # Names of one parameter in the families. If a layer has several of them, the last applies.
 LAYER: dict[str, tuple[str, ...]] = {
@@ -34,6 +35,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "input_layernorm.weight",
         "norm.weight",
         "attention_layernorm.weight",
+        "operator_norm.weight",
     ),
     "attention_post_norm.weight": (
         "post_attention_layernorm.weight",
@@ -44,6 +46,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "pre_feedforward_layernorm.weight",
         "norm.weight",
         "feedforward_layernorm.weight",
+        "ffn_norm.weight",
     ),
     "mlp_post_norm.weight": ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"),
     "attention.q.kernel": ("self_attn.q_proj.weight", "mixer.q_proj.weight"),
@@ -52,33 +55,64 @@ LAYER: dict[str, tuple[str, ...]] = {
     "attention.k.bias": ("self_attn.k_proj.bias",),
     "attention.v.kernel": ("self_attn.v_proj.weight", "mixer.v_proj.weight"),
     "attention.v.bias": ("self_attn.v_proj.bias",),
-    "attention.o.kernel": ("self_attn.o_proj.weight", "mixer.o_proj.weight"),
+    "attention.o.kernel": (
+        "self_attn.o_proj.weight",
+        "mixer.o_proj.weight",
+        "self_attn.out_proj.weight",
+    ),
     "attention.o.bias": ("self_attn.o_proj.bias",),
     "attention.q_norm.weight": (
         "self_attn.q_norm.weight",
         "self_attn.q_a_layernorm.weight",
         "self_attn.query_layernorm.weight",
+        "self_attn.q_layernorm.weight",
     ),
-    "attention.k_norm.weight": ("self_attn.k_norm.weight", "self_attn.key_layernorm.weight"),
-    "attention.sinks": ("self_attn.sinks",),
+    "attention.k_norm.weight": (
+        "self_attn.k_norm.weight",
+        "self_attn.key_layernorm.weight",
+        "self_attn.k_layernorm.weight",
+    ),
+    "attention.sinks": ("self_attn.sinks", "self_attn.attention_sink_bias"),
     "attention.q_a.kernel": ("self_attn.q_a_proj.weight",),
     "attention.q_a.bias": ("self_attn.q_a_proj.bias",),
     "attention.q_b.kernel": ("self_attn.q_b_proj.weight",),
     "attention.kv_a.kernel": ("self_attn.kv_a_proj_with_mqa.weight",),
     "attention.kv_a.bias": ("self_attn.kv_a_proj_with_mqa.bias",),
     "attention.kv_norm.weight": ("self_attn.kv_a_layernorm.weight",),
-    "attention.index.q.kernel": ("self_attn.indexer.wq_b.weight",),
-    "attention.index.k.kernel": ("self_attn.indexer.wk.weight",),
-    "attention.index.k_norm.weight": ("self_attn.indexer.k_norm.weight",),
+    "attention.index.q.kernel": (
+        "self_attn.indexer.wq_b.weight",
+        "self_attn.indexer.q_proj.weight",
+        "self_attn.index_q_proj.weight",
+    ),
+    "attention.index.k.kernel": (
+        "self_attn.indexer.wk.weight",
+        "self_attn.indexer.k_proj.weight",
+        "self_attn.index_k_proj.weight",
+    ),
+    "attention.index.q_norm.weight": (
+        "self_attn.indexer.q_norm.weight",
+        "self_attn.index_q_norm.weight",
+    ),
+    "attention.index.k_norm.weight": (
+        "self_attn.indexer.k_norm.weight",
+        "self_attn.index_k_norm.weight",
+    ),
     "attention.index.k_norm.bias": ("self_attn.indexer.k_norm.bias",),
     "attention.index.weights": ("self_attn.indexer.weights_proj.weight",),
     # transformers saves the dense blocks of Kimi Linear under the name of its experts.
-    "mlp.gate.kernel": ("mlp.gate_proj.weight", "block_sparse_moe.gate_proj.weight"),
+    "mlp.gate.kernel": (
+        "mlp.gate_proj.weight",
+        "block_sparse_moe.gate_proj.weight",
+        "feed_forward.w1.weight",
+        "feed_forward.gate_proj.weight",
+    ),
     "mlp.gate.bias": ("mlp.gate_proj.bias",),
     "mlp.up.kernel": (
         "mlp.up_proj.weight",
         "mixer.up_proj.weight",
         "block_sparse_moe.up_proj.weight",
+        "feed_forward.w3.weight",
+        "feed_forward.up_proj.weight",
     ),
     "mlp.up.bias": ("mlp.up_proj.bias", "mixer.up_proj.bias"),
     "mlp.down.kernel": (
@@ -86,6 +120,8 @@ LAYER: dict[str, tuple[str, ...]] = {
         "shared_mlp.output_linear.weight",
         "mixer.down_proj.weight",
         "block_sparse_moe.down_proj.weight",
+        "feed_forward.w2.weight",
+        "feed_forward.down_proj.weight",
     ),
     "mlp.act.alpha_p": ("mlp.act_fn.alpha_p",),
     "mlp.act.alpha_n": ("mlp.act_fn.alpha_n",),
@@ -101,6 +137,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "block_sparse_moe.router.layer.weight",
         "mixer.gate.weight",
         "router.proj.weight",
+        "feed_forward.router.weight",
     ),
     "mlp.router_scale": ("router.scale",),
     "mlp.expert_scale": ("router.per_expert_scale",),
@@ -122,12 +159,14 @@ LAYER: dict[str, tuple[str, ...]] = {
         "mlp.shared_experts.gate_proj.weight",
         "mlp.shared_mlp.gate_proj.weight",
         "block_sparse_moe.shared_experts.gate_proj.weight",
+        "feed_forward.shared_expert.gate_proj.weight",
     ),
     "mlp.shared.up.kernel": (
         "mlp.shared_expert.up_proj.weight",
         "mlp.shared_experts.up_proj.weight",
         "mlp.shared_mlp.up_proj.weight",
         "block_sparse_moe.shared_experts.up_proj.weight",
+        "feed_forward.shared_expert.up_proj.weight",
         "mixer.shared_experts.up_proj.weight",
     ),
     "mlp.shared.down.kernel": (
@@ -135,6 +174,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "mlp.shared_experts.down_proj.weight",
         "mlp.shared_mlp.down_proj.weight",
         "block_sparse_moe.shared_experts.down_proj.weight",
+        "feed_forward.shared_expert.down_proj.weight",
         "shared_mlp.output_linear.weight",
         "mixer.shared_experts.down_proj.weight",
     ),
@@ -179,18 +219,24 @@ IN_FLOAT32 = (
 # Tensors of several parameters: queries, keys and values; gate and up.
 LATENT_HEADS = "self_attn.kv_b_proj.weight"
 FUSED_QKV = "self_attn.qkv_proj.weight"
-FUSED_GATE_UP = ("mlp.gate_up_proj.weight", "shared_mlp.input_linear.weight")
+FUSED_GATE_UP = (
+    "mlp.gate_up_proj.weight",
+    "shared_mlp.input_linear.weight",
+    "mlp.shared_experts.gate_up_proj.weight",
+)
 FUSED_EXPERTS_GATE_UP = (
     "mlp.experts.gate_up_proj",
     "block_sparse_moe.experts.gate_up_proj",
     "block_sparse_moe.input_linear.weight",
     "experts.gate_up_proj",
+    "feed_forward.experts.gate_up_proj",
 )
 FUSED_EXPERTS_DOWN = (
     "mlp.experts.down_proj",
     "block_sparse_moe.experts.down_proj",
     "block_sparse_moe.output_linear.weight",
     "experts.down_proj",
+    "feed_forward.experts.down_proj",
 )
 
 
@@ -209,6 +255,8 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
         return delta_source(prefix, key, config, found, parameter)
     if config.layers[int(path[1])].mamba and key.startswith("attention."):
         return mamba_source(prefix, key, config, found, parameter)
+    if config.layers[int(path[1])].convolution and key.startswith("attention."):
+        return convolution_source(prefix, key, config.width, parameter)
     if config.attention.gated and key in ("attention.q.kernel", "attention.gate.kernel"):
         return _gated_queries(prefix + LAYER["attention.q.kernel"][0], key, config, parameter)
     if key in LAYER:
@@ -293,9 +341,9 @@ def _latent_heads(name: str, key: str, config: DecoderConfig) -> HeadRows:
 
 def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Shapes) -> Fused:
     """Returns where a parameter lies in a fused tensor of all experts. The tensor is [E, out, in]
-    in transformers 5, and [E, in, out] for some families in transformers 4."""
+    in transformers 5, and [E, in, out] in Llama 4 and for some families in transformers 4."""
     inward = (shape[0], shape[2], shape[1])
-    if found[name] == inward and inward != shape:
+    if found[name] == inward and (inward != shape or ".feed_forward." in name):
         return Fused(name, inward, first, inward=True)
     return Fused(name, shape, first)
 

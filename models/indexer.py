@@ -1,9 +1,10 @@
-"""The indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, GLM-5), which selects the positions that
-each token attends to. `jdisagg/ops/sparse_attention.py` describes the selection.
+"""Indexers, which select what each token attends to: positions in DeepSeek Sparse Attention
+(DeepSeek-V3.2, GLM-5; `jdisagg/ops/sparse_attention.py`), blocks of positions for each kv head in
+MiniMax M3 (`jdisagg/ops/block_attention.py`).
 
-All parameters are replicated. As in transformers, queries and keys are neither rotated by a
-Hadamard matrix nor rounded to fp8, which the published kernels do and which changes scores by
-rounding only."""
+All parameters are replicated, except the queries of a kv head. As in transformers, queries and keys
+of DeepSeek's indexer are neither rotated by a Hadamard matrix nor rounded to fp8, which the
+published kernels do and which changes scores by rounding only."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from jdisagg.ops.parameters import Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.rope import rope_angles, rotate
 from jdisagg.ops.rope_frequencies import Rope
-from models.decoder_config import IndexConfig
-from models.linear import Linear, rows_of
+from models.decoder_config import DecoderConfig, IndexConfig, LayerConfig
+from models.linear import Linear, Norm, rows_of
 
 _EPSILON = 1e-6
 
@@ -65,6 +66,46 @@ class Indexer(nnx.Module):
             x[..., :turned], rope_angles(positions, self.rope), interleaved=self.config.interleaved
         )
         return jnp.concatenate((first, x[..., turned:]), axis=-1)
+
+
+class BlockIndexer(nnx.Module):
+    """Computes one query for each kv head, and one key, from the layer's input. Both have a norm
+    and the rotary positions of the attention."""
+
+    def __init__(
+        self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
+    ) -> None:
+        assert layer.index is not None
+        width, size, heads = config.width, layer.index.dim, config.attention.kv_heads
+        self.q = Linear(make, (width, heads * size), ("embed", "kv_heads"), form=form.plain())
+        self.k = Linear(make, (width, size), ("embed", "latent"), form=form.plain())
+        above_one = config.norms_above_one
+        self.q_norm, self.k_norm = (
+            Norm(make, size, ("latent",), config.norm_epsilon, above_one=above_one)
+            for _ in range(2)
+        )
+        self.config, self.rope = layer.index, layer.rope or config.attention.rope
+
+    def __call__(
+        self, x_TD: jax.Array, positions_T: jax.Array, rows_R: jax.Array | None, shards: Shards
+    ) -> Index:
+        """Returns the inputs of the selection: keys of all tokens, and queries of the tokens
+        `rows_R` for the device's kv heads."""
+        size = self.config.dim
+        q_RC = self.q(rows_of(x_TD, rows_R), shards.of_rows(rows_R))
+        q_RKD = self.q_norm(q_RC.reshape(q_RC.shape[0], q_RC.shape[1] // size, size))
+        k_T1D = self.k_norm(self.k(x_TD, shards))[:, None]
+        return Index(
+            self._turned(q_RKD, rows_of(positions_T, rows_R)),
+            self._turned(k_T1D, positions_T),
+            None,
+            self.config.top,
+            self.config.block,
+            self.config.local,
+        )
+
+    def _turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        return rotate(x, rope_angles(positions, self.rope), interleaved=self.rope.interleaved)
 
 
 class LayerNorm(nnx.Module):

@@ -162,10 +162,13 @@ def _kind(layer: LayerConfig, config: DecoderConfig) -> str:
     seen = f"window of {layer.window:,}" if layer.window else "full attention"
     if layer.recurrent:
         seen = "gated delta net" if layer.delta else "Mamba-2"
+        seen = "short convolution" if layer.convolution else seen
         seen = "Kimi Delta Attention" if layer.delta and layer.delta.rank else seen
     elif latent := config.attention.latent:
         seen = f"attention to {latent.index.top:,} selected positions," if latent.index else seen
         seen += f" to latents of {latent.rank} + {latent.rope_dim}"
+    if layer.index:
+        seen = f"attention to {layer.index.top} blocks of {layer.index.block} positions"
     if any(each.attention for each in config.layers):
         attention = config.attention_of(layer)
         seen += f" with {attention.kv_heads} kv heads of {attention.head_dim}"

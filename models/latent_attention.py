@@ -111,7 +111,8 @@ class MultiHeadLatentAttention(nnx.Module):
         q_RNH = jnp.concatenate((q_RNH[..., :nope], turned_RNR), axis=-1)
         if self.rope is None or not self.rope.query_beta:
             return q_RNH
-        return q_RNH * query_growth(positions_R, self.rope).astype(q_RNH.dtype)
+        how = self.rope.query_beta, self.rope.original_tokens
+        return q_RNH * query_growth(positions_R, *how).astype(q_RNH.dtype)
 
     def _cached(self, x_TD: jax.Array, positions_T: jax.Array, shards: Shards) -> jax.Array:
         """Returns the cached vector of each token: [T, 1, rank + rope]."""

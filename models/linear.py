@@ -11,7 +11,7 @@ from jax import lax
 from jdisagg.model_api import AdapterRows, MakeStack, Shards
 from jdisagg.ops.adapters import Factors, add_adapters, add_one
 from jdisagg.ops.linear import project
-from jdisagg.ops.norm import rms_norm
+from jdisagg.ops.norm import layer_norm, rms_norm
 from jdisagg.ops.parameters import Axes, LogicalAxis, Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
 
@@ -104,17 +104,27 @@ class Linear(nnx.Module):
 
 class Norm(nnx.Module):
     """Root mean square norm with a weight. With `above_one` the norm multiplies by one plus the
-    weight."""
+    weight. With `centred` it first subtracts the mean (LayerNorm without a bias)."""
 
     def __init__(
-        self, make: Make, size: int, axes: Axes, epsilon: float, *, above_one: bool = False
+        self,
+        make: Make,
+        size: int,
+        axes: Axes,
+        epsilon: float,
+        *,
+        above_one: bool = False,
+        centred: bool = False,
     ) -> None:
         role = "bias" if above_one else "norm"  # initialised to zero or one
         self.weight = parameter(make((size,), role, size), axes)
-        self.epsilon, self.above_one = epsilon, above_one
+        self.epsilon, self.above_one, self.centred = epsilon, above_one, centred
 
     def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
         """Normalises the last dimension, which is sharded over the mesh axes `over`."""
+        if self.centred:
+            assert not over, "no family shards these"
+            return layer_norm(x, self.weight[...], None, self.epsilon)
         return rms_norm(x, self.weight[...], self.epsilon, over, above_one=self.above_one)
 
 

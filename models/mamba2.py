@@ -16,7 +16,12 @@ from jax import lax
 from jdisagg.model_api import Recur, Runs, Shards, State
 from jdisagg.ops.parameters import Axes, Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
-from jdisagg.ops.short_convolution import convolve_runs, convolve_step
+from jdisagg.ops.short_convolution import (
+    convolve_runs,
+    convolve_step,
+    inputs_by_head,
+    inputs_by_token,
+)
 from jdisagg.ops.state_space import StateSpaceInputs, state_space_runs, state_space_step
 from models.decoder_config import DecoderConfig, MambaConfig
 from models.linear import Linear, own_heads, rows_of
@@ -108,9 +113,11 @@ class Mamba2(nnx.Module):
 
         def advance(state: State, runs: Runs | None) -> tuple[jax.Array, State]:
             kept_x, kept_bc, kept = state
-            y_TC, inputs = self.x_convolution(x_TC, self._by_token(kept_x), runs)
+            y_TC, inputs = self.x_convolution(x_TC, inputs_by_token(kept_x, mamba.taps - 1), runs)
             shared = kept_bc[:, :1] if mamba.copies else kept_bc
-            z_TC, shared_inputs = self.bc_convolution(bc_TC, self._by_token(shared), runs)
+            z_TC, shared_inputs = self.bc_convolution(
+                bc_TC, inputs_by_token(shared, mamba.taps - 1), runs
+            )
             y_TNP = y_TC.reshape(y_TC.shape[0], -1, mamba.head_dim).astype(jnp.float32)
             b_TGS, c_TGS = self._of_own_groups(z_TC, y_TNP.shape[1], shards)
             given = StateSpaceInputs(y_TNP, b_TGS, c_TGS, step_TN, g_TN)
@@ -120,9 +127,9 @@ class Mamba2(nnx.Module):
             else:
                 out_TNP, kept_RNSP = state_space_runs(given, kept_RNSP, runs, shards.platform)
             out_TNP = out_TNP + self.skip[...][None, :, None] * y_TNP
-            new_bc = _by_head(shared_inputs, shared.shape[1])
+            new_bc = inputs_by_head(shared_inputs, shared.shape[1])
             return out_TNP, (
-                _by_head(inputs, kept_x.shape[1]),
+                inputs_by_head(inputs, kept_x.shape[1]),
                 jnp.broadcast_to(new_bc, (new_bc.shape[0], *kept_bc.shape[1:])),
                 kept_RNSP.reshape(-1, *kept.shape[1:]),
             )
@@ -149,16 +156,3 @@ class Mamba2(nnx.Module):
             z_TGC = jnp.take(z_TGC, group_U, axis=1)
         b_TGS, c_TGS = jnp.split(z_TGC, 2, axis=2)
         return b_TGS, c_TGS
-
-    def _by_token(self, kept_RGX: jax.Array) -> jax.Array:
-        """Converts the convolution's state from its stored form, one row per kv head [R, G, S x
-        channels], to [R, S, C]."""
-        rows, groups, _ = kept_RGX.shape
-        by_head = kept_RGX.reshape(rows, groups, self.mamba.taps - 1, -1)
-        return by_head.swapaxes(1, 2).reshape(rows, self.mamba.taps - 1, -1)
-
-
-def _by_head(inputs_RSC: jax.Array, heads: int) -> jax.Array:
-    rows, kept, _ = inputs_RSC.shape
-    by_token = inputs_RSC.reshape(rows, kept, heads, -1)
-    return by_token.swapaxes(1, 2).reshape(rows, heads, -1)

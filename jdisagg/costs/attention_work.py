@@ -11,7 +11,7 @@ def windowed_share(geometry: CostGeometry) -> tuple[int, float]:
     if isinstance(attention, LatentAttention) or attention.window is None:
         return 0, 0.0
     mean_head = geometry.head_sizes / max(1, geometry.attention_layers)
-    share = attention.windowed_layers * attention.head_dim / mean_head
+    share = attention.windowed_layers * attention.mean_size / mean_head
     return attention.window, share / geometry.attention_layers
 
 

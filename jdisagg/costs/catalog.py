@@ -114,6 +114,12 @@ CATALOG: dict[str, CostGeometry] = {
             LatentAttention(64, 2048, 512, 64, 192, 256, 32, 128, 2048), 12288,
             experts=Experts(256, 8, 2048, 2048), expert_layers=75, context_tokens=202752,
         ),
+        # MiniMaxAI/MiniMax-M3 (text part): 57 layers with an indexer that selects 16 blocks of 128
+        CostGeometry(
+            "minimax-m3", 6144, 60, 200064,
+            GroupedAttention(64, 4, 128, indexed_layers=57, index_dim=128, index_top=2048), 12288,
+            experts=Experts(128, 4, 3072, 3072), expert_layers=57, context_tokens=524288,
+        ),
         # Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen3-14B and -32B
         CostGeometry(
             "qwen2.5-7b", 3584, 28, 152064, GroupedAttention(28, 4, 128), 18944,

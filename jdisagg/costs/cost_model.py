@@ -101,7 +101,7 @@ class CostModel:
         self._overlaps = kernels.overlaps and out and self.layout.ep > self.layout.tp
         self._linear = not (
             windowed
-            or (isinstance(attention, LatentAttention) and attention.index_top)
+            or attention.index_top
             or geometry.linear
             or kernels.whole_contexts
             or kernels.draft_tokens
@@ -466,6 +466,8 @@ class CostModel:
             index_flops = 2.0 * pairs * attention.index_heads * attention.index_dim
         else:
             width = 2 * self._mean_head
+            index_flops = 2.0 * pairs * attention.kv_heads / self._kv_shards()
+            index_flops *= attention.index_dim * attention.indexed_layers / shape.attention_layers
         heads = attention.query_heads / self.layout.tp
         cost = self._attention(
             2 * pairs * heads * width + index_flops,
@@ -496,6 +498,17 @@ class CostModel:
             return self._attention(
                 index_flops * context_tokens, context_tokens * read, layers
             ) + self._attention(flops * seen, queries * seen * (size_bytes - read), layers)
+        if not isinstance(attention, LatentAttention) and attention.index_top:
+            # As above, in some of the layers, with a query of the indexer for each kv head.
+            seen, part = min(context_tokens, attention.index_top * sequences), attention.index_dim
+            own, indexed = self._kv_bytes(attention), attention.indexed_layers
+            read = context_tokens * part * self.value_bytes
+            index_flops = 2.0 * queries * context_tokens * part * attention.kv_heads
+            return (
+                self._attention(flops * context_tokens, context_tokens * own, layers - indexed)
+                + self._attention(index_flops / self._kv_shards(), read, indexed)
+                + self._attention(flops * seen, queries * seen * own, indexed)
+            )
         if isinstance(attention, LatentAttention) or attention.window is None:
             return self._attention(flops * context_tokens, context_tokens * size_bytes, layers)
         seen = min(context_tokens, attention.window * sequences)
@@ -504,9 +517,9 @@ class CostModel:
         full, windowed = (self._kv_bytes(kind) for kind in (other, attention))
         flops /= self._mean_head
         return self._attention(
-            flops * other.head_dim * context_tokens, context_tokens * full, whole
+            flops * other.mean_size * context_tokens, context_tokens * full, whole
         ) + self._attention(
-            flops * attention.head_dim * seen, seen * windowed, attention.windowed_layers
+            flops * attention.mean_size * seen, seen * windowed, attention.windowed_layers
         )
 
     def _attention_of_token(self) -> tuple[float, float, int]:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
+from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, LatentAttention
 from jdisagg.layout.axes import Layout
 
 
@@ -69,7 +69,7 @@ def dense_products(
         keys = linear.key_channels / (1 if linear.key_copies else shards)
         channels, scalars = linear.values / shards + keys, linear.scalars / shards
         taps = channels * linear.taps
-        wide = channels + scalars + linear.values / tp
+        wide = (1 + linear.short) * channels + scalars + linear.values / tp
         plain = shape.width * scalars + taps
         into = shape.width * wide
         if rank := linear.gate_rank:  # two products in place of one, for gates and output gate
@@ -118,11 +118,16 @@ def _projections(
         assert not isinstance(kind, LatentAttention)
         queries = tp if kind.kv_heads == most_kv_shards(shape) else shards
         wide = kind.head_dim * (
-            kind.query_heads / queries
-            + kind.gated * kind.query_heads / tp
-            + kind.made_heads / shards
+            kind.query_heads / queries + kind.gated * kind.query_heads / tp + kind.kv_heads / shards
         )
-        out = shape.width * kind.head_dim * kind.query_heads
+        wide += kind.value_size * (kind.made_heads - kind.kv_heads) / shards
+        out = shape.width * kind.value_size * kind.query_heads
         parts.append((shape.width * wide, layers, 1, wide, 0))
         parts.append((out, layers, tp, shape.width, 0))
+    attention = shape.attention
+    if isinstance(attention, GroupedAttention) and attention.indexed_layers:
+        # One query for each kv head, and one key. Never quantized.
+        wide = attention.index_dim * (attention.kv_heads / shards + 1)
+        into = shape.width * wide
+        parts.append((into, attention.indexed_layers, 1, wide, into))
     return parts

@@ -109,7 +109,11 @@ def kv_formula(shape: CostGeometry, dtype: str) -> str:
             values = f"{kind.kv_rank} latent + {kind.rope_dim} rotary{index}"
             parts.append(f"{layers} layers x ({values})")
         else:
-            parts.append(f"2 x {layers} layers x {kind.kv_heads} KV heads x {kind.head_dim}")
+            sizes = f"{layers} layers x {kind.kv_heads} KV heads"
+            values = f"{sizes} x ({kind.head_dim} + {kind.value_size})"
+            parts.append(values if kind.value_dim else f"2 x {sizes} x {kind.head_dim}")
+            if kind.indexed_layers:
+                parts.append(f"{kind.indexed_layers} layers x {kind.index_dim} index")
     values = parts[0] if len(parts) == 1 else f"({' + '.join(parts)})"
     return f"{values} x {dtype_bytes(shape.kv_dtype or dtype)} bytes"
 

@@ -1,5 +1,5 @@
 """Sizes and costs of recurrent layers: Gated DeltaNet (arXiv 2412.06464), Kimi Delta Attention
-(arXiv 2510.26692) and Mamba-2 (arXiv 2405.21060).
+(arXiv 2510.26692), Mamba-2 (arXiv 2405.21060) and short convolutions (LFM2).
 
 The state of a sequence has constant size: a float32 matrix for each value head, and the last inputs
 of a short convolution. Must not depend on hardware or layout."""
@@ -26,6 +26,8 @@ class LinearAttention(Message, frozen=True):
         key heads are sharded.
       gate_rank: Number of values between the two projections of a gate per channel, and between
         those of the output gate (Kimi Delta Attention); 0 for one projection each.
+      short: Whether a layer is a gated short convolution, without a matrix. It has no keys
+        (`key_dim` 0), and a gate before the convolution besides the one after it.
     """
 
     layers: int
@@ -37,6 +39,7 @@ class LinearAttention(Message, frozen=True):
     corrects: bool = True
     key_copies: int = 0
     gate_rank: int = 0
+    short: bool = False
 
     @property
     def channels(self) -> int:
@@ -56,7 +59,7 @@ class LinearAttention(Message, frozen=True):
     def scalars(self) -> int:
         """Number of scalars that a layer computes for each token. Each value head has an update
         strength and a gate (Gated DeltaNet), or a step size (Mamba-2)."""
-        return (1 + self.corrects) * self.value_heads
+        return 0 if self.short else (1 + self.corrects) * self.value_heads
 
     @property
     def values(self) -> int:
@@ -65,7 +68,7 @@ class LinearAttention(Message, frozen=True):
     def parameters(self, width: int) -> int:
         """Returns the number of parameters of one layer: projections, scalars, gate and
         convolution."""
-        into = self.channels + self.scalars + self.values
+        into = (1 + self.short) * self.channels + self.scalars + self.values
         if rank := self.gate_rank:
             into = self.channels + self.value_heads + 2 * rank
             gates = rank * (self.value_heads * self.key_dim + self.values)
@@ -86,6 +89,8 @@ class LinearAttention(Message, frozen=True):
     def chunk_flops(self) -> int:
         """Returns the FLOP of one token in one layer when tokens run in blocks of RUN_TOKENS
         tokens. A block adds products of its tokens with each other, and a triangular solve."""
+        if self.short:
+            return 2 * self.taps * self.channels
         if not self.corrects:
             within = self.key_heads * self.key_dim + self.values
             return self.step_flops() + 2 * RUN_TOKENS * within

@@ -27,6 +27,10 @@ class GroupedAttention(Message, frozen=True):
         0 if all layers have `kv_heads` and `head_dim`.
       keys_are_values: Whether one matrix computes both keys and values, in the layers without a
         window, or in all layers if `full_kv_heads` is 0.
+      indexed_layers: Number of layers with an indexer, which has one query of `index_dim` values
+        for each kv head and selects `index_top` positions for each token. Its key is part of the
+        KV.
+      value_dim: Head size of values, if it is not `head_dim`.
     """
 
     query_heads: int
@@ -38,6 +42,19 @@ class GroupedAttention(Message, frozen=True):
     full_kv_heads: int = 0
     full_head_dim: int = 0
     keys_are_values: bool = False
+    indexed_layers: int = 0
+    index_dim: int = 0
+    index_top: int = 0
+    value_dim: int = 0
+
+    @property
+    def value_size(self) -> int:
+        return self.value_dim or self.head_dim
+
+    @property
+    def mean_size(self) -> int:
+        """Mean of the head sizes of keys and values."""
+        return (self.head_dim + self.value_size) // 2
 
     @property
     def full(self) -> "GroupedAttention | None":
@@ -51,6 +68,7 @@ class GroupedAttention(Message, frozen=True):
             self.full_head_dim,
             gated=self.gated,
             keys_are_values=self.keys_are_values,
+            value_dim=self.value_dim,
         )
 
     @property
@@ -65,13 +83,23 @@ class GroupedAttention(Message, frozen=True):
 
     def parameters(self, width: int) -> int:
         """Returns the number of attention parameters of a layer with `kv_heads` and `head_dim`."""
-        matrices = (2 + self.gated) * self.query_heads + self.made_heads
-        return width * self.head_dim * matrices
+        keys = (1 + self.gated) * self.query_heads + self.kv_heads
+        values = self.query_heads + self.made_heads - self.kv_heads
+        return width * (self.head_dim * keys + self.value_size * values)
+
+    def index_parameters(self, width: int) -> int:
+        """Returns the number of parameters of an indexer."""
+        return width * self.index_dim * (self.kv_heads + 1)
+
+    @property
+    def row_values(self) -> int:
+        """Number of values of a row of KV (`layout/kv_spec.py`)."""
+        return math.gcd(self.head_dim, self.value_size, self.index_dim // self.kv_heads)
 
     @property
     def kv_values(self) -> int:
         """Number of KV values of one token in one layer."""
-        return 2 * self.kv_heads * self.head_dim
+        return self.kv_heads * (self.head_dim + self.value_size)
 
 
 class LatentAttention(Message, frozen=True):
@@ -249,14 +277,25 @@ class CostGeometry:
     @property
     def kv_values(self) -> int:
         """Number of KV values of one token in all layers."""
-        return sum(layers * kind.kv_values for kind, layers in self.attention_kinds)
+        own = sum(layers * kind.kv_values for kind, layers in self.attention_kinds)
+        return own + self._index_values(GroupedAttention)
+
+    def _index_values(self, kind: type[GroupedAttention | LatentAttention] | None = None) -> int:
+        """Returns the number of values of the indexers' keys of one token, in all layers with
+        attention of this kind."""
+        attention = self.attention
+        if kind is not None and not isinstance(attention, kind):
+            return 0
+        if isinstance(attention, GroupedAttention):
+            return attention.indexed_layers * attention.index_dim
+        return self.attention_layers * attention.index_dim
 
     @property
     def head_sizes(self) -> int:
         """Sum of the head sizes over the layers with `GroupedAttention`."""
         kinds = self.attention_kinds
         return sum(
-            layers * kind.head_dim for kind, layers in kinds if isinstance(kind, GroupedAttention)
+            layers * kind.mean_size for kind, layers in kinds if isinstance(kind, GroupedAttention)
         )
 
     @property
@@ -308,16 +347,14 @@ class CostGeometry:
         dense = self.dense_layers * self.matrices * self.width * self.ffn
         kinds = self.attention_kinds
         attention = sum(layers * kind.parameters(self.width) for kind, layers in kinds)
+        if isinstance(self.attention, GroupedAttention):
+            attention += self.attention.indexed_layers * self.attention.index_parameters(self.width)
         if self.linear:
             attention += self.linear.layers * self.linear.parameters(self.width)
         return attention + dense + self.embedding_parameters
 
     def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
-        index = sum(
-            layers * kind.index_dim
-            for kind, layers in self.attention_kinds
-            if isinstance(kind, LatentAttention)
-        )
+        index = self._index_values()
         kept = (self.kv_values - index) * dtype_bytes(self.kv_dtype or dtype)
         return kept + index * dtype_bytes(dtype)  # an indexer's keys keep the model's type
 
@@ -350,12 +387,14 @@ class CostGeometry:
         """Returns (rows, values in a row) of a token's KV for each kind of layer. A row is a key or
         a value of one head, or the KV of MLA, cut into equal rows if there is an indexer's key. A
         codec stores one scale for each row."""
-        return [
+        rows = [
             (layers * kind.kv_values // kind.row_values, kind.row_values)
-            if isinstance(kind, LatentAttention)
-            else (layers * 2 * kind.kv_heads, kind.head_dim)
             for kind, layers in self.attention_kinds
         ]
+        if index := self._index_values(GroupedAttention):
+            values = self.attention.row_values
+            rows.append((index // values, values))
+        return rows
 
 
 def dtype_bytes(dtype: str) -> int:

@@ -278,7 +278,7 @@ def _padding(geometry: CostGeometry, lanes: int) -> float:
     if isinstance(attention, LatentAttention):
         widths = (attention.kv_rank + attention.rope_dim,)
     else:
-        widths = (attention.head_dim, attention.full_head_dim)
+        widths = (attention.head_dim, attention.full_head_dim, attention.value_dim)
     return max(-(-width // lanes) * lanes / width for width in widths if width)
 
 
@@ -482,12 +482,19 @@ def _index_scores(
     geometry: CostGeometry, instance: InstanceConfig, chunk: int, context: int, dtype: str
 ) -> int:
     """Returns an upper estimate of the bytes of one layer's indexer: products of all heads with the
-    keys of one step, copies of the scores of all positions, and the selected latents."""
+    keys of one step, copies of the scores of all positions, and the selected latents, or keys and
+    values."""
     attention = geometry.attention
-    if not isinstance(attention, LatentAttention) or not 0 < attention.index_top < context:
+    if not 0 < attention.index_top < context:
         return 0
     # `ops/sparse_attention.py` computes 4,096 keys and 512 tokens of a chunk at once.
     rows, keys = max(min(chunk, 512), instance.slots_per_rank), min(context, 4096)
+    if not isinstance(attention, LatentAttention):
+        # Scores of the keys of a step and a mask of all positions, for each kv head.
+        heads = max(1, attention.kv_heads // instance.layout.tp)
+        selected = 2 * instance.slots_per_rank * heads * attention.index_top * attention.head_dim
+        scores = rows * heads * (4 * max(keys, chunk) + 2 * context)
+        return scores + selected * dtype_bytes(dtype)
     scores = 4 * rows * (attention.index_heads * keys + 4 * context)
     selected = instance.slots_per_rank * attention.index_top * attention.kv_values
     return scores + selected * dtype_bytes(dtype)

@@ -94,8 +94,8 @@ class ChunkAttention:
             v_TKH, v_pages = (None, None) if latent else (seen[1], written[1])
             how = {"scale": scale, "window": window, "platform": self._shards.platform}
             how |= {"cap": cap, "sinks_N": sinks_N, "latent": latent}
-            i_pages = None if index is None else written[1]
-            how["index"] = None if index is None else index._replace(keys_T1D=seen[1])
+            i_pages = None if index is None else written[-1]
+            how["index"] = None if index is None else index._replace(keys_T1D=seen[-1])
             chunk, rows = self._chunk, self._chunk.sampling_R.shape[0]
             if rows_alone and not q_TNH.shape[0]:
                 return q_TNH

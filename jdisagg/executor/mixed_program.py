@@ -231,12 +231,7 @@ def _split(index: Index | None, queries: int, tokens: int) -> tuple[Index | None
     """Splits the inputs of an indexer after the chunk's queries and tokens."""
     if index is None:
         return None, None
-    q_THD, k_T1D, w_TH = index.queries_THD, index.keys_T1D, index.weights_TH
-    return (
-        index._replace(
-            queries_THD=q_THD[:queries], keys_T1D=k_T1D[:tokens], weights_TH=w_TH[:queries]
-        ),
-        index._replace(
-            queries_THD=q_THD[queries:], keys_T1D=k_T1D[tokens:], weights_TH=w_TH[queries:]
-        ),
-    )
+    of_chunk = index.of_queries(lambda of_T: of_T[:queries])
+    of_step = index.of_queries(lambda of_T: of_T[queries:])
+    k_T1D = index.keys_T1D
+    return of_chunk._replace(keys_T1D=k_T1D[:tokens]), of_step._replace(keys_T1D=k_T1D[tokens:])

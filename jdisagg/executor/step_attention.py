@@ -1,6 +1,7 @@
 """Attention of a decode step over the KV pages: writes the keys and values of the step's rows, then
 attends from each row up to its own position."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -87,9 +88,7 @@ class StepAttention:
     ) -> jax.Array:
         step, positions_BQ, index = self._step, self._positions_BQ, how.index
         if index is not None:
-            q_THD, w_TH = index.queries_THD, index.weights_TH
-            q_THD, w_TH = _slot_rows(step, q_THD), _slot_rows(step, w_TH)
-            index = index._replace(queries_THD=q_THD, weights_TH=w_TH)
+            index = index.of_queries(partial(_slot_rows, step))
         o_TNH = paged_attention(
             _slot_rows(step, q_TNH),
             written[0],
@@ -102,7 +101,7 @@ class StepAttention:
             sinks_N=how.sinks_N,
             latent=how.latent,
             index=index,
-            index_pages_PKSH=None if index is None else written[1],
+            index_pages_PKSH=None if index is None else written[-1],
             platform=self._platform,
         )
         if not step.drafts:

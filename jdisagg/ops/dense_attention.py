@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.model_api import Index, Latent
+from jdisagg.ops.block_attention import block_maxima, select_blocks
 from jdisagg.ops.latent_attention import expand
 from jdisagg.ops.online_softmax import capped, grouped_sinks
 from jdisagg.ops.sparse_attention import index_scores, select
@@ -39,12 +40,26 @@ def dense_causal_attend(
     )
     distance_TS = np.arange(tokens)[:, None] - np.arange(tokens)[None, :]
     seen_TS = jnp.asarray((distance_TS >= 0) & (distance_TS < (window or tokens)))
-    if index is not None and index.top < tokens:
-        scores_TS = index_scores(index.queries_THD, index.weights_TH, index.keys_T1D[:, 0])
-        seen_TS &= select(jnp.where(seen_TS, scores_TS, -jnp.inf), index.top)
-    scores_KGTS = jnp.where(seen_TS[None, None], capped(scores_KGTS, cap), -jnp.inf)
+    seen_KTS = seen_TS[None]
+    if index is not None and index.positions < tokens:
+        seen_KTS = seen_KTS & selected(index, seen_TS)
+    scores_KGTS = jnp.where(seen_KTS[:, None], capped(scores_KGTS, cap), -jnp.inf)
     if (sinks_KG11 := grouped_sinks(sinks_N, kv_heads)) is not None:  # as if of one more token
         sinks_KGT1 = jnp.broadcast_to(sinks_KG11, (*scores_KGTS.shape[:3], 1))
         scores_KGTS = jnp.concatenate((scores_KGTS, sinks_KGT1), axis=-1)
     mix_KGTS = jax.nn.softmax(scores_KGTS, axis=-1)[..., :tokens].astype(v_TKH.dtype)
     return jnp.einsum("kgts,skh->tkgh", mix_KGTS, v_TKH).reshape(tokens, heads, v_TKH.shape[2])
+
+
+def selected(index: Index, seen_TS: jax.Array) -> jax.Array:
+    """Returns the positions that an indexer selects from `seen_TS`, for all kv heads together or
+    for each: bool [K, T, T]."""
+    keys_SD = index.keys_T1D[:, 0]
+    if not index.block:
+        assert index.weights_TH is not None
+        scores_TS = index_scores(index.queries_THD, index.weights_TH, keys_SD)
+        return select(jnp.where(seen_TS, scores_TS, -jnp.inf), index.top)[None]
+    tokens = keys_SD.shape[0]
+    scores_KTB = block_maxima(index.queries_THD, keys_SD, seen_TS, index.block)
+    chosen_KTB = select_blocks(scores_KTB, jnp.arange(tokens), index)
+    return jnp.repeat(chosen_KTB, index.block, axis=2)[..., :tokens]

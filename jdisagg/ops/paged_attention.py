@@ -29,6 +29,7 @@ from jax import lax
 from jdisagg.layout.platforms import traits_of
 from jdisagg.model_api import Index, Latent
 from jdisagg.ops import latent_attention_pallas, paged_attention_pallas
+from jdisagg.ops.block_attention import attention_to_blocks
 from jdisagg.ops.kv_pages import as_read, gather_columns, gather_pages, gather_span, span_rows
 from jdisagg.ops.latent_attention import absorb, release
 from jdisagg.ops.online_softmax import (
@@ -93,7 +94,7 @@ def paged_attention(
         assert not cap and sinks_N is None, "no family has both"
         rank = latent.keys_NRH.shape[1]
         table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
-        if index is not None and table_BN.shape[1] * k_pages_PKSH.shape[2] > index.top:
+        if index is not None and table_BN.shape[1] * k_pages_PKSH.shape[2] > index.positions:
             assert index_pages_PKSH is not None and window is None
             pages, at_once = (k_pages_PKSH, index_pages_PKSH), traits_of(platform).without_loops
             how = {"scale": scale, "at_once": at_once}
@@ -113,8 +114,15 @@ def paged_attention(
         )
         return release(mixed_TNR, latent)
     assert v_pages_PKSH is not None
-    implementation = implementation or _default(platform, q_TNH, k_pages_PKSH)
     table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
+    if index is not None and table_BN.shape[1] * k_pages_PKSH.shape[2] > index.positions:
+        assert index_pages_PKSH is not None and window is None and not cap and sinks_N is None
+        pages, at_once = (k_pages_PKSH, v_pages_PKSH), traits_of(platform).without_loops
+        how = {"scale": scale, "at_once": at_once}
+        return attention_to_blocks(
+            q_TNH, *pages, index_pages_PKSH, table_BN, positions_BQ, index, **how
+        )
+    implementation = implementation or _default(platform, q_TNH, k_pages_PKSH)
     attend = {
         "loop": _loop,
         "pages": partial(_loop, whole=True),

@@ -28,6 +28,7 @@ from jax import lax
 from jdisagg.layout.platforms import traits_of
 from jdisagg.model_api import Index, Latent
 from jdisagg.ops import prefill_attention_cudnn
+from jdisagg.ops.block_attention import chosen_from_blocks
 from jdisagg.ops.kv_pages import PastPages as PastPages
 from jdisagg.ops.kv_pages import as_read, gather_columns, gather_pages
 from jdisagg.ops.latent_attention import absorb, expand
@@ -93,7 +94,9 @@ def prefill_attention(
     if latent is not None:
         k_TKH, v_TKH = expand(k_TKH, latent)
     assert v_TKH is not None
-    by_cudnn = latent is None and not cap
+    if index is not None and _positions(q_TNH, past) <= index.positions:
+        index = None
+    by_cudnn = latent is None and not cap and index is None
     by_cudnn = by_cudnn and prefill_attention_cudnn.applies(
         q_TNH, platform=platform, device_kind=device_kind
     )
@@ -120,7 +123,7 @@ def prefill_attention(
             positions_T,
             past,
             latent,
-            index if index is not None and _positions(q_TNH, past) > index.top else None,
+            index,
             scale=scale,
             window=window,
             cap=cap,
@@ -181,7 +184,9 @@ def _blocks(
     for low in range(0, tokens, group):
         high = min(low + group, tokens)
         if index is not None:
-            chosen = chosen_positions(index, low, high, start_T, segment_T, past, at_once=at_once)
+            choose = chosen_from_blocks if index.block else chosen_positions
+            where = (low, high, start_T, segment_T, positions_T, past)
+            chosen = choose(index, *where, at_once=at_once)
         blocks = [
             _self_block(
                 q_KGTH,
@@ -190,7 +195,7 @@ def _blocks(
                 start_T,
                 a,
                 min(a + query_block, high),
-                chosen_QS=None if chosen[0] is None else chosen[0][a - low : a - low + query_block],
+                chosen_KQS=None if chosen[0] is None else chosen[0][:, a - low :][:, :query_block],
                 packed=packed,
                 masked=masked,
                 **how,
@@ -204,11 +209,11 @@ def _blocks(
             span = slice(low, high)
             rest = (q_past_KGTH[:, :, span], segment_T[span], positions_T[span], past)
             if latent is None:
-                blocks = [_fold_past(state, *rest, chosen_QS=None, gather=gather, **how)]
+                blocks = [_fold_past(state, *rest, chosen_KQS=chosen[1], gather=gather, **how)]
             else:
                 rank = latent.keys_NRH.shape[1]
                 nothing = empty((*rest[0].shape[:3], rank))
-                cached = _fold_past(nothing, *rest, chosen_QS=chosen[1], gather=gather, **how)
+                cached = _fold_past(nothing, *rest, chosen_KQS=chosen[1], gather=gather, **how)
                 blocks = [merge(state, _released(cached, latent))]
         outputs += [finish(block, sinks_KG11).astype(q_TNH.dtype) for block in blocks]
     o_TKGH = jnp.concatenate(outputs, axis=2).transpose(2, 0, 1, 3)
@@ -240,7 +245,7 @@ def _self_block(
     low: int,
     high: int,
     *,
-    chosen_QS: jax.Array | None,
+    chosen_KQS: jax.Array | None,
     scale: float,
     window: int | None,
     cap: float,
@@ -250,8 +255,8 @@ def _self_block(
     at_once: bool,
 ) -> Softmax:
     """Computes *self* for one block of queries, rows low..high of the chunk. The last keys are
-    processed at once (dense), and earlier keys in a loop. `chosen_QS` are the keys that an indexer
-    selected, None for all."""
+    processed at once (dense), and earlier keys in a loop. `chosen_KQS` are the keys that an indexer
+    selected, for all kv heads together or for each, None for all."""
     tokens = k_KTH.shape[1]
     q_KGQH, start_Q1 = q_KGTH[:, :, low:high], start_T[low:high, None]
     # Keys outside the window of every row of this block.
@@ -262,8 +267,8 @@ def _self_block(
     seen_QS = key_1S <= jnp.arange(low, high, dtype=jnp.int32)[:, None]
     if masked:
         seen_QS &= key_1S >= start_Q1
-    if chosen_QS is not None:
-        seen_QS &= chosen_QS[:, begin:high]
+    if chosen_KQS is not None:
+        seen_QS = seen_QS[None] & chosen_KQS[:, :, begin:high]
     state = first(
         _scores(q_KGQH, k_KTH[:, begin:high], seen_QS, scale, cap, marked),
         partial(_mix, v_KSH=v_KTH[:, begin:high]),
@@ -279,9 +284,9 @@ def _self_block(
         )
         key_1S = (index * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32))[None, :]
         seen_QS = key_1S >= start_Q1 if masked else None
-        if chosen_QS is not None:
-            some_QS = lax.dynamic_slice_in_dim(chosen_QS, index * KEY_BLOCK, KEY_BLOCK, axis=1)
-            seen_QS = some_QS if seen_QS is None else seen_QS & some_QS
+        if chosen_KQS is not None:
+            some_KQS = lax.dynamic_slice_in_dim(chosen_KQS, index * KEY_BLOCK, KEY_BLOCK, axis=2)
+            seen_QS = some_KQS if seen_QS is None else seen_QS[None] & some_KQS
         scores = _scores(q_KGQH, k_KSH, seen_QS, scale, cap, marked)
         return fold(state, scores, partial(_mix, v_KSH=v_KSH))
 
@@ -297,7 +302,7 @@ def _fold_past(
     positions_Q: jax.Array,
     past: PastPages,
     *,
-    chosen_QS: jax.Array | None,
+    chosen_KQS: jax.Array | None,
     scale: float,
     window: int | None,
     cap: float,
@@ -307,7 +312,7 @@ def _fold_past(
 ) -> Softmax:
     """Adds *past*, the attention over tokens in pages, to the online softmax, row by row and
     several pages at a time. With `at_once` only the first row is processed, without a loop.
-    `chosen_QS` are the positions that an indexer selected, None for all."""
+    `chosen_KQS` are the positions that an indexer selected, None for all."""
     pages, _, slots, _ = past.k_pages_PKSH.shape
     positions = UNROLLED_POSITIONS if at_once else PAST_POSITIONS
     columns = max(1, min(positions // slots, past.table_RN.shape[1]))
@@ -316,9 +321,9 @@ def _fold_past(
         jnp.pad(past.table_RN, ((0, 0), (0, -past.table_RN.shape[1] % columns))), 0, pages - 1
     )
 
-    if chosen_QS is not None:
-        lacking = table_RN.shape[1] * slots - chosen_QS.shape[1]
-        chosen_QS = jnp.pad(chosen_QS, ((0, 0), (0, lacking)))
+    if chosen_KQS is not None:
+        lacking = table_RN.shape[1] * slots - chosen_KQS.shape[2]
+        chosen_KQS = jnp.pad(chosen_KQS, ((0, 0), (0, 0), (0, lacking)))
 
     def row(index: jax.Array, state: Softmax) -> Softmax:
         table_1N = lax.dynamic_slice(table_RN, (index, 0), (1, table_RN.shape[1]))
@@ -339,8 +344,9 @@ def _fold_past(
             seen_QS = mine_Q1 & (position_1S < length)
             if window is not None:
                 seen_QS &= position_1S > positions_Q[:, None] - window
-            if chosen_QS is not None:
-                seen_QS &= lax.dynamic_slice_in_dim(chosen_QS, number * step, step, axis=1)
+            if chosen_KQS is not None:
+                some_KQS = lax.dynamic_slice_in_dim(chosen_KQS, number * step, step, axis=2)
+                seen_QS = seen_QS[None] & some_KQS
             scores = _scores(q_KGQH, k_KSH, seen_QS, scale, cap, marked)
             return fold(state, scores, partial(_mix, v_KSH=v_KSH))
 
@@ -371,11 +377,15 @@ def _scores(
     cap: float,
     marked: bool,
 ) -> jax.Array:
-    """Computes masked attention scores. `marked` means that keys may contain the marker by which
-    `ops/quarantine.py` replaces non-finite values."""
+    """Computes masked attention scores. `seen_QS` may have a leading dimension of kv heads.
+    `marked` means that keys may contain the marker by which `ops/quarantine.py` replaces non-finite
+    values."""
     s_KGQS = jnp.einsum("kgqh,ksh->kgqs", q_KGQH, k_KSH, preferred_element_type=jnp.float32) * scale
     s_KGQS = capped(seen_scores(s_KGQS) if marked else s_KGQS, cap)
-    return s_KGQS if seen_QS is None else jnp.where(seen_QS[None, None], s_KGQS, MASKED)
+    if seen_QS is None:
+        return s_KGQS
+    seen_KQS = seen_QS if seen_QS.ndim == 3 else seen_QS[None]
+    return jnp.where(seen_KQS[:, None], s_KGQS, MASKED)
 
 
 def _mix(p_KGQS: jax.Array, v_KSH: jax.Array) -> jax.Array:

@@ -9,7 +9,8 @@ weight. `reveal` detects it before the logits.
 
 In latent attention one vector is both key and value. If it is not finite, the whole vector is
 replaced by the marker, and `seen_scores` replaces its score by zero. If the layer has an indexer,
-the indexer's key is replaced too, and a position with such a key is always selected.
+the indexer's key is replaced too, and a position with such a key is always selected. An indexer
+that selects blocks has the marker in place of its own non-finite keys, and so have the values.
 
 `seal` is elementwise and needs no kernel of its own. `reveal` is one reduction per step, not per
 layer."""
@@ -30,10 +31,16 @@ def seal(
     become zero, and non-finite values, or vectors of latent attention, become the marker."""
     if v_TKH is None:
         return _seal_together(k_TKH) if index is None else _seal_together(k_TKH, index.keys_T1D)
-    whole = jnp.isfinite(k_TKH) & jnp.isfinite(v_TKH)
-    return jnp.where(whole, k_TKH, jnp.zeros((), k_TKH.dtype)), jnp.where(
-        whole, v_TKH, jnp.asarray(MARKER, v_TKH.dtype)
-    )
+    finite = [jnp.isfinite(k_TKH), jnp.isfinite(v_TKH)]
+    if k_TKH.shape[2] != v_TKH.shape[2]:
+        finite = [jnp.all(each, axis=-1, keepdims=True) for each in finite]
+    whole = finite[0] & finite[1]
+    keys = ()
+    if index is not None:  # its keys are replicated, so they cannot depend on a device's k and v
+        whole &= jnp.all(jnp.isfinite(index.keys_T1D), axis=-1, keepdims=True)
+        keys = _seal_together(index.keys_T1D)
+    sealed_k = jnp.where(whole, k_TKH, jnp.zeros((), k_TKH.dtype))
+    return sealed_k, jnp.where(whole, v_TKH, jnp.asarray(MARKER, v_TKH.dtype)), *keys
 
 
 def _seal_together(*parts: jax.Array) -> tuple[jax.Array, ...]:

@@ -51,8 +51,8 @@ def rotate(
     return jnp.concatenate((rotated_TNR, x_TNH[..., turned:]), axis=-1)
 
 
-def query_growth(positions_T: jax.Array, rope: Rope) -> jax.Array:
-    """Returns the scale of queries beyond the original context, float32 [T, 1, 1]: 1 + beta log(1 +
-    floor(position / original)), the attention temperature of Llama 4 and Ministral 3."""
-    rounds_T = jnp.floor(positions_T.astype(jnp.float32) / rope.original_tokens)
-    return (1 + rope.query_beta * jnp.log1p(rounds_T))[:, None, None]
+def query_growth(positions_T: jax.Array, beta: float, every: int) -> jax.Array:
+    """Returns the scale of queries beyond the first `every` positions, float32 [T, 1, 1]: 1 + beta
+    log(1 + floor(position / every)), the attention temperature of Llama 4 and Ministral 3."""
+    rounds_T = jnp.floor(positions_T.astype(jnp.float32) / every)
+    return (1 + beta * jnp.log1p(rounds_T))[:, None, None]

@@ -75,10 +75,9 @@ class Rope:
     def _llama3(self, plain: np.ndarray) -> np.ndarray:
         # Rotations within the original context.
         turns = self.original_tokens * plain.astype(np.float64) / (2 * math.pi)
-        smooth = (turns - self.low_frequency_factor) / (
-            self.high_frequency_factor - self.low_frequency_factor
-        )
-        smooth = np.clip(smooth, 0.0, 1.0)
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        # Llama 4 Scout has no transition: both factors are equal.
+        smooth = turns >= low if high == low else np.clip((turns - low) / (high - low), 0.0, 1.0)
         return ((1 - smooth) * plain / self.factor + smooth * plain).astype(np.float32)
 
     def _yarn(self, plain: np.ndarray) -> np.ndarray:

@@ -10,6 +10,20 @@ import jax.numpy as jnp
 from jdisagg.model_api import Runs
 
 
+def inputs_by_token(kept_RGX: jax.Array, count: int) -> jax.Array:
+    """Converts the last `count` inputs of each row from their stored form, one part for each kv
+    head [R, G, S x channels], to [R, S, C]."""
+    rows, groups, _ = kept_RGX.shape
+    return kept_RGX.reshape(rows, groups, count, -1).swapaxes(1, 2).reshape(rows, count, -1)
+
+
+def inputs_by_head(inputs_RSC: jax.Array, heads: int) -> jax.Array:
+    """Inverse of `inputs_by_token`."""
+    rows, kept, _ = inputs_RSC.shape
+    by_token = inputs_RSC.reshape(rows, kept, heads, -1)
+    return by_token.swapaxes(1, 2).reshape(rows, heads, -1)
+
+
 def convolve_runs(
     x_TC: jax.Array,
     kernel_CK: jax.Array,

@@ -10,6 +10,8 @@ Prefill computes the scores of a block of queries over all earlier positions and
 attention (`chosen_positions`). Decode gathers the selected latents of each token, so that the bytes
 that it reads do not grow with the context beyond the indexer's keys (`selected_attention`)."""
 
+import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -25,6 +27,9 @@ from jdisagg.ops.selection import largest, last_value, separating_value
 KEYS_AT_ONCE = 1024  # keys of a chunk whose scores of all heads are in memory
 PAST_POSITIONS = 128  # positions of one step of a loop over pages
 UNROLLED_POSITIONS = 4096  # positions of an unrolled step
+
+# Computes scores of keys, of which a mask states which exist.
+Measure = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def index_scores(queries_QHD: jax.Array, weights_QH: jax.Array, keys_SD: jax.Array) -> jax.Array:
@@ -72,6 +77,7 @@ def chosen_positions(
     high: int,
     start_T: jax.Array,
     segment_T: jax.Array,
+    positions_T: jax.Array,
     past: PastPages | None,
     *,
     at_once: bool,
@@ -82,13 +88,15 @@ def chosen_positions(
         index: Queries, keys and weights of the whole chunk.
         start_T: Chunk index of the first token of each token's sequence.
         segment_T: Row of each token.
+        positions_T: Position of each token.
         past: Pages with earlier tokens, or None.
         at_once: See `select`.
 
     Returns:
-        Which of the chunk's tokens 0..high each token attends to, bool [Q, high], and which
-        positions of its row's pages, bool [Q, columns * slots] or None.
+        Which of the chunk's tokens 0..high each token attends to, bool [1, Q, high], and which
+        positions of its row's pages, bool [1, Q, columns * slots] or None.
     """
+    assert index.weights_TH is not None
     q_QHD, w_QH = index.queries_THD[low:high], index.weights_TH[low:high]
     keys_SD = index.keys_T1D[:high, 0]
     scores_QS = jnp.concatenate(
@@ -98,57 +106,95 @@ def chosen_positions(
         ],
         axis=1,
     )
-    key_1S = jnp.arange(high, dtype=jnp.int32)[None, :]
-    seen_QS = key_1S <= jnp.arange(low, high, dtype=jnp.int32)[:, None]
-    seen_QS &= key_1S >= start_T[low:high, None]
+    seen_QS = own_keys(low, high, start_T)
     scores_QS = jnp.where(seen_QS, scores_QS, -jnp.inf)
     if past is None:
-        return select(scores_QS, index.top, at_once=at_once), None
-    earlier_QS = _past_scores(q_QHD, w_QH, segment_T[low:high], past, at_once=at_once)
+        return select(scores_QS, index.top, at_once=at_once)[None], None
+
+    def measure(keys_SD: jax.Array, seen_1S: jax.Array) -> jax.Array:
+        return jnp.where(seen_1S, index_scores(q_QHD, w_QH, keys_SD), -jnp.inf)[None]
+
+    how = {"dtype": q_QHD.dtype, "at_once": at_once}
+    earlier_QS = past_scores(measure, 1, segment_T[low:high], past, **how)[0]
     positions = earlier_QS.shape[1]
     both_QS = jnp.concatenate((earlier_QS, scores_QS), axis=1)
-    chosen_QS = select(both_QS, index.top, at_once=at_once)
-    return chosen_QS[:, positions:], chosen_QS[:, :positions]
+    chosen_1QS = select(both_QS, index.top, at_once=at_once)[None]
+    return chosen_1QS[..., positions:], chosen_1QS[..., :positions]
 
 
-def _past_scores(
-    q_QHD: jax.Array, w_QH: jax.Array, segment_Q: jax.Array, past: PastPages, *, at_once: bool
+def own_keys(low: int, high: int, start_T: jax.Array) -> jax.Array:
+    """Returns which of a chunk's tokens 0..high each of the tokens low..high may see, by the chunk
+    index `start_T` of the first token of its sequence: bool [Q, high]."""
+    key_1S = jnp.arange(high, dtype=jnp.int32)[None, :]
+    seen_QS = key_1S <= jnp.arange(low, high, dtype=jnp.int32)[:, None]
+    return seen_QS & (key_1S >= start_T[low:high, None])
+
+
+def past_scores(
+    measure: Measure,
+    heads: int,
+    segment_Q: jax.Array,
+    past: PastPages,
+    *,
+    dtype: jnp.dtype,
+    unit: int = 1,
+    at_once: bool,
 ) -> jax.Array:
-    """Computes scores of the positions in pages for each token of a chunk, -inf beyond the earlier
-    tokens of the token's row. With `at_once` only the first row has earlier tokens."""
+    """Computes scores of the positions in pages for each token of a chunk.
+
+    Args:
+        measure: Function from keys [S, D] of a row and a mask [1, S] of those that exist to scores
+            [heads, Q, S / unit], -inf where the mask is unset.
+        segment_Q: Row of each token.
+        dtype: Type of the keys that `measure` gets.
+        unit: Number of positions that share one score.
+        at_once: Unrolls the loop. Only the first row may then have earlier tokens.
+
+    Returns:
+        float32 [heads, Q, units], -inf beyond the earlier tokens of each token's row.
+    """
     pages_PKSH = past.index_pages_PKSH
     assert pages_PKSH is not None, "a layer with an indexer has pages of its keys"
     pages, _, slots, _ = pages_PKSH.shape
-    span = UNROLLED_POSITIONS if at_once else PAST_POSITIONS
-    columns = max(1, min(span // slots, past.table_RN.shape[1]))
-    width = past.table_RN.shape[1] * slots
-    table_RN = jnp.pad(past.table_RN, ((0, 0), (0, -past.table_RN.shape[1] % columns)))
+    width = past.table_RN.shape[1]
+    columns = _columns(UNROLLED_POSITIONS if at_once else PAST_POSITIONS, slots, width, unit)
+    units = -(-width * slots // unit)
+    table_RN = jnp.pad(past.table_RN, ((0, 0), (0, -width % columns)))
     table_RN, step = jnp.clip(table_RN, 0, pages - 1), columns * slots
-    scores_QS = jnp.full((q_QHD.shape[0], table_RN.shape[1] * slots), -jnp.inf, jnp.float32)
+    shape = (heads, segment_Q.shape[0], table_RN.shape[1] * slots // unit)
+    scores_KQU = jnp.full(shape, -jnp.inf, jnp.float32)
 
-    def row(index: jax.Array, scores_QS: jax.Array) -> jax.Array:
+    def row(index: jax.Array, scores_KQU: jax.Array) -> jax.Array:
         table_1N = lax.dynamic_slice(table_RN, (index, 0), (1, table_RN.shape[1]))
         mine_Q1, length = (segment_Q == index)[:, None], past.lengths_R[index]
 
-        def some(number: jax.Array, scores_QS: jax.Array) -> jax.Array:
+        def some(number: jax.Array, scores_KQU: jax.Array) -> jax.Array:
             found = gather_columns(pages_PKSH, table_1N, number * columns, columns)[0, 0]
-            new_QS = index_scores(q_QHD, w_QH, as_read(found, q_QHD.dtype))
             position_1S = (number * step + jnp.arange(step, dtype=jnp.int32))[None, :]
-            old_QS = lax.dynamic_slice_in_dim(scores_QS, number * step, step, axis=1)
-            new_QS = jnp.where(mine_Q1 & (position_1S < length), new_QS, old_QS)
-            return lax.dynamic_update_slice_in_dim(scores_QS, new_QS, number * step, axis=1)
+            new_KQU = measure(as_read(found, dtype), position_1S < length)
+            first = number * (step // unit)
+            old_KQU = lax.dynamic_slice_in_dim(scores_KQU, first, step // unit, axis=2)
+            new_KQU = jnp.where(mine_Q1[None], new_KQU, old_KQU)
+            return lax.dynamic_update_slice_in_dim(scores_KQU, new_KQU, first, axis=2)
 
         if at_once:
             for number in range(table_RN.shape[1] // columns):
-                scores_QS = some(jnp.int32(number), lax.optimization_barrier(scores_QS))
-            return scores_QS
+                scores_KQU = some(jnp.int32(number), lax.optimization_barrier(scores_KQU))
+            return scores_KQU
         end = jnp.where(jnp.any(mine_Q1), (length + step - 1) // step, 0)
         end = jnp.minimum(end, table_RN.shape[1] // columns)
-        return lax.fori_loop(0, end, some, scores_QS)
+        return lax.fori_loop(0, end, some, scores_KQU)
 
     if at_once:
-        return row(jnp.int32(0), scores_QS)[:, :width]
-    return lax.fori_loop(0, past.count, row, scores_QS)[:, :width]
+        return row(jnp.int32(0), scores_KQU)[..., :units]
+    return lax.fori_loop(0, past.count, row, scores_KQU)[..., :units]
+
+
+def _columns(positions: int, slots: int, width: int, unit: int) -> int:
+    """Returns the number of page columns of a step of about `positions` positions, which is a
+    multiple of `unit` positions."""
+    least = math.lcm(slots, unit) // slots
+    return max(1, min(positions // slots, width) // least) * least
 
 
 def selected_attention(
@@ -166,8 +212,18 @@ def selected_attention(
     """Computes the attention of each new token over the positions that the indexer selects from
     those up to its own. Arguments as those of `paged_attention`; `table_BN` is in range and has
     more than `index.top` positions. Returns o [T, N, value]."""
-    per, slots = positions_BQ.shape[1], latent_pages_PKSH.shape[2]
-    scores_TS = _page_scores(index, index_pages_PKSH, table_BN, positions_BQ, at_once=at_once)
+    (batch, per), slots = positions_BQ.shape, latent_pages_PKSH.shape[2]
+    assert index.weights_TH is not None
+    q_BQHD, w_BQH = (
+        of_T.reshape(batch, per, *of_T.shape[1:]) for of_T in (index.queries_THD, index.weights_TH)
+    )
+
+    def measure(keys_BSD: jax.Array, seen_BQS: jax.Array) -> jax.Array:
+        scores_BQS = jax.vmap(index_scores)(q_BQHD, w_BQH, keys_BSD)
+        return jnp.where(seen_BQS, scores_BQS, -jnp.inf)[:, :, None]
+
+    how = {"dtype": index.queries_THD.dtype, "at_once": at_once}
+    scores_TS = page_scores(measure, 1, index_pages_PKSH, table_BN, positions_BQ, **how)[:, 0]
     found_TK, position_TK = largest(scores_TS, index.top)
     table_TN = jnp.repeat(table_BN, per, axis=0) if per > 1 else table_BN
     page_TK = jnp.take_along_axis(table_TN, position_TK // slots, axis=1, mode="clip")
@@ -182,31 +238,33 @@ def selected_attention(
     return release(mixed_TNR, latent)
 
 
-def _page_scores(
-    index: Index,
+def page_scores(
+    measure: Measure,
+    heads: int,
     pages_PKSH: jax.Array,
     table_BN: jax.Array,
     positions_BQ: jax.Array,
     *,
+    dtype: jnp.dtype,
+    unit: int = 1,
     at_once: bool,
 ) -> jax.Array:
-    """Computes scores of all positions of the page table for each token, float32 [T, columns *
-    slots], -inf beyond the token's own position."""
+    """Computes scores of all positions of the page table for each token. `measure` maps keys [B, S,
+    D] and a mask [B, Q, S] to scores [B, Q, heads, S / unit], -inf where the mask is unset. Returns
+    float32 [T, heads, units], -inf beyond the token's own position. For `dtype` and `unit`, see
+    `past_scores`."""
     batch, per = positions_BQ.shape
     slots, columns = pages_PKSH.shape[2], table_BN.shape[1]
-    wanted = (UNROLLED_POSITIONS if at_once else PAST_POSITIONS) // slots
-    each = max(1, min(wanted, columns))
-    step = each * slots
+    each = _columns(UNROLLED_POSITIONS if at_once else PAST_POSITIONS, slots, columns, unit)
+    step, units = each * slots, -(-columns * slots // unit)
     table_BN = jnp.pad(table_BN, ((0, 0), (0, -columns % each)))
-    split = lambda of_T: of_T.reshape(batch, per, *of_T.shape[1:])  # noqa: E731
-    q_BQHD, w_BQH = split(index.queries_THD), split(index.weights_TH)
-    scores = jnp.full((batch, per, table_BN.shape[1] * slots), -jnp.inf, jnp.float32)
+    shape = (batch, per, heads, table_BN.shape[1] * slots // unit)
+    scores = jnp.full(shape, -jnp.inf, jnp.float32)
 
     def some(keys_BSD: jax.Array, number: jax.Array | int, scores: jax.Array) -> jax.Array:
-        new_BQS = jax.vmap(index_scores)(q_BQHD, w_BQH, as_read(keys_BSD, q_BQHD.dtype))
         position_11S = (number * step + jnp.arange(step, dtype=jnp.int32))[None, None, :]
-        new_BQS = jnp.where(position_11S <= positions_BQ[..., None], new_BQS, -jnp.inf)
-        return lax.dynamic_update_slice_in_dim(scores, new_BQS, number * step, axis=2)
+        new = measure(as_read(keys_BSD, dtype), position_11S <= positions_BQ[..., None])
+        return lax.dynamic_update_slice_in_dim(scores, new, number * (step // unit), axis=3)
 
     if at_once:
         for number in range(table_BN.shape[1] // each):
@@ -222,4 +280,4 @@ def _page_scores(
             lambda number, scores: some(gather_span(span, table_BN, number)[:, 0], number, scores),
             scores,
         )
-    return scores.reshape(batch * per, -1)[:, : columns * slots]
+    return scores.reshape(batch * per, heads, -1)[..., :units]

@@ -12,10 +12,10 @@ from jdisagg.config import InstanceConfig, LimitsConfig, Mode, PrefixConfig, Rou
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.engines import DEFAULT_SOFTWARE, Software
 from jdisagg.costs.hardware import Accelerator, Link
-from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
+from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, LatentAttention
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.errors import ConfigError
-from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.simulator.host_memory import HostLink
@@ -306,15 +306,26 @@ class Fleet:
         return self.link or min(links, key=lambda link: link.bytes_per_second)
 
 
+def _grouped(attention: GroupedAttention, layers: int, dtype: str) -> KVSpec:
+    sizes = (("k", attention.head_dim), ("v", attention.value_size))
+    parts = tuple([KVComponent(name, attention.kv_heads, size) for name, size in sizes])
+    return KVSpec((KVLayer(parts),) * layers, dtype)
+
+
 def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
     """Returns the KV spec of a model. Workers compare their specs when they connect."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
         index = attention.index_dim
         return KVSpec.latent(geometry.layers, attention.kv_values - index, dtype, index=index)
-    spec = KVSpec.attention(geometry.layers, attention.kv_heads, attention.head_dim, dtype)
+    spec = _grouped(attention, geometry.layers, dtype)
+    if attention.indexed_layers:
+        first = geometry.layers - attention.indexed_layers
+        key = KVComponent("index", 0, attention.index_dim)
+        indexed = [KVLayer((*layer.components, key)) for layer in spec.layers[first:]]
+        return KVSpec((*spec.layers[:first], *indexed), dtype)
     if (full := attention.full) is None:
         return spec
     count = geometry.attention_layers - attention.windowed_layers
-    others = KVSpec.attention(count, full.kv_heads, full.head_dim, dtype)
+    others = _grouped(full, count, dtype)
     return KVSpec(spec.layers[: attention.windowed_layers] + others.layers, dtype)

@@ -74,6 +74,8 @@ async def until_all_free(run: Running) -> None:
     [
         ("deepseek_v3", "", "tp=2,ep=2", "dp=2,ep=2"),
         ("deepseek_v32", "", "tp=2", "dp=2,ep=2"),
+        ("minimax_m3", "", "tp=2", "dp=2,ep=2"),
+        ("lfm2", "", "tp=1", "dp=2"),
         ("qwen3_next", "", "tp=2", "dp=2"),
         ("kimi_linear", "", "tp=2", "dp=2,ep=2"),
         ("gpt_oss", "", "tp=1", "dp=2"),

@@ -1,5 +1,6 @@
-"""A model with latent attention (DeepSeek's form): its cached latents serve later requests, and a
-sequence moves midway. `test_layouts.py` holds its tokens and bytes under every mode and layout."""
+"""A model with latent attention (DeepSeek's form), or an indexer's keys beside keys and values:
+what is cached serves later requests, and a sequence moves midway. `test_layouts.py` holds its
+tokens and bytes under every mode and layout."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ NAMES = ("deepseek_v3", "deepseek_v32")
 CACHED, INDEX, LAYERS = 20 + 6, 10, 3  # values of a token, in each layer
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=[*NAMES, "minimax_m3"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return golden_copy(request.param, tmp_path)
 
@@ -31,9 +32,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     ("mode", "host_gib"),
     [(Mode.DISAGGREGATED, 0.0), (Mode.DISAGGREGATED, 0.1), (Mode.CHUNKED, 0.0)],
 )
-async def test_latents_that_stay_serve_later_requests(
-    model: Path, mode: Mode, host_gib: float
-) -> None:
+async def test_what_stays_serves_later_requests(model: Path, mode: Mode, host_gib: float) -> None:
     """In pages, or in host memory when these have no room."""
     prompt, greedy = golden_greedy(model)
     whole = [*prompt, *greedy]

@@ -95,7 +95,7 @@ async def test_layouts_preemption_and_cached_prefixes_change_no_stream_beside_ch
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_moe", "deepseek_v32"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v32", "minimax_m3"])
 async def test_every_kind_of_attention_gives_the_published_tokens_beside_chunks(
     family: str, tmp_path
 ) -> None:

@@ -2,14 +2,12 @@
 of Hugging Face transformers.
 
 Run in an environment of its own, never at test time (BUILD.md): `pip install torch==2.13.0
-transformers==5.23.0`, then `python tests/golden/make.py`. Each folder gets config.json, the
+transformers==5.23.0`, then `python -m tests.golden.make`. Each folder gets config.json, the
 weights, and expected.npz (prompt ids, logits of each prompt position, 64 greedy tokens with the
 cache). Computed in float32 from weights rounded to the stored dtype. Weights are large enough that
 greedy margins are far above float noise: a seed whose smallest margin is under 0.01, or that
 repeats itself, is passed over. Names given as arguments make those fixtures alone."""
 
-import json
-import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -18,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,7 +23,14 @@ from transformers import (
     Mistral4ForCausalLM,
     VoxtralForConditionalGeneration,
 )  # pyright: ignore[reportMissingImports]
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # pyright: ignore[reportMissingImports]
+
+from tests.golden.mxfp4 import draw_mxfp4, kept_experts, to_mxfp4
+from tests.golden.published import (
+    to_legacy,
+    to_published_kimi,
+    to_published_kimi_linear,
+    to_published_minimax_m3,
+)
 
 HERE = Path(__file__).parent
 PROMPT_TOKENS, GREEDY_TOKENS, LEAST_MARGIN, LEAST_DIFFERENT = 24, 64, 0.01, 20
@@ -184,6 +188,59 @@ NEMOTRON = {
     "topk_group": 2,
     "routed_scaling_factor": 1.5,
 }
+# Keys of 12 values, of which 6 turn, and values of 8; twice the kv heads in layers with a window.
+MIMO_V2 = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "head_dim": 12,
+    "v_head_dim": 8,
+    "sliding_window": 9,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "n_group": 2,
+    "topk_group": 1,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "default",
+            "rope_theta": 50000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
+# Queries grow every 16 positions. Attention in chunks equals full attention within the context.
+LLAMA4 = {
+    "head_dim": 12,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 256,
+    "floor_scale": 16,
+    "attn_scale": 0.3,
+}
+# Heads of 12 values, of which 6 turn. An indexer selects 3 blocks of 8 positions of up to 11.
+MINIMAX_M3 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "head_dim": 12,
+    "rotary_dim": 6,
+    "partial_rotary_factor": 0.5,
+    "intermediate_size": 24,
+    "dense_intermediate_size": 48,
+    "shared_intermediate_size": 20,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 0.8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_block_size": 8,
+    "index_topk_blocks": 3,
+}
 GPT_OSS = {
     "head_dim": 12,
     "intermediate_size": 24,
@@ -244,9 +301,14 @@ VARIANTS: dict[str, Variant] = {
                                                    "num_attention_heads": 8, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3,  # noqa: E501
                                                    "moe_intermediate_size": 24, "intermediate_size": 40}),  # noqa: E501
     "gemma": Variant("gemma", {"head_dim": 12, "tie_word_embeddings": False}),
+    "llama4": Variant("llama4", LLAMA4 | {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0, "high_freq_factor": 1.0}}),  # noqa: E501
+    "llama4_dense": Variant("llama4_text", LLAMA4 | {"num_hidden_layers": 3, "moe_layers": [1], "use_qk_norm": False, "attention_bias": True,  # noqa: E501
+                                                     "no_rope_layers": [1, 0, 1]}),
     "arcee": Variant("arcee", {"head_dim": 12, "mlp_bias": True}),
     "ernie4_5": Variant("ernie4_5", {"head_dim": 12, "use_bias": True}),
     "hunyuan_dense": Variant("hunyuan_v1_dense", {"head_dim": 12, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}}),  # noqa: E501
+    "cohere": Variant("cohere", {"attention_bias": True, "logit_scale": 0.5, "tie_word_embeddings": True}),  # noqa: E501
+    "cohere2": Variant("cohere2", {"num_hidden_layers": 3, "sliding_window": 9, "sliding_window_pattern": 3, "logit_scale": 0.5, "tie_word_embeddings": False}),  # noqa: E501
     "exaone4": Variant("exaone4", {"num_hidden_layers": 3, "sliding_window": 9, "sliding_window_pattern": 3}),  # noqa: E501
     "olmoe": Variant("olmoe", {"intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}),  # noqa: E501
     "granitemoe": Variant("granitemoe", {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "attention_multiplier": 0.3,  # noqa: E501
@@ -268,6 +330,8 @@ VARIANTS: dict[str, Variant] = {
     "glm4_moe": Variant("glm4_moe", GLM_MOE | {"num_hidden_layers": 3, "use_qk_norm": True}),
     "glm4_moe_groups": Variant("glm4_moe", GLM_MOE | {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "attention_bias": True}),  # noqa: E501
     "minimax_m2": Variant("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 12, "rotary_dim": 6, "intermediate_size": 24}),  # noqa: E501
+    "mimo_v2_flash": Variant("mimo_v2_flash", GLM_MOE | MIMO_V2),
+    "minimax_m3": Variant("minimax_m3_vl", MINIMAX_M3),
     "granite4": Variant("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 40,  # noqa: E501
                                              "position_embedding_type": "rope", "attention_multiplier": 0.3, "mamba_n_heads": 4}),  # noqa: E501
     "granite4_hybrid": Variant("granitemoehybrid", GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope",  # noqa: E501
@@ -284,6 +348,8 @@ VARIANTS: dict[str, Variant] = {
     "deepseek_v3": Variant("deepseek_v3", LATENT | {"num_hidden_layers": 3, "n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, legacy=True),  # noqa: E501
     "kimi_k2": Variant("deepseek_v3", LATENT | {"n_group": 1, "topk_group": 1, "attention_bias": True, "n_shared_experts": 2}, called="kimi_k2"),  # noqa: E501
     "kimi_k25": Variant("kimi_k25", LATENT | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}),  # noqa: E501
+    "lfm2": Variant("lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True,  # noqa: E501
+                             "block_multiple_of": 8, "intermediate_size": 60, "tie_word_embeddings": False}),  # noqa: E501
     "mistral4": Variant("mistral4", LATENT | {"num_hidden_layers": 3, "n_group": 1, "topk_group": 1, "rope_parameters": YARN | MISTRAL4}),  # noqa: E501
     "glm4_moe_lite": Variant("glm4_moe_lite", LATENT | {"num_hidden_layers": 3, "rope_interleave": False}),  # noqa: E501
     "deepseek_v32": Variant("deepseek_v32", LATENT | INDEXED | {"num_hidden_layers": 3, "n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, legacy=True),  # noqa: E501
@@ -348,6 +414,12 @@ EYES["voxtral"] = {
     "max_source_positions": 4,
 }
 EYES["qwen3_vl_moe"] = EYES["qwen3_vl"]
+EYES["minimax_m3_vl"] = EYES["gemma3"] | {"spatial_merge_size": 1}
+EYES["llama4"] = EYES["gemma3"] | {
+    "vision_output_dim": 8,
+    "projector_input_dim": 8,
+    "projector_output_dim": 8,
+}
 EYES["kimi_k25"] = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -387,6 +459,8 @@ def make(name: str, variant: Variant) -> None:
         to_mxfp4(directory, kept)
     if variant.family == "kimi_k25":
         to_published_kimi(directory)
+    if variant.family == "minimax_m3_vl":
+        to_published_minimax_m3(directory)
     if "linear_attn_config" in variant.fields:
         to_published_kimi_linear(directory)
     if variant.called:
@@ -440,7 +514,8 @@ def random_model(variant: Variant, seed: int, gain: float = 1.6) -> torch.nn.Mod
                 module.time_step_limit = tuple(config.time_step_limit)
     stored = ("correction_bias", "layer_scalar")
     buffers = [each for each in model.named_buffers() if each[0].endswith(stored)]
-    added_to_one = variant.family.startswith("gemma") and not variant.family.startswith("gemma4")
+    added_to_one = variant.family.startswith(("gemma", "minimax_m3"))
+    added_to_one &= not variant.family.startswith("gemma4")
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *buffers]:
             if "norm" in name or name.endswith(("scale", "layer_scalar")):
@@ -471,74 +546,10 @@ def save_as_text(directory: Path) -> None:
     (directory / "generation_config.json").unlink(missing_ok=True)
 
 
-def restored(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What transformers makes of them."""
-    return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-
-
-@torch.no_grad()
-def draw_mxfp4(model: torch.nn.Module) -> None:
-    """Experts of four bits, drawn as such; beside each what it was restored from."""
-    for module in model.modules():
-        for name in ("gate_up_proj", "down_proj"):
-            if not isinstance(weight := getattr(module, name, None), torch.nn.Parameter):
-                continue
-            experts, into, out = weight.shape
-            blocks = torch.randint(0, 256, (experts, out, into // 32, 16), dtype=torch.uint8)
-            scales = torch.randint(122, 125, blocks.shape[:-1], dtype=torch.uint8)
-            weight.copy_(restored(blocks, scales))
-            weight.kept = {"_blocks": blocks, "_scales": scales}
-
-
-def kept_experts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name + end: values
-        for name, weight in model.named_parameters()
-        for end, values in getattr(weight, "kept", {}).items()
-    }
-
-
-def to_mxfp4(directory: Path, kept: Mapping[str, torch.Tensor]) -> None:
-    """Puts these in the place of the experts that they are restored to."""
-    path = directory / "model.safetensors"
-    tensors = {name: each for name, each in load_file(path).items() if f"{name}_blocks" not in kept}
-    save_file(tensors | dict(kept), path, {"format": "pt"})
-    path = directory / "config.json"
-    fields = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    path.write_text(json.dumps(fields, indent=2) + "\n")
-
-
-def to_published_kimi(directory: Path) -> None:
-    """Names as moonshotai has them: transformers 5.23 renames the text part's layers, too, where it
-    means those of the eyes."""
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    named = {name.replace("model.blocks.", "model.layers."): each for name, each in tensors.items()}
-    save_file(named, path, {"format": "pt"})
-    path = directory / "config.json"
-    fields = json.loads(path.read_text())
-    fields["architectures"] = ["KimiK25ForConditionalGeneration"]
-    fields["text_config"] |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
-    path.write_text(json.dumps(fields, indent=2) + "\n")
-
-
-def to_published_kimi_linear(directory: Path) -> None:
-    """Names and fields as moonshotai has them: transformers 5.23 saves dense blocks under the name
-    of the experts, and adds fields of its own."""
-    path, old = directory / "model.safetensors", ".block_sparse_moe."
-    named = {
-        name.replace(old, ".mlp.") if re.search(r"moe\.\w+_proj", name) else name: each
-        for name, each in load_file(path).items()
-    }
-    save_file(named, path, {"format": "pt"})
-    path = directory / "config.json"
-    fields = json.loads(path.read_text())
-    for name in list(fields):
-        if name.startswith(("linear_num", "linear_head", "linear_conv", "layer_types", "mlp_")):
-            del fields[name]
-    fields |= {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
-    fields |= {"use_grouped_topk": True, "rope_theta": 10000.0, "rope_scaling": None}
-    path.write_text(json.dumps(fields, indent=2) + "\n")
+def text_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The part that gives logits without images: transformers 5.24 fails on Llama 4 without any."""
+    is_llama = type(model).__name__ == "Llama4ForConditionalGeneration"
+    return model.language_model if is_llama else model
 
 
 @torch.no_grad()
@@ -550,6 +561,7 @@ def reference(
     prompt = torch.randint(
         3, COMMON["vocab_size"], (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(seed)
     )
+    model = text_of(model)
     out = model(prompt, use_cache=True)
     logits, greedy, margin = out.logits[0].numpy(), [], float("inf")
     for _ in range(GREEDY_TOKENS):
@@ -558,18 +570,6 @@ def reference(
         greedy.append(int(best.indices[0]))
         out = model(best.indices[None, :1], past_key_values=out.past_key_values, use_cache=True)
     return prompt[0].numpy().astype(np.int32), logits, np.array(greedy, np.int32), margin
-
-
-def to_legacy(path: Path) -> None:
-    """Rewrites rope_parameters as transformers 4 had it."""
-    fields = json.loads(path.read_text())
-    rope = fields.pop("rope_parameters")
-    fields["rope_theta"] = rope.pop("rope_theta")
-    kind = rope.pop("rope_type")
-    if "partial_rotary_factor" in rope:
-        fields["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-    fields["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
-    path.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,37 @@ nothing of our own readers."""
 from collections.abc import Callable
 
 from tests.golden.draw import CONTEXT, FULL, LINEAR, WINDOWED, Draw, Fields
+from tests.golden.latent_configs import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe_lite,
+    indexed,
+    kimi_k25,
+    kimi_linear,
+    mistral4,
+)
 
 
 def llama(draw: Draw) -> Fields:
     biases = {"attention_bias": draw.flag(), "mlp_bias": draw.flag()}
     return draw.base() | biases | {"rope_parameters": draw.rope()}
+
+
+def llama4(draw: Draw) -> Fields:
+    fields = draw.base() | {"head_dim": draw.head_dim, "attention_bias": draw.flag()}
+    fields |= draw.experts("num_local_experts") | {"num_experts_per_tok": 1}
+    return fields | {
+        "intermediate_size": fields.pop("moe_intermediate_size"),
+        "intermediate_size_mlp": draw.ffn(),
+        "rope_parameters": draw.rope("default", "llama3"),
+        "moe_layers": [at for at in range(draw.layers) if draw.flag(0.7)],
+        "no_rope_layers": [draw.random.randint(0, 1) for _ in range(draw.layers - 1)] + [1],
+        "attention_chunk_size": CONTEXT,
+        "use_qk_norm": draw.flag(),
+        "attn_temperature_tuning": draw.flag(0.7),
+        "floor_scale": draw.one_of(16, 100),
+        "attn_scale": draw.one_of(0.1, 0.4),
+    }
 
 
 def mistral(draw: Draw) -> Fields:
@@ -250,6 +276,15 @@ def glm(draw: Draw) -> Fields:
     return fields | {"attention_bias": draw.flag(), "rope_parameters": _partly(draw)}
 
 
+def glm4v(draw: Draw) -> Fields:
+    fields = draw.base(own_head_dim=False)
+    fields.pop("head_dim", None)
+    pairs = draw.head_dim // 2 // 2  # of half a head
+    first = draw.random.randint(0, pairs)
+    rope = draw.rope("default") | {"mrope_section": [first, pairs - first, 0]}
+    return fields | {"rope_parameters": rope | {"partial_rotary_factor": 0.5}}
+
+
 def glm4_moe(draw: Draw) -> Fields:
     fields = draw.base() | {"head_dim": draw.head_dim, "attention_bias": draw.flag()}
     fields |= {"rope_parameters": _partly(draw), "use_qk_norm": draw.flag()}
@@ -274,6 +309,48 @@ def minimax_m2(draw: Draw) -> Fields:
     )
 
 
+def mimo_v2_flash(draw: Draw) -> Fields:
+    fields = draw.base() | draw.groups() | {"head_dim": draw.head_dim}
+    fields |= {"num_attention_heads": 2 * draw.heads, "attention_bias": draw.flag()}
+    part = draw.random.choice([p for p in (0.5, 1.0) if int(draw.head_dim * p) % 2 == 0])
+    ropes = {kind: draw.rope("default") for kind in (FULL, WINDOWED)}
+    return fields | {
+        "v_head_dim": draw.one_of(6, 8, 14),
+        "attention_value_scale": draw.one_of(0.707, None, 1.3),
+        "sliding_window": draw.window(),
+        "layer_types": draw.kinds(FULL, WINDOWED),
+        "mlp_layer_types": draw.kinds("dense", "sparse"),
+        "rope_parameters": {
+            kind: rope | {"partial_rotary_factor": part} for kind, rope in ropes.items()
+        },
+    }
+
+
+def minimax_m3(draw: Draw) -> Fields:
+    fields = draw.base() | {"head_dim": draw.head_dim}
+    fields |= draw.experts("num_local_experts")
+    ffn = fields.pop("moe_intermediate_size")
+    rope = _partly(draw, "default")
+    rotated = int(draw.head_dim * rope["partial_rotary_factor"])  # type: ignore[call-overload]
+    heads, block = draw.kv_heads, draw.random.choice((5, 8, 16, 33, 64))
+    return fields | {
+        "intermediate_size": ffn,
+        "dense_intermediate_size": draw.ffn(),
+        "shared_intermediate_size": draw.ffn(),
+        "routed_scaling_factor": draw.one_of(1.0, 2.0),
+        "swiglu_limit": draw.one_of(0.8, 7.0),
+        "rotary_dim": rotated,
+        "rope_parameters": rope,
+        "layer_types": draw.kinds(FULL, "minimax_m3_sparse"),
+        "mlp_layer_types": draw.kinds("dense", "sparse"),
+        "index_n_heads": heads,
+        "index_head_dim": heads * -(-max(rotated, 6) // heads),
+        "index_block_size": block,
+        "index_topk_blocks": draw.one_of(2, 3, 9),
+        "index_local_blocks": draw.one_of(1, 1, 2),
+    }
+
+
 def apertus(draw: Draw) -> Fields:
     fields = draw.base(own_head_dim=False) | {"attention_bias": draw.flag()}
     fields.pop("head_dim", None)
@@ -295,6 +372,18 @@ def hunyuan_v1_dense(draw: Draw) -> Fields:
     )
     biases = {"attention_bias": draw.flag()}
     return draw.base() | biases | {"head_dim": draw.head_dim, "rope_parameters": rope}
+
+
+def cohere(draw: Draw) -> Fields:
+    fields = draw.base(own_head_dim=False) | {"rope_parameters": draw.rope("default", "yarn")}
+    fields.pop("head_dim", None)
+    fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
+    return fields | {"logit_scale": draw.one_of(0.25, 1.0, 3.0), "attention_bias": draw.flag()}
+
+
+def cohere2(draw: Draw) -> Fields:
+    windows = {"sliding_window": draw.window(), "layer_types": draw.kinds(FULL, WINDOWED)}
+    return cohere(draw) | windows
 
 
 def exaone4(draw: Draw) -> Fields:
@@ -328,76 +417,18 @@ def dots1(draw: Draw) -> Fields:
     return fields | windows | {"first_k_dense_replace": draw.random.randint(0, draw.layers - 1)}
 
 
-def _latent(draw: Draw) -> Fields:
-    fields = draw.base()
+def lfm2(draw: Draw) -> Fields:
+    fields = draw.base(own_head_dim=False) | {"rope_parameters": draw.rope("default", "yarn")}
     fields.pop("head_dim", None)
-    return (
-        fields
-        | draw.groups()
-        | {
-            "num_key_value_heads": draw.heads,
-            "kv_lora_rank": draw.one_of(10, 20, 34),
-            "q_lora_rank": draw.one_of(None, 14, 22),
-            "qk_rope_head_dim": draw.one_of(4, 6, 10),
-            "qk_nope_head_dim": draw.one_of(6, 10, 16),
-            "v_head_dim": draw.one_of(6, 12, 18),
-            "attention_bias": draw.flag(0.3),
-            "first_k_dense_replace": draw.random.randint(0, draw.layers - 1),
-            "rope_parameters": draw.rope("default", "yarn", "linear"),
-        }
-    )
-
-
-def deepseek_v2(draw: Draw) -> Fields:
-    fields = _latent(draw) | {"norm_topk_prob": False, "attention_bias": False}
-    return fields | {"topk_method": draw.one_of("greedy", "group_limited_greedy")}
-
-
-def deepseek_v3(draw: Draw) -> Fields:
-    return _latent(draw) | {"rope_interleave": draw.flag(0.7)}
-
-
-def glm4_moe_lite(draw: Draw) -> Fields:
-    fields = deepseek_v3(draw)
-    dense = fields.pop("first_k_dense_replace")
-    sparse = ["dense" if at < dense else "sparse" for at in range(draw.layers)]  # type: ignore[operator]
-    return fields | {"mlp_layer_types": sparse}
-
-
-def _indexed(draw: Draw) -> Fields:
-    fields = _latent(draw)
-    turned = int(fields["qk_rope_head_dim"])  # type: ignore[call-overload]
-    fields["q_lora_rank"] = draw.one_of(14, 22)
-    fields["rope_parameters"] = draw.rope("default", "yarn")
+    fields["norm_eps"] = fields.pop("rms_norm_eps")
     return fields | {
-        "index_topk": draw.one_of(16, 40, 2048),
-        "index_n_heads": draw.one_of(24, 32),
-        "index_head_dim": turned + draw.random.choice((0, 2, 6)),
+        "layer_types": draw.kinds("conv", FULL),
+        "conv_L_cache": draw.one_of(2, 3, 4),
+        "conv_bias": draw.flag(),
+        "block_auto_adjust_ff_dim": draw.flag(),
+        "block_ffn_dim_multiplier": draw.one_of(1.0, 1.5),
+        "block_multiple_of": draw.one_of(4, 12),
     }
-
-
-def kimi_k25(draw: Draw) -> Fields:
-    return deepseek_v3(draw) | {"model_type": "deepseek_v3"}
-
-
-def kimi_linear(draw: Draw) -> Fields:
-    fields = _latent(draw)
-    del fields["rope_parameters"]
-    return fields | {
-        "num_experts": fields.pop("n_routed_experts"),
-        "linear_num_heads": draw.random.choice((4, 8) if draw.even else (1, 2, 3)),
-        "linear_head_dim": draw.one_of(6, 8, 12),
-        "linear_conv_kernel_dim": draw.one_of(2, 3, 4),
-        "layer_types": draw.kinds(LINEAR, FULL),
-    }
-
-
-def mistral4(draw: Draw) -> Fields:
-    fields = deepseek_v3(draw) | {"n_group": 1, "topk_group": 1}
-    turned, still = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]
-    part = turned / (turned + still)  # type: ignore[operator]
-    growth = {"llama_4_scaling_beta": draw.one_of(0.1, 0.3), "partial_rotary_factor": part}
-    return fields | {"rope_parameters": draw.rope("yarn") | growth}
 
 
 def hy_v3(draw: Draw) -> Fields:
@@ -494,6 +525,7 @@ def nemotron_h(draw: Draw) -> Fields:
 
 CONFIGS: dict[str, Callable[[Draw], Fields]] = {
     "llama": llama,
+    "llama4": llama4,
     "mistral": mistral,
     "mixtral": mixtral,
     "qwen2": qwen2,
@@ -523,19 +555,23 @@ CONFIGS: dict[str, Callable[[Draw], Fields]] = {
     "glm": glm,
     "glm4": glm,
     "glm4_moe": glm4_moe,
+    "glm4v": glm4v,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "apertus": apertus,
     "arcee": arcee,
     "ernie4_5": ernie4_5,
     "hunyuan_v1_dense": hunyuan_v1_dense,
+    "cohere": cohere,
+    "cohere2": cohere2,
     "exaone4": exaone4,
     "gemma": gemma,
     "olmoe": olmoe,
     "granitemoe": granitemoe,
     "dots1": dots1,
-    "deepseek_v32": _indexed,
-    "glm_moe_dsa": _indexed,
+    "deepseek_v32": indexed,
+    "glm_moe_dsa": indexed,
+    "lfm2": lfm2,
     "kimi_k25": kimi_k25,
     "kimi_linear": kimi_linear,
     "mistral4": mistral4,
@@ -544,6 +580,9 @@ CONFIGS: dict[str, Callable[[Draw], Fields]] = {
     "hy_v3": hy_v3,
     "nemotron_h": nemotron_h,
     "minimax_m2": minimax_m2,
+    "mimo_v2_flash": mimo_v2_flash,
+    "minimax_m3_vl": minimax_m3,
+    "minimax_m3_vl_text": minimax_m3,
 }
 
 

@@ -47,6 +47,10 @@ LAYOUTS = {
     "granite4_hybrid": ["tp=4"],
     "granite4_moe": ["dp=2,tp=2,ep=2"],
     "nemotron_h": ["tp=4"],
+    "lfm2": ["tp=4"],
+    "minimax_m3": ["tp=4", "dp=2,tp=2,ep=4"],
+    "llama4": ["dp=2,tp=2,ep=4"],
+    "mimo_v2_flash": ["tp=4"],
     # tensors joined head by head, on fewer devices than there are
     "kimi_linear": ["tp=4", "dp=2,tp=2,ep=4"],
     "nemotron_h_moe": ["dp=2,tp=2,ep=4"],

@@ -37,6 +37,8 @@ def _changed(directory: Path, to: Path, **fields: object) -> Path:
         ("qwen3_next", "tp=4"),
         ("granite4_moe", "tp=4"),
         ("kimi_linear", "tp=4"),
+        ("minimax_m3", "tp=2"),
+        ("lfm2", "tp=4"),
     ],
 )
 def test_bytes_of_a_device_are_those_that_it_holds(name: str, layout: str) -> None:
@@ -59,6 +61,10 @@ def test_bytes_of_a_device_are_those_that_it_holds(name: str, layout: str) -> No
         # of three layers one has KV, two state: of two heads each, and of both heads' shared part
         a_token //= 3
         a_state = 2 * (2 * (2 * 16 + 12 * 16) + 2 * 2 * 12) * 4
+    if name == "minimax_m3":  # half of the keys and values, and in three layers a whole index key
+        a_token = (4 * 2 * 12 + 3 * 8) * 4
+    if name == "lfm2":  # one of four layers has KV; tp=4 keeps one of two heads twice
+        a_token, a_state = 2 * 8 * 4, 3 * 2 * 16 * 4
     if name == "kimi_linear":  # one layer has latents, three have state: half of four heads
         a_token = (20 + 6) * 4
         a_state = 3 * 2 * (3 * 3 * 8 + 8 * 8) * 4
@@ -70,6 +76,14 @@ def test_bytes_of_a_device_are_those_that_it_holds(name: str, layout: str) -> No
     [
         ("qwen2_windows", [("full attention, dense", 1), ("window of 9, dense", 1)]),
         ("granite4_moe", [("Mamba-2, 2 of 6 experts", 2), ("full attention, 2 of 6 experts", 1)]),
+        (
+            "minimax_m3",
+            [
+                ("full attention, dense", 1),
+                ("attention to 3 blocks of 8 positions, 2 of 8 experts", 3),
+            ],
+        ),
+        ("lfm2", [("short convolution, dense", 3), ("full attention, dense", 1)]),
         (
             "kimi_linear",
             [
@@ -122,9 +136,9 @@ def test_a_checkpoint_quantized_in_an_unknown_form_does_not_load(tmp_path: Path)
 def test_a_family_that_is_not_served_is_named_with_what_it_needs(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     fields = json.loads((GOLDEN / "llama_tied/config.json").read_text())
-    path.write_text(json.dumps(fields | {"model_type": "cohere2", "logit_scale": 0.25}))
+    path.write_text(json.dumps(fields | {"model_type": "stablelm", "logit_scale": 0.25}))
     found = inspect(path)
-    assert found.missing[0] == "the family 'cohere2'" and "logit_scale" in found.missing[1]
+    assert found.missing[0] == "the family 'stablelm'" and "logit_scale" in found.missing[1]
     assert found.geometry is not None and found.geometry.layers == 2
 
 

@@ -265,9 +265,9 @@ def test_one_that_says_something_else_is_refused(fields: dict[str, object], matc
 def test_what_is_named_as_missing_is_missing(tmp_path: Path) -> None:
     """A disabled window is not listed, nor are fields beside refused rotary positions."""
     path = tmp_path / "config.json"
-    off = {"model_type": "cohere2", "sliding_window": 9, "use_sliding_window": False}
+    off = {"model_type": "stablelm", "sliding_window": 9, "use_sliding_window": False}
     path.write_text(json.dumps(PHI | off | {"rope_scaling": None}))
-    assert inspect(path).missing == ["the family 'cohere2'"]
+    assert inspect(path).missing == ["the family 'stablelm'"]
     path.write_text(json.dumps(PHI | {"rope_scaling": {"type": "spiral"}}))
     (said,) = inspect(path).missing
     assert "rope_type 'spiral'" in said

@@ -1,0 +1,77 @@
+"""LFM2: gated short convolutions in most layers, attention with norms on each head of q and k in
+the others."""
+
+from dataclasses import replace
+
+from models.decoder_config import ConvolutionConfig, DecoderConfig
+from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_decoder import read_decoder
+
+DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=128_000, rope_theta=1e6, tied=True)
+FULL, CONVOLUTION = "full_attention", "conv"
+# Sizes under names of their own and options of training, which transformers does not read.
+_PASSED = (
+    "block_dim",
+    "block_mlp_init_scale",
+    "block_norm_eps",
+    "block_out_init_scale",
+    "block_use_swiglu",
+    "block_use_xavier_init",
+    "conv_dim",
+    "conv_dim_out",
+    "conv_use_xavier_init",
+    "num_heads",
+    "theta",
+    "use_pos_enc",
+)
+
+
+def read_config(hf: HfConfig) -> DecoderConfig:
+    hf.pass_over(*_PASSED)
+    if hf.raw("tie_embedding") is not None:
+        hf = hf.changed(tie_word_embeddings=hf.flag("tie_embedding", True))
+    config = read_decoder(hf.changed(layer_types=None), DEFAULTS, qk_norm="head")
+    heads, kv_heads = config.attention.query_heads, config.attention.kv_heads
+    if config.width % heads:
+        raise hf.error("hidden_size", f"must be a multiple of the {heads} heads", "correct it")
+    short = ConvolutionConfig(
+        kv_heads, config.width, hf.count("conv_L_cache", 3, least=2), hf.flag("conv_bias", False)
+    )
+    layers = tuple(
+        replace(layer, convolution=short if kind == CONVOLUTION else None)
+        for layer, kind in zip(config.layers, _kinds(hf, len(config.layers)), strict=True)
+    )
+    return replace(config, layers=layers, ffn=_ffn(hf), norm_epsilon=hf.number("norm_eps", 1e-5))
+
+
+def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
+    """Returns the kind of each layer, from `layer_types` or else from the numbers of the layers
+    with attention."""
+    full = hf.counts("full_attn_idxs") if hf.has("full_attn_idxs") else tuple(range(count))
+    kinds = hf.names("layer_types")
+    if kinds is None:
+        kinds = tuple(FULL if at in full else CONVOLUTION for at in range(count))
+    if len(kinds) != count or any(kind not in (FULL, CONVOLUTION) for kind in kinds):
+        raise hf.error(
+            "layer_types", f"must list {FULL} or {CONVOLUTION} for {count}", "correct it"
+        )
+    if FULL not in kinds:
+        raise hf.error(
+            "layer_types",
+            "must list a layer with attention",
+            "models without one are not supported",
+        )
+    return kinds
+
+
+def _ffn(hf: HfConfig) -> int:
+    """Returns the width of the feed-forward block: two thirds of the stated one, multiplied and
+    rounded up, unless `block_auto_adjust_ff_dim` is false."""
+    size = hf.count("block_ff_dim", hf.count("intermediate_size", 12288))
+    factor, unit = hf.number("block_ffn_dim_multiplier", 1.0), hf.count("block_multiple_of", 256)
+    if not hf.flag("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    if hf.raw("block_ffn_dim_multiplier") is None and "block_ffn_dim_multiplier" in hf.fields:
+        return size
+    return -(-int(factor * size) // unit) * unit

@@ -1,0 +1,73 @@
+"""Rewrites a checkpoint that transformers saved into the form in which its family is published, or
+which earlier versions of transformers wrote."""
+
+import json
+import re
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+
+def to_published_kimi(directory: Path) -> None:
+    """Names as moonshotai has them: transformers 5.23 renames the text part's layers, too, where it
+    means those of the eyes."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    named = {name.replace("model.blocks.", "model.layers."): each for name, each in tensors.items()}
+    save_file(named, path, {"format": "pt"})
+    path = directory / "config.json"
+    fields = json.loads(path.read_text())
+    fields["architectures"] = ["KimiK25ForConditionalGeneration"]
+    fields["text_config"] |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def to_published_minimax_m3(directory: Path) -> None:
+    """Fields of the text part as MiniMaxAI has them."""
+    path = directory / "config.json"
+    fields = json.loads(path.read_text())
+    text = fields["text_config"]
+    kinds = [int(kind != "full_attention") for kind in text.pop("layer_types")]
+    names = ("num_index_heads", "index_dim", "block_size", "topk_blocks", "local_block")
+    ours = ("n_heads", "head_dim", "block_size", "topk_blocks", "local_blocks")
+    sizes = {f"sparse_{a}": text.pop(f"index_{b}") for a, b in zip(names, ours, strict=True)}
+    kept = {"use_sparse_attention": True, "sparse_score_type": "max", "sparse_init_block": 0}
+    layers = {"sparse_attention_freq": kinds, "sparse_disable_index_value": kinds}
+    rope = text.pop("rope_parameters")
+    text |= {"sparse_attention_config": sizes | kept | layers, "hidden_act": "swigluoai"}
+    text |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor")}
+    text["moe_layer_freq"] = [int(kind == "sparse") for kind in text.pop("mlp_layer_types")]
+    text |= {"scoring_func": "sigmoid", "use_routing_bias": True, "use_gemma_norm": True}
+    text |= {"use_qk_norm": True, "qk_norm_type": "per_head", "n_shared_experts": 1}
+    path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def to_published_kimi_linear(directory: Path) -> None:
+    """Names and fields as moonshotai has them: transformers 5.23 saves dense blocks under the name
+    of the experts, and adds fields of its own."""
+    path, old = directory / "model.safetensors", ".block_sparse_moe."
+    named = {
+        name.replace(old, ".mlp.") if re.search(r"moe\.\w+_proj", name) else name: each
+        for name, each in load_file(path).items()
+    }
+    save_file(named, path, {"format": "pt"})
+    path = directory / "config.json"
+    fields = json.loads(path.read_text())
+    for name in list(fields):
+        if name.startswith(("linear_num", "linear_head", "linear_conv", "layer_types", "mlp_")):
+            del fields[name]
+    fields |= {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
+    fields |= {"use_grouped_topk": True, "rope_theta": 10000.0, "rope_scaling": None}
+    path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def to_legacy(path: Path) -> None:
+    """Rewrites rope_parameters as transformers 4 had it."""
+    fields = json.loads(path.read_text())
+    rope = fields.pop("rope_parameters")
+    fields["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    if "partial_rotary_factor" in rope:
+        fields["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    fields["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    path.write_text(json.dumps(fields, indent=2) + "\n")
