@@ -33,11 +33,13 @@ class FamilyDefaults:
 @dataclass(frozen=True, slots=True)
 class Outer:
     """A multimodal model whose text part is served. Holds its class name, the default `model_type`
-    of the text part, and the default of `tie_word_embeddings`."""
+    of the text part, and the default of `tie_word_embeddings`. This field is that of the whole
+    model, or that of the text part if `own_head` is set."""
 
     architecture: str
     text: str
     tied: bool
+    own_head: bool = False
 
 
 OUTER = {
@@ -48,7 +50,7 @@ OUTER = {
     "glm4v": Outer("Glm4vForConditionalGeneration", "glm4v_text", tied=False),
     "gemma3": Outer("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
     "gemma4": Outer("Gemma4ForConditionalGeneration", "gemma4_text", tied=True),
-    "llama4": Outer("Llama4ForConditionalGeneration", "llama4_text", tied=False),
+    "llama4": Outer("Llama4ForConditionalGeneration", "llama4_text", tied=False, own_head=True),
     "kimi_k25": Outer("KimiK25ForConditionalGeneration", "deepseek_v3", tied=True),
     "minimax_m3_vl": Outer(
         "MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl_text", tied=False
@@ -231,7 +233,8 @@ def _text_part(
             " only models that generate text are served"
         )
     of_whole = {name: value for name, value in fields.items() if name not in VISION}
-    tied = {"tie_word_embeddings": fields.get("tie_word_embeddings", outer.tied)}
+    stating = inner if outer.own_head else fields
+    tied = {"tie_word_embeddings": stating.get("tie_word_embeddings", outer.tied)}
     kind = {"model_type": inner.get("model_type") or outer.text}
     known = {name: value for name, value in inner.items() if name != "architectures"}
     return of_whole | known | tied | kind
