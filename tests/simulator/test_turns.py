@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdisagg.simulator.turns import largest_batch, load_of
+from jdisagg.simulator.turns import largest_batch
 
 POSITIONS = (9, 19, 4, 4, 0, 99)
 
@@ -22,12 +22,3 @@ def test_the_largest_batch_has_the_most_sequences_and_then_the_most_context(
     slots: tuple[int, ...], stages: int, expected: tuple[int, int, int]
 ) -> None:
     assert largest_batch(slots, POSITIONS, stages) == expected
-
-
-def test_batches_of_slots_hold_each_sequence_once() -> None:
-    slots = range(6)
-    counts = [
-        load_of([slot for slot in slots if slot % 4 == turn], POSITIONS)[0] for turn in range(4)
-    ]
-    assert counts == [2, 2, 1, 1]
-    assert largest_batch(slots, POSITIONS, 4)[0] == max(counts)

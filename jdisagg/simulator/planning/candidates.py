@@ -221,7 +221,8 @@ def _priced_alike(layout: Layout, found: list[Fitting]) -> bool:
     """Returns whether `found` has a layout with the same cost and memory as `layout`. Sharding
     every expert over a tensor-parallel group costs the same as giving each device of the group some
     whole experts."""
-    return layout.ep == layout.tp and any(item.layout == Layout(tp=layout.tp) for item in found)
+    whole = replace(layout, ep=1)
+    return layout.ep == layout.tp and any(item.layout == whole for item in found)
 
 
 def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:

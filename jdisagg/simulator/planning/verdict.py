@@ -161,6 +161,13 @@ def _stages(findings: Sequence[Finding], estimator: Estimator) -> str:
     plain = next((item for item in two if not item.candidate.staged), None)
     if staged is None or plain is None:
         return ""
+    said = (
+        f" With pipeline stages two pools serve {staged.per_accelerator:.3g} requests/s an"
+        f" accelerator ({staged.candidate.name}), without {plain.per_accelerator:.3g}"
+        f" ({plain.candidate.name})."
+    )
+    if staged.candidate.prefill == plain.candidate.prefill:
+        return said
     tokens = int(estimator.demand.prompt_mean)
     shares = []
     for item in (staged, plain):
@@ -169,10 +176,8 @@ def _stages(findings: Sequence[Finding], estimator: Estimator) -> str:
         cost = estimator.models[layout].prefill([(tokens, 0)])
         shares.append(f"{short(layout)} {100 * cost.communication / cost.seconds:.0f} %")
     return (
-        f" With pipeline stages two pools serve {staged.per_accelerator:.3g} requests/s an"
-        f" accelerator ({staged.candidate.name}), without {plain.per_accelerator:.3g}"
-        f" ({plain.candidate.name}). Of the prefill of {tokens:,} tokens, {shares[0]} and"
-        f" {shares[1]} is communication over {estimator.site.described.scale_up.name}."
+        f"{said} Of the prefill of {tokens:,} tokens, {shares[0]} and {shares[1]} is communication"
+        f" over {estimator.site.described.scale_up.name}."
     )
 
 

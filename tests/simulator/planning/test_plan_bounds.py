@@ -341,6 +341,8 @@ def test_stages_are_searched_where_cards_have_pcie_alone_and_for_two_pools_alone
     shape, site = geometry("llama-3-70b"), Site(accelerator("l40s"), 8)
     found = fitting_layouts(shape, site, 2200)
     assert {item.layout.pp for item in found} == {1, 2, 4, 8}
+    small = fitting_layouts(geometry("llama-3-8b"), Site(accelerator("l40s"), 2), 2200)
+    assert [item.layout for item in small] == [Layout(), Layout(tp=2), Layout(pp=2)]
     # An instance stays within a host.
     two_hosts = fitting_layouts(shape, Site(accelerator("l40s"), 16), 2200)
     assert all(item.layout.devices <= 8 for item in [*found, *two_hosts])
