@@ -26,6 +26,7 @@ from jdisagg.errors import CheckpointError, ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.reshard_plan import Box, box_of
 from jdisagg.model_api import Device
+from jdisagg.ops.device_layout import aligned_empty
 from jdisagg.ops.parameters import StageOf, layout_meshes, weight_formats
 from jdisagg.ops.quantized_weights import Weights
 from jdisagg.scheduler.blocks import StageCut, stage_layers
@@ -52,7 +53,6 @@ _HARMLESS = re.compile(
 _LISTED = 8
 _EMBEDDING, _HEAD = STEM["embedding"], STEM["head.kernel"]
 _COMPARED_ROWS = 4096
-_ALIGNMENT = 64  # bytes; XLA:CPU aliases a buffer that begins at a multiple of it
 _log = logging.getLogger(__name__)
 
 
@@ -394,13 +394,11 @@ def _read_array(
 
 def _to_put(view: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Returns an array with the values of `view` that JAX may alias, because nothing else uses it,
-    or that JAX copies in any case. JAX transposes several times as fast as numpy."""
-    if view.dtype == dtype and (view.flags.owndata or not view.flags.c_contiguous):
+    or that JAX copies in any case. Views of files and of other arrays cannot be written. JAX
+    transposes several times as fast as numpy."""
+    if view.dtype == dtype and (view.flags.writeable or not view.flags.c_contiguous):
         return view
-    nbytes = view.size * dtype.itemsize
-    buffer = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    first = -buffer.ctypes.data % _ALIGNMENT  # from there JAX does not copy it again on CPU
-    own = buffer[first : first + nbytes].view(dtype).reshape(view.shape)
+    own = aligned_empty(view.shape, dtype)
     np.copyto(own, view, casting="unsafe")
     return own
 

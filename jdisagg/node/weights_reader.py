@@ -28,6 +28,7 @@ from jdisagg.layout.weight_reads import ReadPiece, Source, plan_reads
 from jdisagg.messages.weights import OFFER_PREFIX, OfferCard, OfferedPart, OfferPort, PreparedBlock
 from jdisagg.node.kv_endpoint import KvEndpoint
 from jdisagg.ops.checksum import byte_sum
+from jdisagg.ops.device_layout import aligned_empty
 from jdisagg.service.internal import rpc
 from jdisagg.service.internal.connection import Connection
 from jdisagg.service.server import cluster_credentials
@@ -196,7 +197,7 @@ class RemoteWeights:
         if len(places) == 1:
             ((place, offset, piece),) = places
             return self._part(place, offset, piece, dtype)
-        values = np.empty([stop - start for start, stop in box], dtype)
+        values = aligned_empty([stop - start for start, stop in box], dtype)
         for place, offset, piece in places:
             bounds = tuple(slice(*bound) for bound in piece.place)
             values[bounds] = self._part(place, offset, piece, dtype)
@@ -212,7 +213,9 @@ class RemoteWeights:
         if not block.left:
             block.coming = None
             expected.ahead_bytes -= block.nbytes
-        return arrived.view(dtype).reshape([end - first for first, end in piece.box])
+        view = arrived.view(dtype).reshape([end - first for first, end in piece.box])
+        view.flags.writeable = False
+        return view
 
     def _request_until(self, place: int) -> None:
         """Requests blocks in order, up to `place`, and further ones while there is room."""

@@ -16,6 +16,7 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.layout.reshard_plan import Box, box_of, plan_reshard
 from jdisagg.messages.weights import OfferedPart, OfferedTensor
 from jdisagg.ops.checksum import byte_sum
+from jdisagg.ops.device_layout import aligned_empty
 
 LEASE_SECONDS = 600.0
 _READER = -1  # place of the reader in a plan; devices have numbers from 0
@@ -84,7 +85,7 @@ class OfferedWeights:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns a copy of a slice of a tensor, from the devices that hold its parts."""
+        """Returns a slice of a tensor, from the devices that hold its parts."""
         self.check()
         tensor = self._tensors[name]
         wanted = whole_box(index, tensor.shape)
@@ -193,7 +194,7 @@ class OfferedWeights:
         ).pieces
         if len(pieces) == 1:
             return _cut(held[pieces[0].source][1], pieces[0].source_slice)
-        values = np.empty([stop - start for start, stop in wanted], tensor.dtype)
+        values = aligned_empty([stop - start for start, stop in wanted], tensor.dtype)
         for piece in pieces:
             _, shard = held[piece.source]
             values[_slices(piece.destination_slice)] = _cut(shard, piece.source_slice)
@@ -234,9 +235,12 @@ def _on_host(shard: Any) -> bool:
 
 
 def _cut(shard: Any, box: Box) -> np.ndarray:
-    """Returns a part of a device's values in host memory; a view where they are there."""
+    """Returns a part of a device's values in host memory; where they are there, a view that cannot
+    be written."""
     if _on_host(shard):
-        return np.asarray(shard)[_slices(box)]
+        view = np.asarray(shard)[(*_slices(box), ...)]
+        view.flags.writeable = False
+        return view
     sizes = tuple(stop - start for start, stop in box)
     # A program of its own result: JAX keeps the host copy of an array as long as the array.
     return np.asarray(_part_of(shard, tuple(start for start, _ in box), sizes))

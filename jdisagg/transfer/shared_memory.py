@@ -31,10 +31,10 @@ import numpy as np
 from jdisagg.errors import HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import InMemory, KvBackend, Posted
+from jdisagg.ops.device_layout import ALIGNMENT
 from jdisagg.transfer.backend import Backend, Inlet, Leaf, Outlet, Reserved, memory_of
 from jdisagg.transfer.pieces import HostLeaves, RequestedPieces
 
-ALIGNMENT = 64  # bytes; XLA:CPU aliases a buffer that begins at a multiple of it
 _WRITTEN = 1  # first byte of a region that is written
 SPARE_BYTES = 256 << 20  # limit of the regions, or mappings, that wait for their next use
 _SECRET_BYTES = 16
