@@ -1,5 +1,5 @@
-"""Other weights for clusters of processes: under load, with a worker that dies and comes back, and
-with instances of two processes."""
+"""Other weights for clusters of processes: from a trainer, under load, with a worker that dies and
+comes back, and with instances of two processes."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from tests import time_scale
 from tests.end_to_end.clusters import LLAMA, dense_greedy
 from tests.end_to_end.other_weights import flip, perturbed, with_sums
 from tests.end_to_end.test_cluster import PROMPT, cluster
+from tests.end_to_end.trainer import trainer
 
 TOKENS = 8
 
@@ -43,14 +44,16 @@ def test_a_cluster_takes_weights_sleeps_and_gives_them_to_a_worker_that_died(
     async def check(target: str, kill) -> None:
         async with AsyncClient(target) as client:
             assert await ask(client) == answers[0]
-            report = await client.update_weights(str(others[0]), version="one")
+            with trainer() as source:
+                name = source.offer(others[0], "mixed")
+                report = await client.update_weights(name, version="one")
             assert report.weights.startswith("one@") and len(report.workers) == 3
             for _ in range(3):
                 assert await ask(client) == answers[1]
             with pytest.raises(JdisaggError, match="SHA-256"):
                 await client.update_weights(str(bad), version="bad")
             assert await ask(client) == answers[1]
-            kill()
+            kill()  # the trainer has gone, too: another worker has the weights
             await until(client, lambda found: found != [report.weights] * 3)
             await until(client, lambda found: found == [report.weights] * 3)
             assert await ask(client) == answers[1]

@@ -20,6 +20,7 @@ from jdisagg.messages.kv_plane import (
 from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
+from tests import time_scale
 from tests.service.doors import eventually
 
 REQUEST = PullRequest(
@@ -137,3 +138,19 @@ async def test_what_nobody_takes_is_lost_within_bounds_and_holds_up_no_other() -
         other.send(one.end, Pulled(1))
         await eventually(lambda: channel.got)
         await eventually(lambda: other.counters.snapshot().get("kv_messages_lost") == 300)
+
+
+async def test_a_link_closes_at_once_whenever_its_last_message_comes() -> None:
+    """A message between the wake-up of a line and its cancellation once cost it 60 seconds."""
+    for turns in range(6):
+        async with process(7) as (_, sending), process(8) as (receiver, _):
+            end = sending._link.end
+            receiver.send(end, REQUEST)
+            await eventually(lambda sending=sending: sending.got)
+            line = receiver._lines[end]
+            line.stirred.set()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(time_scale.seconds(10.0)):
+                await receiver.close()
+            assert line.task.done()

@@ -87,6 +87,10 @@ class GrpcKvLink:
         else:
             self._on_loop(self._stir, end)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     async def close(self) -> None:
         """Closes all connections and drops waiting messages. Idempotent."""
         with self._lock:
@@ -174,7 +178,8 @@ class _Line:
 
     async def _run(self) -> None:
         try:
-            while True:
+            # `wait_for` may lose a cancellation if the line is stirred at the same time.
+            while not self._link.closed:
                 try:
                     await asyncio.wait_for(
                         self.stirred.wait(), self._link.timeouts.link_idle_seconds
