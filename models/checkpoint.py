@@ -140,9 +140,10 @@ def load_model(
     files, orbax = tensors, orbax_checkpoint.is_orbax(directory)
     if files is None and not orbax:
         files = open_files(directory, hf)
-    seen = vision_files(directory, config) if images and not orbax else None
-    config = config if seen else replace(config, vision=None)
     served = bool(getattr(files, "parameters", False))
+    seen = vision_files(directory, config) if images and not orbax and not served else None
+    if not seen and not (served and images and _offers_vision(files)):
+        config = replace(config, vision=None)
     if next_token and files is not None:
         prefix, found = f"model.layers.{len(config.layers)}.", files.shapes()
         stored = all(prefix + name in found for name in NEXT_TOKEN.values())
@@ -281,7 +282,11 @@ def vision_files(directory: Path, config: DecoderConfig) -> CheckpointTensors | 
     vision = config.vision
     if vision is None:
         return None
-    files = SafetensorsFiles.from_directory(directory).vision_part()
+    try:
+        files = SafetensorsFiles.from_directory(directory).vision_part()
+    except CheckpointError as error:  # a folder of the configuration alone
+        _log.warning("images are not read: %s", error.message)
+        return None
     found, unreadable = files.shapes(), files.unreadable()
     whole = abstract_model(config)
     needed = {
@@ -301,6 +306,11 @@ def vision_files(directory: Path, config: DecoderConfig) -> CheckpointTensors | 
         ", ".join((lacking or unreadable)[:_LISTED]),
     )
     return None
+
+
+def _offers_vision(files: CheckpointTensors | None) -> bool:
+    """Whether another worker's parameters have a vision encoder."""
+    return files is not None and any(name.startswith("vision/") for name in files.shapes())
 
 
 def find_sources(

@@ -21,7 +21,7 @@ import numpy as np
 from jdisagg.executor.programs import RANK, Programs
 from jdisagg.executor.weights import Part, VisionParts, Weights
 from jdisagg.images import ImageFormat, PromptImage, rows_of_image
-from jdisagg.messages.step_commands import PrefillRow
+from jdisagg.messages.step_commands import PrefillRow, SleepMesh, StepCommand, WakeMesh
 from jdisagg.model_api import Shards
 from jdisagg.scheduler.executor import buckets
 
@@ -91,21 +91,21 @@ class ImagePrograms:
         self._ranks = programs.mesh.shape["dp"]
         self._kept, self.encoded, self.depth = kept, 0, len(self._vision.deep_after)
         self._stores = [ImageStore(kept) for _ in range(self._ranks)]
-        self._array: jax.Array = self._zeros()
+        self._array: Any = self._zeros()
 
     def _zeros(self) -> Any:
         shape = (self._ranks, self._kept, 1 + self.depth, self._width)
         return self._programs.zeros(shape, self._dtype, RANK)
 
-    @property
-    def bytes(self) -> int:
-        """Size in bytes of the kept activations, summed over dp ranks."""
-        return self._array.nbytes
-
-    def clear(self) -> None:
-        """Forgets all images."""
+    def change(self, command: StepCommand) -> None:
+        """Forgets all images, because a command changes the weights of the mesh. Holds no device
+        memory while the mesh sleeps."""
         for store in self._stores:
             store.clear()
+        if isinstance(command, SleepMesh):
+            self._array = None
+        elif isinstance(command, WakeMesh) and self._array is None:
+            self._array = self._zeros()
 
     def run(self, rows: Sequence[PrefillRow], x: jax.Array) -> tuple[jax.Array, Any]:
         """Replaces the embeddings of image tokens.

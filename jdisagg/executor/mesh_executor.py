@@ -365,7 +365,7 @@ class MeshExecutor:
             case PutWeights() | DropWeights() | SleepMesh() | WakeMesh():
                 self.swaps.change(command)
                 if self.images is not None:
-                    self.images.clear()
+                    self.images.change(command)
             case FindSaved() | SaveBlock() | LoadBlock() | RemoveSaved():
                 return self._saved.issue(command)
             case ConnectPeer():

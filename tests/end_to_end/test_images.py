@@ -4,6 +4,7 @@ A prompt of the fixtures has two images, the first of which lies over a border o
 tokens, and of blocks that are kept."""
 
 import asyncio
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from jdisagg.images import PromptImage
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
 from jdisagg.request import Request
 from models import vision_config
-from tests.end_to_end.clusters import LLAMA, Running, config, golden_copy, running
+from tests.end_to_end.clusters import GOLDEN, LLAMA, Running, config, golden_copy, running
+from tests.end_to_end.other_weights import perturbed
 from tests.end_to_end.two_decoders import TwoDecoders
 from tests.golden.images import golden_images, other_image
 
@@ -161,6 +163,29 @@ async def test_moved_sequences_keep_their_positions(tmp_path: Path) -> None:
         moving.cancel()
         assert cluster.first.counters["sequences_moved"] > 0
     assert [one.tokens for one in done] == [expected] * 3
+
+
+@pytest.mark.ci
+async def test_images_are_encoded_anew_after_an_update_of_the_weights_and_after_sleep(
+    tmp_path: Path,
+) -> None:
+    found, images = golden_images(PIXTRAL)
+    prompt, greedy = found["prompt"].tolist(), found["greedy"].tolist()
+    other = perturbed(tmp_path / "other", GOLDEN / PIXTRAL, 1)
+    made = engine(tmp_path, PIXTRAL, Mode.UNIFIED)
+    async with running(made) as run:
+        before = await run.complete(asked(run, prompt, images, "before"))
+        assert before.tokens[0] == greedy
+        await run.cluster.weights.update(str(other), "step-1")
+        after = await run.complete(asked(run, prompt, images, "after", logprobs=2))
+        await run.cluster.weights.sleep()
+        await run.cluster.weights.wake()
+        awake = await run.complete(asked(run, prompt, images, "awake", logprobs=2))
+    assert awake.logprobs == after.logprobs
+    shutil.copy(other / "model.safetensors", Path(made.model.directory) / "model.safetensors")
+    async with running(made) as run:
+        cold = await run.complete(asked(run, prompt, images, "cold", logprobs=2))
+    assert cold.logprobs == after.logprobs and cold.tokens != before.tokens
 
 
 async def test_a_model_without_an_encoder_refuses_images_by_name() -> None:
