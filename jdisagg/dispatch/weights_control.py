@@ -196,7 +196,7 @@ class WeightsControl:
                 if (source := self._ports.get(having[0]) if having else None) is None:
                     raise
                 offer = await source.offer_weights(seconds)
-                call = msgspec.structs.replace(wanted, folder=offer)
+                call = msgspec.structs.replace(wanted, folder=offer.name)
                 staged = await self._stage(some, call)
             short = any(one.missing_bytes for one in staged.values())
             async with self._asleep(some if short else {}, seconds):

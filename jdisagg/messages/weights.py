@@ -114,6 +114,12 @@ class OfferPort(Protocol):
         ...
 
 
+class OfferName(Message, frozen=True):
+    """Name of an offer. (gRPC changes a reply that is a bare text.)"""
+
+    name: str
+
+
 class StageCall(Message, frozen=True):
     """Reads weights. `folder` is a checkpoint folder on the worker's hosts, or the name of an
     offer. Without `version`, the identity's version is the beginning of the fingerprint."""
@@ -167,7 +173,7 @@ class WeightsPort(Protocol):
         """Frees staged weights. Idempotent."""
         ...
 
-    async def offer_weights(self, lease_seconds: float) -> str:
+    async def offer_weights(self, lease_seconds: float) -> OfferName:
         """Offers the served weights to other workers, and returns the name of the offer. It ends
         with its lease, or when the worker changes its weights or sleeps. Raises InvalidRequestError
         if this worker cannot offer them."""

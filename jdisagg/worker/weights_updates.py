@@ -23,6 +23,7 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.messages.weights import (
     CommitCall,
+    OfferName,
     SleepCall,
     StageCall,
     StagedWeights,
@@ -168,7 +169,7 @@ class WeightsUpdates:
     def _drop(self) -> None:
         self._loop.fire(DropWeights(self._loop.next_number()))
 
-    async def offer_weights(self, lease_seconds: float) -> str:
+    async def offer_weights(self, lease_seconds: float) -> OfferName:
         if not 0 < lease_seconds <= MAX_LEASE_SECONDS:
             raise InvalidRequestError(
                 f"lease_seconds must be positive and at most {MAX_LEASE_SECONDS:g}, got"
@@ -192,7 +193,7 @@ class WeightsUpdates:
                     or f"worker {name!r} has several processes, which cannot offer their weights;"
                     " update from a folder"
                 )
-            return result.names[0].decode()
+            return OfferName(result.names[0].decode())
 
     async def _read(self, folder: str, seconds: float) -> tuple[int, str, int]:
         """Reads weights. Returns their number, the fingerprint of their content and their bytes, or

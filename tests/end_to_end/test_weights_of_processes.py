@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.client import AsyncClient
+from jdisagg.client import AsyncClient, Completion
 from jdisagg.errors import JdisaggError
 from models.tokenizer import Tokenizer
 from tests import time_scale
@@ -16,7 +16,7 @@ from tests.end_to_end.other_weights import flip, perturbed, with_sums
 from tests.end_to_end.test_cluster import PROMPT, cluster
 from tests.end_to_end.trainer import trainer
 
-TOKENS = 8
+TOKENS, LONG = 8, 400
 
 
 async def ask(client: AsyncClient) -> list[int]:
@@ -87,17 +87,24 @@ def test_instances_of_two_processes_take_weights_under_load(tmp_path: Path) -> N
     async def check(target: str) -> None:
         async with AsyncClient(target) as client:
             assert await ask(client) == old
-            long = asyncio.create_task(
-                client.complete(PROMPT, max_tokens=200, temperature=0.0, ignore_eos=True)
-            )
-            await asyncio.sleep(0.5)
-            await client.update_weights(str(other), version="new")
+            done: list[Completion] = []
+
+            async def load(updating: "asyncio.Task[object]") -> None:
+                while not updating.done():
+                    one = await client.complete(
+                        PROMPT, max_tokens=LONG, temperature=0.0, ignore_eos=True
+                    )
+                    done.append(one)
+
+            updating = asyncio.create_task(client.update_weights(str(other), version="new"))
+            await asyncio.gather(updating, load(updating), load(updating))
             assert await ask(client) == new
-            done = await long
-            assert done.usage
-            used = dict(done.usage.weights)
-            tokens, first = list(done.choices[0].token_ids), used.get("", 0)
-            assert tokens[:first] == dense_greedy(LLAMA, prompt, first)
+            spanning = [one for one in done if one.usage and len(one.usage.weights) == 2]
+            assert spanning, "no request ran during the update"
+            assert spanning[0].usage
+            (_, first), (version, _) = spanning[0].usage.weights
+            tokens = list(spanning[0].choices[0].token_ids)
+            assert version == "new" and tokens[:first] == dense_greedy(LLAMA, prompt, first)
             assert tokens[first:][:20] == dense_greedy(other, [*prompt, *tokens[:first]], 20)
 
     flags = ("--prefill=tp=2", "--decode=dp=2", "--processes_per_instance=2")

@@ -59,9 +59,9 @@ class Worker:
     async def drop_weights(self) -> None:
         self.calls.append("drop")
 
-    async def offer_weights(self, lease_seconds: float) -> str:
+    async def offer_weights(self, lease_seconds: float) -> OfferName:
         self.calls.append("offer")
-        return f"offer:of a worker{self.weights.partition('f00')[2]}"
+        return OfferName(f"offer:of a worker{self.weights.partition('f00')[2]}")
 
     async def sleep(self, call: SleepCall) -> WorkerStatus:
         self.calls.append(call)
