@@ -13,7 +13,14 @@ from jdisagg.clock import MonotonicClock
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.weights_control import WeightsControl
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
-from jdisagg.messages.weights import CommitCall, SleepCall, StageCall, StagedWeights, UpdateMode
+from jdisagg.messages.weights import (
+    CommitCall,
+    OfferName,
+    SleepCall,
+    StageCall,
+    StagedWeights,
+    UpdateMode,
+)
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.telemetry import Counters
 from tests.service.doors import STATUS
