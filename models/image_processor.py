@@ -24,14 +24,6 @@ from models.image_resize import BICUBIC, BILINEAR, resized
 _log = logging.getLogger(__name__)
 
 MAX_ASPECT = 200
-# model_type of config.json, and the kind of its image processor.
-_KINDS = {
-    "qwen3_vl": "qwen",
-    "qwen3_vl_moe": "qwen",
-    "qwen3_5": "qwen",
-    "qwen3_5_moe": "qwen",
-    "mistral3": "pixtral",
-}
 _QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 
 
@@ -118,16 +110,18 @@ def read_image_processor(
 
 def _read(directory: Path, texts: "_Texts") -> ImageProcessor | None:
     config = read_object(directory / "config.json")
-    kind = _KINDS.get(str(config.get("model_type")))
-    if kind is None or not isinstance(config.get("vision_config"), dict):
+    family, vision = config.get("model_type"), config.get("vision_config")
+    if not vision_config.reads_images(family) or not isinstance(vision, dict):
         return None
     whole = read_object(directory / "processor_config.json")
     fields = vision_config.processor_settings(lambda name: read_object(directory / name))
     if not fields:
-        return None
+        raise CheckpointError(
+            f"{directory} has no preprocessor_config.json; take it from the published model"
+        )
     settings = _Settings(directory, fields)
     settings.check()
-    made = _qwen if kind == "qwen" else _pixtral
+    made = _pixtral if family == "mistral3" else _qwen
     return made(settings, config, whole, texts)
 
 

@@ -247,6 +247,11 @@ def _theta(fields: Mapping[str, object]) -> float:
     return float(theta or fields.get("rope_theta") or 10000.0)  # type: ignore[arg-type]
 
 
+def reads_images(model_type: object) -> bool:
+    """Returns whether vision encoders of a model type are supported."""
+    return str(model_type) in _READERS
+
+
 def processor_settings(read: Callable[[str], Mapping[str, object]]) -> Mapping[str, object]:
     """Returns the settings of a model's image processor. Those in processor_config.json take
     precedence, as in transformers. `read` returns the fields of a JSON file of the folder."""

@@ -137,6 +137,16 @@ def test_a_model_without_a_vision_encoder_has_no_processor(tmp_path: Path, confi
     assert read_image_processor(tmp_path, made.id_to_token, made.token_to_id) is None
 
 
+def test_a_folder_without_the_processors_settings_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_settings(tmp_path, "qwen")
+    (tmp_path / "preprocessor_config.json").unlink()
+    made = backend()
+    assert read_image_processor(tmp_path, made.id_to_token, made.token_to_id) is None
+    assert "has no preprocessor_config.json; take it from the published model" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from jdisagg.dispatch.prompts import MAX_PIXEL_BYTES
 from jdisagg.errors import (
     HandoffError,
     IncompatiblePeerError,
@@ -14,10 +15,10 @@ from jdisagg.errors import (
     OverloadedError,
     UnavailableError,
 )
+from jdisagg.images import DIGEST_BYTES, PromptImage
 from jdisagg.messages.packed import pack
 from jdisagg.messages.ports import Child, Reservation, ReserveCall, Span, SpanEnd, close_stream
 from jdisagg.request import MAX_TOP_LOGPROBS, Request, TokenLogprobs
-from jdisagg.service.internal.connection import MAX_MESSAGE_BYTES
 from jdisagg.service.internal.span_sessions import SpanSessions
 from tests.service.doors import STATUS, eventually
 from tests.service.port_worker import HELLO, OFFERS, PREFILL, REPLY, REQUEST, SPANS, Worker
@@ -31,6 +32,17 @@ async def test_the_prefill_port_says_what_the_worker_says() -> None:
         await remote.prefill.cancel_prefill(77)
         assert worker.told == [PREFILL, 77]
         assert await remote.prefill.status() == STATUS
+
+
+@pytest.mark.ci
+async def test_a_request_with_all_the_pixels_that_it_may_have_reaches_the_worker() -> None:
+    worker = Worker()
+    pixels = bytes(MAX_PIXEL_BYTES)
+    image = PromptImage(0, 2, (1, 2, 2), pixels, bytes(DIGEST_BYTES))
+    asked = msgspec.structs.replace(PREFILL, request=replace(REQUEST, images=(image,)))
+    async with serving(worker) as (address, _), connected(address) as (remote,):
+        assert await remote.prefill.prefill(asked) == REPLY
+        assert worker.told == [asked]
 
 
 async def test_the_decode_port_says_what_the_worker_says_errors_too() -> None:
@@ -226,7 +238,7 @@ async def test_spans_of_many_tokens_with_all_logprobs_go_out_in_messages_that_ca
             lambda: batches[-1].reservations and batches[-1].reservations[0].ended, 100
         )
     assert sum(len(entry.spans) for batch in batches for entry in batch.reservations) == 1000
-    assert max(len(pack(batch)) for batch in batches) < MAX_MESSAGE_BYTES / 4
+    assert max(len(pack(batch)) for batch in batches) < 4 << 20
 
 
 async def test_a_router_that_does_not_read_holds_up_nobody_and_misses_nothing() -> None:
