@@ -13,6 +13,9 @@ cannot work stops the whole cluster. On SIGTERM or SIGINT the router refuses new
 ones finish, then the workers stop. A second signal stops everything at once. The child processes
 never outlive this process.
 
+--on=ray starts the processes as actors of a running Ray cluster instead (extra `ray`). Ray chooses
+their nodes, and starts them on others when a node is lost (docs/deployment.md#ray).
+
 --metrics_port=9100 is the router's metrics port; the workers use the next higher ports. TLS files
 and token files apply to all processes. KV itself is not encrypted (docs/security.md)."""
 
@@ -34,6 +37,8 @@ from jdisagg.node.recipes import ClusterShape, load_shape, worker_config
 from jdisagg.node.tpus import chips_of_host
 from jdisagg.observe.logs import start_logging
 from jdisagg.service.server import check_address
+from jdisagg.supervisor.child_process import ChildProcess
+from jdisagg.supervisor.supervisor import StartChild
 from launch.console import run
 from launch.flags import ENGINE, HTTP, OBSERVE, SERVICE, define
 from launch.settings import elastic_config, engine_config, observe_config
@@ -43,7 +48,7 @@ from models.hf_config import HfConfig
 
 flags = define(
     *("prefill_workers", "decode_workers", "mixed_workers", "processes_per_instance", "routers"),
-    *("gpus", "gpus_per_worker"),
+    *("on", "gpus", "gpus_per_worker"),
     *ENGINE,
     *SERVICE,
     *HTTP,
@@ -58,18 +63,41 @@ def main() -> int:
         start_logging("json", "cluster")
     config = cluster_config()
     with tempfile.TemporaryDirectory(prefix="jdisagg-") as folder:
-        return asyncio.run(_run(plan(config, Path(folder))))
+        if flags.on == "ray":
+            return _run_on_ray(config, Path(folder))
+        return asyncio.run(_run(plan(config, Path(folder)), ChildProcess.start))
 
 
-def _devices_of_host() -> tuple[int | str, ...]:
+def _run_on_ray(config: ClusterConfig, folder: Path) -> int:
+    try:
+        from jdisagg.node import on_ray
+    except ImportError as error:
+        raise ConfigError(
+            f"--on=ray needs the package ray ({error}); pip install 'jdisagg[ray]' on every node"
+        ) from error
+    if flags.gpus is not None:
+        raise ConfigError("--gpus: with --on=ray, Ray chooses the GPUs; leave it away")
+    with on_ray.connected():
+        nodes = on_ray.router_nodes(config.routers)
+        hosts = tuple(address for _, address in nodes)
+        service = replace(config.engine.service, host=hosts[0])
+        config = replace(config, engine=replace(config.engine, service=service))
+        planned = replace(plan(config, folder), router_hosts=hosts)
+        processes = on_ray.RayProcesses(planned, nodes, flags.gpus_per_worker)
+        return asyncio.run(_run(planned, processes.start))
+
+
+def _gpus() -> tuple[int | str, ...]:
+    if flags.gpus is not None:
+        return parse_gpus("gpus", flags.gpus)
     return gpus_of_host(os.environ) or chips_of_host(os.environ)
 
 
-async def _run(planned: ClusterPlan) -> int:
+async def _run(planned: ClusterPlan, start_child: StartChild) -> int:
     live = sys.stderr.isatty() if flags.table is None else flags.table
     title = f"jdisagg on {planned.address}"
     log = ClusterLog(live, flags.cluster_log_dir, title, flags.log_format)
-    return await Cluster(planned, log).run()
+    return await Cluster(planned, log, start_child).run()
 
 
 def cluster_config() -> ClusterConfig:
@@ -78,6 +106,7 @@ def cluster_config() -> ClusterConfig:
     engine = engine_config(flags)
     shape = _shape(engine)
     directory = engine.model.directory or SHIPPED_MODEL
+    by_ray = flags.on == "ray"
     geometry = read_config(HfConfig.from_directory(Path(directory))).geometry
     for role in WorkerRole:
         if getattr(shape, role.value):
@@ -94,8 +123,8 @@ def cluster_config() -> ClusterConfig:
         observe_config(flags),
         flags.record,
         flags.decision_log,
-        _devices_of_host() if flags.gpus is None else parse_gpus("gpus", flags.gpus),
-        flags.gpus_per_worker,
+        () if by_ray else _gpus(),
+        None if by_ray else flags.gpus_per_worker,
     )
 
 

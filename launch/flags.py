@@ -174,6 +174,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
         ),
         "processes_per_instance": _count(1, "Processes that share one worker's mesh."),
         "routers": _count(1, "Routers over the same workers, on consecutive ports.", least=1),
+        "on": _one_of(("host", "ray"), "host", "Where: this host, or the nodes of a Ray cluster."),
         "gpus": _text(
             None,
             "GPUs to use, e.g. 0-3,6. 0,0 lets two workers share one. Default: all of the host.",

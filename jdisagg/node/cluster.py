@@ -22,7 +22,8 @@ from jdisagg.node.cluster_plan import ClusterPlan
 from jdisagg.node.serving import curl, where
 from jdisagg.node.signals import StopSignals
 from jdisagg.service.server import cluster_credentials, read_tokens
-from jdisagg.supervisor.supervisor import GroupSpec, GroupState, SupervisedGroup
+from jdisagg.supervisor.child_process import ChildProcess
+from jdisagg.supervisor.supervisor import GroupSpec, GroupState, StartChild, SupervisedGroup
 
 _POLL_SECONDS = 0.5
 _STATUS_SECONDS = 2.0
@@ -33,9 +34,12 @@ _COMPILED = re.compile(r"compiled (\d+) of (\d+) programs")
 class Cluster:
     """Starts the processes of a plan, monitors them through the router's status, and stops them in
     order. The constructor must run on the event loop. Raises ConfigError if a configured file of
-    secrets is invalid."""
+    secrets is invalid. `start_child` starts a process."""
 
-    def __init__(self, plan: ClusterPlan, log: ClusterLog) -> None:
+    def __init__(
+        self, plan: ClusterPlan, log: ClusterLog, start_child: StartChild = ChildProcess.start
+    ) -> None:
+        self._start_child = start_child
         service = plan.config.engine.service
         tokens = read_tokens(service.token_file)
         self._plan = plan
@@ -80,6 +84,7 @@ class Cluster:
             self._log.write,
             self._cannot_work,
             self._timeouts.process,
+            self._start_child,
         )
 
     def _take_line(self, name: str, line: str) -> None:

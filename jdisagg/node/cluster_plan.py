@@ -105,6 +105,7 @@ class ClusterPlan:
         folder: Folder of the processes' configuration files, which are written at each start.
         gpus: GPUs by process name. Processes without an entry may use all GPUs.
         http_ports: HTTP port of each router. Empty without HTTP.
+        router_hosts: Address of each router. Empty: all are on this host.
     """
 
     config: ClusterConfig
@@ -113,6 +114,7 @@ class ClusterPlan:
     folder: Path
     gpus: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     http_ports: tuple[int, ...] = ()
+    router_hosts: tuple[str, ...] = ()
 
     @property
     def host(self) -> str:
@@ -125,16 +127,17 @@ class ClusterPlan:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return tuple(host_port(self.host, port) for port in self.ports)
+        return tuple(host_port(service.host, service.port) for service in self.services)
 
     @property
     def services(self) -> tuple[ServiceConfig, ...]:
         """Returns the service configuration of each router."""
         service, http = self.config.engine.service, self.http_ports or (None,) * len(self.ports)
         service = service if len(self.ports) > 1 else service.alone
+        hosts = self.router_hosts or (self.host,) * len(self.ports)
         return tuple(
-            replace(service, port=port, http_port=http_port)
-            for port, http_port in zip(self.ports, http, strict=True)
+            replace(service, host=host, port=port, http_port=http_port)
+            for host, port, http_port in zip(hosts, self.ports, http, strict=True)
         )
 
     def router(self) -> GroupSpec:

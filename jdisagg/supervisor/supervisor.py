@@ -15,8 +15,9 @@ import enum
 import errno
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from jdisagg.clock import Clock
 from jdisagg.supervisor.child_process import ChildProcess, Command, TakeLine
@@ -45,10 +46,32 @@ class GroupSpec:
     commands: Callable[[], Sequence[Command]]
 
 
+class Child(Protocol):
+    """A process of a group, running or ended: a `ChildProcess`, or one on another host."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def status(self) -> int | None: ...
+
+    async def ended(self) -> int: ...
+
+    def signal(self, number: signal.Signals) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+StartChild = Callable[[Command, TakeLine], Awaitable[Child]]
+
+
 class SupervisedGroup:
     """One supervised group. Callbacks: `take_line(name, line)` receives output of members,
     `say(name, text)` receives messages about starts and ends, and `failed(name)` is called if the
-    configuration is unusable."""
+    configuration is unusable. `start_child` starts a member."""
 
     def __init__(
         self,
@@ -58,11 +81,13 @@ class SupervisedGroup:
         say: TakeLine,
         failed: Callable[[str], None],
         timeouts: ProcessTimeouts = DEFAULT_TIMEOUTS.process,
+        start_child: StartChild = ChildProcess.start,
     ) -> None:
+        self._start_child = start_child
         self.name = spec.name
         self.state = GroupState.STARTING
         self.restarts = 0
-        self.children: list[ChildProcess] = []
+        self.children: list[Child] = []
         self._spec = spec
         self._clock = clock
         self._take_line = take_line
@@ -124,7 +149,7 @@ class SupervisedGroup:
 
     async def _live(self) -> int | None:
         """Runs all members until all have ended. Returns the exit status of the first to end."""
-        ends: dict[asyncio.Task[int], ChildProcess] = {}
+        ends: dict[asyncio.Task[int], Child] = {}
         first: int | None = None
         self.state = GroupState.STARTING
         self.children = []
@@ -132,7 +157,7 @@ class SupervisedGroup:
             for command in self._spec.commands():
                 if self._stopping.is_set():
                     break
-                child = await ChildProcess.start(command, self._take_line)
+                child = await self._start_child(command, self._take_line)
                 self.children.append(child)
                 ends[asyncio.create_task(child.ended())] = child
             self.state = GroupState.RUNNING

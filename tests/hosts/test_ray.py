@@ -1,0 +1,114 @@
+"""`jdisagg cluster --on=ray` on a Ray cluster of two nodes, each on a host of its own (hosts.py).
+Skipped where Ray is not installed:
+
+    pip install ray
+    python -m pytest -m slow tests/hosts/test_ray.py
+"""
+
+import importlib.util
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jdisagg.client import Client
+from tests.hosts.hosts import ROOT, Hosts, Process, hosts, missing
+from tests.hosts.lab import (
+    NEW_TOKENS,
+    PYTHON,
+    START_SECONDS,
+    WORKER_FLAGS,
+    all_free,
+    expected,
+    prompt,
+    wait_until,
+)
+
+PORT, RAY_PORT = 19400, 6380
+WORKERS = ["prefill-0", "decode-0"]
+RAY = Path(sys.executable).parent / "ray"
+ABSENT = "" if importlib.util.find_spec("ray") and RAY.exists() else "Ray is not installed"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing() or ABSENT), reason=missing() or ABSENT),
+]
+
+
+def node(made: Hosts, at: int, cpus: int) -> Process:
+    """Starts a node of the Ray cluster. Host 1 has the head."""
+    where = (
+        ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+        if at == 1
+        else [f"--address={made.address(1)}:{RAY_PORT}"]
+    )
+    command = [
+        *(str(RAY), "start", "--block", "--disable-usage-stats", *where),
+        *(f"--node-ip-address={made.address(at)}", f"--num-cpus={cpus}"),
+        f"--object-store-memory={100 << 20}",
+    ]
+    started = made.run(at, ["env", f"PYTHONPATH={ROOT}", *command])
+    started.wait_for("Ray runtime started", START_SECONDS)
+    return started
+
+
+def where(driver: Process) -> dict[str, str]:
+    """Returns the address at which each worker began to serve last."""
+    return dict(re.findall(r"worker (\S+) \(.*serves on ([\d.]+):", driver.log.read_text()))
+
+
+def answers(client: Client) -> None:
+    for number in (0, 1):
+        done = client.complete(
+            token_ids=prompt(number), max_tokens=NEW_TOKENS, temperature=0.0, deadline_seconds=120.0
+        )
+        assert tuple(done.choices[0].token_ids) == expected(number)
+
+
+def test_workers_are_actors_that_move_to_another_node_when_theirs_is_lost(tmp_path: Path) -> None:
+    """The second node alone has room for the pair. When it is lost, a third takes its place."""
+    with hosts(4, tmp_path) as made:
+        head = node(made, 1, cpus=1)  # the router
+        lost = node(made, 2, cpus=2)
+        address = f"{made.address(1)}:{RAY_PORT}"
+
+        def beside_head(*command: str) -> list[str]:
+            """Ray finds a driver by its process id, so it shares the head's PID namespace."""
+            inside = ["nsenter", f"--target={head.pid}", "--all", f"--wd={ROOT}"]
+            return [*inside, "env", f"PYTHONPATH={ROOT}", f"RAY_ADDRESS={address}", *command]
+
+        def nodes() -> bool:
+            code = "import ray; ray.init('auto'); assert len(ray.nodes()) == 2"
+            return not subprocess.run(
+                beside_head(PYTHON, "-c", code), capture_output=True
+            ).returncode
+
+        wait_until(nodes, "two nodes", START_SECONDS)
+        flags = [
+            f"--port={PORT}",
+            "--http_port=-1",
+            "--prefill=tp=1",
+            "--decode=tp=1",
+            "--canary_seconds=0",
+            *WORKER_FLAGS,
+        ]
+        command = [PYTHON, "-u", "-m", "jdisagg", "cluster", "--on=ray", "--drain_seconds=10"]
+        log = tmp_path / "driver.log"
+        with log.open("wb") as file:
+            outer = subprocess.Popen(beside_head(*command, *flags), stdout=file, stderr=file)
+        driver = Process(outer, log)
+        with Client(f"{made.address(1)}:{PORT}", connect_seconds=START_SECONDS) as client:
+            wait_until(lambda: all_free(client, WORKERS), "workers register", START_SECONDS)
+            assert where(driver) == {name: made.address(2) for name in WORKERS}
+            answers(client)
+            lost.kill()
+            node(made, 3, cpus=2)
+
+            moved = {name: made.address(3) for name in WORKERS}
+            wait_until(lambda: where(driver) == moved, "both serve on the third", START_SECONDS)
+            wait_until(lambda: all_free(client, WORKERS), "pages are free", START_SECONDS)
+            answers(client)
+        driver.signal(signal.SIGTERM)
+        wait_until(lambda: driver.ended() == 0, "the cluster ends", START_SECONDS)
