@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import ray
-from ray.exceptions import RayError
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import (
+import ray  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from ray.util.placement_group import placement_group  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )

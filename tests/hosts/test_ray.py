@@ -5,6 +5,7 @@ Skipped where Ray is not installed:
     python -m pytest -m slow tests/hosts/test_ray.py
 """
 
+import contextlib
 import importlib.util
 import re
 import signal
@@ -69,7 +70,8 @@ def answers(client: Client) -> None:
 
 def test_workers_are_actors_that_move_to_another_node_when_theirs_is_lost(tmp_path: Path) -> None:
     """The second node alone has room for the pair. When it is lost, a third takes its place."""
-    with hosts(4, tmp_path) as made:
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(hosts(3, tmp_path))
         head = node(made, 1, cpus=1)  # the router
         lost = node(made, 2, cpus=2)
         address = f"{made.address(1)}:{RAY_PORT}"
@@ -99,6 +101,7 @@ def test_workers_are_actors_that_move_to_another_node_when_theirs_is_lost(tmp_pa
         with log.open("wb") as file:
             outer = subprocess.Popen(beside_head(*command, *flags), stdout=file, stderr=file)
         driver = Process(outer, log)
+        stack.callback(driver.kill)
         with Client(f"{made.address(1)}:{PORT}", connect_seconds=START_SECONDS) as client:
             wait_until(lambda: all_free(client, WORKERS), "workers register", START_SECONDS)
             assert where(driver) == {name: made.address(2) for name in WORKERS}
@@ -111,4 +114,4 @@ def test_workers_are_actors_that_move_to_another_node_when_theirs_is_lost(tmp_pa
             wait_until(lambda: all_free(client, WORKERS), "pages are free", START_SECONDS)
             answers(client)
         driver.signal(signal.SIGTERM)
-        wait_until(lambda: driver.ended() == 0, "the cluster ends", START_SECONDS)
+        wait_until(lambda: driver.ended == 0, "the cluster ends", START_SECONDS)
