@@ -38,7 +38,7 @@ from jdisagg.node.tpus import chips_of_host
 from jdisagg.observe.logs import start_logging
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.child_process import ChildProcess
-from jdisagg.supervisor.supervisor import StartChild
+from jdisagg.supervisor.supervisor import StartMember
 from launch.console import run
 from launch.flags import ENGINE, HTTP, OBSERVE, SERVICE, define
 from launch.settings import elastic_config, engine_config, observe_config
@@ -93,7 +93,7 @@ def _gpus() -> tuple[int | str, ...]:
     return gpus_of_host(os.environ) or chips_of_host(os.environ)
 
 
-async def _run(planned: ClusterPlan, start_child: StartChild) -> int:
+async def _run(planned: ClusterPlan, start_child: StartMember) -> int:
     live = sys.stderr.isatty() if flags.table is None else flags.table
     title = f"jdisagg on {planned.address}"
     log = ClusterLog(live, flags.cluster_log_dir, title, flags.log_format)

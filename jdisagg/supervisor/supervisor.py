@@ -46,7 +46,7 @@ class GroupSpec:
     commands: Callable[[], Sequence[Command]]
 
 
-class Child(Protocol):
+class Member(Protocol):
     """A process of a group, running or ended: a `ChildProcess`, or one on another host."""
 
     @property
@@ -65,7 +65,7 @@ class Child(Protocol):
     def kill(self) -> None: ...
 
 
-StartChild = Callable[[Command, TakeLine], Awaitable[Child]]
+StartMember = Callable[[Command, TakeLine], Awaitable[Member]]
 
 
 class SupervisedGroup:
@@ -81,13 +81,13 @@ class SupervisedGroup:
         say: TakeLine,
         failed: Callable[[str], None],
         timeouts: ProcessTimeouts = DEFAULT_TIMEOUTS.process,
-        start_child: StartChild = ChildProcess.start,
+        start_child: StartMember = ChildProcess.start,
     ) -> None:
         self._start_child = start_child
         self.name = spec.name
         self.state = GroupState.STARTING
         self.restarts = 0
-        self.children: list[Child] = []
+        self.children: list[Member] = []
         self._spec = spec
         self._clock = clock
         self._take_line = take_line
@@ -149,7 +149,7 @@ class SupervisedGroup:
 
     async def _live(self) -> int | None:
         """Runs all members until all have ended. Returns the exit status of the first to end."""
-        ends: dict[asyncio.Task[int], Child] = {}
+        ends: dict[asyncio.Task[int], Member] = {}
         first: int | None = None
         self.state = GroupState.STARTING
         self.children = []
