@@ -113,7 +113,7 @@ def step(executor: MeshExecutor) -> float:
     assert executor._decode is not None
     began = time.perf_counter()
     chosen = executor._decode.step((tuple(range(ROWS)),), Variant.GREEDY)
-    chosen.token.block_until_ready()
+    jax.block_until_ready([part.token for part in chosen.parts])
     return time.perf_counter() - began
 
 
