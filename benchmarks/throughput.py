@@ -95,6 +95,7 @@ class MeasuredEngine:
                 growth_tokens=OUTPUT,
                 min_chunk_tokens=512,
                 steps_per_dispatch=_STEPS.value,
+                speculate="off",  # greedy tokens of random weights repeat themselves
             ),
             warm_up=False,
         )

@@ -18,8 +18,7 @@ from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from jdisagg.limits_config import LimitsConfig as LimitsConfig  # re-exported
 from jdisagg.prefix_config import PrefixConfig as PrefixConfig  # re-exported
 
-SPECULATE = ("auto", "mtp", "ngram", "off")
-LAYER_DRAFTS = ("auto", "mtp")  # load the checkpoint's next-token layer
+SPECULATE = ("auto", "mtp", "eagle", "ngram", "off")
 KV_CHANNELS = ("auto", "engine", "nixl", "cuda")
 KEPT_RESPONSES_MIB = 64
 _ORIGIN = re.compile(r"https?://[^/\s,]+")
@@ -48,6 +47,7 @@ class ModelConfig:
         weights: Data type to which the weight matrices of the layers are quantized: int8, int4 or
             fp8. Empty keeps `dtype`.
         kv_dtype: Data type in which KV is stored and transferred: fp8. Empty keeps `dtype`.
+        draft: Folder of an EAGLE-3 head that drafts tokens, the same on all workers. Empty is none.
 
     Raises:
         ConfigError: A field breaks its rule; the message contains the field and its value.
@@ -58,6 +58,7 @@ class ModelConfig:
     context_tokens: int | None = None
     weights: str = ""
     kv_dtype: str = ""
+    draft: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
@@ -98,10 +99,10 @@ class InstanceConfig:
         steps_per_dispatch: Number of decode steps of one command. The host reads their tokens last.
         stream_tokens: Number of new tokens of a sequence that are sent together. The first token is
             sent at once. Values above 1 save host work and make streams less smooth.
-        speculate: How decode steps draft tokens, which change no stream (docs/speculation.md).
-            mtp: with the checkpoint's next-token layer, which prefill workers must load, too.
-            ngram: from the sequence's own tokens. auto: mtp if there is such a layer, else ngram.
-            off: not at all. Drafts are made as long as this saves time.
+        speculate: How decode steps draft tokens, which change no stream (docs/speculation.md): with
+            the checkpoint's next-token layer (mtp), with the EAGLE-3 head of `model.draft` (eagle),
+            from the sequence's own tokens (ngram), with the first of these that applies (auto), or
+            not (off). Drafts are made as long as this saves time.
         queue_limit: Number of requests that may wait at this instance.
         growth_tokens: Number of future tokens for which a decoding sequence gets pages ahead.
         ahead_sequences: Number of sequences without a slot that may hold pages, so that a sequence
@@ -131,7 +132,7 @@ class InstanceConfig:
     block_bytes: int | None = None
     steps_per_dispatch: int = 1
     stream_tokens: int = 1
-    speculate: str = "off"
+    speculate: str = "auto"
     queue_limit: int = 1024
     growth_tokens: int = 256
     ahead_sequences: int | None = None
@@ -163,8 +164,7 @@ class InstanceConfig:
         ):
             _positive(name, getattr(self, name))
         for name in ("pages_per_rank", "layer_groups"):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+            _positive(name, 1 if (value := getattr(self, name)) is None else value)
         for name in ("block_bytes", "ahead_sequences", "adapters"):
             if (value := getattr(self, name)) is not None and value < 0:
                 raise ConfigError(f"{name} must not be negative, got {value}")

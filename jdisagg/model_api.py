@@ -259,8 +259,27 @@ class Stem(Protocol):
 
 
 class DraftLayer(Protocol):
-    """A layer that predicts the token after the next one (multi-token prediction). Drafts come
-    from it. It shares embedding and head with the model."""
+    """A layer that predicts the token after the next one. Drafts come from it. It shares the
+    embedding with the model. A checkpoint's own layer (multi-token prediction) also shares the
+    head.
+
+    Attributes:
+        source: Name of the drafts in metrics.
+        taps: Layers of the model before which its activations, concatenated, are the hidden state
+            that the layer starts from. Empty: the activations after the final norm.
+    """
+
+    source: str
+    taps: tuple[int, ...]
+
+    def fused(self, y_TD: jax.Array, shards: Shards) -> jax.Array:
+        """Maps the model's hidden states, as of `taps`, to the layer's width."""
+        ...
+
+    def logits(self, y_RD: jax.Array, shards: Shards) -> jax.Array | None:
+        """Returns the logits of the next token from the layer's results, float32 [R, V]. None if
+        `Stem.project` computes them."""
+        ...
 
     def __call__(
         self,
@@ -276,14 +295,13 @@ class DraftLayer(Protocol):
 
         Args:
             embedded_TD: Embedding of each token.
-            y_TD: Hidden state at the position before each token: the model's activations after the
-                final norm, or an earlier result of this layer. If it is not known, both `y_TD` and
-                `embedded_TD` are zero. Keys and values are then zero.
+            y_TD: Hidden state at the position before each token: the result of `fused`, or an
+                earlier result of this layer. If it is not known, both `y_TD` and `embedded_TD` are
+                zero. Keys and values are then zero.
             positions_T, attend, shards, valid_T, rows_R: As in `Layer`.
 
         Returns:
-            The hidden state at each token, [T, D] or [R, D]. `Stem.project` maps it to the logits
-                of the next token.
+            The hidden state at each token, [T, D] or [R, D].
         """
         ...
 

@@ -102,6 +102,7 @@ def _plans(config: EngineConfig, found: Inspection) -> list[str]:
         memory = DeviceMemory(
             int(flags.device_gib * (1 << 30) * (memory_fraction(config) or DEVICE_FRACTION)),
             f"of {flags.device_gib:g} GiB",
+            "gpu",
         )
     else:
         prepare_engine(config, None)

@@ -47,7 +47,7 @@ HTTP = (
 ENGINE = (
     "config", "model", "revision", "mode", "dtype", "weights", "kv_dtype", "prefill", "decode",
     "slots_per_rank", "chunk_tokens", "page_size", "pages_per_rank", "context_tokens",
-    "memory_fraction", "codec", "hardware", "speculate", "adapters", "adapter_rank",
+    "memory_fraction", "codec", "hardware", "speculate", "draft", "adapters", "adapter_rank",
     "adapter_experts", "prefix_cache", "host_cache_gib", "disk_cache_dir", "disk_cache_gib",
     "disk_cache_ttl_hours", "peer_fetch", "append_tokens", "compilation_cache", "kernels", "set",
 )  # fmt: skip
@@ -208,9 +208,10 @@ GROUPS: dict[str, dict[str, Spec]] = {
             SPECULATE,
             None,
             "How decode steps draft tokens, which changes no stream: with the checkpoint's"
-            " next-token layer (mtp), from the sequence's own tokens (ngram), mtp if there is such"
-            " a layer and else ngram (auto), or not at all.",
+            " next-token layer (mtp), with the EAGLE-3 head of --draft (eagle), from the sequence's"
+            " own tokens (ngram), with the first of these that applies (auto), or not at all.",
         ),
+        "draft": _text(None, "Folder of an EAGLE-3 head, which drafts tokens."),
         "compilation_cache": _text(None, "Folder for compiled programs. '' disables it."),
     },
     "Prefix cache": {

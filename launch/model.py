@@ -4,10 +4,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jdisagg.config import LAYER_DRAFTS, EngineConfig, ModelConfig, ServiceConfig
+from jdisagg.config import EngineConfig, ModelConfig, ServiceConfig
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.engine.fingerprint import check_sums, file_states, model_fingerprint
+from jdisagg.engine.limits import drafts_with_layer
 from jdisagg.engine.replica import Loaded
 from jdisagg.errors import ConfigError, InvalidRequestError
 from jdisagg.layout.axes import Layout
@@ -33,8 +34,8 @@ _log = logging.getLogger(__name__)
 
 class CheckpointLoader:
     """Loads the checkpoint `directory` onto given devices, and other weights of the same model.
-    Implements `LoadModel` and `WeightsSource`. With `speculate` auto or mtp, the checkpoint's
-    next-token layer is loaded, too, if it has one, and so is its vision encoder."""
+    Implements `LoadModel` and `WeightsSource`. What `speculate` drafts with and the checkpoint's
+    vision encoder are loaded, too."""
 
     def __init__(
         self,
@@ -43,9 +44,11 @@ class CheckpointLoader:
         weights: str,
         kv_dtype: str,
         speculate: str,
+        draft: str,
         service: ServiceConfig | None = None,
     ) -> None:
         self._directory, self._dtype, self._kv_dtype = directory, dtype, kv_dtype
+        self._draft = draft if speculate in ("auto", "eagle") else ""
         self._service = service
         self._weights: Weights = checked_weights(weights)
         self._speculate = speculate
@@ -92,7 +95,8 @@ class CheckpointLoader:
             dtype=self._dtype,
             weights=self._weights,
             kv_dtype=self._kv_dtype,
-            next_token=self._speculate in LAYER_DRAFTS,
+            draft=self._draft if self._speculate == "eagle" or layout.pp == 1 else "",
+            next_token=drafts_with_layer(self._speculate, devices[0].platform, layout.pp),
             cut=cut,
             tensors=tensors,
             images=True,
@@ -119,12 +123,16 @@ def loader(
     weights: str = "",
     kv_dtype: str = "",
     speculate: str = "off",
+    draft: str = "",
     service: ServiceConfig | None = None,
 ) -> CheckpointLoader:
-    """Returns a function that loads the checkpoint onto given devices each time it is called.
-    Raises ConfigError if it has no next-token layer and `speculate` is mtp. `service` has the
-    credentials for weights that other processes offer."""
-    return CheckpointLoader(directory, dtype, weights, kv_dtype, speculate, service)
+    """Returns a function that loads the checkpoint onto given devices each time it is called. It
+    loads what drafts tokens, too: an EAGLE-3 head from the folder `draft`, or the checkpoint's
+    next-token layer. Raises ConfigError if `speculate` requires one that is not there. `service`
+    has the credentials for weights that other processes offer."""
+    if speculate == "eagle" and not draft:
+        raise ConfigError("speculate=eagle: give the folder of the EAGLE-3 head with --draft")
+    return CheckpointLoader(directory, dtype, weights, kv_dtype, speculate, draft, service)
 
 
 def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
@@ -145,7 +153,8 @@ def model_source(
     family = load_config(directory).family
     name = served_name(directory)
     geometry = as_kept(find_geometry(directory), model)
-    load = loader(directory, model.dtype, model.weights, model.kv_dtype, speculate, service)
+    how = (model.dtype, model.weights, model.kv_dtype)
+    load = loader(directory, *how, speculate, model.draft, service)
     grammars = grammar_compiler(directory)
     return ModelSource(
         directory, name, family, geometry, load, _relayout, grammars, check_adapter, load
@@ -161,8 +170,11 @@ def deployment(
 ) -> Deployment:
     """Builds a cluster in this process for the configured model, by default the shipped one."""
     directory = config.model.directory or SHIPPED_MODEL
+    speculate = config.decode.speculate
+    if speculate == "auto" and max(config.prefill.layout.pp, config.decode.layout.pp) > 1:
+        speculate = "ngram"  # both sides load a layer that drafts, or none does
     model = replace(config.model, directory=str(directory))
-    source = model_source(model, config.decode.speculate, config.service)
+    source = model_source(model, speculate, config.service)
     source = replace(source, name=config.service.served_model_name or source.name)
     tokenizer = Tokenizer.from_directory(directory)
     return Deployment(config, source, tokenizer, observer, record_to, events, tell)

@@ -45,7 +45,8 @@ def main() -> int:
                 header.dtype,
                 header.weights,
                 header.kv_dtype,
-                "mtp" if header.limits.get("draft_layer") else "off",
+                str(header.limits.get("draft_layer") or "off"),
+                header.draft,
             ),
             lambda header: grammar_compiler(flags.model or header.model),
         )

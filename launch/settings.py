@@ -29,6 +29,7 @@ _FIELDS = {
     "dtype": "model.dtype",
     "weights": "model.weights",
     "kv_dtype": "model.kv_dtype",
+    "draft": "model.draft",
     "context_tokens": "model.context_tokens",
     "mode": "mode",
     "prefill": "prefill.layout",

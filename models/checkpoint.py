@@ -34,6 +34,7 @@ from models import orbax_checkpoint
 from models.catalog import read_config
 from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig
+from models.eagle_checkpoint import with_eagle_head
 from models.hf_config import HfConfig
 from models.hf_sources import Source, Whole
 from models.hf_vision import OfVision, vision_source
@@ -105,6 +106,7 @@ def load_model(
     weights: Weights = "",
     kv_dtype: str = "",
     next_token: bool = False,
+    draft: str = "",
     cut: StageCut | None = None,
     tensors: CheckpointTensors | None = None,
     images: bool = False,
@@ -122,6 +124,7 @@ def load_model(
             no quantization.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means `dtype`.
         next_token: Whether to read the layer that drafts tokens, if the checkpoint has one.
+        draft: Folder of an EAGLE-3 head, which then drafts tokens.
         cut: Function from the model's KV spec to the layers of each pipeline stage. None cuts
             between any two layers.
         tensors: Tensors to read in place of the folder's. The folder has the configuration, and the
@@ -144,7 +147,14 @@ def load_model(
     seen = vision_files(directory, config) if images and not orbax and not served else None
     if not seen and not (served and images and _offers_vision(files)):
         config = replace(config, vision=None)
-    if next_token and files is not None:
+    if draft and served:
+        raise ConfigError(
+            f"draft={draft}: weights that another process offers have no EAGLE-3 head; set"
+            " speculate to ngram or off"
+        )
+    if draft and files is not None:
+        config, files = with_eagle_head(draft, config, files)
+    elif next_token and files is not None:
         prefix, found = f"model.layers.{len(config.layers)}.", files.shapes()
         stored = all(prefix + name in found for name in NEXT_TOKEN.values())
         stored |= served and any(name.startswith("next_token/") for name in found)

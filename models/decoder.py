@@ -21,6 +21,7 @@ from jdisagg.ops.parameters import TYPE_ROLES, Make, Role, parameter
 from jdisagg.ops.quantized_weights import KernelForm, Weights
 from models.blocks import DecoderLayer
 from models.decoder_config import DecoderConfig
+from models.eagle_head import EagleHead
 from models.linear import Linear, Norm
 from models.next_token import NextTokenLayer
 from models.vision import VisionEncoder
@@ -126,9 +127,7 @@ class Decoder(nnx.Module):
         self.stem = DecoderStem(make, config, padded, plain, projects=not staged)
         self.last_stem = DecoderStem(make, config, padded, plain, embeds=False) if staged else None
         self.layers = nnx.List([DecoderLayer(make, config, layer, form) for layer in config.layers])
-        self.next_token = (
-            NextTokenLayer(make, config, config.layers[-1], form) if config.next_token else None
-        )
+        self.next_token = _draft_layer(make, config, form, tp)
         self.vision = VisionEncoder(make, config.vision, plain) if config.vision else None
         self.config = config
         self.weights: Weights = weights
@@ -167,6 +166,15 @@ class Decoder(nnx.Module):
             recur = recur_from_the_beginning(kept.state, self.kv_spec.dtype, x_TD.shape[0], shards)
             x_TD = layer(x_TD, positions_T, attend, shards, recur=recur)
         return self.head.logits(x_TD, shards)
+
+
+def _draft_layer(
+    make: Make, config: DecoderConfig, form: KernelForm, tp: int
+) -> NextTokenLayer | EagleHead | None:
+    """Returns the layer that drafts tokens, if there is one."""
+    if config.eagle is not None:
+        return EagleHead(make, config, form, padded_vocabulary(config.eagle.vocabulary, tp))
+    return NextTokenLayer(make, config, config.layers[-1], form) if config.next_token else None
 
 
 def abstract_model(

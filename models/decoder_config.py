@@ -310,6 +310,7 @@ class DecoderConfig:
             their tensor names start with "mtp." instead.
         next_token: Whether the first of these layers is read, to draft tokens. The others are
             ignored.
+        eagle: EAGLE-3 head that drafts tokens, from another folder.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means the weights' type.
         vision: The vision encoder, or None if images are not read.
     """
@@ -338,6 +339,7 @@ class DecoderConfig:
     left_aside: int = 0
     mtp_aside: bool = False
     next_token: bool = False
+    eagle: "EagleConfig | None" = None
     kv_dtype: str = ""
     vision: VisionConfig | None = None
 
@@ -481,8 +483,11 @@ class DecoderConfig:
 
     @property
     def stored_layers(self) -> tuple[LayerConfig, ...]:
-        """The layers, followed by the next-token layer if it is read. It has the form of the last
-        layer."""
+        """The layers, followed by the layer that drafts tokens: the next-token layer, which has the
+        form of the last layer, or that of an EAGLE-3 head."""
+        if self.eagle is not None:
+            own = self.eagle.config
+            return (*self.layers, replace(own.layers[0], attention=own.attention))
         return (*self.layers, self.layers[-1]) if self.next_token else self.layers
 
     @property
@@ -510,3 +515,22 @@ class DecoderConfig:
         if layer.index:  # in the model's type, so that `kept` does not change the selection
             parts.append(KVComponent("index", 0, layer.index.dim))
         return KVLayer(tuple(parts), layer.window)
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Configuration of an EAGLE-3 head (`eagle_head.py`).
+
+    Attributes:
+        config: Configuration of the head's layer.
+        taps: Layers of the model before which its activations are the head's input, ascending.
+        vocabulary: Number of draft tokens.
+        residual_after_norm: Whether the residual stream is the hidden state after its norm.
+        mapped: Whether draft tokens have numbers of their own.
+    """
+
+    config: DecoderConfig
+    taps: tuple[int, ...]
+    vocabulary: int
+    residual_after_norm: bool = False
+    mapped: bool = True

@@ -8,7 +8,7 @@ values may be fused into one tensor, and so may gate and up of a dense block."""
 from collections.abc import Mapping
 from dataclasses import replace
 
-from models.decoder_config import DecoderConfig
+from models.decoder_config import DecoderConfig, EagleConfig
 from models.hf_recurrent import convolution_source, delta_source, mamba_source
 from models.hf_sources import EverySecond, Fused, HeadRows, PerExpert, Rows, SomeRows, Source, Whole
 from models.parameter_tree import ParameterShape
@@ -193,6 +193,15 @@ NEXT_TOKEN = {
     "join.kernel": "eh_proj.weight",
     "norm.weight": "shared_head.norm.weight",
 }
+PREFIX = "draft."  # of the tensors of an EAGLE-3 head, among those of the model
+EAGLE = {
+    "fuse.kernel": "fc.weight",
+    "embedding_norm.weight": "midlayer.input_layernorm.weight",
+    "hidden_norm.weight": "midlayer.hidden_norm.weight",
+    "mlp_norm.weight": "midlayer.post_attention_layernorm.weight",
+    "norm.weight": "norm.weight",
+    "targets": "d2t",
+}
 EXPERTS: dict[str, tuple[str, ...]] = {
     "mlp.gate": (
         "mlp.experts.{expert}.gate_proj.weight",
@@ -286,11 +295,24 @@ def _next_token_source(parameter: ParameterShape, config: DecoderConfig, found: 
     """Returns where a parameter of the next-token layer is stored: behind the last layer, whose
     form it has."""
     number, (_, first, *rest) = len(config.layers), parameter.path
+    if config.eagle is not None:
+        return _eagle_source(parameter, config.eagle)
     if first == "layer":
         stored = replace(config, layers=config.stored_layers)
         return find_source(replace(parameter, path=("layers", number, *rest)), stored, found)
     name = NEXT_TOKEN[".".join(map(str, (first, *rest)))]
     return _matrix(f"model.layers.{number}.{name}", parameter.shape, parameter.transposed)
+
+
+def _eagle_source(parameter: ParameterShape, eagle: EagleConfig) -> Source:
+    """Returns where a parameter of an EAGLE-3 head is stored."""
+    key, shape = ".".join(map(str, parameter.path[1:])), parameter.shape
+    if key == "head.kernel":
+        width = shape[1] if parameter.transposed else shape[0]
+        whole = eagle.vocabulary, width
+        return Whole(f"{PREFIX}lm_head.weight", whole, flipped=not parameter.transposed)
+    name = EAGLE[key] if key in EAGLE else f"midlayer.{LAYER[key][0]}"
+    return _matrix(PREFIX + name, shape, parameter.transposed)
 
 
 def _fused_matrix(

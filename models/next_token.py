@@ -21,6 +21,8 @@ from models.linear import Linear, Norm
 class NextTokenLayer(nnx.Module):
     """See `model_api.DraftLayer`."""
 
+    source, taps = "mtp", ()
+
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
     ) -> None:
@@ -47,3 +49,11 @@ class NextTokenLayer(nnx.Module):
         x_TD = self.join(jnp.concatenate(both_TD, axis=-1), shards)
         x_TD = self.layer(x_TD, positions_T, attend, shards, valid_T, rows_R)
         return self.norm(x_TD)
+
+    def fused(self, y_TD: jax.Array, shards: Shards) -> jax.Array:
+        """See `model_api.DraftLayer`."""
+        return y_TD
+
+    def logits(self, y_RD: jax.Array, shards: Shards) -> jax.Array | None:
+        """See `model_api.DraftLayer`."""
+        return None

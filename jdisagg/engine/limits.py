@@ -39,7 +39,7 @@ def mesh_limits(
     rings: bool = False,
     append_tokens: int = 0,
     prefix: PrefixConfig | None = None,
-    draft_layer: bool = False,
+    draft_layer: str = "",
     images: ImageFormat | None = None,
     image_rows: int = 0,
 ) -> MeshLimits:
@@ -61,7 +61,7 @@ def mesh_limits(
             itself; 0 for none. A mesh with ring buffers prefills none, because they are shorter
             than a chunk.
         prefix: Configuration of the prefix cache. None is one without reuse.
-        draft_layer: Whether the last layer of `spec` drafts tokens.
+        draft_layer: See `MeshLimits`.
         images: Form of the images that the model reads, or None.
         image_rows: Number of image tokens whose activations a rank keeps.
     """
@@ -134,7 +134,7 @@ def mesh_limits(
         image_rows=image_rows,
         mixed_buckets=(
             mixed_chunks(smallest, largest)
-            if mode is Mode.CHUNKED and pp == 1 and not spec.has_state and not draft_layer
+            if mode is Mode.CHUNKED and pp == 1 and not spec.has_state
             else ()
         ),
     )
@@ -162,6 +162,21 @@ def snapshot_slots(instance: InstanceConfig) -> int:
     """Returns the number of snapshots of recurrent state that the prefix cache of each dp rank can
     hold. Half of these slots are for snapshots of running sequences."""
     return 2 * state_slots(instance)
+
+
+def drafts_with_layer(speculate: str, platform: str, stages: int) -> bool:
+    """Returns whether an instance loads the checkpoint's next-token layer, if there is one and no
+    EAGLE-3 head is given. With auto a CPU loads none: the layer makes each prompt and its KV
+    larger, also where drafts do not pay.
+
+    Args:
+        speculate: As in `InstanceConfig`.
+        platform: JAX platform of the instance's devices.
+        stages: Number of pipeline stages.
+    """
+    return speculate == "mtp" or (
+        speculate == "auto" and traits_of(platform).spare_rows and stages == 1
+    )
 
 
 def hands_windows_apart(can_part: bool, mode: Mode) -> bool:

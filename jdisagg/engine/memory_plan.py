@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jdisagg.config import (
-    LAYER_DRAFTS,
     EngineConfig,
     InstanceConfig,
     Mode,
@@ -30,6 +29,7 @@ from jdisagg.engine.host_memory import host_memory
 from jdisagg.engine.limits import (
     SAMPLES_PER_CHUNK,
     asked_groups,
+    drafts_with_layer,
     fetched_tokens,
     group_count,
     handoff_groups,
@@ -42,7 +42,7 @@ from jdisagg.engine.stages import check_stages
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import ring_pages
-from jdisagg.layout.platforms import ACCELERATOR_DRAFT_ROWS, DEVICE_FRACTION, traits_of
+from jdisagg.layout.platforms import DEVICE_FRACTION, traits_of
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.ops.image_attention import SCORES
@@ -72,12 +72,12 @@ class DeviceMemory:
     Attributes:
         bytes: Number of bytes that an instance may use.
         what: Description in error messages.
-        lanes: The last axis of a page array is padded to a multiple of this.
+        platform: JAX platform of the device.
     """
 
     bytes: int
     what: str
-    lanes: int = 1
+    platform: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +194,11 @@ def fit_instance(
         ConfigError: The device memory is too small for the weights, activations, KV in transfer,
             and the configured pages (or the pages of one sequence). The message lists these parts.
     """
-    drafts = geometry.next_token_layers > 0
+    drafts = geometry.next_token_layers > 0 or bool(model.draft)
     apart = hands_windows_apart(0 < geometry.windowed_part < 1, mode)
     check_stages(instance, state=bool(geometry.linear), windows_apart=apart, drafts=drafts)
     context = model.context_tokens or geometry.context_tokens
-    each = bytes_per_device(geometry, instance, model.dtype)
+    each = bytes_per_device(geometry, instance, model.dtype, memory.platform, model.draft)
     weights, token_bytes, state_bytes, windowed, adapters = each
     chunk = largest_chunk(instance, mode, context)
     parts = geometry.windowed_part > 0 and role is WorkerRole.DECODE
@@ -228,7 +228,8 @@ def fit_instance(
         tiered += 2 * SPILLS_AT_ONCE * (chunk * token_bytes + state_bytes + windows)
     computed = append if role is WorkerRole.DECODE else chunk
     kept_images, of_encoder = _images(geometry, model.dtype) if computed else (0, 0)
-    of_layers = _activations(geometry, instance, role, computed, model.dtype)
+    how = model.dtype, memory.platform
+    of_layers = _activations(geometry, instance, role, computed, *how)
     of_layers += _index_scores(geometry, instance, chunk, context, model.dtype)
     plan = MemoryPlan(
         f"{role.value} ({instance.layout})",
@@ -245,7 +246,7 @@ def fit_instance(
         images=kept_images,
         second_copy=weights if instance.stage_weights else 0,
     )
-    padding = _padding(geometry, memory.lanes)
+    padding = _padding(geometry, traits_of(memory.platform).lanes)
     page_bytes = int(instance.page_size * token_bytes * padding)
     if rings:
         most = -(-context // instance.page_size)
@@ -294,18 +295,29 @@ class DeviceBytes(NamedTuple):
     adapters: int
 
 
-def bytes_per_device(geometry: CostGeometry, instance: InstanceConfig, dtype: str) -> DeviceBytes:
-    """Returns the bytes of a model on each device, with its next-token layer if that drafts. Of
+def bytes_per_device(
+    geometry: CostGeometry,
+    instance: InstanceConfig,
+    dtype: str,
+    platform: str = "cpu",
+    draft: str = "",
+) -> DeviceBytes:
+    """Returns the bytes of a model on each device, with the layer that drafts tokens, if any: its
+    own, or the EAGLE-3 head in the folder `draft`, which counts as if it were stored whole. Of
     several pipeline stages, the longest one counts, with all of embedding and head."""
-    added, slots = 0, adapter_bytes(geometry, instance, dtype)
-    if geometry.next_token_layers and instance.speculate in LAYER_DRAFTS:
+    added, drafting, slots = 0, 0, adapter_bytes(geometry, instance, dtype)
+    layer = drafts_with_layer(instance.speculate, platform, instance.layout.pp)
+    if draft and instance.speculate in ("auto", "eagle"):
+        added = sum(path.stat().st_size for path in Path(draft).glob("*.safetensors"))
+        drafting = 1
+    elif geometry.next_token_layers and layer:
         experts = geometry.expert_layers + (geometry.experts is not None)
         geometry = replace(geometry, layers=geometry.layers + 1, expert_layers=experts)
         added = int(2 * geometry.width**2 * dtype_bytes(dtype))  # joins token and hidden state
     # The kind of accelerator does not affect the bytes.
     costs = CostModel(geometry, accelerator("h100"), replace(instance.layout, pp=1), dtype=dtype)
     longest = _longest_stage(geometry, instance, costs)
-    kv = costs.kv_bytes_per_device * longest / geometry.layers
+    kv = costs.kv_bytes_per_device * (longest + drafting) / geometry.layers
     if geometry.images is not None:
         added += int(geometry.images.parameters * dtype_bytes(dtype))
     return DeviceBytes(
@@ -352,7 +364,7 @@ def device_memory(
         if not traits.limit_has_fraction:
             own = DEVICE_FRACTION if fraction is None else fraction
             what = f"{own:g} of {what}"
-        return DeviceMemory(int(least * own), what, traits.lanes)
+        return DeviceMemory(int(least * own), what, first.platform)
     part = HOST_FRACTION if fraction is None else fraction
     whole, count = host_memory(), len(devices) * sharers
     shared = f" over {count} devices" if count > 1 else ""
@@ -436,7 +448,12 @@ def tier_room(prefix: PrefixConfig, rank_bound: bool = False) -> TierRoom:
 
 
 def _activations(
-    geometry: CostGeometry, instance: InstanceConfig, role: WorkerRole, chunk: int, dtype: str
+    geometry: CostGeometry,
+    instance: InstanceConfig,
+    role: WorkerRole,
+    chunk: int,
+    dtype: str,
+    platform: str,
 ) -> int:
     """Returns an upper estimate of the bytes that the largest program needs in addition to its
     arguments: the residual stream, one layer's inner activations, and three copies of float32
@@ -462,8 +479,7 @@ def _activations(
             tokens += instance.slots_per_rank
     if role is not WorkerRole.PREFILL:
         step = instance.slots_per_rank
-        drafts = ACCELERATOR_DRAFT_ROWS if instance.speculate != "off" else 1
-        step += max(LONGEST_RUN - 1, drafts * step)
+        step += max(LONGEST_RUN - 1, traits_of(platform).draft_rows * step)
         tokens, rows = max(tokens, step), max(rows, step)
     return int(tokens * inner * max(dtype_bytes(dtype), 4)) + 3 * 4 * rows * geometry.vocabulary
 

@@ -159,7 +159,7 @@ def build_replica(
         rings=windows_apart and role.decode,
         append_tokens=prefix.appends if role.decode and not role.prefill else 0,
         prefix=prefix if role.prefill or prefix.appends else None,
-        draft_layer=loaded.model.next_token is not None,
+        draft_layer=loaded.model.next_token.source if loaded.model.next_token else "",
         images=None if vision is None else vision.format,
         image_rows=0 if vision is None else vision.kept_rows,
     )

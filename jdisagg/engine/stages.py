@@ -1,6 +1,6 @@
 """Refuses configurations of pipeline stages that are not supported. Pure."""
 
-from jdisagg.config import LAYER_DRAFTS, InstanceConfig
+from jdisagg.config import InstanceConfig
 from jdisagg.errors import ConfigError
 
 
@@ -13,7 +13,7 @@ def check_stages(
         instance: Configuration of the instance.
         state: Whether the model keeps recurrent state.
         windows_apart: Whether the KV of sliding-window layers is transferred separately.
-        drafts: Whether the model has a next-token layer.
+        drafts: Whether there is a layer that drafts tokens.
 
     Raises:
         ConfigError: The combination is not supported. The message has the reason and a remedy.
@@ -26,8 +26,10 @@ def check_stages(
         ),
         "the model sends the KV of layers with a sliding window apart from that of the other"
         " layers, in blocks of layers of several stages; use pp=1, or mode=chunked": windows_apart,
-        "the next-token layer needs the embedding, which is on the first stage, behind the last"
-        " stage; set speculate to ngram or off": drafts and instance.speculate in LAYER_DRAFTS,
+        "the layer that drafts tokens needs the embedding, which is on the first stage, behind the"
+        " last stage; set speculate to ngram or off": (
+            drafts and instance.speculate in ("mtp", "eagle")
+        ),
     }
     for reason, applies in reasons.items():
         if applies:

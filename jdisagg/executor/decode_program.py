@@ -436,6 +436,7 @@ class DecodePrograms:
         ending = None if variant is None else self._ending(variant)
         pools, nowhere, drafter = self._pools, self._pools.states.rank_rows, self._next_tokens
         programs, ring_pages = self._programs, self._limits.ring_pages
+        taps = self._weights.taps if drafter else ()
 
         def body(
             stem_leaves: Any,
@@ -461,9 +462,11 @@ class DecodePrograms:
 
             edge: Any = weights.edge.merge(stem_leaves) if weights.edge else None
             x_TD = edge.embed(row.token, shards) if weights.begins else x[0]
-            for part, leaves, layer_pages, layer_states, layer_rings in zip(
-                layers, layer_leaves, *kept, strict=True
+            tapped: list[jax.Array] = []
+            for number, (part, leaves, layer_pages, layer_states, layer_rings) in enumerate(
+                zip(layers, layer_leaves, *kept, strict=True)
             ):
+                tapped += [x_TD] * taps.count(number)
                 layer: Any = part.merge(leaves)
                 keep = new_rings if layer_rings else new_pages
                 attend = attention.over(layer_pages, layer_rings, keep)
@@ -484,8 +487,10 @@ class DecodePrograms:
                 variant or Variant.MASKED, edge, y_TD, shards, rows.vocabulary
             )
             if ending is None:
-                hidden = (y_TD[None],) if drafter and drafts else ()
-                return kept, logits_TV[None], *hidden
+                if not (drafter and drafts):
+                    return kept, logits_TV[None]
+                hidden_TD = jnp.concatenate(tapped, axis=-1) if taps else y_TD
+                return kept, logits_TV[None], hidden_TD[None]
             hot, chosen, counts = ending(step, hot, counts, logits_TV, shard)
             return kept, hot, chosen.on_rank(programs), counts
 

@@ -298,13 +298,19 @@ class MeshExecutor:
             self._sampler.warm_up(variant, x)
 
     def warm_decode(self, size: int, variant: Variant) -> None:
-        """Compiles the program of a decode step, by running a step of `size` empty slots."""
+        """Compiles the program of a decode step, by running a step of `size` empty slots. With
+        grammars also that of a step with forced tokens."""
         assert self._decode is not None
         empty = (self.limits.slots_per_rank,) * size
         chosen = self._decode.step((empty,) * self.limits.ranks, variant)
         chosen.parts[-1].token.block_until_ready()
-        if variant.masked or self.limits.speculates:
+        if variant.masked:
             self._decode.warm_drafts(size, variant)
+
+    def warm_drafts(self, size: int, variant: Variant) -> None:
+        """Compiles the programs of a decode step with drafts, by running one of empty slots."""
+        assert self._decode is not None
+        self._decode.warm_drafts(size, variant)
 
     def warm_mixed(self, width: int, form: ChunkForm, size: int) -> None:
         """Compiles the programs of a prefill chunk with a decode step, by running a chunk of

@@ -9,9 +9,12 @@ tokens are chosen by the second program of a step in two (`decode_program.py`), 
 of the prompts, whose first tokens are sampled as after any chunk (`prefill_sampler.py`). So there
 is one program for each pair of sizes of chunk and batch.
 
+With a next-token layer the last layer is computed for all tokens of the chunk, whose KV in the
+next-token layer follows from them. The step's rows have no entry there, which costs acceptance.
+
 A token of a stream does not depend on whether its step had a chunk, because each row has its own
-sums. Models with recurrent state or a next-token layer, and instances with pipeline stages, run
-chunk and step one after the other."""
+sums. Models with recurrent state and instances with pipeline stages run chunk and step one after
+the other."""
 
 import dataclasses
 from typing import Any
@@ -29,6 +32,7 @@ from jdisagg.executor.prefill_program import (
     ChunkForm,
     asks_of_prompts,
     columns_for,
+    compute_draft_kv,
     past_columns,
 )
 from jdisagg.executor.programs import RANK, Programs
@@ -94,25 +98,38 @@ class MixedPrograms:
 
         def forward(arguments: tuple[Any, ...], bucket: int) -> Any:
             stem, layers, kept, hot, _, ints, floats, batch, *_ = arguments
-            step = (stem, layers, kept, hot, ints, floats, batch)
-            program = self._program(chunk, bucket, (*step, arrays))
-            new_pages, logits_BV, x_RD = program(*step, arrays)
+            step = (stem, layers, kept, hot, ints, floats, batch, arrays, *self._drafting)
+            new_pages, logits_BV, x_RD, drafted = self._program(chunk, bucket, step)(*step)
+            self._pools.pages.put(len(new_pages), drafted)
             ends.append(x_RD)
             return (new_pages, *kept[1:]), logits_BV
 
         chosen = self._decode.step_with(slots, variant, forward)
         return ends[0], StepChoice((chosen,))
 
+    @property
+    def _drafting(self) -> tuple[Any, list[LayerPages]]:
+        """Weights and pages of the next-token layer, if there is one."""
+        part = self._weights.next_token
+        return () if part is None else part.leaves, self._pools.pages.layers[self._draft_layers]
+
+    @property
+    def _draft_layers(self) -> slice:
+        return slice(len(self._weights.layers), None)
+
     def _program(self, chunk: ChunkArrays, bucket: int, arguments: tuple[Any, ...]) -> Any:
         def build() -> Any:
             stem_specs, layer_specs, kept_specs = self._decode.model_specs()
+            part = self._weights.next_token
+            draft_specs = self._pools.pages.specs()[self._draft_layers]
             in_specs = (stem_specs, layer_specs, kept_specs, *(RANK,) * 4, chunk.specs)
+            in_specs += (() if part is None else part.specs, draft_specs)
             return self._programs.compile(
                 self._body(chunk.form),
                 arguments,
                 in_specs,
-                (kept_specs[0], RANK, RANK),
-                donate=(2,),
+                (kept_specs[0], RANK, RANK, draft_specs),
+                donate=(2, 9),
             )
 
         key = "mixed", chunk.tokens.shape[1], chunk.form, bucket
@@ -131,6 +148,8 @@ class MixedPrograms:
             floats: Any,
             batch: Any,
             arrays: Any,
+            draft_leaves: Any,
+            draft_pages: Any,
         ) -> Any:
             *arrays, spatial = arrays
             tokens_T, positions_T, segment_T, table_RN, past_R, continuing, states, last_R = (
@@ -157,21 +176,30 @@ class MixedPrograms:
             own_B = tokens + jnp.arange(row.slot.shape[0], dtype=jnp.int32)
             asked_R = jnp.concatenate((last_R, own_B))
             x_TD = stem.embed(jnp.concatenate((tokens_T, row.token)), shards)
-            last = len(layer_leaves) - 1
+            count, drafter = len(layer_leaves), weights.next_token
+            tapped: list[jax.Array] = []
             for number, (model, leaves, pages) in enumerate(
                 zip(weights.layers, layer_leaves, kept[0], strict=True)
             ):
                 layer: Any = model.merge(leaves)
-                ends = number == last
+                tapped += [x_TD[:tokens]] * weights.taps.count(number)
+                ends = number == count - 1 and drafter is None
                 attend = both.over(pages, tokens, ends)
                 x_TD = layer(x_TD, at_T, attend, shards, valid_T, asked_R if ends else None)
                 # A layer does not call `attend` if it keeps no KV.
                 if not pages:
                     chunk.without_kv()
+            if drafter is not None:
+                attend = chunk.over(draft_pages[0], True, False)
+                rows_T = (tokens_T, at_T[:tokens], segment_T)
+                layer = drafter.merge(draft_leaves)
+                hidden = jnp.concatenate(tapped, -1) if tapped else stem.normed(x_TD[:tokens])
+                compute_draft_kv(stem, layer, hidden, rows_T, attend, common)
+                x_TD = jnp.take(x_TD, asked_R, axis=0, mode="clip")
             x_RD, x_BD = jnp.split(x_TD, (last_R.shape[0],))
             y_BD = stem.normed(reveal(x_BD))
             logits_BV, _ = logits(Variant.MASKED, stem, y_BD, shards, rows.vocabulary)
-            return chunk.pages, logits_BV[None], x_RD[None]
+            return chunk.pages[:count], logits_BV[None], x_RD[None], chunk.pages[count:]
 
         return body
 

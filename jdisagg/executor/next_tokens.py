@@ -1,4 +1,5 @@
-"""Drafts tokens with the checkpoint's next-token layer, at the end of a decode step.
+"""Drafts tokens with the checkpoint's next-token layer or an EAGLE-3 head, at the end of a decode
+step.
 
 The layer joins each token with the hidden state before it. After the step has verified its drafts,
 the layer computes an entry for each token that the step chose, and so replaces the entries that it
@@ -22,7 +23,8 @@ from jdisagg.executor.page_pool import LayerPages, Pools
 from jdisagg.executor.slot_state import BatchRows, RowFormat
 from jdisagg.executor.step_attention import StepAttention
 from jdisagg.executor.weights import Weights
-from jdisagg.model_api import Shards
+from jdisagg.model_api import DraftLayer, Shards
+from jdisagg.ops.sampling import WHOLE
 from jdisagg.scheduler.speculation import CHAIN
 
 LayerKv = tuple[list[LayerPages], list[LayerPages], list[LayerPages]]
@@ -58,7 +60,7 @@ class NextTokens:
         Args:
             model: Arrays of stem and layer.
             kept: KV of the layer.
-            y_TD: Hidden states of the step's rows after the model's final norm.
+            y_TD: The model's hidden states of the step's rows, as of `DraftLayer.taps`.
             step: Rows of the step.
             chosen: The step's choice by slot, as `DraftRows.accept` returns it.
             drafts_SG: Drafts of all slots: position of the first, and `CHAIN` tokens.
@@ -69,6 +71,7 @@ class NextTokens:
         token_T = step.by_row(chosen.token)
         rows, slots = self._advanced(step.all, token_T), drafts_SG.shape[0]
         step = step._replace(all=rows)
+        y_TD = self._part(model).fused(y_TD, self._shards)
         y_TD, kept = self._layer(model, kept, y_TD, step)
         count_B = step.by_slot(rows.active).astype(jnp.int32).sum(1, dtype=jnp.int32)
         last_B = jnp.take_along_axis(step.index_BQ, jnp.maximum(count_B - 1, 0)[:, None], 1)[:, 0]
@@ -97,12 +100,15 @@ class NextTokens:
             token=jnp.where(active_T, token_T, 0), position=position_T, active=active_T
         )
 
+    def _part(self, model: tuple[Any, Any]) -> DraftLayer:
+        part = self._weights.next_token
+        assert part is not None
+        return part.merge(model[1])  # type: ignore[return-value]
+
     def _layer(
         self, model: tuple[Any, Any], kept: LayerKv, y_TD: jax.Array, step: DraftRows
     ) -> tuple[jax.Array, LayerKv]:
-        stem, part = self._weights.stem.merge(model[0]), self._weights.next_token
-        assert part is not None
-        layer: Any = part.merge(model[1])
+        stem, layer = self._weights.stem.merge(model[0]), self._part(model)
         (pages,), states, (rings,) = kept
         attention = StepAttention(
             step, self._rows, self._pools, self._ring_pages, self._shards.platform
@@ -127,9 +133,11 @@ class NextTokens:
         counts_BV: jax.Array | None,
         variant: Variant,
     ) -> Chosen:
-        stem: Any = self._weights.stem.merge(model[0])
-        variant = variant.unmasked
-        logits_BV, shard = logits(variant, stem, y_BD, self._shards, self._rows.vocabulary)
+        variant, shard = variant.unmasked, WHOLE
+        logits_BV = self._part(model).logits(y_BD, self._shards)
+        if logits_BV is None:
+            stem: Any = self._weights.stem.merge(model[0])
+            logits_BV, shard = logits(variant, stem, y_BD, self._shards, self._rows.vocabulary)
         return choose(
             variant,
             self._rows,

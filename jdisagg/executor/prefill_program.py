@@ -44,7 +44,7 @@ from jdisagg.executor.weights import Weights
 from jdisagg.images import spatial_positions
 from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
-from jdisagg.model_api import AdapterRows, Shards
+from jdisagg.model_api import AdapterRows, Attend, DraftLayer, Shards
 from jdisagg.ops.kv_rows import block_of
 from jdisagg.scheduler.executor import MeshLimits, buckets
 
@@ -362,7 +362,9 @@ class PrefillPrograms:
         if not last:
             form = dataclasses.replace(form, samples=True, every_token=False)
         kinds = self._pool.spec.layers[group.start : group.stop]
-        key = ("group", width, form, last, tuple(part.structure for part in parts), kinds)
+        before, within = _taps(self._weights, group)
+        structures = tuple(part.structure for part in parts)
+        key = ("group", width, form, last, structures, kinds, before, within)
         deep_spec = () if isinstance(deep, tuple) else RANK
         if deep_spec:
             key += (group.start,)
@@ -371,7 +373,7 @@ class PrefillPrograms:
             pages = self._pool.layers[group.start : group.stop]
             states = self._states.layers[group.start : group.stop]
             x = jax.ShapeDtypeStruct(
-                (*chunk.tokens.shape, self._weights.width), self._weights.dtype
+                (*chunk.tokens.shape, (1 + before) * self._weights.width), self._weights.dtype
             )
             meta = chunk.arguments[1:]
             page_specs, state_specs = self._pool.specs(group), self._states.specs(group)
@@ -386,8 +388,8 @@ class PrefillPrograms:
             out_specs = (RANK, page_specs, state_specs, [BLOCK_SPEC] if self._emit else [])
             arguments = ([part.leaves for part in parts], pages, states, x, *meta, deep)
             arguments += (self._weights.stem.leaves, chunk.tokens) if drafts else ()
-            # The last group returns fewer activations than its input has.
-            donate = (1, 2) if last else (1, 2, 3)
+            # The last group returns fewer activations than its input has, one with taps more.
+            donate = (1, 2) if last or within else (1, 2, 3)
             return self._programs.compile(
                 self._group_body(group, form), arguments, in_specs, out_specs, donate=donate
             )
@@ -402,6 +404,7 @@ class PrefillPrograms:
         kinds = spec.layers[group.start : group.stop]
         grain, keeps = self._grain if form.packed else self._long_grain, self._keeps
         columns, adapters = form.columns if form.past else None, self._adapters
+        taps, width = weights.taps, weights.width
 
         def body(
             leaves: Sequence[Sequence[jax.Array]],
@@ -434,25 +437,22 @@ class PrefillPrograms:
             kept = kept_R if keeps else None
             new_states: list[LayerPages] = []
             turned_T = positions_T if isinstance(spatial, tuple) else spatial[0]
-            x_TD = x[0]
+            x_TD, *tapped = jnp.split(x[0], x.shape[-1] // width, axis=-1)
             for index, part, part_leaves, layer_pages, layer_states, kind in zip(
                 group, parts, leaves, pages, states, kinds, strict=True
             ):
                 layer: Any = part.merge(part_leaves)
+                tapped += [x_TD] * taps.count(index)
                 asked_R = rows_R if index == last and not form.every_token else None
                 if index == layers:
                     assert tokens is not None
-                    stem: Any = weights.stem.merge(stem_leaves)
-                    y_TD, known_T = _before(stem.normed(x_TD), segment_T)
-                    layer(
-                        jnp.where(known_T[:, None], stem.embed(tokens[0], common), 0),
-                        y_TD,
-                        turned_T,
-                        attention.over(layer_pages, True, bool(kind.components)),
-                        common,
-                        segment_T >= 0,
-                        jnp.zeros((0,), jnp.int32),  # only keys and values
+                    attend = attention.over(layer_pages, True, bool(kind.components))
+                    stem = weights.stem.merge(stem_leaves)
+                    y_TD = jnp.concatenate(tapped, axis=-1) if taps else stem.normed(x_TD)
+                    compute_draft_kv(
+                        stem, layer, y_TD, (tokens[0], turned_T, segment_T), attend, common
                     )
+                    tapped = []
                     x_TD = x_TD if asked_R is None else jnp.take(x_TD, asked_R, 0, mode="clip")
                     new_states.append(())
                     continue
@@ -472,6 +472,8 @@ class PrefillPrograms:
                     attention.without_kv()
                 if not layer_states:
                     new_states.append(())
+            if tapped:
+                x_TD = jnp.concatenate((x_TD, *tapped), axis=-1)
             waited_for = x_TD if x_TD.shape[0] else x[0, :1]
             blocks = [block_of(kinds, attention.sent, spec)[None]] if emit else []
             return waited_for[None], attention.pages, new_states, blocks
@@ -482,6 +484,43 @@ class PrefillPrograms:
 def _rows_of(of_TD: jax.Array, rows_R: jax.Array | None) -> jax.Array:
     """Selects the rows of a chunk's tokens, or returns those of all tokens."""
     return of_TD if rows_R is None else jnp.take(of_TD, rows_R, axis=0, mode="clip")
+
+
+def _taps(weights: Weights, group: range) -> tuple[int, tuple[int, ...]]:
+    """Returns the number of activations that are kept before a group of layers for the layer that
+    drafts tokens, and the places within the group where more are kept."""
+    before = sum(tap < group.start for tap in weights.taps)
+    return before, tuple(tap - group.start for tap in weights.taps if tap in group)
+
+
+def compute_draft_kv(
+    stem: Any,
+    layer: DraftLayer,
+    y_TD: jax.Array,
+    chunk: tuple[jax.Array, jax.Array, jax.Array],
+    attend: Attend,
+    shards: Shards,
+) -> None:
+    """Computes the keys and values of a chunk in the layer that drafts tokens, which `attend`
+    writes.
+
+    Args:
+        stem: The model's stem.
+        layer: The layer that drafts tokens.
+        y_TD: The model's hidden states of the chunk's tokens, as of `DraftLayer.taps`.
+        chunk: Token, position and row of each of them.
+    """
+    tokens_T, positions_T, segment_T = chunk
+    y_TD, known_T = _before(layer.fused(y_TD, shards), segment_T)
+    layer(
+        jnp.where(known_T[:, None], stem.embed(tokens_T, shards), 0),
+        y_TD,
+        positions_T,
+        attend,
+        shards,
+        segment_T >= 0,
+        jnp.zeros((0,), jnp.int32),  # only keys and values
+    )
 
 
 def _before(y_TD: jax.Array, segment_T: jax.Array) -> tuple[jax.Array, jax.Array]:

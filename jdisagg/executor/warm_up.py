@@ -47,6 +47,9 @@ def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
         steps += [WarmUpStep(partial(executor.warm_decode, *one)) for one in sizes]
         steps += [WarmUpStep(partial(executor.warm_mixed, *one)) for one in _mixed(executor)]
         steps += [WarmUpStep(executor.warm_updates)]
+        if limits.speculates:
+            drafts = [partial(executor.warm_drafts, *one) for one in sizes if not one[1].masked]
+            steps += [WarmUpStep(one, Capability.DRAFTS) for one in drafts]
         # Otherwise it is the only mesh of an embedded cluster and receives no blocks.
         if role.extracts or not role.prefill:
             inserts = [partial(executor.warm_insert, *one) for one in limits.block_shapes()]

@@ -7,6 +7,7 @@ have equal `structure`, so that they can share a compiled program. No weight is 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -117,6 +118,12 @@ class Weights:
         """The parts outside the layers that a step on this mesh needs. None on a mesh between the
         first and the last stage."""
         return self.stem if self.begins else self.head if self.ends else None
+
+    @cached_property
+    def taps(self) -> tuple[int, ...]:
+        """Layers before which the activations are kept for the layer that drafts tokens."""
+        part = self.next_token
+        return () if part is None else part.merge(part.leaves).taps  # type: ignore[attr-defined]
 
     def of_stage(self, held: range) -> "Weights":
         """Returns the weights as the mesh with these layers uses them."""

@@ -30,7 +30,7 @@ class PlatformTraits:
         sharded_logits: Each device keeps the logits of its part of the vocabulary.
         least_batch: Rows of the smallest decode batch.
         chunk_steps: Chunk lengths per doubling.
-        draft_rows: Extra rows for each sequence of a decode step.
+        draft_rows: Extra rows for each sequence of a decode step. On a CPU each costs time.
         spare_rows: Whether a few more rows of a step cost next to nothing.
         warm_runs: Times that warm-up runs each program.
         least_page: Tokens of the smallest page.
@@ -61,8 +61,6 @@ class PlatformTraits:
 
 # Default fraction of an accelerator's memory
 DEVICE_FRACTION = 0.9
-# Extra rows for each sequence of a decode step: on a CPU each costs time, elsewhere few do.
-ACCELERATOR_DRAFT_ROWS = 3
 
 _TRAITS = {
     "cpu": PlatformTraits(stores_bits=True),
@@ -76,7 +74,7 @@ _TRAITS = {
         sharded_logits=True,
         least_batch=8,  # a single row takes another kernel, with other rounding
         chunk_steps=4,
-        draft_rows=ACCELERATOR_DRAFT_ROWS,
+        draft_rows=3,
         spare_rows=True,
         warm_runs=3,
         limit_has_fraction=True,  # XLA_CLIENT_MEM_FRACTION
@@ -90,7 +88,7 @@ _TRAITS = {
         inserts_whole=True,
         sharded_logits=True,
         least_batch=8,  # rows of a tile; fewer programs to compile
-        draft_rows=ACCELERATOR_DRAFT_ROWS,
+        draft_rows=3,
         spare_rows=True,
         lanes=128,
         least_page=32,  # rows of a tile of 8-bit values

@@ -80,7 +80,8 @@ class WorkerStatus(Message, frozen=True):
             lower ones.
         not_ready: Optional capabilities whose programs are not loaded yet: "append" (computing ends
             of prompts on a decode worker), "reuse" (sending cached blocks that a decode worker
-            lacks), "tiers" (copies to and from host memory, disk and other workers).
+            lacks), "tiers" (copies to and from host memory, disk and other workers), "drafts"
+            (decode steps that verify drafts).
         weights: Identity of the weights that the worker serves, "VERSION@FINGERPRINT". Empty for
             those of its start.
         asleep: Whether the worker has freed its weights and pages, and takes no requests.

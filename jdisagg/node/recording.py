@@ -59,10 +59,11 @@ class RecordingHeader:
     extracts: bool
     codec: str
     processes: int
-    limits: dict[str, int | list[int] | None]
+    limits: dict[str, int | str | list[int] | None]
     versions: str = ""
     weights: str = ""
     kv_dtype: str = ""
+    draft: str = ""
 
 
 @dataclasses.dataclass(slots=True)
@@ -212,6 +213,7 @@ def record(
         dtype=model.dtype,
         weights=model.weights,
         kv_dtype=model.kv_dtype,
+        draft=model.draft and str(Path(model.draft).resolve()),
         layout=str(layout),
         prefill=mesh.role.prefill,
         decode=mesh.role.decode,

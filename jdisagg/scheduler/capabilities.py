@@ -15,11 +15,13 @@ class Capability(enum.Enum):
         REUSE: A prefill mesh sends cached blocks that a decode mesh lacks, and continues from
             snapshots of recurrent state.
         TIERS: Blocks and sequences are copied to and from host memory, disk and other workers.
+        DRAFTS: Decode steps verify drafts.
     """
 
     APPEND = "append"
     REUSE = "reuse"
     TIERS = "tiers"
+    DRAFTS = "drafts"
 
 
 class Capabilities:

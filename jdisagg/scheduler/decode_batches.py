@@ -71,7 +71,8 @@ class DecodeBatches:
         self._spans = spans
         self._speculation = None if spans else speculation
         self._issued: dict[int, list[list[_Issued]]] = {}
-        self._kinds: dict[int, StepKind] = {}  # of commands in flight of one step
+        # of commands in flight, with their numbers of steps
+        self._kinds: dict[int, tuple[StepKind, int]] = {}
         self._snapshots: list[tuple[int, int, int]] = []
         self.forced_tokens = 0  # tokens of forced runs that needed no step of their own
 
@@ -248,8 +249,7 @@ class DecodeBatches:
             kind = self._speculation.kind(active, shaped, sampled, masked)
             planned = self._speculation.plan(active, kind)
             steps = 1 if planned else steps
-            if steps == 1:
-                self._kinds[step] = kind
+            self._kinds[step] = kind, steps
         self._issued[step] = [
             _issue(rank, steps, number, planned) for number, rank in enumerate(active)
         ]
@@ -310,9 +310,7 @@ class DecodeBatches:
         must end because no token could be sampled, each with its error code (BROKEN_TOKEN or
         STUCK_TOKEN)."""
         broken: list[tuple[SequenceGroup, int]] = []
-        if self._speculation is not None and (kind := self._kinds.pop(result.step, None)):
-            drafts = any([one[2] for rank in self._issued[result.step] for one in rank])
-            self._speculation.took(kind, seconds, drafts)
+        drafted = False
         # rows of a span may share their tokens, which are converted once
         seen: tuple[int, ...] | None = None
         kept: tuple[int, ...] = ()
@@ -322,6 +320,7 @@ class DecodeBatches:
                 zip(rows, result.tokens[rank], strict=True)
             ):
                 if drafts is not None:
+                    drafted = True
                     child.drafting -= drafts.drafts.count
                 if child.stage is not running and not _counts(child):
                     continue
@@ -354,6 +353,9 @@ class DecodeBatches:
                     self._accept(
                         child, kept, tuple([entry for entry in logprobs if entry is not None])
                     )
+        if self._speculation is not None and result.step in self._kinds:
+            kind, steps = self._kinds.pop(result.step)
+            self._speculation.took(kind, seconds / steps, drafted)
         return broken
 
     def forget(self, child: Sequence) -> None:

@@ -44,8 +44,8 @@ class MeshLimits:
             draft tokens are verified.
         speculates: Whether decode steps verify drafts of all sequences, and not only the tokens
             that a grammar forces.
-        draft_layer: Whether the last layer of `kv_spec` is a next-token layer, with which decode
-            steps draft tokens.
+        draft_layer: If the last layer of `kv_spec` is one with which decode steps draft tokens, the
+            source of these drafts: "mtp" or "eagle".
         snapshots_per_rank: Number of snapshots that the prefix cache of a rank may hold: copies of
             recurrent state, and of ring buffers, at the end of cached prefixes
             (`scheduler/snapshots.py`).
@@ -88,7 +88,7 @@ class MeshLimits:
     mixed_buckets: tuple[int, ...] = ()
     draft_rows: int = 1
     speculates: bool = False
-    draft_layer: bool = False
+    draft_layer: str = ""
     snapshots_per_rank: int = 0
     snapshot_tokens: int = 0
     adapters: int = 0

@@ -58,7 +58,9 @@ class NgramIndex:
         tokens, first = self._tokens, self._indexed
         last = min(stop, first + MOST_INDEXED)
         for kind, size in enumerate(SIZES):
-            ends = self._ends[kind]
-            for end in range(max(size, first + 1), last + 1):
-                ends[tuple(tokens[end - size : end])] = end
+            begin = max(size, first + 1)
+            part = tokens[begin - size : last]
+            # in one call, because a loop takes five times as long
+            grams = zip(*(part[offset:] for offset in range(size)), strict=False)
+            self._ends[kind].update(zip(grams, range(begin, last + 1), strict=False))
         self._indexed = last

@@ -2,34 +2,28 @@
 
 A draft costs extra rows in a step and saves a step if it is accepted. The number of drafts depends
 only on measurements: the acceptance rates of each sequence and of all sequences, and the seconds of
-steps with and without drafts in a batch of this size. If the expected gain is too small, the step
-has no drafts and runs the ordinary program.
+steps with and without drafts in a batch of this size (`draft_worth.py`). A step without drafts runs
+the ordinary program.
+
+What counts is the mean time per token of the sequences. A step with drafts takes longer, so that a
+sequence without an accepted draft becomes slower. Extra rows are shared so that this mean falls
+most.
 
 Draft tokens change no stream (`executor/draft_rows.py`), so wrong predictions or estimates cost
 only time."""
 
-import statistics
-from collections import deque
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from jdisagg.messages.step_commands import NO_TOKEN, DraftRow
 from jdisagg.scheduler.acceptance import OVERALL_FADE, Acceptance
+from jdisagg.scheduler.draft_worth import DraftWorth
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.ngram import SIZES, NgramIndex
 from jdisagg.scheduler.sequences import Sequence
 
-LEAST_GAIN = 1.03  # expected tokens a second with drafts, relative to without
-SAMPLES = 9  # step times of which the median counts
-LEAST_SAMPLES = 3
-# Steps after which a step of the other kind is measured again.
-REMEASURE = 256
 # Tokens that a mesh drafts for a sequence in each step, with the checkpoint's next-token layer.
 CHAIN = 3
-# In a large batch, predictions cost the host time. After a step that takes no drafts, the next
-# steps make none: as many as a quarter of the batch, and at most this number.
-MOST_SKIPPED = 16
 
 
 class Draft(NamedTuple):
@@ -74,50 +68,26 @@ class NgramDrafter:
 
 
 class NextTokenDrafter:
-    """Stands for the drafts of the checkpoint's next-token layer (`executor/next_tokens.py`). Each
-    step with drafts makes those of the next one."""
+    """Stands for the drafts that the mesh makes (`executor/next_tokens.py`). Each step with drafts
+    makes those of the next one."""
 
-    source = "mtp"
     kinds = 1
     on_mesh = True
+
+    def __init__(self, source: str) -> None:
+        self.source = source
 
     def draft(self, child: Sequence, most: int) -> Draft | None:
         return Draft(0, (NO_TOKEN,) * CHAIN)
 
 
 class Planned(NamedTuple):
-    """Drafts of one sequence in a step: those to verify, and the kind of their prediction."""
+    """Drafts of one sequence in a step: those to verify, the kind of their prediction, and how many
+    are expected to be accepted."""
 
     drafts: DraftRow
     kind: int
-
-
-@dataclass
-class _Seconds:
-    """Measured times of steps of one batch size and variant, without and with drafts."""
-
-    plain: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    drafted: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    since_plain: int = 0
-    since_drafted: int = 0
-
-    def add(self, seconds: float, drafts: bool) -> None:
-        (self.drafted if drafts else self.plain).append(seconds)
-        self.since_plain = self.since_plain + 1 if drafts else 0
-        self.since_drafted = 0 if drafts else self.since_drafted + 1
-
-    def pays(self, gain: float) -> bool:
-        """Returns whether a step with drafts is worth its time, if it is expected to yield `gain`
-        times the tokens of a step without drafts. From time to time the choice measures steps with
-        or without drafts instead."""
-        if len(self.drafted) < LEAST_SAMPLES:
-            return gain > LEAST_GAIN
-        if len(self.plain) < LEAST_SAMPLES or self.since_plain >= REMEASURE:
-            return False
-        if self.since_drafted >= REMEASURE and gain > LEAST_GAIN:
-            return True
-        plain, drafted = statistics.median(self.plain), statistics.median(self.drafted)
-        return gain * plain > LEAST_GAIN * drafted
+    expected: float
 
 
 StepKind = tuple[int, bool, bool, bool]  # batch size, and variant: shaped, sampled, masked
@@ -132,18 +102,19 @@ class Speculation:
 
     def __init__(self, limits: MeshLimits, drafter: Drafter) -> None:
         self._limits, self._drafter = limits, drafter
-        self._seconds: dict[StepKind, _Seconds] = {}
+        self._worth: dict[StepKind, DraftWorth] = {}
         self._overall = [Acceptance() for _ in range(drafter.kinds)]
         self.drafted = self.accepted = 0
         self._taken = (0, 0)
-        self._skips = 0
-        self._steps = self._last = 0  # steps planned, and the last one with drafts
+        self._expected, self._came = 0.0, 0  # of the step whose result is being read
+        self._looked = self._skips = 0  # steps last skipped, and those still to be skipped
+        self._steps = 0  # steps planned
 
     @staticmethod
     def of(limits: MeshLimits) -> "Speculation | None":
         """Returns the speculation of a mesh; None if it verifies no drafts."""
         runs = limits.speculates and limits.longest_run > 1
-        drafter = NextTokenDrafter() if limits.draft_layer else NgramDrafter()
+        drafter = NextTokenDrafter(limits.draft_layer) if limits.draft_layer else NgramDrafter()
         return Speculation(limits, drafter) if runs else None
 
     @property
@@ -165,38 +136,46 @@ class Speculation:
         if self._skips:
             self._skips -= 1
             return {}
-        self._forget()
+        worth = self._worth_of(kind)
+        if self._drafter.on_mesh and worth.due:
+            self._forget(active)
         rows: dict[tuple[int, int], Planned] = {}
-        gain, sequences = 0.0, sum(map(len, active))
+        token_time, sequences = 0.0, sum(map(len, active))
         for rank, children in enumerate(active):
             found = [self._draft(child) for child in children]
-            counts, of_rank = self._share(
+            counts, gains = self._share(
                 found, list(map(self._ahead, children)), self._limits.extra_rows(kind[0])
             )
-            gain += of_rank
-            for row, (child, one, count) in enumerate(zip(children, found, counts, strict=True)):
-                if one is not None and (planned := self._planned(rank, row, child, one[1], count)):
-                    rows[rank, row] = planned
-        seconds = self._seconds.setdefault(kind, _Seconds())
-        if rows and seconds.pays(1 + gain / sequences):
-            self._last = self._steps
+            token_time += sum([1 / (1 + gain) for gain in gains])
+            for row, (child, one) in enumerate(zip(children, found, strict=True)):
+                if one is not None:
+                    planned = self._planned((rank, row), child, one[1], counts[row], gains[row])
+                    rows |= planned
+        if rows and worth.pays(sequences / token_time):
+            self._looked = 0
             if self._drafter.on_mesh:
                 for child in (child for children in active for child in children):
                     child.drafted = self._steps
             return rows
-        self._skips = min(sequences // 4, MOST_SKIPPED)
+        self._looked = self._skips = min(2 * self._looked or 1, worth.rest(sequences))
         return {}
 
+    def _worth_of(self, kind: StepKind) -> DraftWorth:
+        if (worth := self._worth.get(kind)) is None:
+            worth = self._worth[kind] = DraftWorth()
+        return worth
+
     def _planned(
-        self, rank: int, row: int, child: Sequence, draft: Draft, count: int
-    ) -> Planned | None:
+        self, at: tuple[int, int], child: Sequence, draft: Draft, count: int, gain: float
+    ) -> dict[tuple[int, int], Planned]:
         """Returns the drafts of a sequence in a step, of which `count` are to be verified. A step
         in which the mesh drafts makes those of the next step, too, even if it has none itself."""
         if not self._drafter.on_mesh:
-            drafts = DraftRow(rank, row, child.position + 1, draft.tokens, count)
-            return Planned(drafts, draft.kind) if count else None
-        made = child.drafted == self._steps - 1
-        return Planned(DraftRow(rank, row, 0, (), count if made else 0), draft.kind)
+            drafts = DraftRow(*at, child.position + 1, draft.tokens, count)
+            return {at: Planned(drafts, draft.kind, gain)} if count else {}
+        if child.drafted != self._steps - 1:
+            count, gain = 0, 0.0
+        return {at: Planned(DraftRow(*at, 0, (), count), draft.kind, gain)}
 
     def _ahead(self, child: Sequence) -> int:
         """Returns the number of tokens in steps in flight that must come as predicted, too. The
@@ -205,11 +184,12 @@ class Speculation:
             return 0
         return child.issued_position - child.position + child.drafting
 
-    def _forget(self) -> None:
-        """Forgets an acceptance that was measured long ago, because drafts of the mesh can only be
+    def _forget(self, active: Rows[Rows[Sequence]]) -> None:
+        """Forgets the acceptance, which was measured long ago: drafts of the mesh can only be
         counted if they are verified."""
-        if self._drafter.on_mesh and self._steps - self._last >= REMEASURE:
-            self._overall = [Acceptance() for _ in self._overall]
+        self._overall = [Acceptance() for _ in self._overall]
+        for child in (child for children in active for child in children):
+            child.acceptance = []
 
     def _draft(self, child: Sequence) -> tuple[float, Draft] | None:
         """Returns a prediction for a sequence, and the probability that a predicted token is
@@ -217,8 +197,7 @@ class Speculation:
         left = child.issued_limit - 1 - child.issued_position
         if left < 1:
             return None
-        long_ago = self._drafter.on_mesh and self._steps - child.drafted >= REMEASURE
-        if not child.acceptance or long_ago:
+        if not child.acceptance:
             child.acceptance = [Acceptance() for _ in range(self._drafter.kinds)]
         self._count(child)
         draft = self._drafter.draft(child, 2 * self._limits.longest_run - 1)
@@ -246,24 +225,25 @@ class Speculation:
 
     def _share(
         self, found: Rows[tuple[float, Draft] | None], ahead: Rows[int], room: int
-    ) -> tuple[list[int], float]:
-        """Divides a rank's extra rows among its sequences by the probability that each row's token
-        is chosen. Returns the number of rows of each sequence, and the expected number of accepted
+    ) -> tuple[list[int], list[float]]:
+        """Divides a rank's extra rows among its sequences, so that their mean time per token is
+        least. Returns for each sequence the number of rows, and the expected number of accepted
         drafts."""
         longest = self._limits.longest_run - 1
-        chances = sorted(
-            (
-                (one[0] ** (ahead[index] + number), index)
-                for index, one in enumerate(found)
-                if one is not None
-                for number in range(1, min(longest, len(one[1].tokens)) + 1)
-            ),
-            reverse=True,
-        )[:room]
-        counts = [0] * len(found)
-        for _, index in chances:
+        values: list[tuple[float, float, int]] = []
+        for index, one in enumerate(found):
+            if one is not None:
+                chance, tokens = one[0] ** ahead[index], 1.0
+                for _ in range(min(longest, len(one[1].tokens))):
+                    chance *= one[0]
+                    values.append((chance / (tokens * (tokens + chance)), chance, index))
+                    tokens += chance
+        values.sort(reverse=True)
+        counts, gains = [0] * len(found), [0.0] * len(found)
+        for _, chance, index in values[:room]:
             counts[index] += 1
-        return counts, sum(chance for chance, _ in chances)
+            gains[index] += chance
+        return counts, gains
 
     def verified(self, child: Sequence, planned: Planned, accepted: int) -> None:
         """Counts the drafts of a sequence in a step."""
@@ -271,6 +251,8 @@ class Speculation:
         accepted = max(0, min(accepted, count))
         self.drafted += count
         self.accepted += accepted
+        self._expected += planned.expected
+        self._came += accepted
         if self._drafter.on_mesh and count:
             tries = min(accepted + 1, count)
             child.acceptance[planned.kind].add(accepted, tries)
@@ -282,5 +264,7 @@ class Speculation:
         return self.drafted - drafted, self.accepted - accepted
 
     def took(self, kind: StepKind, seconds: float, drafts: bool) -> None:
-        """Records the seconds of a step."""
-        self._seconds.setdefault(kind, _Seconds()).add(seconds, drafts)
+        """Records the seconds of a step, after `verified` was called for its drafts."""
+        worth = self._worth_of(kind)
+        worth.took(seconds, self._expected if drafts else None, self._came)
+        self._expected, self._came = 0.0, 0

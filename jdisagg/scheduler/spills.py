@@ -82,7 +82,6 @@ class Spills:
         self._windowed_bytes = limits.kv_spec.windowed.bytes_per_token if limits.ring_pages else 0
         # the results of steps in flight count (`Sequence.steps_count`)
         self.steps_count = limits.kv_spec.has_state or limits.ring_pages > 0
-        self._drafts = limits.speculates and limits.longest_run > 1
         self._token_bytes = limits.sent.bytes_per_token
         self._spills: dict[int, Spill] = {}  # by their child's key
 
@@ -112,8 +111,8 @@ class Spills:
         Reasons: "off", "early" (its KV has not all arrived), "busy" (too many copies in flight),
         "price" (recomputing is faster)."""
         grammar = child.group.request.sampling.grammar is not None
-        # with a grammar or drafts the number of tokens in flight is unknown
-        if not self.room_bytes or (self.steps_count and (grammar or self._drafts)):
+        # with a grammar, or with drafts in flight, the number of tokens in flight is unknown
+        if not self.room_bytes or (self.steps_count and (grammar or child.drafting)):
             return "off"
         if child.stage not in (Stage.READY, Stage.RUNNING):
             return "early"

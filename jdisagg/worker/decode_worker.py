@@ -6,8 +6,7 @@ compute itself (`MeshLimits.append_buckets`). Cached blocks in slower tiers are 
 pages (`worker/reserved_prefixes.py`). `scheduler/step_policy.py` chooses the next command;
 `scheduler/reservations.py` and `decode_batches.py` assign pages and slots. Other decode workers
 take over running sequences through `PeerPort`, and other workers fetch cached blocks. If a source
-of KV fails, the reservation remains and waits for another source. `_settle` runs after each change
-of state."""
+of KV fails, the reservation waits for another source. `_settle` runs after each change of state."""
 
 import asyncio
 import contextlib
@@ -183,7 +182,8 @@ class DecodeWorker(MeshWorker):
                 self._prefilled_last = True
                 return self._prefills.next_chunk(step)
             case Action.DECODE | Action.MIXED:
-                steps = self._batches.next_step(step, decision.quiet, not snapshot.mixes)
+                drafts = not snapshot.mixes and self._ready(Capability.DRAFTS)
+                steps = self._batches.next_step(step, decision.quiet, drafts)
                 if snapshots := self._batches.take_snapshots():
                     self._loop.fire(CopyPages(self._loop.next_number(), (), snapshots))
                 if steps is None and snapshot.prompts_queued:

@@ -74,6 +74,7 @@ def config(
     steps: int = 1,
     block_bytes: int | None = None,
     layer_groups: int | None = 2,
+    speculate: str = "off",
 ) -> EngineConfig:
     common = InstanceConfig(
         chunk_tokens=chunk,
@@ -83,6 +84,7 @@ def config(
         block_bytes=block_bytes,
         growth_tokens=growth,
         steps_per_dispatch=steps,
+        speculate=speculate,
     )
     return EngineConfig(
         model=ModelConfig(str(directory), dtype, context),
@@ -188,7 +190,7 @@ async def running(
     tokenizer = Tokenizer.from_directory(engine.model.directory)
 
     model, recording = engine.model, Recording()
-    how = (model.weights, model.kv_dtype, engine.decode.speculate)
+    how = (model.weights, model.kv_dtype, engine.decode.speculate, model.draft)
     load = loader(model.directory, model.dtype, *how)
     cluster = kind(engine, load, tokenizer, jax.devices()[first_device:])
     for replica, commands in zip(

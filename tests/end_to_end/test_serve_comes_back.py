@@ -37,6 +37,7 @@ def small_engine(directory: Path, cache: Path, *, two_meshes: bool = False) -> E
         pages=16,
         context=128,
         warm_up=True,
+        speculate="auto",
     )
     prefix = PrefixConfig(grain_tokens=16, append_tokens=32 if two_meshes else None, host_gib=0.01)
     return replace(sizes, compilation_cache=str(cache), prefix=prefix)
@@ -162,7 +163,7 @@ async def test_a_server_without_compiled_programs_answers_before_the_optional_on
     assert answers[0].usage.cached_tokens == 0 and answers[1].usage.cached_tokens == 32
     assert (await prefill.status()).not_ready == ("reuse", "tiers")
     early = await decode.status()
-    assert early.not_ready == ("append", "tiers") and not early.can_prefill
+    assert early.not_ready == ("append", "tiers", "drafts") and not early.can_prefill
     assert early.times is not None and early.times.steps and not early.times.chunks
     go_on.set()
     await all_loaded(served)

@@ -13,13 +13,14 @@ from jdisagg.config import EngineConfig, Mode
 from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import Request
 from jdisagg.scheduler import speculation
+from jdisagg.scheduler.draft_worth import DraftWorth
 from jdisagg.scheduler.sequences import Sequence
 from tests.end_to_end import test_forced_tokens, test_token_identity
 from tests.end_to_end.clusters import MOE, Running, config, golden_copy, running
 from tests.end_to_end.test_families_in_storms import LEASES, until_all_free
 from tests.end_to_end.two_decoders import TwoDecoders
 from tests.fakes.cluster import Collected
-from tests.models.next_token_checkpoints import with_next_token_layer
+from tests.models.next_token_checkpoints import eagle_head, with_next_token_layer
 
 small = partial(config, context=256, slots=4, chunk=32)
 # On a busy machine the first use of a program, which compiles it, takes minutes.
@@ -50,14 +51,14 @@ class KnowingDrafter:
 def knowing(monkeypatch: pytest.MonkeyPatch) -> type[KnowingDrafter]:
     """Drafts that are verified in every step, whether or not this saves time."""
     monkeypatch.setattr(speculation, "NgramDrafter", KnowingDrafter)
-    monkeypatch.setattr(speculation._Seconds, "pays", lambda self, gain: True)
+    monkeypatch.setattr(DraftWorth, "pays", lambda self, gain: True)
     return KnowingDrafter
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafts of the mesh itself, verified in every step, whether or not this saves time."""
-    monkeypatch.setattr(speculation._Seconds, "pays", lambda self, gain: True)
+    monkeypatch.setattr(DraftWorth, "pays", lambda self, gain: True)
 
 
 def speculating(engine: EngineConfig, source: str = "ngram") -> EngineConfig:
@@ -157,6 +158,8 @@ async def test_drafts_of_the_next_token_layer_change_no_stream(
             same_logprobs(done, expected)
         drafted, accepted = counted(run, "drafted"), counted(run, "accepted")
         assert 300 < accepted < drafted - 100
+        steps = [one for one in run.recording.decode if isinstance(one, DecodeSteps)]
+        assert (mode is Mode.CHUNKED) == any(one.chunk is not None for one in steps)
 
 
 @pytest.mark.slow
@@ -195,10 +198,55 @@ async def test_drafts_of_a_random_layer_change_no_stream(
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize(
+    ("mode", "prefill", "decode"),
+    [
+        (Mode.DISAGGREGATED, "tp=2", "dp=2"),
+        pytest.param(Mode.CHUNKED, "tp=1", "tp=2", marks=pytest.mark.slow),
+        pytest.param(Mode.UNIFIED, "tp=1", "tp=1", marks=pytest.mark.slow),
+    ],
+)
+async def test_drafts_of_an_eagle_head_change_no_stream(
+    mode: Mode, prefill: str, decode: str, tmp_path: Path, always: None
+) -> None:
+    """A random head, whose input crosses the border of two groups of layers. At a high temperature
+    it often draws the token of a model with random weights."""
+    directory = golden_copy("llama_tied", tmp_path)
+    head = eagle_head(directory, tmp_path)
+    engine = config(
+        mode, prefill, decode, directory=directory, decode_page=4, chunk=32, context=128
+    )
+    done: list[list[Collected]] = []
+    for one in (engine, speculating(engine, "eagle")):
+        async with running(replace(one, model=replace(one.model, draft=str(head)))) as run:
+            asked = [
+                run.request(
+                    range(20, 30 + 9 * seed),
+                    f"k{seed}",
+                    max_tokens=50,
+                    temperature=1.5 * (seed % 2),
+                    seed=seed,
+                    ignore_eos=True,
+                )
+                for seed in range(6)
+            ]
+            done.append(await run.complete_all(asked))
+            accepted, drafted = counted(run, "accepted"), counted(run, "drafted")
+            sources = {
+                labels
+                for worker in run.cluster._workers
+                for name, labels in worker.counters.labelled()
+                if name == "drafted_tokens"
+            }
+    assert streams(done[1]) == streams(done[0])
+    assert 0 < accepted < drafted and sources == {(("source", "eagle"),)}
+
+
+@pytest.mark.ci
 async def test_the_shipped_model_takes_several_tokens_a_step_with_its_own_layer(
     always: None,
 ) -> None:
-    engine = speculating(small(Mode.DISAGGREGATED, "tp=1", "tp=1", slots=1), "auto")
+    engine = speculating(small(Mode.DISAGGREGATED, "tp=1", "tp=1", slots=1), "mtp")
     async with running(engine) as run:
         (done,) = await run.complete_all([run.request("Once upon a time", max_tokens=100)])
         steps = sum(isinstance(command, DecodeSteps) for command in run.recording.decode)

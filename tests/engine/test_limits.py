@@ -164,7 +164,7 @@ def test_windows_go_apart_only_between_two_meshes() -> None:
     assert not hands_windows_apart(True, Mode.CHUNKED)
 
 
-def test_few_programs_run_chunks_with_steps_and_only_on_one_mesh_without_state_or_drafts() -> None:
+def test_few_programs_run_chunks_with_steps_and_only_on_one_mesh_without_state() -> None:
     config = InstanceConfig(chunk_tokens=1024, min_chunk_tokens=64, slots_per_rank=64)
     rest = LLAMA_8B, 2048, 1
     for platform in ("cpu", "gpu", "tpu"):
@@ -174,7 +174,6 @@ def test_few_programs_run_chunks_with_steps_and_only_on_one_mesh_without_state_o
         assert limits.mixed_batches == (16, 64)
     for mode in (Mode.UNIFIED, Mode.DISAGGREGATED):
         assert not mesh_limits(config, mode, *rest).mixed_buckets
-    assert not mesh_limits(config, Mode.CHUNKED, *rest, draft_layer=True).mixed_buckets
     state = KVLayer((), state=(KVComponent("state", 4, 16),))
     with_state = replace(LLAMA_8B, layers=(*LLAMA_8B.layers, state))
     assert not mesh_limits(config, Mode.CHUNKED, with_state, 2048, 1).mixed_buckets

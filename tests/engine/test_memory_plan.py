@@ -86,10 +86,13 @@ def test_weights_and_kv_are_those_of_the_loaded_model_with_the_layer_that_drafts
     speculate: str,
 ) -> None:
     shape = find_geometry(str(SHIPPED_MODEL))
-    planned = bytes_per_device(shape, replace(SMALL, speculate=speculate), "float32")
+    instance = replace(SMALL, speculate=speculate)
+    planned = bytes_per_device(shape, instance, "float32")
+    on_gpu = bytes_per_device(shape, instance, "float32", "gpu").token
+    assert (on_gpu > planned.token) == (speculate == "auto")
     load = loader(str(SHIPPED_MODEL), "float32", speculate=speculate)
     model = load(Layout(), jax.devices()[:1]).model
-    assert (model.next_token is None) == (speculate in ("off", "ngram"))
+    assert (model.next_token is None) == (speculate != "mtp")
     assert planned.token == model.kv_spec.bytes_per_token
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))  # type: ignore[arg-type]
     assert planned.weights == pytest.approx(stored, rel=2e-3), "norms are not counted"
@@ -137,8 +140,8 @@ def test_an_accelerators_memory_is_its_own_or_an_error() -> None:
 
 def test_heads_of_64_take_twice_their_bytes_in_pages_of_128_lanes() -> None:
     how = (SMALL, WorkerRole.DECODE, Mode.DISAGGREGATED, BF16, ONE_B)
-    _, plain = fit_instance(*how, memory(10))
-    _, padded = fit_instance(*how, replace(memory(10), lanes=128))
+    _, plain = fit_instance(*how, replace(memory(10), platform="gpu"))
+    _, padded = fit_instance(*how, replace(memory(10), platform="tpu"))
     room = plain.memory.bytes - plain.total + plain.pages
     assert padded.pages <= room and padded.total <= padded.memory.bytes
     assert padded.pages / padded.tokens_per_rank == 2 * plain.pages / plain.tokens_per_rank
@@ -222,10 +225,10 @@ def test_a_decode_worker_that_appends_has_room_for_the_chunks_that_it_computes()
     )
     small = replace(few, chunk_tokens=256, min_chunk_tokens=64)
     prefill = fit_instance(small, WorkerRole.PREFILL, *how)[1]
-    drafts = replace(few, speculate="ngram")  # three rows a slot, for an accelerator
-    speculates = fit_instance(drafts, WorkerRole.DECODE, *how)[1]
+    card = replace(memory(20), platform="gpu")  # three rows of drafts a slot
+    drafts = fit_instance(few, WorkerRole.DECODE, *how[:-1], card)[1]
     logits = 3 * 4 * ONE_B.vocabulary
-    assert speculates.activations >= plain.activations + (8 + 24 - 16) * logits
+    assert drafts.activations >= plain.activations + (8 + 24 - 16) * logits
     assert plain.activations < appends.activations == prefill.activations
     assert appends.total <= appends.memory.bytes
 

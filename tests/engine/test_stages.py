@@ -55,7 +55,7 @@ def test_a_stage_cannot_have_less_than_a_layer_group_nor_a_block_two_stages() ->
     [
         (TWO, {"state": True}, "recurrent state.*use pp=1"),
         (TWO, {"windows_apart": True}, "sliding window.*mode=chunked"),
-        (replace(TWO, speculate="mtp"), {"drafts": True}, "next-token layer.*ngram or off"),
+        (replace(TWO, speculate="mtp"), {"drafts": True}, "drafts tokens.*ngram or off"),
     ],
 )
 def test_what_stages_do_not_support_is_refused_with_reason_and_remedy(

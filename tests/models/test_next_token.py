@@ -3,6 +3,7 @@ technical report, section 2.2), on random checkpoints."""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -43,25 +44,22 @@ def joined(stored: Tensors, number: int, y_TD: np.ndarray, epsilon: float) -> np
     return np.concatenate([np.zeros_like(x_TD[:1]), x_TD])
 
 
-def plain_layer(x_TD: np.ndarray, stored: Tensors, prefix: str, fields: dict) -> np.ndarray:
-    """A Llama layer: grouped attention with rotary positions, and a gated feed-forward block."""
+def plain_attention(
+    into: np.ndarray, weight: Callable[[str], np.ndarray], fields: dict
+) -> np.ndarray:
+    """Grouped attention with rotary positions."""
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
-    epsilon, size = fields["rms_norm_eps"], fields["hidden_size"] // heads
-
-    def weight(name: str) -> np.ndarray:
-        return stored[f"{prefix}{name}.weight"]
-
+    size = fields["hidden_size"] // heads
     theta = fields.get("rope_theta") or fields["rope_parameters"]["rope_theta"]
-    angles = np.arange(len(x_TD))[:, None] * theta ** (-np.arange(size // 2) / (size // 2))
+    angles = np.arange(len(into))[:, None] * theta ** (-np.arange(size // 2) / (size // 2))
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
     def turned(x_TNH: np.ndarray) -> np.ndarray:
         first, second = np.split(x_TNH, 2, axis=-1)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
-    into = norm(x_TD, weight("input_layernorm"), epsilon)
     q, k, v = (
-        (into @ weight(f"self_attn.{name}_proj").T).reshape(len(x_TD), -1, size) for name in "qkv"
+        (into @ weight(f"self_attn.{name}_proj").T).reshape(len(into), -1, size) for name in "qkv"
     )
     q, k = turned(q), np.repeat(turned(k), heads // kv_heads, axis=1)
     scores = np.einsum("tnh,snh->nts", q, k) * size**-0.5
@@ -69,11 +67,26 @@ def plain_layer(x_TD: np.ndarray, stored: Tensors, prefix: str, fields: dict) ->
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     shares /= shares.sum(-1, keepdims=True)
     mixed = np.einsum("nts,snh->tnh", shares, np.repeat(v, heads // kv_heads, axis=1))
-    x_TD = x_TD + mixed.reshape(len(x_TD), -1) @ weight("self_attn.o_proj").T
-    into = norm(x_TD, weight("post_attention_layernorm"), epsilon)
+    return mixed.reshape(len(into), -1) @ weight("self_attn.o_proj").T
+
+
+def plain_feed_forward(into: np.ndarray, weight: Callable[[str], np.ndarray]) -> np.ndarray:
     gate = into @ weight("mlp.gate_proj").T
     hidden = gate / (1 + np.exp(-gate)) * (into @ weight("mlp.up_proj").T)
-    return x_TD + hidden @ weight("mlp.down_proj").T
+    return hidden @ weight("mlp.down_proj").T
+
+
+def plain_layer(x_TD: np.ndarray, stored: Tensors, prefix: str, fields: dict) -> np.ndarray:
+    """A Llama layer: grouped attention with rotary positions, and a gated feed-forward block."""
+    epsilon = fields["rms_norm_eps"]
+
+    def weight(name: str) -> np.ndarray:
+        return stored[f"{prefix}{name}.weight"]
+
+    into = norm(x_TD, weight("input_layernorm"), epsilon)
+    x_TD = x_TD + plain_attention(into, weight, fields)
+    into = norm(x_TD, weight("post_attention_layernorm"), epsilon)
+    return x_TD + plain_feed_forward(into, weight)
 
 
 def layer_of_a_longer_model(x_TD: np.ndarray, directory: Path, folder: Path) -> np.ndarray:

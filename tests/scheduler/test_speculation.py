@@ -10,12 +10,13 @@ from jdisagg.messages.step_commands import DecodeResult, DecodeSteps, SampledTok
 from jdisagg.scheduler.acceptance import PRIOR, Acceptance
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.draft_worth import REMEASURE
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.ngram import MOST_INDEXED, MOST_OF_PROMPT, NgramIndex
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import Sequence
-from jdisagg.scheduler.speculation import CHAIN, REMEASURE, Draft, NgramDrafter, Speculation
+from jdisagg.scheduler.speculation import CHAIN, Draft, NgramDrafter, Speculation
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
 
@@ -118,6 +119,13 @@ class Bench:
         self.batches.apply(DecodeResult(plan.step, (tuple(rows),)), seconds)
         return [len(row) for row in rows]
 
+    def measure_plain(self) -> None:
+        """Runs the steps before drafts are tried first."""
+        for _ in range(5):
+            plan = self.plan()
+            assert plan.drafts == ()
+            self.run(plan)
+
 
 LOOP = [1, 2, 3, 4, 5] * 60
 
@@ -125,6 +133,7 @@ LOOP = [1, 2, 3, 4, 5] * 60
 def test_a_sequence_that_repeats_itself_takes_several_tokens_a_step_one_step_ahead() -> None:
     bench = Bench(text=LOOP)
     child = bench.ready(1, LOOP[:20])
+    bench.measure_plain()
     ahead, taken = bench.plan(), []
     for _ in range(20):
         planned = bench.plan()
@@ -175,9 +184,9 @@ def test_wrong_predictions_stop_drafts() -> None:
 def test_extra_rows_go_to_the_sequences_whose_drafts_are_accepted() -> None:
     bench = Bench(text=LOOP)
     children = [bench.ready(number, LOOP[:20]) for number in (1, 2, 3)]
-    bench.run(bench.plan())
-    for child, hits in zip(children, (0.0, 40.0, 25.0), strict=True):
-        child.acceptance[0] = Acceptance(hits, 50.0)
+    bench.measure_plain()
+    for child, hits in zip(children, (0.0, 400.0, 250.0), strict=True):
+        child.acceptance[0] = Acceptance(hits, 500.0)
     counts = {one.row: one.count for one in bench.plan().drafts}
     assert sum(counts.values()) == LIMITS.extra_rows(4)
     assert 0 not in counts and 1 <= counts[2] < counts[1]
@@ -192,9 +201,9 @@ def test_drafts_stop_before_the_limit_of_a_sequence() -> None:
 
 
 def test_both_kinds_of_steps_are_measured_again_after_a_while() -> None:
-    bench = Bench(limits=replace(LIMITS, context_tokens=8000, pages_per_rank=8000))
-    bench.text = [1, 2, 3, 4, 5] * 1500
-    bench.ready(1, bench.text[:20], max_tokens=7000)
+    bench = Bench(limits=replace(LIMITS, context_tokens=12000, pages_per_rank=12000))
+    bench.text = [1, 2, 3, 4, 5] * 2400
+    bench.ready(1, bench.text[:20], max_tokens=11000)
     plain = []
     for number in range(2 * REMEASURE + 30):
         plan = bench.plan()
@@ -243,14 +252,14 @@ def test_a_large_batch_without_drafts_makes_no_predictions_for_some_steps() -> N
         bench.ready(number + 1, [300, 301])
     for _ in range(20):
         bench.run(bench.plan())
-    assert drafter.calls == 16 * 4, "in one of five steps"
+    assert drafter.calls == 16 * 5, "in steps 1, 3, 6, 11 and 20"
 
 
 class MeshBench(Bench):
     """A mesh that drafts by itself, of whose drafts the first `right` are accepted."""
 
     def __init__(self, right: int) -> None:
-        limits = replace(LIMITS, draft_layer=True)
+        limits = replace(LIMITS, draft_layer="mtp")
         super().__init__(limits, range(300))
         speculation = Speculation.of(limits)
         assert speculation is not None and speculation.source == "mtp"
@@ -271,40 +280,51 @@ class MeshBench(Bench):
 def test_a_step_verifies_the_drafts_of_the_step_before_which_is_not_read_yet() -> None:
     bench = MeshBench(right=2)
     child = bench.ready(1, [1, 2])
+    bench.measure_plain()
     first, second = bench.plan(), bench.plan()
     assert [(one.tokens, one.count) for one in first.drafts] == [((), 0)], "none are made yet"
     assert [(one.tokens, one.count) for one in second.drafts] == [((), CHAIN)]
     assert bench.run(first) + bench.run(second) == [1, 3]
-    assert child.generated == [0, 1, 2, 3, 4]
+    assert child.generated == list(range(10))
     assert bench.batches.take_drafts() == [("mtp", 3, 2)]
+
+
+def tried_again(bench: Bench) -> DecodeSteps:
+    """The first step of the next trial, once it is due."""
+    for worth in bench.speculation._worth.values():
+        worth.since_drafted = worth.pause
+    for _ in range(20):
+        plan = bench.plan()
+        if plan.drafts:
+            return plan
+        bench.run(plan)
+    raise AssertionError("drafts were not tried again")
 
 
 def test_after_a_step_without_drafts_there_are_none_to_verify() -> None:
     bench = MeshBench(right=3)
     bench.ready(1, [1, 2])
-    made = [bench.plan() for _ in range(1)]
-    while made[-1].drafts:
-        bench.run(made[-1], 9.0)  # which does not pay, once plain steps are measured
-        made.append(bench.plan())
-    plain = made[-1]
-    bench.run(plain)
-    bench.speculation._seconds.clear()
-    after = bench.plan()
-    assert [one.count for one in after.drafts] == [0]
+    bench.measure_plain()
+    plan = bench.plan()
+    assert plan.drafts
+    while plan.drafts:
+        bench.run(plan, 9.0)  # which does not pay
+        plan = bench.plan()
+    bench.run(plan)
+    assert [one.count for one in tried_again(bench).drafts] == [0]
 
 
 def test_drafts_of_a_mesh_that_were_seldom_accepted_are_tried_again_later() -> None:
     bench = MeshBench(right=0)
-    child = bench.ready(1, [1, 2], max_tokens=290 + REMEASURE)
     bench.text = list(range(300)) * 4
+    child = bench.ready(1, [1, 2], max_tokens=800)
     drafted = []
-    for number in range(40 + REMEASURE):
+    for number in range(200):
         plan = bench.plan()
         if plan.drafts:
             drafted.append(number)
         bench.run(plan)
-        if child.generated and len(child.generated) > 250:
-            break
     assert drafted and max(drafted) < 60, "it stops"
-    bench.speculation._steps += REMEASURE
-    assert bench.plan().drafts
+    assert child.acceptance[0].estimate() < 0.2
+    tried_again(bench)
+    assert child.acceptance[0].estimate() == PRIOR

@@ -1,0 +1,94 @@
+"""Decides whether decode steps of one batch size and variant have drafts, from measured times.
+Pure.
+
+A mesh that verifies drafts must not be slower than one that verifies none. So drafts begin only
+after steps without drafts were measured, and after a trial of a few steps. A trial costs time if
+drafts are a loss. It is therefore repeated after a pause that doubles with each trial that drafts
+lose. While drafts pay, a step without drafts is measured from time to time. Predictions themselves
+cost the host time, so most steps make none while they do not pay."""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+LEAST_GAIN = 1.05  # tokens a second with drafts, relative to without
+SAMPLES = 9  # step times of which the median counts
+LEAST_SAMPLES = 3
+# Steps with drafts after which a step without drafts is measured again.
+REMEASURE = 512
+FIRST_PAUSE = 256  # steps without drafts before the first trial is repeated
+LONGEST_PAUSE = 1 << 14
+STEADY = 64  # steps with drafts in a row after which the pause is short again
+# Making the predictions for a sequence takes the host about this time.
+PREDICTION_SECONDS = 20e-6
+PREDICTION_SHARE = 0.005  # largest part of all time that predictions take while they do not pay
+RESTS = (8, 256)  # fewest and most steps between predictions then
+_FADE = 0.95  # of expected and accepted drafts, at each step
+_PRIOR = 4.0  # drafts that are taken to have come as expected
+
+
+@dataclass(slots=True)
+class DraftWorth:
+    """Measured times of steps without and with drafts, and what the drafts brought."""
+
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    drafted: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    since_plain: int = 0
+    since_drafted: int = 0
+    pause: int = FIRST_PAUSE
+    expected: float = 0.0
+    accepted: float = 0.0
+
+    def took(self, seconds: float, expected: float | None, accepted: int = 0) -> None:
+        """Records a step.
+
+        Args:
+            seconds: Time of the step.
+            expected: Number of drafts that were expected to be accepted. None is a step without
+                drafts.
+            accepted: Number of drafts that were accepted.
+        """
+        if expected is None:
+            self.plain.append(seconds)
+            self.since_plain, self.since_drafted = 0, self.since_drafted + 1
+            return
+        self.drafted.append(seconds)
+        self.since_plain, self.since_drafted = self.since_plain + 1, 0
+        self.expected = self.expected * _FADE + expected
+        self.accepted = self.accepted * _FADE + accepted
+        if self.since_plain >= STEADY:
+            self.pause = FIRST_PAUSE
+
+    @property
+    def due(self) -> bool:
+        """Whether drafts should be tried again, if their gain is not known."""
+        return len(self.drafted) >= LEAST_SAMPLES and self.since_drafted >= self.pause
+
+    def rest(self, sequences: int) -> int:
+        """Returns the number of steps that make no predictions, after predictions for this number
+        of sequences were repeatedly not worth it."""
+        seconds = statistics.median(self.plain) if self.plain else 0.0
+        if not seconds:
+            return RESTS[0]
+        steps = sequences * PREDICTION_SECONDS / (PREDICTION_SHARE * seconds)
+        return max(RESTS[0], min(int(steps), RESTS[1]))
+
+    def pays(self, gain: float) -> bool:
+        """Returns whether the next step should have drafts, if it is expected to yield `gain`
+        times the tokens of a step without drafts."""
+        if gain <= LEAST_GAIN or len(self.plain) < LEAST_SAMPLES:
+            return False
+        if len(self.drafted) < LEAST_SAMPLES:
+            return True
+        if self.since_plain >= REMEASURE:
+            return False
+        came = (self.accepted + _PRIOR) / (self.expected + _PRIOR)
+        plain, drafted = statistics.median(self.plain), statistics.median(self.drafted)
+        if (1 + (gain - 1) * came) * plain > LEAST_GAIN * drafted:
+            return True
+        if self.due:
+            self.drafted.clear()
+            self.expected = self.accepted = 0.0
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+            return True
+        return False

@@ -1,0 +1,121 @@
+"""When steps have drafts: no mesh becomes slower than one that verifies none."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+
+from jdisagg.scheduler.draft_worth import (
+    FIRST_PAUSE,
+    LEAST_SAMPLES,
+    PREDICTION_SECONDS,
+    PREDICTION_SHARE,
+    REMEASURE,
+    RESTS,
+    DraftWorth,
+)
+
+
+@dataclass
+class Mesh:
+    """A mesh on which a step without drafts takes one second, with two steps in flight.
+
+    Attributes:
+        cost: Seconds of a step with drafts.
+        claimed: Drafts of a step that are expected to be accepted.
+        real: Drafts of a step that are accepted.
+    """
+
+    cost: float
+    claimed: float
+    real: float
+
+    def __post_init__(self) -> None:
+        self.worth = DraftWorth()
+        self.drafted: list[int] = []  # numbers of the steps with drafts
+        self.seconds = self.tokens = 0.0
+        self._flight: deque[bool] = deque()
+
+    def run(self, steps: int) -> None:
+        for number in range(steps):
+            drafts = self.worth.pays(1 + self.claimed)
+            self.drafted += [number] if drafts else []
+            self.tokens += 1 + self.real if drafts else 1
+            self.seconds += self.cost if drafts else 1
+            self._flight.append(drafts)
+            if len(self._flight) > 1:
+                had = self._flight.popleft()
+                expected = self.claimed if had else None
+                self.worth.took(self.cost if had else 1.0, expected, int(self.real))
+
+    @property
+    def trials(self) -> list[int]:
+        """Numbers of the first steps of runs with drafts."""
+        return [number for number in self.drafted if number - 1 not in self.drafted]
+
+
+@pytest.mark.parametrize("cost", [1.02, 1.3, 1.9, 3.0])
+@pytest.mark.parametrize(("claimed", "real"), [(0.2, 0), (1.5, 0), (1.5, 1), (3.0, 1), (3.0, 3)])
+def test_no_mesh_is_slower_than_without_drafts_whatever_is_expected_of_them(
+    cost: float, claimed: float, real: float
+) -> None:
+    mesh = Mesh(cost, claimed, real)
+    mesh.run(5000)
+    best = max(1.0, (1 + real) / cost)
+    assert mesh.drafted, "they were tried"
+    assert mesh.tokens / mesh.seconds > 0.98
+    if best > 1.2 and claimed > 0:
+        assert mesh.tokens / mesh.seconds > 0.9 * best
+
+
+def test_drafts_are_tried_once_steps_without_were_measured_and_pauses_double_while_they_lose() -> (
+    None
+):
+    mesh = Mesh(1.6, 0.4, 0)
+    mesh.run(16 * FIRST_PAUSE)
+    first, *later = mesh.trials
+    assert LEAST_SAMPLES <= first < 2 * LEAST_SAMPLES
+    pauses = [after - before for before, after in zip(mesh.trials, later, strict=False)]
+    assert len(pauses) == 4
+    for number, pause in enumerate(pauses):
+        assert pause == pytest.approx(FIRST_PAUSE << number, abs=8)
+    assert len(mesh.drafted) <= 6 * len(mesh.trials)
+
+
+def test_while_drafts_pay_a_step_without_is_measured_now_and_then() -> None:
+    mesh = Mesh(1.2, 2, 2)
+    mesh.run(4 * REMEASURE)
+    without = 4 * REMEASURE - len(mesh.drafted)
+    assert 3 <= len(mesh.trials) <= 5 and without < 20
+
+
+def test_drafts_that_begin_to_lose_stop_and_come_back_when_they_pay_again() -> None:
+    mesh = Mesh(1.2, 2, 2)
+    mesh.run(200)
+    assert 199 in mesh.drafted
+    mesh.cost = 5.0
+    mesh.drafted.clear()
+    mesh.run(200)
+    assert max(mesh.drafted) < 20
+    mesh.cost = 1.2
+    mesh.drafted.clear()
+    mesh.run(FIRST_PAUSE)
+    assert FIRST_PAUSE - 1 in mesh.drafted
+
+
+def test_without_an_expected_gain_nothing_is_tried() -> None:
+    mesh = Mesh(1.0, 0.01, 0)
+    mesh.run(3 * FIRST_PAUSE)
+    assert not mesh.drafted
+
+
+@pytest.mark.parametrize(("seconds", "sequences"), [(1e-3, 8), (2e-2, 64), (1e-4, 1), (5e-2, 1)])
+def test_predictions_that_do_not_pay_take_a_small_part_of_the_time(
+    seconds: float, sequences: int
+) -> None:
+    worth = DraftWorth()
+    worth.took(seconds, None)
+    steps = worth.rest(sequences)
+    assert RESTS[0] <= steps <= RESTS[1]
+    share = sequences * PREDICTION_SECONDS / ((steps + 1) * seconds)
+    assert share < PREDICTION_SHARE + 1e-9
