@@ -53,11 +53,16 @@ def with_eagle_head(
             raise CheckpointError(
                 f"EAGLE head {folder}: {rule}; give the head that was trained for this model"
             )
-    if any(layer.recurrent for layer in config.layers):
-        raise CheckpointError(
-            f"EAGLE head {folder}: the model has recurrent state, which takes no drafts; remove"
-            " --draft"
-        )
+    kinds = {
+        "has recurrent state": any(layer.recurrent for layer in config.layers),
+        "reads images": config.vision is not None,
+    }
+    for kind, applies in kinds.items():
+        if applies:
+            raise CheckpointError(
+                f"EAGLE head {folder}: the model {kind}, and such models have no heads here; remove"
+                " --draft"
+            )
     eagle = EagleConfig(
         replace(own, tied=False, kv_dtype=config.kv_dtype),
         taps,
