@@ -36,7 +36,12 @@ def texts(prompt: list[int], images: tuple[PromptImage, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_5_images", pytest.param("mistral3_images", marks=pytest.mark.ci)]
+    "name",
+    [
+        "qwen3_5_images",
+        pytest.param("mistral3_images", marks=pytest.mark.ci),
+        pytest.param("qwen3_vl_images", marks=pytest.mark.ci),
+    ],
 )
 async def test_images_of_every_api_give_the_tokens_of_transformers(
     name: str, tmp_path: Path

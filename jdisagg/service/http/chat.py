@@ -197,7 +197,7 @@ def image_part(part: Fields, kind: str) -> ChatImage:
         mime = source.given("media_type", TEXT)
         return stated_image(part.path.rstrip("."), source.given("data", TEXT), mime)
     part.refuse(_REFUSED_OF_IMAGES)
-    if part.has("image_url") and bytes(part.raw("image_url")).startswith(b"{"):
+    if part.has("image_url") and memoryview(part.raw("image_url"))[:1] == b"{":
         nested = part.part("image_url")
         nested.ignore("detail")
         return image_of_url(f"{nested.path}url", nested.given("url", TEXT))

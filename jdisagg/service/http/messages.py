@@ -223,7 +223,7 @@ def _result(block: Fields) -> Content:
 
 def _blocks(fields: Fields, name: str) -> str | list[Fields]:
     """Reads a field that is a text or a list of content blocks."""
-    if fields.has(name) and not bytes(fields.raw(name)).startswith(b"["):
+    if fields.has(name) and memoryview(fields.raw(name))[:1] != b"[":
         return fields.given(name, TEXT)
     return fields.parts(name) or []
 
