@@ -162,7 +162,7 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
         {"messages": [ChatMessage("user", "y " * (5 << 20))]},
         "has 10485760 bytes or more; at most 4194304",
     ),
-    ({"prompt": "z" * (20 << 20)}, "the message is too large"),
+    ({"prompt": "z" * (40 << 20)}, "the message is too large"),
     (
         {"prompt": "a big dog and a red ball " * 150_000},
         "prompt has more than 512 tokens in its first|prompt has .* tokens",
