@@ -37,6 +37,7 @@ OWN_WORDS = {
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_resaved",
+    "qwen3_5_images",
     "qwen3_5_moe",
 }
 SIZES = {

@@ -414,5 +414,7 @@ def test_a_chat_over_grpc_is_the_chat_that_http_reads() -> None:
 def test_content_and_parts_of_a_message_exclude_each_other() -> None:
     both = pb.ChatMessage(role="user", content="a", parts=["b"])
     request = pb.GenerateRequest(chat=pb.ChatMessages(messages=[both]))
-    with pytest.raises(InvalidRequestError, match="content and parts exclude each other"):
+    with pytest.raises(
+        InvalidRequestError, match="content, parts and mixed_parts exclude each other"
+    ):
         client_request_from_proto(request)
