@@ -37,8 +37,7 @@ from jdisagg.node.recipes import ClusterShape, load_shape, worker_config
 from jdisagg.node.tpus import chips_of_host
 from jdisagg.observe.logs import start_logging
 from jdisagg.service.server import check_address
-from jdisagg.supervisor.child_process import ChildProcess
-from jdisagg.supervisor.supervisor import StartMember
+from jdisagg.supervisor.supervisor import StartMember, start_here
 from launch.console import run
 from launch.flags import ENGINE, HTTP, OBSERVE, SERVICE, define
 from launch.settings import elastic_config, engine_config, observe_config
@@ -65,7 +64,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="jdisagg-") as folder:
         if flags.on == "ray":
             return _run_on_ray(config, Path(folder))
-        return asyncio.run(_run(plan(config, Path(folder)), ChildProcess.start))
+        return asyncio.run(_run(plan(config, Path(folder)), start_here))
 
 
 def _run_on_ray(config: ClusterConfig, folder: Path) -> int:

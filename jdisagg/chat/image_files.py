@@ -31,6 +31,8 @@ MAX_SCANS = 100
 _SCAN = b"\xff\xda"
 _ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)  # orientations that exchange width and height
+# `PIL.Image.Transpose` by orientation: what makes the image upright.
+_TRANSPOSES = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 
 
 class ImageFile:
@@ -71,16 +73,19 @@ class ImageFile:
                 " a baseline JPEG"
             )
         with _reading(where):
-            turned = self._opened.getexif().get(_ORIENTATION) in _TURNED
+            # `PngImageFile.getexif` decodes the file.
+            exif = library.Image.getexif(self._opened)
+            self._orientation = exif.get(_ORIENTATION)
+        turned = self._orientation in _TURNED
         self.height, self.width = (width, height) if turned else (height, width)
 
     def pixels(self) -> np.ndarray:
-        """Decodes the image. Returns uint8 [height, width, 3]. Raises InvalidRequestError if the
-        file is damaged."""
-        with _reading(self.where):
+        """Decodes the image, once. Returns uint8 [height, width, 3]. Raises InvalidRequestError if
+        the file is damaged."""
+        with _reading(self.where), contextlib.closing(self._opened):
             self._opened.load()
-            upright = importlib.import_module("PIL.ImageOps").exif_transpose(self._opened)
-            decoded = _rgb(upright)
+            transpose = _TRANSPOSES.get(self._orientation)
+            decoded = _rgb(self._opened if transpose is None else self._opened.transpose(transpose))
         assert decoded.shape == (self.height, self.width, 3)
         return decoded
 
@@ -111,7 +116,7 @@ def check_bytes(where: str, image: ChatImage, limits: LimitsConfig) -> None:
 def _rgb(image: "Image") -> np.ndarray:
     """Returns the pixels as uint8 [height, width, 3]."""
     if image.mode.startswith("I"):
-        grey = (np.asarray(image).astype(np.int64).clip(0, 0xFFFF) >> 8).astype(np.uint8)
+        grey = (np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)
     if image.has_transparency_data:
         library = importlib.import_module("PIL.Image")

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from jdisagg.chat.messages import (
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.client_limits import LongTexts
 from jdisagg.dispatch.options import utf8_bytes
-from jdisagg.errors import InvalidRequestError
+from jdisagg.errors import InvalidRequestError, OverloadedError
 from jdisagg.images import PromptImage
 from jdisagg.layout.axes import Layout
 from jdisagg.request import SamplingDefaults, foreign_token
@@ -43,6 +43,8 @@ LARGEST_TEXTS = 4
 PROBE_CHARACTERS = 16 << 10
 PROBE_CHARACTERS_PER_TOKEN = 32
 IMAGE_THREADS = 4  # bounds the memory of decoded images
+MAX_IMAGES_AT_WORK = 64  # requests whose images are read or wait for a thread
+IMAGE_RETRY_SECONDS = 1.0
 # Of all images of a request after their resize, since a request is one message to a worker.
 MAX_PIXEL_BYTES = 96 << 20
 
@@ -156,6 +158,7 @@ class PromptEncoder:
         # At least 1 MiB for each, because the template of a chat adds text to many short messages.
         self._long_texts = LongTexts(LARGEST_TEXTS * max(limits.max_prompt_bytes, 1 << 20))
         self._image_threads = ThreadPoolExecutor(IMAGE_THREADS, "images")
+        self._images_at_work = 0
 
     def check(self, prompt: Prompt) -> int:
         """Checks a prompt without the tokenizer. Returns an estimate of the bytes to tokenize."""
@@ -207,8 +210,23 @@ class PromptEncoder:
         return tuple([await self._with_images(self._image, one) for one in encoded.placed])
 
     async def _with_images(self, work: Callable[..., Result], *args: object) -> Result:
-        """Runs work on images in one of the threads for it."""
-        return await asyncio.get_running_loop().run_in_executor(self._image_threads, work, *args)
+        """Runs work on images in one of the threads for it. Raises OverloadedError if much of it
+        waits."""
+        if self._images_at_work >= MAX_IMAGES_AT_WORK:
+            raise OverloadedError(
+                f"{self._images_at_work} requests have images that are being read, and at most"
+                f" {MAX_IMAGES_AT_WORK} are taken; try again later",
+                retry_after_seconds=IMAGE_RETRY_SECONDS,
+            )
+        self._images_at_work += 1
+        working = asyncio.get_running_loop().run_in_executor(self._image_threads, work, *args)
+        working.add_done_callback(self._image_done)
+        return await asyncio.shield(working)
+
+    def _image_done(self, working: asyncio.Future[Any]) -> None:
+        self._images_at_work -= 1
+        if not working.cancelled():
+            working.exception()  # marks it as retrieved: the caller may be gone
 
     def _image(self, placed: _Placed) -> PromptImage:
         assert self.codec.images is not None, "checked before"
@@ -231,8 +249,13 @@ class PromptEncoder:
         tools = [tool.shown for tool in prompt.tools] if prompt.callable_tools else []
         hidden = None if processor is None else HiddenMarks(processor.marks)
         if hidden is not None:
-            messages, arguments = hidden.hide(messages), hidden.hide(arguments)
-            tools = hidden.hide(tools)
+            try:
+                messages, arguments = hidden.hide(messages), hidden.hide(arguments)
+                tools = hidden.hide(tools)
+            except RecursionError:
+                raise InvalidRequestError(
+                    "messages, template arguments or tools are nested too deeply; flatten them"
+                ) from None
         text = self.codec.apply_chat_template(
             messages,
             add_generation_prompt=prompt.add_generation_prompt,

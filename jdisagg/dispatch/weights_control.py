@@ -37,6 +37,7 @@ from jdisagg.telemetry import Counters
 
 COMMIT_SECONDS = 60.0
 FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 2.0, 300.0
+LONGEST_OFFER_SECONDS = 3600.0  # the longest lease of an offer
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -123,13 +124,18 @@ class WeightsControl:
                         staged |= await self._stage(short, call)
                         identity = _one_identity(folder, staged)
                         commit = CommitCall(identity, mode is UpdateMode.KEEP)
-                        done, failed = await self._commit(ports, commit)
+                        # Goes to its end if the caller leaves: half of the workers would have the
+                        # weights, and no worker of one side would match one of the other.
+                        committing = asyncio.create_task(self._change(ports, call, commit))
+                        try:
+                            done, failed = await asyncio.shield(committing)
+                        except asyncio.CancelledError:
+                            await committing
+                            raise
             except BaseException:
                 await self._drop(ports)
                 raise
             pause_seconds = self._clock.now() - paused_at
-            if done:
-                self._wanted, self._identity, self._waits = call, identity, {}
         if not done:
             self._counters.add("weights_updates_failed")
             raise UnavailableError(f"weights: no worker took them: {failed[0]}")
@@ -151,8 +157,11 @@ class WeightsControl:
             _raised(await _all(some, lambda port: port.sleep(SleepCall(2, seconds))))
             yield
         finally:
-            for outcome in _raised(await _all(some, lambda port: port.wake(seconds))).values():
-                self._path.cluster.reported(outcome)
+            for name, outcome in (await _all(some, lambda port: port.wake(seconds))).items():
+                if isinstance(outcome, BaseException):  # its status tells that it sleeps
+                    _log.warning("worker %s does not wake after an update: %s", name, outcome)
+                else:
+                    self._path.cluster.reported(outcome)
 
     async def catch_up(self) -> None:
         """Gives the weights of the last update to workers that do not have them. A worker that
@@ -195,7 +204,7 @@ class WeightsControl:
             except JdisaggError:
                 if (source := self._ports.get(having[0]) if having else None) is None:
                     raise
-                offer = await source.offer_weights(seconds)
+                offer = await source.offer_weights(min(seconds, LONGEST_OFFER_SECONDS))
                 call = msgspec.structs.replace(wanted, folder=offer.name)
                 staged = await self._stage(some, call)
             short = any(one.missing_bytes for one in staged.values())
@@ -254,6 +263,16 @@ class WeightsControl:
             self._counters.add("weights_updates_failed")
             await self._drop(ports)
             raise
+
+    async def _change(
+        self, ports: Mapping[str, WeightsPort], call: StageCall, commit: CommitCall
+    ) -> tuple[list[str], list[str]]:
+        """Commits, and remembers the weights that all workers are to have. Returns the result of
+        `_commit`."""
+        done, failed = await self._commit(ports, commit)
+        if done:
+            self._wanted, self._identity, self._waits = call, commit.weights, {}
+        return done, failed
 
     async def _commit(
         self, ports: Mapping[str, WeightsPort], call: CommitCall

@@ -22,8 +22,13 @@ from jdisagg.node.cluster_plan import ClusterPlan
 from jdisagg.node.serving import curl, where
 from jdisagg.node.signals import StopSignals
 from jdisagg.service.server import cluster_credentials, read_tokens
-from jdisagg.supervisor.child_process import ChildProcess
-from jdisagg.supervisor.supervisor import GroupSpec, GroupState, StartMember, SupervisedGroup
+from jdisagg.supervisor.supervisor import (
+    GroupSpec,
+    GroupState,
+    StartMember,
+    SupervisedGroup,
+    start_here,
+)
 
 _POLL_SECONDS = 0.5
 _STATUS_SECONDS = 2.0
@@ -37,7 +42,7 @@ class Cluster:
     secrets is invalid. `start_child` starts a process."""
 
     def __init__(
-        self, plan: ClusterPlan, log: ClusterLog, start_child: StartMember = ChildProcess.start
+        self, plan: ClusterPlan, log: ClusterLog, start_child: StartMember = start_here
     ) -> None:
         self._start_child = start_child
         service = plan.config.engine.service

@@ -15,6 +15,7 @@ Imported only with `jdisagg cluster --on=ray`."""
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -44,6 +45,7 @@ from jdisagg.supervisor.child_process import ChildProcess, Command, TakeLine
 
 ACCELERATORS = ("GPU", "TPU")  # as Ray names them, in order of preference
 KILLED = -signal.SIGKILL
+KILL_SECONDS = 10.0
 
 
 @contextlib.contextmanager
@@ -106,6 +108,7 @@ class _ProcessActor:
         if self._child is not None:  # left by a driver that gave up waiting
             self._child.kill()
             await self._child.ended()
+        self._child = None
         lines: asyncio.Queue[str | None] = asyncio.Queue()
         with tempfile.TemporaryDirectory(prefix="jdisagg-") as folder:
             path = Path(folder) / f"{name}.json"
@@ -156,7 +159,7 @@ class RayChild:
 
     def __init__(self, name: str, actor: Any, lines: Any, take_line: TakeLine) -> None:
         self.name, self.status, self.pid = name, None, 0
-        self._actor = actor
+        self._actor, self._killed = actor, False
         self._ending = asyncio.create_task(self._read(lines, take_line))
 
     async def _read(self, lines: Any, take_line: TakeLine) -> int:
@@ -171,6 +174,8 @@ class RayChild:
                     ended = status
         except RayError as error:
             take_line(self.name, f"lost by Ray: {str(error).splitlines()[0]}")
+        except asyncio.CancelledError:
+            take_line(self.name, "does not answer: Ray has no node for it, or lost the node")
         self.status = ended
         return ended
 
@@ -183,7 +188,12 @@ class RayChild:
             self._actor.signal.remote(int(number))
 
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
+        """Ends the process. If its actor does not answer, because it waits for a node or its node
+        is lost, the process counts as ended after some seconds."""
+        if self.status is None and not self._killed:
+            self._killed = True
+            self.signal(signal.SIGKILL)
+            asyncio.get_running_loop().call_later(KILL_SECONDS, self._ending.cancel)
 
 
 class RayProcesses:
@@ -222,14 +232,21 @@ class RayProcesses:
             process = msgspec.json.decode(content, type=WorkerProcessConfig).process
             instance = command.name.rpartition(".")[0]
             if process.count > 1 and not process.index:
-                first = self._actors[command.name]
-                self._coordinators[instance] = await first.coordinator.remote()
+                self._coordinators[instance] = await self._coordinator(command.name)
             coordinator = self._coordinators.get(instance) if process.count > 1 else None
         actor = self._actors[command.name]
         lines = actor.run.options(num_returns="streaming").remote(
             command.name, kind, content, coordinator
         )
         return RayChild(command.name, actor, lines, take_line)
+
+    async def _coordinator(self, name: str) -> str:
+        """Returns an address for the JAX coordinator on the node of a process. Raises OSError if
+        Ray has lost the actor, so that the supervisor tries again."""
+        try:
+            return await self._actors[name].coordinator.remote()
+        except RayError as error:
+            raise OSError(errno.EAGAIN, f"its Ray actor is not there: {error}") from error
 
     def _place(self, plan: ClusterPlan, instances: Sequence[InstancePlan]) -> None:
         """Creates the actors of instances in a placement group of their own."""

@@ -68,6 +68,11 @@ class Member(Protocol):
 StartMember = Callable[[Command, TakeLine], Awaitable[Member]]
 
 
+async def start_here(command: Command, take_line: TakeLine) -> Member:
+    """Starts a member as a child of this process."""
+    return await ChildProcess.start(command, take_line)
+
+
 class SupervisedGroup:
     """One supervised group. Callbacks: `take_line(name, line)` receives output of members,
     `say(name, text)` receives messages about starts and ends, and `failed(name)` is called if the
@@ -81,7 +86,7 @@ class SupervisedGroup:
         say: TakeLine,
         failed: Callable[[str], None],
         timeouts: ProcessTimeouts = DEFAULT_TIMEOUTS.process,
-        start_child: StartMember = ChildProcess.start,
+        start_child: StartMember = start_here,
     ) -> None:
         self._start_child = start_child
         self.name = spec.name

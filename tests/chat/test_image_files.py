@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.ImageFile import ImageFile as PillowFile
 
 from jdisagg.chat.image_files import ImageFile
 from jdisagg.chat.images import ChatImage, image_of_url, stated_image
@@ -179,6 +180,16 @@ def test_a_bomb_is_refused_by_its_header(monkeypatch: Any, size: tuple[int, int]
     )
     with pytest.raises(InvalidRequestError, match="limits.max_image_pixels|DecompressionBomb"):
         ImageFile("image", ChatImage(bomb(*size)), LIMITS)
+
+
+def test_no_pixels_are_decoded_before_all_limits_are_checked(monkeypatch: Any) -> None:
+    """Pillow decodes a PNG when it is asked for the orientation."""
+    for kind in ("PNG", "JPEG", "WEBP", "GIF"):
+        file = file_of(pattern(10, 20), kind)
+        with monkeypatch.context() as patch:
+            patch.setattr(PillowFile, "load", lambda self: pytest.fail("decoded"))
+            read = ImageFile("image", ChatImage(file), LIMITS)
+        assert read.pixels().shape == (read.height, read.width, 3)
 
 
 def test_limits_apply_to_pixels_and_bytes() -> None:
