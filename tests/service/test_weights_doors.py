@@ -1,5 +1,6 @@
 """Updates of weights and sleep over HTTP and gRPC."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -154,6 +155,40 @@ async def test_a_worker_that_dies_before_it_commits_is_named_and_the_others_serv
         served.decode.dies = True
         with pytest.raises(UnavailableError, match="no worker took them: d: connection refused"):
             await client.update_weights("/two")
+
+
+async def test_a_commit_that_began_goes_to_its_end_though_the_caller_leaves(served: Served) -> None:
+    """Else decode workers would have the weights and prefill workers not, and no pair would
+    match."""
+    began, going = asyncio.Event(), asyncio.Event()
+    commit = served.decode.commit_weights
+
+    async def held(call: CommitCall) -> WorkerStatus:
+        began.set()
+        await going.wait()
+        return await commit(call)
+
+    served.decode.commit_weights = held  # type: ignore[method-assign]
+    control = WeightsControl(served.path, MonotonicClock(), Counters())
+    update = asyncio.create_task(control.update("/one", "1"))
+    await began.wait()
+    update.cancel()
+    await asyncio.sleep(0)
+    going.set()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    assert served.prefill.weights == served.decode.weights == "1@f00/one"
+    assert control._identity == "1@f00/one", "late workers get these weights"
+
+
+async def test_workers_that_do_not_wake_after_an_update_do_not_make_it_fail(served: Served) -> None:
+    async def never(_: float) -> WorkerStatus:
+        raise UnavailableError("connection refused")
+
+    served.prefill.full, served.prefill.wake = True, never  # type: ignore[method-assign]
+    control = WeightsControl(served.path, MonotonicClock(), Counters())
+    report = await control.update("/one", "1")
+    assert served.decode.weights == report.weights and served.prefill.asleep
 
 
 async def test_workers_sleep_and_wake_over_http_and_grpc(served: Served) -> None:
