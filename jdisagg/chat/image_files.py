@@ -84,10 +84,16 @@ class ImageFile:
         the file is damaged."""
         with _reading(self.where), contextlib.closing(self._opened):
             self._opened.load()
-            transpose = _TRANSPOSES.get(self._orientation)
-            decoded = _rgb(self._opened if transpose is None else self._opened.transpose(transpose))
+            decoded = _rgb(self._upright())
         assert decoded.shape == (self.height, self.width, 3)
         return decoded
+
+    def _upright(self) -> "Image":
+        number = _TRANSPOSES.get(self._orientation)
+        if number is None:
+            return self._opened
+        methods = importlib.import_module("PIL.Image").Transpose
+        return self._opened.transpose(methods(number))
 
 
 @contextlib.contextmanager

@@ -127,12 +127,16 @@ class ImagePrograms:
 
     def nothing_added(self, width: int) -> Any:
         """Returns zeros to add after the first layers of a chunk of `width` tokens, or ()."""
-        shape = (self._ranks, width, self.depth, self._width)
-        return self._programs.zeros(shape, self._dtype, RANK) if self.depth else ()
+        if not self.depth:
+            return ()
+        shape, dtype = (1, width, self.depth, self._width), self._dtype
+        build = lambda: self._programs.compile(lambda: jnp.zeros(shape, dtype), (), (), RANK)  # noqa: E731
+        return self._programs.get(("nothing added", width), build)()
 
     def warm_encoder(self, patches: int) -> None:
-        """Compiles the programs that encode an image of `patches` patches, by encoding nothing."""
-        self._encode_batch([None] * self._ranks, patches)
+        """Compiles the programs that encode an image of `patches` patches, by encoding nothing.
+        Blocks that share a program run once."""
+        self._encode_batch([None] * self._ranks, patches, warming=True)
 
     def warm_place(self, width: int) -> None:
         """Compiles the program that replaces embeddings of a chunk of `width` tokens."""
@@ -197,7 +201,9 @@ class ImagePrograms:
 
     # ---- programs
 
-    def _encode_batch(self, batch: Sequence[PromptImage | None], patches: int) -> None:
+    def _encode_batch(
+        self, batch: Sequence[PromptImage | None], patches: int, warming: bool = False
+    ) -> None:
         """Encodes at most one image a rank and writes the results to the ranks' stores."""
         form, ranks = self.form, self._ranks
         pixels = np.zeros((ranks, patches, 3 * form.patch**2), np.uint8)
@@ -215,8 +221,11 @@ class ImagePrograms:
         pixels_on, place_on, size_on, target_on = arrays
         x = self._patches(patches, pixels_on, place_on, size_on)
         deep = dict(zip(self._vision.deep_after, self._vision.deep_mergers, strict=True))
+        ran = set[object]()
         for number, block in enumerate(self._vision.blocks):
-            x = self._block(block, x, place_on, size_on)
+            if not warming or block.structure not in ran:
+                ran.add(block.structure)
+                x = self._block(block, x, place_on, size_on)
             if number in deep:
                 column = 1 + self._vision.deep_after.index(number)
                 self._array = self._merge(deep[number], column, x, target_on)
