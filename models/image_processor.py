@@ -244,7 +244,9 @@ def _pixtral(
     shape = _Settings(settings.directory, {**config["vision_config"], **whole})
     patch = shape.count("patch_size", 16)
     merge = _Settings(settings.directory, {**config, **whole}).count("spatial_merge_size", 1)
-    longest = settings.area("longest_edge", "longest_edge", 1024)
+    # As for Qwen's models: larger images are reduced to what the encoder's programs read.
+    most = math.isqrt(vision_config.MOST_PATCHES) * patch
+    longest = min(settings.area("longest_edge", "longest_edge", 1024), most)
     return ImageProcessor(
         placeholder,
         (placeholder, row_end, last_end),

@@ -44,6 +44,7 @@ class OfferedWeights:
         self._until = time.monotonic() + lease_seconds
         self._closing: list[Callable[[], object]] = []
         self._lock = threading.Lock()
+        self._hashing = threading.Lock()  # workers that ask at once wait for one hash
 
     def when_closed(self, call: Callable[[], object]) -> None:
         """Sets a function to call at the end of the offer."""
@@ -100,12 +101,13 @@ class OfferedWeights:
         if self._content:
             return self._content
         digest = hashlib.blake2b(digest_size=16)
-        for name in sorted(self._tensors):
-            tensor = self._tensors[name]
-            if name not in self._sums or not isinstance(tensor, jax.Array):
-                self._sums[name] = self._sum_of(tensor)
-            digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(self._sums[name])
+        with self._hashing:
+            for name in sorted(self._tensors):
+                tensor = self._tensors[name]
+                if name not in self._sums or not isinstance(tensor, jax.Array):
+                    self._sums[name] = self._sum_of(tensor)
+                digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+                digest.update(self._sums[name])
         return digest.hexdigest()
 
     def described(self) -> tuple[OfferedTensor, ...]:
