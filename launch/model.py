@@ -8,7 +8,7 @@ from jdisagg.config import EngineConfig, ModelConfig, ServiceConfig
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.engine.fingerprint import check_sums, file_states, model_fingerprint
-from jdisagg.engine.limits import drafts_with_layer
+from jdisagg.engine.limits import drafts_with_layer, shared_drafts
 from jdisagg.engine.replica import Loaded
 from jdisagg.errors import ConfigError, InvalidRequestError
 from jdisagg.layout.axes import Layout
@@ -170,9 +170,7 @@ def deployment(
 ) -> Deployment:
     """Builds a cluster in this process for the configured model, by default the shipped one."""
     directory = config.model.directory or SHIPPED_MODEL
-    speculate = config.decode.speculate
-    if speculate == "auto" and max(config.prefill.layout.pp, config.decode.layout.pp) > 1:
-        speculate = "ngram"  # both sides load a layer that drafts, or none does
+    speculate = shared_drafts(config, config.decode.speculate)
     model = replace(config.model, directory=str(directory))
     source = model_source(model, speculate, config.service)
     source = replace(source, name=config.service.served_model_name or source.name)

@@ -179,6 +179,13 @@ def drafts_with_layer(speculate: str, platform: str, stages: int) -> bool:
     )
 
 
+def shared_drafts(config: EngineConfig, speculate: str) -> str:
+    """Returns how an instance of a cluster drafts. Both sides of a hand-off must load a layer that
+    drafts, or neither: with pipeline stages on a side, auto means ngram on both."""
+    staged = max(config.prefill.layout.pp, config.decode.layout.pp) > 1
+    return "ngram" if staged and speculate == "auto" else speculate
+
+
 def hands_windows_apart(can_part: bool, mode: Mode) -> bool:
     """Returns whether the KV of sliding-window layers is transferred separately. If so, only
     positions inside the window are transferred, and decode meshes hold them in ring buffers.

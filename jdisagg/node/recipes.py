@@ -19,7 +19,7 @@ from typing import TypeVar
 import yaml
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, WorkerConfig, override
-from jdisagg.engine.limits import handoff_groups
+from jdisagg.engine.limits import handoff_groups, shared_drafts
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
@@ -192,7 +192,12 @@ def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
     return WorkerConfig(
         model=config.model,
         mode=Mode.CHUNKED if two_meshes else config.mode,
-        instance=dataclasses.replace(instance, layer_groups=groups, block_bytes=cut.block_bytes),
+        instance=dataclasses.replace(
+            instance,
+            layer_groups=groups,
+            block_bytes=cut.block_bytes,
+            speculate=shared_drafts(config, instance.speculate),
+        ),
         limits=config.limits,
         prefix=config.prefix,
         service=config.service,

@@ -135,6 +135,17 @@ def test_a_worker_is_what_the_recipe_says_and_cuts_layers_as_the_prefill_side_do
     assert (made.model, made.limits, made.warm_up) == (cut.model, limits, cut.warm_up)
 
 
+@pytest.mark.parametrize(("stages", "drafts"), [(1, "auto"), (2, "ngram")])
+def test_both_sides_draft_alike_if_one_has_pipeline_stages(stages: int, drafts: str):
+    """A layer that drafts is part of the KV of both sides, and stages have none."""
+    both = [replace(side, speculate="auto") for side in (TWO.prefill, TWO.decode)]
+    cluster = replace(
+        TWO, prefill=both[0], decode=replace(both[1], layout=replace(both[1].layout, pp=stages))
+    )
+    for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
+        assert worker_config(cluster, role).instance.speculate == drafts
+
+
 def test_a_mixed_worker_of_a_recipe_of_two_meshes_takes_chunks_between_steps():
     assert worker_config(TWO, WorkerRole.MIXED).mode is Mode.CHUNKED
     one = replace(TWO, mode=Mode.UNIFIED)
