@@ -89,7 +89,7 @@ def decoder(slots: int) -> MeshExecutor:
 
 
 def admit(executor: MeshExecutor, adapters: int) -> None:
-    """Puts a sequence into each slot, with one of so many adapters."""
+    """Puts a sequence into each slot. The sequences use `adapters` different adapters."""
     assert executor._decode is not None
     sample = SampleSpec(0, SamplingParams(temperature=0.0))
     rows = [
@@ -209,7 +209,8 @@ def trainer(port: int) -> None:
 
 
 def channel_seconds(link: KvEndpoint, sender: Connection, count: int) -> float:
-    """Pulls so many blocks, some at a time."""
+    """Returns the seconds in which `count` blocks arrive, of which up to `WINDOW` are pulled at a
+    time."""
     ids = [random_id() for _ in range(count)]
     sender.send(("blocks", ids))
     end = sender.recv()

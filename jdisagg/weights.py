@@ -87,7 +87,7 @@ def opened(
             " offers with `service`"
         )
     else:
-        with RemoteWeights(name, service or ServiceConfig()) as remote:
+        with contextlib.closing(RemoteWeights(name, service or ServiceConfig())) as remote:
             yield remote
 
 

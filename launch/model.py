@@ -66,7 +66,7 @@ class CheckpointLoader:
                 return self._read_files(folder, layout, devices, cut)
             content = offer.content()
             model = self._load(self._directory, layout, devices, offer, cut).model
-            _check_unchanged(folder, content, offer.content())
+            _check_unchanged(folder, content, offer.content(again=True))
             return content, model
 
     def _read_files(

@@ -124,12 +124,8 @@ def vision_source(parameter: ParameterShape, config: VisionConfig) -> Source:
 
 def _fused(name: str, part: str, end: str, parameter: ParameterShape) -> Source:
     """Returns where queries, keys or values are stored, which share one tensor."""
-    if end == "bias":
-        size = parameter.shape[0]
-        stored: tuple[int, ...] = (3 * size,)
-    else:
-        size = parameter.shape[0]
-        stored = (3 * size, size)
+    size = parameter.shape[0]
+    stored = (3 * size,) if end == "bias" else (3 * size, size)
     first = "qkv".index(part) * size
     rows = tuple(range(first, first + size))
     name += ".bias" if end == "bias" else ".weight"

@@ -137,9 +137,8 @@ class _Settings:
         for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if self.fields.get(name, True) is False:
                 self._refuse(name, "true")
-        for name in ("do_center_crop",):
-            if self.fields.get(name):
-                self._refuse(name, "false")
+        if self.fields.get("do_center_crop"):
+            self._refuse("do_center_crop", "false")
         if self.filter not in (BILINEAR, BICUBIC):
             self._refuse("resample", "2 or 3")
 

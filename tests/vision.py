@@ -122,7 +122,7 @@ def processor(folder: Path, kind: str) -> ImageProcessor:
 
 
 def vision_tokenizer(folder: Path, kind: str = "qwen") -> Tokenizer:
-    """A tokenizer of a model that reads images."""
+    """Tokenizer with the image processor of a vision-language model."""
     template = TEMPLATES["pixtral" if kind == "pixtral" else "qwen"]
     return Tokenizer(
         backend(),

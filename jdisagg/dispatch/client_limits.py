@@ -10,7 +10,7 @@ classes are used on one event loop and read no clock."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
@@ -128,12 +128,22 @@ class LongTexts:
                 retry_after_seconds=TEXT_RETRY_SECONDS,
             )
         self._at_work_bytes += size_bytes
-        task = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
 
-        def ended(task: asyncio.Task[Result]) -> None:
+        def ended() -> None:
             self._at_work_bytes -= size_bytes
-            if not task.cancelled():
-                task.exception()  # marks it as retrieved: the caller may be gone
 
-        task.add_done_callback(ended)
-        return await asyncio.shield(task)
+        return await to_its_end(asyncio.to_thread(work, *args, **kwargs), ended)
+
+
+async def to_its_end(work: Awaitable[Result], ended: Callable[[], None]) -> Result:
+    """Waits for work that goes on if the caller leaves, such as that of a thread, and calls `ended`
+    at its end."""
+    task = asyncio.ensure_future(work)
+
+    def done(task: asyncio.Future[Result]) -> None:
+        ended()
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved: the caller may be gone
+
+    task.add_done_callback(done)
+    return await asyncio.shield(task)

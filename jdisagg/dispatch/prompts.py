@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from jdisagg.chat.messages import (
     texts_of,
 )
 from jdisagg.config import LimitsConfig, Mode
-from jdisagg.dispatch.client_limits import LongTexts
+from jdisagg.dispatch.client_limits import LongTexts, to_its_end
 from jdisagg.dispatch.options import utf8_bytes
 from jdisagg.errors import InvalidRequestError, OverloadedError
 from jdisagg.images import PromptImage
@@ -220,13 +220,10 @@ class PromptEncoder:
             )
         self._images_at_work += 1
         working = asyncio.get_running_loop().run_in_executor(self._image_threads, work, *args)
-        working.add_done_callback(self._image_done)
-        return await asyncio.shield(working)
+        return await to_its_end(working, self._image_done)
 
-    def _image_done(self, working: asyncio.Future[Any]) -> None:
+    def _image_done(self) -> None:
         self._images_at_work -= 1
-        if not working.cancelled():
-            working.exception()  # marks it as retrieved: the caller may be gone
 
     def _image(self, placed: _Placed) -> PromptImage:
         assert self.codec.images is not None, "checked before"

@@ -158,7 +158,7 @@ class WeightsControl:
             yield
         finally:
             for name, outcome in (await _all(some, lambda port: port.wake(seconds))).items():
-                if isinstance(outcome, BaseException):  # its status tells that it sleeps
+                if isinstance(outcome, BaseException):  # its status shows that it sleeps
                     _log.warning("worker %s does not wake after an update: %s", name, outcome)
                 else:
                     self._path.cluster.reported(outcome)

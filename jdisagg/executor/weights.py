@@ -4,10 +4,9 @@ which is merged into a module again when the program is traced.
 A part is one layer, or the rest of the model outside the layers (stem). Layers of the same form
 have equal `structure`, so that they can share a compiled program. No weight is copied."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import jax
@@ -47,7 +46,7 @@ class Part:
     treedef: object
     stacks: tuple[StackPlace, ...] = ()
 
-    @functools.cached_property
+    @cached_property
     def structure(self) -> object:
         """Key of the programs that this part can run in. Parts that can share a program have the
         same key."""
@@ -59,7 +58,7 @@ class Part:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))  # type: ignore[arg-type]
 
 
-@functools.cache
+@cache
 def _key(structure: tuple[object, ...]) -> object:
     """Returns one object for all equal structures. To hash a structure takes 0.1 ms, which would be
     spent on each layer of each chunk."""

@@ -11,10 +11,11 @@ from typing import TypeVar
 
 import jax
 
-from jdisagg.address import host_port, listening_socket
+from jdisagg.address import host_port
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
 from jdisagg.ids import random_id
+from jdisagg.node.cluster_plan import free_ports
 from jdisagg.service.guard import Service
 from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer, cluster_credentials, read_tokens
@@ -47,7 +48,7 @@ class KvEndpoint:
         services: Sequence[Service] = (),
         memories: Memories | None = None,
     ) -> None:
-        port = service.port or _free_port(service.host)
+        port = service.port or free_ports(service.host, 1)[0]
         self._service = replace(service, port=port, drain_seconds=0.0)
         if memories is None:
             memories = Memories.of_worker(service.kv_channel, service.host, jax.local_devices())
@@ -105,8 +106,3 @@ class KvEndpoint:
         finally:
             await asyncio.to_thread(self.channel.close)
             await link.close()
-
-
-def _free_port(host: str) -> int:
-    with listening_socket(host, 0, "choose another host") as free:
-        return int(free.getsockname()[1])

@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +81,7 @@ class _Expected:
 
 class RemoteWeights:
     """Named arrays of other processes. Has the methods of a checkpoint's tensors; used by one
-    thread, within its context.
+    thread, until `close`.
 
     Attributes:
         parameters: Whether the arrays are a worker's parameters in their served form.
@@ -117,21 +115,13 @@ class RemoteWeights:
             self._endpoint.start(self._disconnect()).result()
         self._endpoint.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def content(self) -> str:
-        """Returns the hash of the arrays' values, as their sources state it now."""
+    def content(self, *, again: bool = False) -> str:
+        """Returns the hash of the arrays' values, as their sources stated it when this was opened,
+        or with `again` as they state it now. Sources hash arrays of numpy each time."""
         cards = [
             self._endpoint.start(origin.port.describe(origin.name)).result()
+            if again
+            else origin.card
             for origin in self._origins
         ]
         found = [card.content for card in cards]

@@ -94,9 +94,10 @@ class OfferedWeights:
         self.count(values.nbytes)
         return stepped(values, index)
 
-    def content(self) -> str:
+    def content(self, *, again: bool = False) -> str:
         """Returns a hash of all tensors. It does not depend on their shardings, unless devices of
-        other processes hold parts. Arrays of numpy, which can change, are read each time."""
+        other processes hold parts. Arrays of numpy, which can change, are read each time, whatever
+        `again` is."""
         self.check()
         if self._content:
             return self._content

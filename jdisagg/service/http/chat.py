@@ -28,6 +28,7 @@ from jdisagg.service.http.fields import (
     YES,
     FieldKind,
     Fields,
+    begins,
     shown,
 )
 
@@ -197,7 +198,7 @@ def image_part(part: Fields, kind: str) -> ChatImage:
         mime = source.given("media_type", TEXT)
         return stated_image(part.path.rstrip("."), source.given("data", TEXT), mime)
     part.refuse(_REFUSED_OF_IMAGES)
-    if part.has("image_url") and memoryview(part.raw("image_url"))[:1] == b"{":
+    if part.has("image_url") and begins(part.raw("image_url"), b"{"):
         nested = part.part("image_url")
         nested.ignore("detail")
         return image_of_url(f"{nested.path}url", nested.given("url", TEXT))

@@ -30,6 +30,7 @@ from jdisagg.service.http.fields import (
     YES,
     FieldKind,
     Fields,
+    begins,
 )
 from jdisagg.service.http.grammar import grammar_of_message
 from jdisagg.service.http.requests import Asked, asked_from, sampling_options
@@ -223,7 +224,7 @@ def _result(block: Fields) -> Content:
 
 def _blocks(fields: Fields, name: str) -> str | list[Fields]:
     """Reads a field that is a text or a list of content blocks."""
-    if fields.has(name) and memoryview(fields.raw(name))[:1] != b"[":
+    if fields.has(name) and not begins(fields.raw(name), b"["):
         return fields.given(name, TEXT)
     return fields.parts(name) or []
 
