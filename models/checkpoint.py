@@ -163,7 +163,8 @@ def load_model(
         config = replace(config, tied=path_name(("head", "kernel")) not in files.shapes())
     elif files is not None and config.tied and _has_own_head(files):
         _log.warning(
-            "%s: tie_word_embeddings is set, but lm_head.weight is another matrix; using it",
+            "%s: tie_word_embeddings is set, but lm_head.weight differs from the embedding and is"
+            " used as the output head",
             directory,
         )
         config = replace(config, tied=False)

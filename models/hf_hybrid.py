@@ -45,8 +45,9 @@ def hybrid_layers(
 
 
 def checked_mamba(hf: HfConfig, mamba: MambaConfig, kv_heads: int, groups: str) -> MambaConfig:
-    """Returns `mamba` with step limits, and with `copies` set as `kv_heads` requires. `groups` is
-    the name of the config field that holds the number of groups, for error messages."""
+    """Returns `mamba` with the step limits of config.json, and with `copies` set to `kv_heads` if
+    the number of groups is not a multiple of `kv_heads`. `groups` is the name of the config field
+    with the number of groups, for error messages."""
     if mamba.heads % mamba.groups:
         raise hf.error(groups, f"must divide the {mamba.heads} Mamba heads", "correct it")
     return replace(

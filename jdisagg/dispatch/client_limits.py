@@ -60,8 +60,8 @@ class KeyUse:
         limits, key = who.limits, who.key
         if limits.streams is not None and self._streams[key] >= limits.streams:
             raise QuotaExceededError(
-                f"{limits.streams} streams of this token run, its limit (streams in the token"
-                " file); try again when one of them has ended",
+                f"this token has {self._streams[key]} running streams and may have at most"
+                f" {limits.streams} (streams in the token file); try again when one has ended",
                 retry_after_seconds=STREAM_RETRY_SECONDS,
             )
         if not resumed:

@@ -227,8 +227,8 @@ class WeightSwaps:
     def _read(self, folder: str) -> _Staged:
         if self.source is None:
             raise InvalidRequestError(
-                "weights: this worker was started without a way to read others; start a worker of"
-                " the cluster with --model"
+                "weights: this worker cannot read a checkpoint, because it was started without"
+                " --model; start the cluster's workers with --model"
             )
         self._check_room()
         content, model = self.source.read(folder, self._layout, self._devices, self._cut)

@@ -76,8 +76,8 @@ class MeshCard:
         _, components, heads, tokens, width = shape
         if not 0 <= rank < self.ranks or heads % shards:
             raise LayoutError(
-                f"mesh card: rank {rank} of {self.ranks}, {heads} heads over {shards} shards: one"
-                " does not fit"
+                f"mesh card: rank must be below {self.ranks}, got {rank}, and {heads} heads must be"
+                f" a multiple of {shards} shards; both workers must serve the same model"
             )
         local = heads // shards
         return {

@@ -292,7 +292,7 @@ class Deployment:
                 await cluster.warm_up(beside=True)
             await cluster.load_rest()
         except Exception as error:
-            _log.warning("programs could not be loaded beforehand: %s", error)
+            _log.warning("programs could not be loaded before their first use: %s", error)
             return
         if new is not None:
             new.note({replica.executor.name: replica.times for replica in cluster.replicas})

@@ -71,8 +71,9 @@ def weight_shardings(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[Na
 def weight_formats(
     module: nnx.Module, mesh: Mesh, layout: Layout, later: StageOf | None = None
 ) -> tuple[Any, ...]:
-    """Returns the sharding of each parameter with the order of its axes where the platform needs
-    one, in the order of `jax.tree.leaves`. JAX creates arrays in it as in a sharding.
+    """Returns the form of each parameter's array, in the order of `jax.tree.leaves`: its sharding,
+    on some platforms with a memory order of its axes (`jax.experimental.layout.Format`). JAX
+    accepts either wherever it accepts a sharding.
 
     Args:
         later: Function from a parameter's path to the mesh of its pipeline stage. None puts all on

@@ -44,9 +44,9 @@ NO_CORRECTIONS = Corrections()
 
 
 class LearnedCorrections:
-    """Fits the corrections to outcomes. A way with fewer than `FEW` outcomes has the correction of
-    the first other way that has as many, in the order of `PromptWay`. If none has, all ways have
-    the correction that fits all outcomes."""
+    """Fits a correction of predicted times to the outcomes of each way. A way with fewer than `FEW`
+    outcomes uses the correction of the first other way, in the order of `PromptWay`, that has
+    enough. If no way has enough, all ways use one correction that fits all outcomes."""
 
     def __init__(self) -> None:
         self._outcomes: dict[PromptWay, deque[tuple[float, float]]] = {

@@ -248,7 +248,8 @@ class Residency:
     """The prefix cache of one mesh; off if `names` is None.
 
     Args:
-        snapshots: Snapshots of each rank, if a hit needs them; otherwise empty.
+        snapshots: Snapshots of recurrent state of each rank, from which a hit continues. Empty for
+            models without recurrent state.
     """
 
     def __init__(

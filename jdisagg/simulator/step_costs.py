@@ -18,7 +18,7 @@ MOST_REMEMBERED = 1 << 16  # size of the cache of prefill costs; workloads repea
 
 @plain
 class Pace:
-    """The durations of consecutive decode steps: seconds of the first step, and seconds by which
+    """The durations of the decode steps of a span: seconds of the first step, and seconds by which
     each step is longer than the previous step."""
 
     first: float

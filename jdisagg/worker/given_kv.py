@@ -99,8 +99,8 @@ class GivenKv:
         known = 0 <= call.first <= len(call.names) - (not self._kept.snapshots)
         if not known or not 0 < len(call.names) <= MOST_NAMES:
             raise InvalidRequestError(
-                f"fetch: {len(call.names)} names from the {call.first}th on; give 1 to {MOST_NAMES}"
-                " and a place among them"
+                f"fetch: must have 1 to {MOST_NAMES} block names and begin at one of them, got"
+                f" {len(call.names)} names and first={call.first}"
             )
         if call.handoff_id in self._outgoing:
             raise HandoffError(f"hand-off {call.handoff_id} exists already; give each its own id")

@@ -21,7 +21,7 @@ def test_streams_at_a_time_are_bounded_and_one_that_ends_makes_room() -> None:
     use, two = KeyUse(), who(streams=2)
     with use.stream(two, 1, 0.0):
         with use.stream(two, 1, 0.0):
-            with pytest.raises(QuotaExceededError, match="2 streams of this token run") as caught:
+            with pytest.raises(QuotaExceededError, match="2 running streams") as caught:
                 use.stream(two, 1, 0.0).__enter__()
             assert caught.value.retry_after_seconds == 1.0
             with use.stream(who("other", streams=2), 1, 0.0):

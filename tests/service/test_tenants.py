@@ -177,7 +177,7 @@ async def test_a_token_that_used_up_its_streams_is_refused_at_both_doors_until_o
             await anext(stream)
             refused = await door.ask("/v1/completions", asked, authorization="Bearer one")
             assert (refused.status, refused.headers["retry-after"]) == (429, "1")
-            assert "1 streams of this token run" in refused.error["message"]
+            assert "has 1 running streams" in refused.error["message"]
             with pytest.raises(QuotaExceededError, match="1 streams of this token") as caught:
                 await client.complete("x", max_tokens=3)
             assert caught.value.retry_after_seconds == 1.0

@@ -283,8 +283,8 @@ class Engine:
         prompt = self._prompt(tokens, instance, "tokens")
         if len(prompt) < 2:
             raise InvalidRequestError(
-                "tokens has one token, and nothing before it that predicts it; give two or more, or"
-                " what it follows (after=)"
+                f"tokens must have at least 2 tokens, got {len(prompt)}, because the first one is"
+                " not predicted; give more, or the cache before them (after=)"
             )
         return instance.score_prompt(prompt, top, logits=logits)
 

@@ -37,8 +37,9 @@ class WeightsCalls:
             folder: Checkpoint on the hosts of all workers, with the served model's config.json, or
                 the name of an offer (`jdisagg.weights.offer`).
             version: Text that names the weights in answers. By default a part of their hash.
-            mode: "recompute": running requests keep their tokens, and their KV is computed anew.
-                "drain": they end with the old weights before. "keep": they keep their KV.
+            mode: What happens to running requests. "recompute": they keep their tokens, and their
+                KV is computed again. "drain": the update waits until they have ended with the old
+                weights. "keep": they keep their KV.
             deadline_seconds: Time limit of the reading, and of the drain.
 
         Raises:
