@@ -2,10 +2,10 @@
 configuration and a model's KV spec. All functions are pure."""
 
 import math
+from dataclasses import replace
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
-from jdisagg.images import ImageFormat
 from jdisagg.layout.kv_spec import KVSpec, ring_pages
 from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.worker_status import WorkerRole
@@ -38,18 +38,9 @@ def mesh_limits(
     windows_apart: bool = False,
     rings: bool = False,
     append_tokens: int = 0,
-    prefix: PrefixConfig | None = None,
-    draft_layer: str = "",
-    images: ImageFormat | None = None,
-    image_rows: int = 0,
+    prefix: PrefixConfig = PrefixConfig(),
 ) -> MeshLimits:
-    """Computes the limits of one mesh.
-
-    On GPUs a batch has at least 8 rows, because for a single row the GPU uses another kernel with
-    other rounding. GPUs have four chunk lengths per doubling, which reduces mean padding from 25 %
-    to 8 %. CPUs have one, because compilation of four would take four times as long. Unified mode
-    prefills each prompt in one chunk. Short prompts share a chunk of at most `chunk_tokens`,
-    because on a CPU longer chunks exceed the processor's caches and are slower per token.
+    """Computes the limits of one mesh, for a model without images and without a layer that drafts.
 
     Args:
         layer_groups: Number of layer groups. Both sides of a hand-off must use the number of the
@@ -60,24 +51,76 @@ def mesh_limits(
         append_tokens: Number of tokens in the longest prompt chunk that a decode mesh prefills
             itself; 0 for none. A mesh with ring buffers prefills none, because they are shorter
             than a chunk.
-        prefix: Configuration of the prefix cache. None is one without reuse.
-        draft_layer: See `MeshLimits`.
-        images: Form of the images that the model reads, or None.
-        image_rows: Number of image tokens whose activations a rank keeps.
+        prefix: Configuration of the prefix cache; by default there is none.
     """
-    traits, pp = traits_of(platform), instance.layout.pp
+    _check_pages(instance, platform)
+    traits, slots, pp = traits_of(platform), instance.slots_per_rank, instance.layout.pp
+    smallest, largest = _chunk_range(instance, mode, context_tokens)
+    appends = 0 if rings else append_tokens
+    sent = spec.unwindowed if windows_apart else spec
+    limits = MeshLimits(
+        ranks=instance.layout.dp,
+        page_size=instance.page_size,
+        pages_per_rank=instance.pages_per_rank or slots * -(-context_tokens // instance.page_size),
+        slots_per_rank=slots,
+        context_tokens=context_tokens,
+        chunk_buckets=_chunk_buckets(smallest, largest, platform),
+        append_buckets=_chunk_buckets(min(smallest, appends), appends, platform) if appends else (),
+        mixed_buckets=_mixed_buckets(smallest, largest, instance, mode, spec),
+        # For a single row a GPU uses another kernel with other rounding.
+        batch_buckets=buckets(min(traits.least_batch, slots), slots),
+        layer_groups=groups_of_layers(sent, layer_groups, pp),
+        granule_tokens=GRANULE_TOKENS,
+        rows_per_chunk=ROWS_PER_CHUNK,
+        samples_per_chunk=SAMPLES_PER_CHUNK,
+        kv_spec=spec,
+        block_bytes=_block_bytes(instance, layer_groups),
+        block_cost_tokens=BLOCK_COST_BYTES / sent.bytes_per_token,
+        stages=pp,
+        continuing_rows=1 if traits.without_loops else CONTINUING_ROWS,
+        windows_apart=windows_apart,
+        pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
+        draft_rows=traits.draft_rows,
+        speculates=instance.speculate != "off" and not spec.has_state,
+        adapters=instance.adapters,
+        adapter_rank=instance.adapter_rank if instance.adapters else 0,
+        adapter_experts=bool(instance.adapters) and instance.adapter_experts,
+    )
+    return _with_state(limits, instance, rings, prefix)
+
+
+def _with_state(
+    limits: MeshLimits, instance: InstanceConfig, rings: bool, prefix: PrefixConfig
+) -> MeshLimits:
+    """Adds the slots, ring buffers and snapshots of what a sequence holds besides pages."""
+    spec, size = limits.kv_spec, limits.page_size
+    snapshots = snapshot_slots(instance) if spec.has_state and prefix.reuse else 0
+    whole = -(-limits.context_tokens // size)
+    return replace(
+        limits,
+        state_slots_per_rank=state_slots(instance) if spec.has_state or rings else 0,
+        ring_pages=min(ring_pages(spec.widest_window, size), whole) if rings else 0,
+        snapshots_per_rank=snapshots,
+        snapshot_tokens=prefix.start_tokens(size) if snapshots else 0,
+    )
+
+
+def _check_pages(instance: InstanceConfig, platform: str) -> None:
+    pp, least = instance.layout.pp, traits_of(platform).least_page
     if pp > 1 and instance.block_bytes:
         raise ConfigError(
             f"block_bytes={instance.block_bytes} must be 0 with pipeline stages (pp={pp}): a block"
             " has the layers of one stage; remove block_bytes"
         )
-    if instance.page_size < traits.least_page:
+    if instance.page_size < least:
         raise ConfigError(
-            f"page_size={instance.page_size} must be at least {traits.least_page} on a"
-            f" {platform.upper()}, whose arrays lie in tiles of so many tokens; set --page_size=128"
+            f"page_size={instance.page_size} must be at least {least} on a {platform.upper()},"
+            " whose arrays lie in tiles of so many tokens; set --page_size=128"
         )
-    pages_per_sequence = -(-context_tokens // instance.page_size)
-    pages = instance.pages_per_rank or instance.slots_per_rank * pages_per_sequence
+
+
+def _chunk_range(instance: InstanceConfig, mode: Mode, context_tokens: int) -> tuple[int, int]:
+    """Returns the sizes of the smallest and of the largest prefill chunk."""
     largest = largest_chunk(instance, mode, context_tokens)
     smallest = min(instance.min_chunk_tokens, largest)
     for name, tokens in (("chunk_tokens", largest), ("min_chunk_tokens", smallest)):
@@ -86,69 +129,31 @@ def mesh_limits(
                 f"{name}={tokens} must be a multiple of {GRANULE_TOKENS}, the smallest block that a"
                 " hand-off sends"
             )
-    ring = min(ring_pages(spec.widest_window, instance.page_size), pages_per_sequence)
-    sent = spec.unwindowed if windows_apart else spec
-    prefix, append_tokens = prefix or PrefixConfig(), 0 if rings else append_tokens
-    snapshots = snapshot_slots(instance) if spec.has_state and prefix.reuse else 0
-    return MeshLimits(
-        ranks=instance.layout.dp,
-        page_size=instance.page_size,
-        pages_per_rank=pages,
-        slots_per_rank=instance.slots_per_rank,
-        context_tokens=context_tokens,
-        chunk_buckets=_chunk_buckets(smallest, largest, platform),
-        append_buckets=(
-            _chunk_buckets(min(smallest, append_tokens), append_tokens, platform)
-            if append_tokens
-            else ()
-        ),
-        batch_buckets=buckets(
-            min(traits.least_batch, instance.slots_per_rank), instance.slots_per_rank
-        ),
-        layer_groups=groups_of_layers(sent, layer_groups, pp),
-        granule_tokens=GRANULE_TOKENS,
-        rows_per_chunk=ROWS_PER_CHUNK,
-        samples_per_chunk=SAMPLES_PER_CHUNK,
-        kv_spec=spec,
-        block_bytes=(
-            (0 if layer_groups else GROUP_BYTES)
-            if instance.block_bytes is None
-            else instance.block_bytes
-        ),
-        block_cost_tokens=BLOCK_COST_BYTES / sent.bytes_per_token,
-        stages=pp,
-        continuing_rows=1 if traits.without_loops else CONTINUING_ROWS,
-        state_slots_per_rank=state_slots(instance) if spec.has_state or rings else 0,
-        windows_apart=windows_apart,
-        ring_pages=ring if rings else 0,
-        snapshots_per_rank=snapshots,
-        snapshot_tokens=prefix.start_tokens(instance.page_size) if snapshots else 0,
-        pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
-        draft_rows=traits.draft_rows,
-        speculates=instance.speculate != "off" and not spec.has_state,
-        adapters=instance.adapters,
-        adapter_rank=instance.adapter_rank if instance.adapters else 0,
-        adapter_experts=bool(instance.adapters) and instance.adapter_experts,
-        draft_layer=draft_layer,
-        images=images,
-        image_rows=image_rows,
-        mixed_buckets=(
-            mixed_chunks(smallest, largest)
-            if mode is Mode.CHUNKED and pp == 1 and not spec.has_state
-            else ()
-        ),
-    )
+    return smallest, largest
 
 
-def mixed_chunks(smallest: int, largest: int) -> tuple[int, ...]:
+def _mixed_buckets(
+    smallest: int, largest: int, instance: InstanceConfig, mode: Mode, spec: KVSpec
+) -> tuple[int, ...]:
     """Returns the sizes of prefill chunks that run together with a decode step. They are the
     `MIXED_SIZES` largest sizes, each half of the next, because each is a program of all layers."""
+    if mode is not Mode.CHUNKED or instance.layout.pp > 1 or spec.has_state:
+        return ()
     return buckets(smallest, largest)[-MIXED_SIZES:]
 
 
 def _chunk_buckets(smallest: int, largest: int, platform: str) -> tuple[int, ...]:
+    """Returns the sizes of prefill chunks. GPUs have four sizes per doubling, which reduces mean
+    padding from 25 % to 8 %. CPUs have one, because four would take four times as long to
+    compile."""
     sizes = buckets(smallest, largest)
     return finer(sizes) if traits_of(platform).chunk_steps > 1 else sizes
+
+
+def _block_bytes(instance: InstanceConfig, layer_groups: int | None) -> int:
+    if instance.block_bytes is not None:
+        return instance.block_bytes
+    return 0 if layer_groups else GROUP_BYTES
 
 
 def state_slots(instance: InstanceConfig) -> int:
@@ -207,7 +212,9 @@ def fetched_tokens(role: WorkerRole, prefix: PrefixConfig, page_size: int) -> in
 
 
 def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> int:
-    """Returns the number of tokens in the longest prefill chunk of one dp rank."""
+    """Returns the number of tokens in the longest prefill chunk of one dp rank. Unified mode
+    prefills each prompt in one chunk. Short prompts share a chunk of at most `chunk_tokens`,
+    because on a CPU longer chunks exceed the processor's caches and are slower per token."""
     if mode is not Mode.UNIFIED:
         return instance.chunk_tokens
     return max(instance.min_chunk_tokens, min(_power_of_two(context_tokens), LARGEST_WHOLE_PREFILL))

@@ -119,17 +119,26 @@ class MemoryPlan:
             f" {_gigabytes(self.memory.bytes)}; context {self.context_tokens:,} tokens"
         )
 
+    @property
+    def parts(self) -> str:
+        """Returns the bytes for each purpose but the KV pages."""
+        beside = (
+            (self.states, "of sequence states"),
+            (self.rings, "of sliding windows"),
+            (self.adapters, "of adapter slots"),
+            (self.images, "of encoded images"),
+            (self.second_copy, "for other weights"),
+        )
+        return (
+            f"{_gigabytes(self.weights)} of weights, {_gigabytes(self.activations)} for"
+            f" activations, {_gigabytes(self.staged)} of KV in transfer"
+            + "".join([f", {_gigabytes(count)} {what}" for count, what in beside if count])
+        )
+
     def __str__(self) -> str:
-        states = f"{_gigabytes(self.states)} of sequence states, " if self.states else ""
-        states += f"{_gigabytes(self.rings)} of sliding windows, " if self.rings else ""
-        states += f"{_gigabytes(self.adapters)} of adapter slots, " if self.adapters else ""
-        states += f"{_gigabytes(self.images)} of encoded images, " if self.images else ""
-        states += f"{_gigabytes(self.second_copy)} for other weights, " if self.second_copy else ""
         update = "while requests run" if self.stages_weights else "while the worker sleeps"
         return (
-            f"{self.instance}, each device: {_gigabytes(self.weights)} of weights,"
-            f" {_gigabytes(self.activations)} for activations, {_gigabytes(self.staged)} of KV in"
-            f" transfer, {states}{_gigabytes(self.pages)} of KV pages"
+            f"{self.instance}, each device: {self.parts}, {_gigabytes(self.pages)} of KV pages"
             f" ({self.tokens_per_rank:,} tokens a rank); {_gigabytes(self.total)} of"
             f" {_gigabytes(self.memory.bytes)}"
             f" ({self.memory.what}); context {self.context_tokens:,} tokens; other weights are read"
@@ -186,7 +195,7 @@ def fit_instance(
     model: ModelConfig,
     geometry: CostGeometry,
     memory: DeviceMemory,
-    prefix: PrefixConfig | None = None,
+    prefix: PrefixConfig = PrefixConfig(),
 ) -> tuple[InstanceConfig, MemoryPlan]:
     """Returns the instance with `pages_per_rank` set, and the memory plan.
 
@@ -201,35 +210,19 @@ def fit_instance(
     each = bytes_per_device(geometry, instance, model.dtype, memory.platform, model.draft)
     weights, token_bytes, state_bytes, windowed, adapters = each
     chunk = largest_chunk(instance, mode, context)
-    parts = geometry.windowed_part > 0 and role is WorkerRole.DECODE
-    rings = hands_windows_apart(parts, mode)
-    append = prefix.appends if prefix is not None and not rings else 0
+    rings = hands_windows_apart(geometry.windowed_part > 0 and role is WorkerRole.DECODE, mode)
+    append = 0 if rings else prefix.appends
     states = state_slots(instance) * state_bytes
-    if prefix is not None and prefix.reuse and (role is not WorkerRole.DECODE or append):
+    if prefix.reuse and (role is not WorkerRole.DECODE or append):
         states += snapshot_slots(instance) * state_bytes
     staged = STAGED_CHUNKS * (chunk * token_bytes + state_bytes)
-    fetched = prefix.peer_tokens(instance.page_size) if prefix is not None else 0
-    prefills = role is WorkerRole.PREFILL
-    tiered = 0  # cached blocks on their way to host memory, and to and from peers
-    if prefix is not None:
-        writing = MOST_WRITING if prefills else MOST_WRITING_OF_DECODE
-        tiered += writing * prefix.host_tokens(instance.page_size) * token_bytes
-        computes = role is not WorkerRole.DECODE or append > 0
-        asked = fetched_tokens(role, prefix, instance.page_size) if computes else 0
-        tiered += MOST_FETCHES * BLOCKS_IN_FLIGHT * asked * token_bytes
-        snapshots = MOST_SNAPSHOTS_WRITING if prefix.reuse and prefix.host_bytes else 0
-        snapshots += MOST_GIVEN_WITH_STATE + MOST_FETCHES if asked else 0
-        if prefills:  # workers that decode keep snapshots in device memory only
-            tiered += snapshots * state_bytes
-        if fetched and (prefills or instance.codec == "none"):
-            tiered += (MOST_CHUNKS if prefills else MOST_CHUNKS_OF_DECODE) * chunk * token_bytes
-    if prefix is not None and prefix.host_bytes and not prefills:  # swapped-out sequences
+    tiered = _tiered(instance, role, prefix, each, chunk, append)
+    if prefix.host_bytes and role is not WorkerRole.PREFILL:
         windows = windowed * min(geometry.widest_window, context) if rings else 0
-        tiered += 2 * SPILLS_AT_ONCE * (chunk * token_bytes + state_bytes + windows)
+        tiered += 2 * SPILLS_AT_ONCE * (chunk * token_bytes + state_bytes + windows)  # swapped out
     computed = append if role is WorkerRole.DECODE else chunk
     kept_images, of_encoder = _images(geometry, model.dtype) if computed else (0, 0)
-    how = model.dtype, memory.platform
-    of_layers = _activations(geometry, instance, role, computed, *how)
+    of_layers = _activations(geometry, instance, role, computed, model.dtype, memory.platform)
     of_layers += _index_scores(geometry, instance, chunk, context, model.dtype)
     plan = MemoryPlan(
         f"{role.value} ({instance.layout})",
@@ -254,22 +247,55 @@ def fit_instance(
         held = state_slots(instance) * ring * instance.page_size
         plan = replace(plan, rings=int(held * windowed * padding))
         page_bytes -= int(instance.page_size * windowed * padding)
-    room = max(0, (memory.bytes - plan.total) // page_bytes)
-    a_sequence = -(-context // instance.page_size)
+    return _with_pages(plan, instance, model, geometry, page_bytes)
+
+
+def _with_pages(
+    plan: MemoryPlan,
+    instance: InstanceConfig,
+    model: ModelConfig,
+    geometry: CostGeometry,
+    page_bytes: int,
+) -> tuple[InstanceConfig, MemoryPlan]:
+    """Gives KV pages the memory that the plan leaves. Without a configured number of pages and
+    context length, reduces the context until the pages of one sequence fit."""
+    context, size = plan.context_tokens, instance.page_size
+    room = max(0, (plan.memory.bytes - plan.total) // page_bytes)
+    a_sequence = -(-context // size)
     pages = instance.pages_per_rank or min(room, instance.slots_per_rank * a_sequence)
     needed = instance.pages_per_rank or a_sequence
     if not (instance.pages_per_rank or model.context_tokens) and pages < a_sequence:
-        context = pages * instance.page_size
-        needed = max(pages, -(-min(LEAST_CONTEXT, geometry.context_tokens) // instance.page_size))
+        context = pages * size
+        needed = max(pages, -(-min(LEAST_CONTEXT, geometry.context_tokens) // size))
     if needed > room:
         raise ConfigError(_refusal(geometry.name, replace(plan, pages=needed * page_bytes)))
     plan = replace(
-        plan,
-        pages=pages * page_bytes,
-        tokens_per_rank=pages * instance.page_size,
-        context_tokens=context,
+        plan, pages=pages * page_bytes, tokens_per_rank=pages * size, context_tokens=context
     )
     return replace(instance, pages_per_rank=pages), plan
+
+
+def _tiered(
+    instance: InstanceConfig,
+    role: WorkerRole,
+    prefix: PrefixConfig,
+    each: "DeviceBytes",
+    chunk: int,
+    append: int,
+) -> int:
+    """Returns the bytes of cached blocks on their way to host memory, and to and from peers."""
+    size, prefills = instance.page_size, role is WorkerRole.PREFILL
+    writing = MOST_WRITING if prefills else MOST_WRITING_OF_DECODE
+    tokens = writing * prefix.host_tokens(size)
+    computes = role is not WorkerRole.DECODE or append > 0
+    asked = fetched_tokens(role, prefix, size) if computes else 0
+    tokens += MOST_FETCHES * BLOCKS_IN_FLIGHT * asked
+    if prefix.peer_tokens(size) and (prefills or instance.codec == "none"):
+        tokens += (MOST_CHUNKS if prefills else MOST_CHUNKS_OF_DECODE) * chunk
+    snapshots = MOST_SNAPSHOTS_WRITING if prefix.reuse and prefix.host_bytes else 0
+    snapshots += MOST_GIVEN_WITH_STATE + MOST_FETCHES if asked else 0
+    # Workers that decode keep snapshots in device memory only.
+    return tokens * each.token + (snapshots * each.state if prefills else 0)
 
 
 def _padding(geometry: CostGeometry, lanes: int) -> float:
@@ -519,15 +545,8 @@ def _index_scores(
 def _refusal(name: str, plan: MemoryPlan) -> str:
     path = Path(name)  # a checkpoint's geometry is in its config.json
     name = path.parent.name if path.name == "config.json" else name
-    states = f", {_gigabytes(plan.states)} of sequence states" if plan.states else ""
-    states += f", {_gigabytes(plan.rings)} of sliding windows" if plan.rings else ""
-    states += f", {_gigabytes(plan.adapters)} of adapter slots" if plan.adapters else ""
-    states += f", {_gigabytes(plan.images)} of encoded images" if plan.images else ""
-    states += f", {_gigabytes(plan.second_copy)} for other weights" if plan.second_copy else ""
     return (
-        f"model {name} does not fit, {plan.instance}: each device would hold"
-        f" {_gigabytes(plan.weights)} of weights, {_gigabytes(plan.activations)} for activations,"
-        f" {_gigabytes(plan.staged)} of KV in transfer{states} and"
+        f"model {name} does not fit, {plan.instance}: each device would hold {plan.parts} and"
         f" {_gigabytes(plan.pages)} of KV pages,"
         f" {_gigabytes(plan.total)} in all, and has {_gigabytes(plan.memory.bytes)}"
         f" ({plan.memory.what}); spread it over more devices, or lower --context_tokens,"

@@ -127,7 +127,7 @@ def build_replica(
     context_tokens: int,
     layer_groups: int | None,
     windows_apart: bool = False,
-    prefix: PrefixConfig | None = None,
+    prefix: PrefixConfig = PrefixConfig(),
 ) -> Replica:
     """Builds the executor of a loaded model.
 
@@ -136,9 +136,8 @@ def build_replica(
         layer_groups: Number of layer groups. Both sides of a hand-off must use the same number.
         windows_apart: Whether the KV of sliding-window layers is transferred separately
             (`MeshLimits`).
-        prefix: Configuration of the prefix cache. None is one without reuse.
+        prefix: Configuration of the prefix cache; by default there is none.
     """
-    prefix = prefix or PrefixConfig()
     processes = len({one.process_index for one in loaded.mesh.devices.flat})
     check_stages(
         config,
@@ -158,7 +157,10 @@ def build_replica(
         windows_apart=windows_apart,
         rings=windows_apart and role.decode,
         append_tokens=prefix.appends if role.decode and not role.prefill else 0,
-        prefix=prefix if role.prefill or prefix.appends else None,
+        prefix=prefix if role.prefill or prefix.appends else PrefixConfig(),
+    )
+    limits = replace(
+        limits,
         draft_layer=loaded.model.next_token.source if loaded.model.next_token else "",
         images=None if vision is None else vision.format,
         image_rows=0 if vision is None else vision.kept_rows,
