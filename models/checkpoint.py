@@ -141,33 +141,17 @@ def load_model(
     hf = HfConfig.from_directory(directory)
     config = read_config(hf)
     files, orbax = tensors, orbax_checkpoint.is_orbax(directory)
-    if files is None and not orbax:
+    if files is None and orbax:
+        _check_orbax(directory, layout, weights)
+    elif files is None:
         files = open_files(directory, hf)
     served = bool(getattr(files, "parameters", False))
     seen = vision_files(directory, config) if images and not orbax and not served else None
     if not seen and not (served and images and _offers_vision(files)):
         config = replace(config, vision=None)
-    if draft and served:
-        raise ConfigError(
-            f"draft={draft}: weights that another process offers have no EAGLE-3 head; set"
-            " speculate to ngram or off"
-        )
-    if draft and files is not None:
-        config, files = with_eagle_head(draft, config, files)
-    elif next_token and files is not None:
-        prefix, found = f"model.layers.{len(config.layers)}.", files.shapes()
-        stored = all(prefix + name in found for name in NEXT_TOKEN.values())
-        stored |= served and any(name.startswith("next_token/") for name in found)
-        config = replace(config, next_token=stored and config.can_draft)
-    if served and files is not None:
-        config = replace(config, tied=path_name(("head", "kernel")) not in files.shapes())
-    elif files is not None and config.tied and _has_own_head(files):
-        _log.warning(
-            "%s: tie_word_embeddings is set, but lm_head.weight differs from the embedding and is"
-            " used as the output head",
-            directory,
-        )
-        config = replace(config, tied=False)
+    if files is not None:
+        config, files = _with_drafts(config, files, served, draft, next_token)
+        config = replace(config, tied=_is_tied(config, files, served, directory))
     layout.check(config.geometry)
     meshes = layout_meshes(layout, config.kv_heads, devices)
     mesh, staged = meshes[0], layout.pp > 1
@@ -177,16 +161,6 @@ def load_model(
     model = abstract(config)
     placed = partial(weight_formats, mesh=mesh, layout=layout, later=_stage_of(model, meshes, cut))
     if files is None:
-        if staged:
-            raise ConfigError(
-                f"layout {layout}: {directory} is in Orbax format, which is not loaded for several"
-                " pipeline stages; give the Hugging Face directory, or use pp=1"
-            )
-        if weights:
-            raise ConfigError(
-                f"weights={weights}: {directory} is in Orbax format, and weights are quantized only"
-                " while safetensors files are read; give the Hugging Face directory"
-            )
         model = orbax_checkpoint.restore(directory, model, mesh, layout)
     elif served:
         config = replace(config, kv_dtype=kv_dtype) if kv_dtype else config
@@ -196,10 +170,8 @@ def load_model(
     else:
         sources = find_sources(model, files, directory, seen)
         if weights:
-            by_path = {
-                parameter.path: (parameter, source)
-                for parameter, source in zip(parameter_shapes(model), sources, strict=True)
-            }
+            read = zip(parameter_shapes(model), sources, strict=True)
+            by_path = {parameter.path: (parameter, source) for parameter, source in read}
             model = abstract(config, weights=weights)
             sources = quantized_sources(model, by_path, files)
         model = _fill(model, sources, files, directory, placed(model))
@@ -207,6 +179,40 @@ def load_model(
         kept = abstract(replace(config, kv_dtype=kv_dtype), weights=weights)
         model = _with_kv_scales(model, kept, scales, placed(kept))
     return LoadedModel(model, mesh, layout, meshes[1:])
+
+
+def _check_orbax(directory: Path, layout: Layout, weights: Weights) -> None:
+    """Raises ConfigError for options that need safetensors files."""
+    if layout.pp > 1:
+        raise ConfigError(
+            f"layout {layout}: {directory} is in Orbax format, which is not loaded for several"
+            " pipeline stages; give the Hugging Face directory, or use pp=1"
+        )
+    if weights:
+        raise ConfigError(
+            f"weights={weights}: {directory} is in Orbax format, and weights are quantized only"
+            " while safetensors files are read; give the Hugging Face directory"
+        )
+
+
+def _with_drafts(
+    config: DecoderConfig, files: CheckpointTensors, served: bool, draft: str, next_token: bool
+) -> tuple[DecoderConfig, CheckpointTensors]:
+    """Adds the EAGLE-3 head in folder `draft`, or the checkpoint's next-token layer if it has one
+    and `next_token` is set."""
+    if draft and served:
+        raise ConfigError(
+            f"draft={draft}: weights that another process offers have no EAGLE-3 head; set"
+            " speculate to ngram or off"
+        )
+    if draft:
+        return with_eagle_head(draft, config, files)
+    if next_token:
+        prefix, found = f"model.layers.{len(config.layers)}.", files.shapes()
+        stored = all(prefix + name in found for name in NEXT_TOKEN.values())
+        stored |= served and any(name.startswith("next_token/") for name in found)
+        config = replace(config, next_token=stored and config.can_draft)
+    return config, files
 
 
 def _stage_of(model: Decoder, meshes: tuple[Mesh, ...], cut: StageCut | None) -> StageOf | None:
@@ -271,6 +277,22 @@ def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
     files = files.renamed(RENAMED.get(str(hf.fields.get("model_type")), ()))
     stated = stored_quantization(hf)
     return files if stated is None else QuantizedFiles(files, stated, str(directory))
+
+
+def _is_tied(
+    config: DecoderConfig, files: CheckpointTensors, served: bool, directory: Path
+) -> bool:
+    """Whether the output head is the embedding."""
+    if served:
+        return path_name(("head", "kernel")) not in files.shapes()
+    if not config.tied or not _has_own_head(files):
+        return config.tied
+    _log.warning(
+        "%s: tie_word_embeddings is set, but lm_head.weight differs from the embedding and is used"
+        " as the output head",
+        directory,
+    )
+    return False
 
 
 def _has_own_head(files: CheckpointTensors) -> bool:
