@@ -8,7 +8,7 @@ All device state (pages, slots, offered and pulled blocks) belongs to the dispat
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,66 +134,35 @@ class MeshExecutor:
         self.card = mesh_card(mesh)
         check_codec(role.codec, limits.kv_spec)  # here rather than at the first pull
         self.platform = platform = programs.platform
-        self.programs = programs
-        self._channel = channel
-        held = _held(programs, limits)
-        zeros = [
-            stage.zeros for stage, layers in zip(programs.stages, held, strict=True) for _ in layers
-        ]
-        self._weights: Weights = split_model(model, layout, adapter_size(limits), zeros)
+        self.programs, self._channel = programs, channel
         self._shards = mesh_shards(mesh, layout, platform)
         columns = -(-limits.context_tokens // limits.page_size)
         self._rows = RowFormat(columns, model.vocabulary, limits.adapters > 0, limits.spatial)
         self._groups = layer_groups(
             limits.sent.positioned, len(limits.kv_spec.layers), limits.layer_groups
         )
-        self._stages = _stages(programs, self._weights, limits, held)
-        self._pools = self._stages[0].pools
-        self._pool = self._pools.pages
+        self._stages = _stages(programs, model, layout, limits)
+        self._pool = self._stages[0].pools.pages
+        held = [stage.pools.pages.held for stage in self._stages]
         stage_of = [
-            next(
-                at for at, stage in enumerate(self._stages) if group.start in stage.pools.pages.held
-            )
+            next(at for at, layers in enumerate(held) if group.start in layers)
             for group in self._groups
         ]
-        sums = [
-            PrefillSums(stage.programs, limits.sent, self._groups, limits.granule_tokens)
-            if role.emit
-            else None
-            for stage in self._stages
-        ]
-        self._sums = sums[0]
         self.images = _image_programs(self._stages[0], self._shards, limits, role)
-        self._prefill = PrefillStages(
-            [
-                (
-                    stage.programs,
-                    PrefillPrograms(*stage, self._shards, self._groups, of_stage, limits),
-                )
-                for stage, of_stage in zip(self._stages, sums, strict=True)
-            ],
-            stage_of,
-            self.images,
-        )
+        sums = [self._prefill_sums(stage.programs) for stage in self._stages]
+        self._sums = sums[0]
+        prefill = [
+            (stage.programs, PrefillPrograms(*stage, self._shards, self._groups, of_stage, limits))
+            for stage, of_stage in zip(self._stages, sums, strict=True)
+        ]
+        self._prefill = PrefillStages(prefill, stage_of, self.images)
         self._grammars = GrammarRows(model.vocabulary, limits.longest_run, platform)
         last = self._stages[-1]
         self._sampler = PrefillSampler(
             last.programs, last.weights, self._shards, limits, self._rows, self._grammars
         )
         self._scorer = PromptScorer(last.programs, last.weights, self._shards, model.vocabulary)
-        self._decode = (
-            DecodeStages(
-                [
-                    (
-                        stage.programs,
-                        DecodePrograms(*stage, self._shards, limits, self._rows, self._grammars),
-                    )
-                    for stage in self._stages
-                ]
-            )
-            if role.decode
-            else None
-        )
+        self._decode = self._decode_stages() if role.decode else None
         self._mixed = (
             MixedPrograms(*last, self._shards, limits, self._rows, self._decode.only)
             if self._decode and limits.mixed_buckets
@@ -205,10 +174,22 @@ class MeshExecutor:
         self.host = HostStore(name)
         pools = [(stage.programs, stage.pools) for stage in self._stages]
         self.blocks = MeshBlocks(pools, stage_of, limits, self._groups, channel, self.host)
-        self._saved = SavedBlocks(
-            role.disk, name, self.host, mesh.shape["kv"], _part_of_instance(mesh, len(self._stages))
-        )
+        part = _part_of_instance(mesh, len(self._stages))
+        self._saved = SavedBlocks(role.disk, name, self.host, mesh.shape["kv"], part)
         self._threads = WorkThreads(name)
+
+    def _prefill_sums(self, programs: Programs) -> PrefillSums | None:
+        """Returns the programs of the checksums of one stage's KV, if the mesh offers KV."""
+        limits = self.limits
+        if not self.role.emit:
+            return None
+        return PrefillSums(programs, limits.sent, self._groups, limits.granule_tokens)
+
+    def _decode_stages(self) -> DecodeStages:
+        how = self._shards, self.limits, self._rows, self._grammars
+        return DecodeStages(
+            [(stage.programs, DecodePrograms(*stage, *how)) for stage in self._stages]
+        )
 
     @property
     def pool_bytes(self) -> int:
@@ -466,23 +447,22 @@ class _Stage(NamedTuple):
     pools: Pools
 
 
-def _held(programs: Programs, limits: MeshLimits) -> tuple[range, ...]:
-    """Returns the layers of each pipeline stage."""
-    layers = len(limits.kv_spec.layers)
-    if not programs.later:
-        return (range(layers),)
-    return stage_layers(limits.sent.positioned, layers, limits.layer_groups, len(programs.stages))
-
-
 def _stages(
-    programs: Programs, weights: Weights, limits: MeshLimits, held: Sequence[range]
+    programs: Programs, model: Model, layout: Layout, limits: MeshLimits
 ) -> list[_Stage]:
-    """Returns the pipeline stages of an instance, with empty page pools."""
+    """Returns the pipeline stages of an instance, with the model's weights and empty page
+    pools."""
+    layers, size = len(limits.kv_spec.layers), adapter_size(limits)
     if not programs.later:
+        weights = split_model(model, layout, size, [programs.zeros] * layers)
         return [_Stage(programs, weights, Pools.of(programs, limits))]
+    groups, count = limits.layer_groups, len(programs.stages)
+    held = stage_layers(limits.sent.positioned, layers, groups, count)
+    zeros = [stage.zeros for stage, of in zip(programs.stages, held, strict=True) for _ in of]
+    weights = split_model(model, layout, size, zeros)
     return [
-        _Stage(stage, weights.of_stage(layers), Pools.of(stage, limits, layers))
-        for stage, layers in zip(programs.stages, held, strict=True)
+        _Stage(stage, weights.of_stage(of), Pools.of(stage, limits, of))
+        for stage, of in zip(programs.stages, held, strict=True)
     ]
 
 

@@ -40,7 +40,7 @@ def poison(run: Running) -> None:
     """Makes the embedding of one token NaN on every mesh: sequences that hold it have no finite
     logits from there on."""
     for instance in run.cluster.replicas:
-        stem = instance.executor._weights.stem
+        stem = instance.executor._stages[0].weights.stem
         table = stem.leaves[0]
         assert table.shape[0] >= run.cluster.model.vocabulary, (
             "the first array of the stem is the embedding"

@@ -46,7 +46,7 @@ async def test_a_tpus_forms_give_the_tokens_of_a_dense_pass(
         Mode.DISAGGREGATED, prefill, decode, directory=directory, prefill_page=32, decode_page=32
     )
     async with running(engine) as run:
-        (weight, *_), *_ = run.cluster.decode.executor._pools.pages.layers
+        (weight, *_), *_ = run.cluster.decode.executor._pool.layers
         assert weight.format.layout.major_to_minor == (3, 2, 1, 0)
         await check_bytes(run, run.tokenizer.encode(PROMPT), expected(directory))
 

@@ -398,7 +398,7 @@ async def test_all_that_is_made_from_weights_is_made_anew(tmp_path: Path, case: 
 def leaves(replica: Replica | None) -> list[np.ndarray]:
     """All weights of a mesh, without adapters."""
     assert replica is not None
-    held = replica.executor._weights
+    held = replica.executor._stages[0].weights
     parts = [held.stem, *held.layers, *([held.next_token] if held.next_token else [])]
     parts += [held.head] if held.head is not held.stem else []
     return [

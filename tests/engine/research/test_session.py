@@ -267,9 +267,9 @@ def test_logits_that_are_not_finite_are_an_error_and_no_token() -> None:
         session = engine.create_session("s", layout=DecoderLayout(dp=1))
         session.push(kv)
         for instance in engine.instances:
-            table, *others = instance._weights.stem.leaves
+            table, *others = instance._stages[0].weights.stem.leaves
             poisoned = table.at[jnp.asarray([7, kv.next_token.token_id])].set(jnp.nan)
-            object.__setattr__(instance._weights.stem, "leaves", (poisoned, *others))
+            object.__setattr__(instance._stages[0].weights.stem, "leaves", (poisoned, *others))
         with pytest.raises(BrokenModelError, match="not finite"):
             engine.prefill([5, 7, 6], layout=PrefillLayout(tp=1))
         with pytest.raises(BrokenModelError, match="not finite"):
