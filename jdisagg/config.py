@@ -16,7 +16,8 @@ from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
 from jdisagg.limits_config import LimitsConfig as LimitsConfig  # re-exported
-from jdisagg.prefix_config import PrefixConfig as PrefixConfig  # re-exported
+from jdisagg.prefix_config import NO_PREFIX as NO_PREFIX  # re-exported
+from jdisagg.prefix_config import PrefixConfig as PrefixConfig
 
 SPECULATE = ("auto", "mtp", "eagle", "ngram", "off")
 KV_CHANNELS = ("auto", "engine", "nixl", "cuda")

@@ -170,6 +170,9 @@ class PrefixConfig:
             )
 
 
+NO_PREFIX = PrefixConfig(reuse=False)
+
+
 def _port_after(address: str, index: int) -> str:
     """Returns a ZeroMQ address with its port increased by `index`. Addresses of other kinds get
     `index` as a suffix."""

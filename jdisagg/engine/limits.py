@@ -4,7 +4,7 @@ configuration and a model's KV spec. All functions are pure."""
 import math
 from dataclasses import replace
 
-from jdisagg.config import EngineConfig, InstanceConfig, Mode, PrefixConfig
+from jdisagg.config import NO_PREFIX, EngineConfig, InstanceConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVSpec, ring_pages
 from jdisagg.layout.platforms import traits_of
@@ -38,7 +38,7 @@ def mesh_limits(
     windows_apart: bool = False,
     rings: bool = False,
     append_tokens: int = 0,
-    prefix: PrefixConfig = PrefixConfig(),
+    prefix: PrefixConfig = NO_PREFIX,
 ) -> MeshLimits:
     """Computes the limits of one mesh, for a model without images and without a layer that drafts.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jdisagg.config import (
+    NO_PREFIX,
     EngineConfig,
     InstanceConfig,
     Mode,
@@ -195,7 +196,7 @@ def fit_instance(
     model: ModelConfig,
     geometry: CostGeometry,
     memory: DeviceMemory,
-    prefix: PrefixConfig = PrefixConfig(),
+    prefix: PrefixConfig = NO_PREFIX,
 ) -> tuple[InstanceConfig, MemoryPlan]:
     """Returns the instance with `pages_per_rank` set, and the memory plan.
 

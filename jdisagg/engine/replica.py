@@ -11,7 +11,7 @@ from typing import Protocol
 import jax
 import msgspec
 
-from jdisagg.config import InstanceConfig, Mode, ModelConfig, PrefixConfig, WorkerConfig
+from jdisagg.config import NO_PREFIX, InstanceConfig, Mode, ModelConfig, PrefixConfig, WorkerConfig
 from jdisagg.costs.measured import StepTimes
 from jdisagg.engine.limits import (
     asked_groups,
@@ -127,7 +127,7 @@ def build_replica(
     context_tokens: int,
     layer_groups: int | None,
     windows_apart: bool = False,
-    prefix: PrefixConfig = PrefixConfig(),
+    prefix: PrefixConfig = NO_PREFIX,
 ) -> Replica:
     """Builds the executor of a loaded model.
 
@@ -157,7 +157,7 @@ def build_replica(
         windows_apart=windows_apart,
         rings=windows_apart and role.decode,
         append_tokens=prefix.appends if role.decode and not role.prefill else 0,
-        prefix=prefix if role.prefill or prefix.appends else PrefixConfig(),
+        prefix=prefix if role.prefill or prefix.appends else NO_PREFIX,
     )
     limits = replace(
         limits,

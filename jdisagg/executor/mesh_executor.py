@@ -447,9 +447,7 @@ class _Stage(NamedTuple):
     pools: Pools
 
 
-def _stages(
-    programs: Programs, model: Model, layout: Layout, limits: MeshLimits
-) -> list[_Stage]:
+def _stages(programs: Programs, model: Model, layout: Layout, limits: MeshLimits) -> list[_Stage]:
     """Returns the pipeline stages of an instance, with the model's weights and empty page
     pools."""
     layers, size = len(limits.kv_spec.layers), adapter_size(limits)
