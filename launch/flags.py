@@ -159,9 +159,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
             "Device type (h100, ...) or a file of `jdisagg measure_costs`. Enables the router's"
             " latency predictions.",
         ),
-        "family": _one_of(
-            ["llama", "qwen3_moe"], "llama", "Architecture of the tiny model to write."
-        ),
+        "family": _one_of(["llama", "qwen3_moe"], "llama", "Architecture of the tiny model."),
         "source": _text(None, "Directory with config.json and safetensors files."),
         "destination": _text(None, "Directory to write, created if missing."),
     },
