@@ -44,6 +44,8 @@ class PromptImage:
         grid: Size in patches before they are merged: time, height and width.
         pixels: uint8 [height, width, 3], row by row.
         digest: Hash of pixels, grid and version of the processor (`image_digest`).
+        file: The image as the client sent it, from which a router computes the pixels again.
+            Workers never receive it.
     """
 
     start: int
@@ -51,11 +53,16 @@ class PromptImage:
     grid: Grid
     pixels: bytes
     digest: bytes
+    file: bytes = b""
 
     @classmethod
-    def of(cls, start: int, length: int, grid: Grid, pixels: bytes) -> Self:
+    def of(cls, start: int, length: int, grid: Grid, pixels: bytes, file: bytes = b"") -> Self:
         """Returns an image with its digest."""
-        return cls(start, length, grid, pixels, image_digest(pixels, grid))
+        return cls(start, length, grid, pixels, image_digest(pixels, grid), file)
+
+    def without_pixels(self, keep_file: bool = False) -> Self:
+        """Returns the image without its pixels, and without its file unless `keep_file`."""
+        return replace(self, pixels=b"", file=self.file if keep_file else b"")
 
     @property
     def end(self) -> int:

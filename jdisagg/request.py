@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jdisagg.errors import InvalidRequestError
-from jdisagg.images import PromptImage, check_images
+from jdisagg.images import PromptImage, check_images, scoped
 from jdisagg.plain import Message, plain
 from jdisagg.prompt_logprobs import PromptLogprobs
 
@@ -336,11 +336,16 @@ class Request:
         """Returns a key that identifies the stream and is the same for all attempts at it."""
         return self.tenant, self.request_id, self.life
 
+    @property
+    def scoped_images(self) -> tuple[PromptImage, ...]:
+        """Returns the images as a mesh stores them, apart for each tenant and cache scope."""
+        return scoped(self.images, self.tenant, self.cache_scope) if self.images else ()
+
     def without_pixels(self) -> "Request":
         """Returns the request for a worker that does not compute its prompt."""
         if not self.images:
             return self
-        return replace(self, images=tuple([replace(image, pixels=b"") for image in self.images]))
+        return replace(self, images=tuple([image.without_pixels() for image in self.images]))
 
     def most_tokens(self, context_tokens: int) -> int:
         """Returns the largest number of tokens that a child may generate: max_tokens, or fewer if

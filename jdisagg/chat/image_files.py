@@ -45,6 +45,7 @@ class ImageFile:
 
     Attributes:
         where: Name of the image in error messages.
+        data: Bytes of the file.
         height, width: Pixels, after the EXIF orientation is applied.
 
     Raises:
@@ -56,7 +57,7 @@ class ImageFile:
         self.where = where
         library = _pillow(where)
         check_bytes(where, image, limits)
-        data = image.content(where)
+        data = self.data = image.content(where)
         with _reading(where):
             self._opened: Image = library.open(io.BytesIO(data), formats=FORMATS)
         width, height = self._opened.size

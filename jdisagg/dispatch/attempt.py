@@ -249,7 +249,7 @@ class Attempt:
     ) -> None:
         peer, peer_tokens = self._peer_of(source.worker)
         call = PrefillCall(
-            request=self._run.request,
+            request=await self._context.with_pixels(self._run.request),
             attempt=self.number,
             children=self.children,
             handoff_id=source.handoff_id,

@@ -189,7 +189,7 @@ class Frontend:
         ends = (
             () if sampling.ignore_eos and sampling.grammar is None else self.prompts.codec.eos_ids
         )
-        images = await self.prompts.images(encoded)
+        images = await self.prompts.images.read(encoded.placed)
         return Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=token_ids,

@@ -7,19 +7,14 @@ Invariants: a prompt over the byte limit is refused before it is tokenized. Long
 in a thread, and images are read in threads of their own, so that they delay no stream. Images are
 decoded only after their prompt was found to fit the context."""
 
-import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
-
-import numpy as np
+from typing import NamedTuple, Protocol
 
 from jdisagg.chat.call_ids import with_ids
 from jdisagg.chat.formats import AnswerFormat
 from jdisagg.chat.image_files import ImageFile, check_bytes
 from jdisagg.chat.image_marks import HiddenMarks
-from jdisagg.chat.images import ImageLayout
 from jdisagg.chat.messages import (
     ChatPrompt,
     ToolChoice,
@@ -30,10 +25,15 @@ from jdisagg.chat.messages import (
     texts_of,
 )
 from jdisagg.config import LimitsConfig, Mode
-from jdisagg.dispatch.client_limits import LongTexts, to_its_end
+from jdisagg.dispatch.client_limits import LongTexts
+from jdisagg.dispatch.image_reader import (
+    MAX_PIXEL_BYTES,
+    ChatImageProcessor,
+    ImageReader,
+    PlacedImage,
+)
 from jdisagg.dispatch.options import utf8_bytes
-from jdisagg.errors import InvalidRequestError, OverloadedError
-from jdisagg.images import PromptImage
+from jdisagg.errors import InvalidRequestError
 from jdisagg.layout.axes import Layout
 from jdisagg.request import SamplingDefaults, foreign_token
 
@@ -42,29 +42,6 @@ MESSAGE_BYTES = 64  # estimate of what a chat template adds to each message
 LARGEST_TEXTS = 4
 PROBE_CHARACTERS = 16 << 10
 PROBE_CHARACTERS_PER_TOKEN = 32
-IMAGE_THREADS = 4  # bounds the memory of decoded images
-MAX_IMAGES_AT_WORK = 64  # requests whose images are read or wait for a thread
-IMAGE_RETRY_SECONDS = 1.0
-# Of all images of a request after their resize, since a request is one message to a worker.
-MAX_PIXEL_BYTES = 96 << 20
-
-Result = TypeVar("Result")
-
-
-class ChatImageProcessor(Protocol):
-    """The model's image processor (`models/image_processor.py`).
-
-    Attributes:
-        token: Id of the token that the chat template writes for an image.
-        marks: Texts of the tokens that mark images.
-    """
-
-    @property
-    def token(self) -> int: ...
-    @property
-    def marks(self) -> Sequence[str]: ...
-    def layout(self, where: str, height: int, width: int) -> ImageLayout: ...
-    def resized(self, pixels_HWC: np.ndarray, layout: ImageLayout) -> np.ndarray: ...
 
 
 class ChatTokenizer(Protocol):
@@ -125,19 +102,11 @@ class TokenPrompt:
 Prompt = str | TokenPrompt | ChatPrompt
 
 
-class _Placed(NamedTuple):
-    """An image whose header was read, and the index of its first token in the prompt."""
-
-    start: int
-    layout: ImageLayout
-    file: ImageFile
-
-
 class Encoded(NamedTuple):
     """A prompt's tokens, and its images, which are not decoded yet."""
 
     token_ids: tuple[int, ...]
-    placed: tuple[_Placed, ...] = ()
+    placed: tuple[PlacedImage, ...] = ()
 
 
 class PromptEncoder:
@@ -148,6 +117,9 @@ class PromptEncoder:
         model: The served model.
         limits: Limits on prompts.
         answers: Format in which the model writes reasoning and tool calls.
+
+    Attributes:
+        images: Reader of the images of prompts.
     """
 
     def __init__(
@@ -157,8 +129,7 @@ class PromptEncoder:
         self._limits, self._answers = limits, answers
         # At least 1 MiB for each, because the template of a chat adds text to many short messages.
         self._long_texts = LongTexts(LARGEST_TEXTS * max(limits.max_prompt_bytes, 1 << 20))
-        self._image_threads = ThreadPoolExecutor(IMAGE_THREADS, "images")
-        self._images_at_work = 0
+        self.images = ImageReader(lambda: codec.images, limits)
 
     def check(self, prompt: Prompt) -> int:
         """Checks a prompt without the tokenizer. Returns an estimate of the bytes to tokenize."""
@@ -190,7 +161,7 @@ class PromptEncoder:
             self.check_ids("prompt token_ids", prompt.token_ids)
             encoded = Encoded(tuple(prompt.token_ids))
         elif isinstance(prompt, ChatPrompt) and images_of(prompt):
-            encoded = await self._with_images(self._encode, prompt, within_context)
+            encoded = await self.images.run(self._encode, prompt, within_context)
         elif size_bytes > THREAD_ABOVE_BYTES:
             encoded = await self._long_texts.run(size_bytes, self._encode, prompt, within_context)
         else:
@@ -203,33 +174,6 @@ class PromptEncoder:
         if within_context and not isinstance(prompt, ChatPrompt):
             self._check_imageless(encoded.token_ids)
         return encoded
-
-    async def images(self, encoded: Encoded) -> tuple[PromptImage, ...]:
-        """Decodes and resizes the images of a prompt. Raises InvalidRequestError for a damaged
-        file."""
-        return tuple([await self._with_images(self._image, one) for one in encoded.placed])
-
-    async def _with_images(self, work: Callable[..., Result], *args: object) -> Result:
-        """Runs work on images in one of the threads for it. Raises OverloadedError if much of it
-        waits."""
-        if self._images_at_work >= MAX_IMAGES_AT_WORK:
-            raise OverloadedError(
-                f"{self._images_at_work} requests have images that are being read, and at most"
-                f" {MAX_IMAGES_AT_WORK} are taken; try again later",
-                retry_after_seconds=IMAGE_RETRY_SECONDS,
-            )
-        self._images_at_work += 1
-        working = asyncio.get_running_loop().run_in_executor(self._image_threads, work, *args)
-        return await to_its_end(working, self._image_done)
-
-    def _image_done(self) -> None:
-        self._images_at_work -= 1
-
-    def _image(self, placed: _Placed) -> PromptImage:
-        assert self.codec.images is not None, "checked before"
-        layout = placed.layout
-        pixels = self.codec.images.resized(placed.file.pixels(), layout)
-        return PromptImage.of(placed.start, len(layout.token_ids), layout.grid, pixels.tobytes())
 
     def _encode(self, prompt: str | ChatPrompt, within_context: bool) -> Encoded:
         if isinstance(prompt, ChatPrompt):
@@ -424,13 +368,13 @@ def _expanded(
             " them; send images in messages of the user"
         )
     made: list[int] = []
-    placed: list[_Placed] = []
+    placed: list[PlacedImage] = []
     begin = 0
     for file in files:
         end = token_ids.index(processor.token, begin)
         made += token_ids[begin:end]
         layout = processor.layout(file.where, file.height, file.width)
-        placed.append(_Placed(len(made), layout, file))
+        placed.append(PlacedImage(len(made), layout, file))
         made += layout.token_ids
         begin = end + 1
     made += token_ids[begin:]

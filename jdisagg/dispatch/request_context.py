@@ -1,11 +1,11 @@
-"""Objects that all requests of a router share (the workers' ports, the placer, the clock and the
-limits), and calls that every attempt makes.
+"""Objects that all requests of a router share (the workers' ports, the placer, the clock, the
+limits and the reader of images), and calls that every attempt makes.
 
 Plain data and small helpers. Holds no state of a single request and makes no decisions."""
 
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from jdisagg.clock import Clock, limit
@@ -13,6 +13,7 @@ from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.placer import Placer
 from jdisagg.dispatch.request_run import RequestRun
 from jdisagg.errors import JdisaggError, UnavailableError
+from jdisagg.images import PromptImage
 from jdisagg.messages.ports import (
     Child,
     DecodePort,
@@ -24,6 +25,7 @@ from jdisagg.messages.ports import (
 from jdisagg.messages.weights import WeightsPort
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import plain
+from jdisagg.request import Request
 from jdisagg.router.accounts import Accounts
 from jdisagg.telemetry import Counters
 
@@ -66,9 +68,14 @@ class ClusterPorts:
         return _port(self.decode, name)
 
 
+async def _not_read(image: PromptImage) -> bytes:
+    raise UnavailableError(f"image at token {image.start} has no pixels; send them with the image")
+
+
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """Objects that all attempts of all requests share. `new_id` generates ids of hand-offs."""
+    """Objects that all attempts of all requests share. `new_id` generates ids of hand-offs.
+    `pixels` returns the pixels of an image of a request that has its file."""
 
     cluster: ClusterPorts
     placer: Placer
@@ -76,6 +83,17 @@ class RequestContext:
     clock: Clock
     new_id: Callable[[], int]
     counters: Counters
+    pixels: Callable[[PromptImage], Awaitable[bytes]] = _not_read
+
+    async def with_pixels(self, request: Request) -> Request:
+        """Returns a request for the worker that computes its prompt."""
+        if not request.images:
+            return request
+        images = [
+            replace(image, pixels=image.pixels or await self.pixels(image), file=b"")
+            for image in request.images
+        ]
+        return replace(request, images=tuple(images))
 
 
 @plain
@@ -113,8 +131,9 @@ async def reserve(
         JdisaggError: The worker refused, or did not answer.
     """
     port = context.cluster.decode_port(worker)
+    request = run.request
+    request = await context.with_pixels(request) if computes else request.without_pixels()
     remaining, age = run.remaining_seconds(), run.age_seconds()
-    request = run.request if computes else run.request.without_pixels()
     call = ReserveCall(request, attempt, children, remaining, age, whole, computes, *peer)
     return ReservationHandle(worker, port, await port.reserve(call), attempt)
 

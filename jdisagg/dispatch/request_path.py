@@ -30,7 +30,8 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 
 from jdisagg.clock import Clock
 from jdisagg.config import LimitsConfig
@@ -48,6 +49,7 @@ from jdisagg.errors import (
     UnavailableError,
 )
 from jdisagg.ids import random_id
+from jdisagg.images import PromptImage
 from jdisagg.messages.ports import DecodePort, PrefillPort
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Request, StreamEvent
@@ -105,6 +107,10 @@ class RequestPath:
     @property
     def cluster(self) -> ClusterPorts:
         return self._context.cluster
+
+    def read_images_with(self, pixels: Callable[[PromptImage], Awaitable[bytes]]) -> None:
+        """Sets the function that returns the pixels of images of which requests have the files."""
+        self._context = replace(self._context, pixels=pixels)
 
     @contextlib.asynccontextmanager
     async def paused(self, drain_seconds: float | None) -> AsyncGenerator[None, None]:
@@ -234,8 +240,10 @@ class RequestPath:
 
     async def _place(self, run: RequestRun, attempt: Attempt) -> PlacementHandle:
         state = self.placer.accounts.state
-        blind = state.without_images() if run.request.images else frozenset()
-        run.avoid |= blind
+        blind = loading = frozenset[str]()
+        if run.request.images:
+            blind, loading = state.without_images(), state.loading_images()
+            run.avoid |= blind
         run.placing += 1
         try:
             placement = await self.placer.place(
@@ -244,7 +252,7 @@ class RequestPath:
                     attempt.children,
                     run.arrived_at,
                     run.deadline,
-                    run.avoid,
+                    run.avoid | loading,
                     run.under_way,
                 )
             )

@@ -301,9 +301,14 @@ async def warm_up(
 async def load_rest(replicas: Sequence[Replica]) -> None:
     """Loads the programs that `warm_up` left out, while the replicas serve. Each capability is
     ready when all of its programs are loaded."""
-    for capability in Capability:
+    try:
+        for capability in Capability:
+            for replica in replicas:
+                await replica.load(capability)
+    except Exception:
         for replica in replicas:
-            await replica.load(capability)
+            replica.readiness.give_up()
+        raise
 
 
 def context_tokens(config: ModelConfig, model: Model) -> int:

@@ -268,8 +268,6 @@ class MeshExecutor:
         """Compiles the programs of a prefill chunk, by running a chunk of padding and every cut of
         blocks that a hand-off may need."""
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
-        if self.images is not None and self.images.depth:
-            self._prefill.run(chunk, self.images.nothing_added(width))[0].block_until_ready()
         x, blocks, _ = self._prefill.run(chunk)
         for groups, tokens in self.limits.block_shapes() if blocks else ():
             if tokens <= width:
@@ -277,6 +275,13 @@ class MeshExecutor:
         x.block_until_ready()
         for variant in self.variants if form.samples else ():
             self._sampler.warm_up(variant, x)
+
+    def warm_pictured(self, width: int, form: ChunkForm) -> None:
+        """Compiles the programs of a prefill chunk to whose first layers activations of images are
+        added, by running a chunk of padding."""
+        assert self.images is not None
+        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
+        self._prefill.run(chunk, self.images.nothing_added(width))[0].block_until_ready()
 
     def warm_decode(self, size: int, variant: Variant) -> None:
         """Compiles the program of a decode step, by running a step of `size` empty slots. With

@@ -226,11 +226,7 @@ def asks_of_prompts(command: PrefillChunk) -> bool:
 
 class PrefillPrograms:
     """Builds and runs the programs of prefill chunks for the layers of one mesh. Used by the
-    dispatch thread only.
-
-    Attributes:
-        images: Programs of images, on the mesh with the embedding if the model reads images.
-    """
+    dispatch thread only."""
 
     def __init__(
         self,
@@ -252,10 +248,13 @@ class PrefillPrograms:
         self._long_grain = limits.state_grain
         self._keeps = limits.snapshots_per_rank > 0
         self._adapters = limits.adapters > 0
-        self.images: ImagePrograms | None = None
 
     def run(
-        self, chunk: ChunkArrays, x: jax.Array | None = None, deep: Any = ()
+        self,
+        chunk: ChunkArrays,
+        x: jax.Array | None = None,
+        deep: Any = (),
+        images: ImagePrograms | None = None,
     ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         """Issues the programs of one chunk.
 
@@ -264,6 +263,7 @@ class PrefillPrograms:
             x: Activations [ranks, T, D] before the mesh's first layer, on this mesh. None on the
                 mesh with the embedding.
             deep: What is added after the first layers (`ImagePrograms.run`); () adds nothing.
+            images: Programs of images, on the mesh with the embedding if the model reads images.
 
         Returns:
             Activations after the mesh's last layer, [ranks, T, D]. After the model's last layer:
@@ -279,8 +279,8 @@ class PrefillPrograms:
             )
             x = embedded
             if chunk.pictured:
-                assert self.images is not None, "the worker refuses images otherwise"
-                x, deep = self.images.run(chunk.pictured, embedded)
+                assert images is not None, "the worker refuses images otherwise"
+                x, deep = images.run(chunk.pictured, embedded)
         blocks: list[jax.Array] = []
         sums: list[jax.Array] = []
         key = self._programs.argument(self._sums.key(chunk.checksum_key)) if self._sums else None
@@ -288,7 +288,7 @@ class PrefillPrograms:
             layers = [part.leaves for part in self._weights[group]]
             pages = self._pool.layers[group.start : group.stop]
             states = self._states.layers[group.start : group.stop]
-            adds = self.images is not None and group.start < self.images.depth
+            adds = images is not None and group.start < images.depth
             of_group = deep if adds else ()
             program = self._group(group, chunk, of_group)
             drafts = (self._weights.stem.leaves, tokens) if self._drafts(group) else ()

@@ -32,8 +32,7 @@ class PrefillStages:
         stage_of: Sequence[int],
         images: ImagePrograms | None = None,
     ) -> None:
-        self._stages, self._stage_of = stages, stage_of
-        stages[0][1].images = images
+        self._stages, self._stage_of, self._images = stages, stage_of, images
 
     def run(
         self, chunk: ChunkArrays, deep: Any = ()
@@ -42,7 +41,7 @@ class PrefillStages:
         whole model, with the blocks and checksums of all layer groups. `deep` is as there, for
         warm-up."""
         (_, first), *later = self._stages
-        x, blocks, sums = first.run(chunk, deep=deep)
+        x, blocks, sums = first.run(chunk, deep=deep, images=self._images)
         for programs, stage in later:
             x, more, of_more = stage.run(chunk, programs.receive(x))
             blocks, sums = [*blocks, *more], [*sums, *of_more]

@@ -85,10 +85,10 @@ def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
     needed = None if role.prefill else Capability.APPEND
     steps = [WarmUpStep(partial(executor.warm_prefill, *one), needed) for one in chunks]
     if (images := executor.images) is not None:
-        sizes = patch_buckets(images.form)
-        steps += [WarmUpStep(partial(images.warm_encoder, size), needed) for size in sizes]
-        widths = computed.chunk_buckets
-        steps += [WarmUpStep(partial(images.warm_place, width), needed) for width in widths]
+        of_images = [partial(images.warm_encoder, size) for size in patch_buckets(images.form)]
+        of_images += [partial(images.warm_place, width) for width in computed.chunk_buckets]
+        of_images += [partial(executor.warm_pictured, *one) for one in chunks if images.depth]
+        steps += [WarmUpStep(one, Capability.IMAGES) for one in of_images]
     if limits.snapshots_per_rank and not role.decode:
         steps += [WarmUpStep(executor.blocks.warm_copy, Capability.REUSE)]
     return steps

@@ -218,6 +218,7 @@ class Deployment:
                 tokenizer.chat_template, config.service.tool_parser, config.service.reasoning_parser
             ),
         )
+        self.cluster.path.read_images_with(self.frontend.prompts.images.pixels)
         self.frontend.adapters = ServedAdapters(model.check_adapter, self.cluster.path.status)
         self.frontend.adapters.name_all(config.service.lora_modules)
         self.frontend.weights = self.cluster.weights

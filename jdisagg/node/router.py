@@ -143,6 +143,7 @@ class Router:
                 self._tokenizer.chat_template, service.tool_parser, service.reasoning_parser
             ),
         )
+        path.read_images_with(frontend.prompts.images.pixels)
         frontend.adapters = ServedAdapters(self._check_adapter, path.status)
         frontend.adapters.name_all(service.lora_modules)
         weights = frontend.weights = WeightsControl(path, self._clock, path.counters)

@@ -1,16 +1,20 @@
 """The optional capabilities of a worker. Each needs programs beside those that every request needs.
 A worker that starts without compiled programs serves as soon as the common ones are there, and
 gets its capabilities one after the other while it serves. Until then it works as if they were
-off, except that it caches blocks from the start. Pure."""
+off, except that it caches blocks from the start and lets requests with images wait."""
 
+import asyncio
 import enum
 from collections.abc import Iterable
+
+from jdisagg.errors import UnavailableError
 
 
 class Capability(enum.Enum):
     """An optional capability, in the order in which the programs are loaded.
 
     Attributes:
+        IMAGES: Prompts have images. First, because requests wait for it.
         APPEND: A decode mesh computes uncached ends of prompts.
         REUSE: A prefill mesh sends cached blocks that a decode mesh lacks, and continues from
             snapshots of recurrent state.
@@ -18,6 +22,7 @@ class Capability(enum.Enum):
         DRAFTS: Decode steps verify drafts.
     """
 
+    IMAGES = "images"
     APPEND = "append"
     REUSE = "reuse"
     TIERS = "tiers"
@@ -26,10 +31,16 @@ class Capability(enum.Enum):
 
 class Capabilities:
     """The optional capabilities of one mesh whose programs are not loaded yet. In the beginning
-    none is missing."""
+    none is missing.
+
+    Attributes:
+        given_up: Whether the programs of the missing capabilities could not be loaded.
+    """
 
     def __init__(self) -> None:
         self._missing: set[Capability] = set()
+        self._changed = asyncio.Event()
+        self.given_up = False
 
     def ready(self, capability: Capability) -> bool:
         return capability not in self._missing
@@ -44,3 +55,29 @@ class Capabilities:
 
     def loaded(self, capability: Capability) -> None:
         self._missing.discard(capability)
+        self._wake()
+
+    def give_up(self) -> None:
+        """Records that the missing capabilities stay missing, because a program failed."""
+        self.given_up = bool(self._missing)
+        self._wake()
+
+    def possible(self, capability: Capability) -> bool:
+        """Returns whether the capability is ready or may become so."""
+        return self.ready(capability) or not self.given_up
+
+    async def wait(self, capability: Capability) -> None:
+        """Waits until the programs of a capability are loaded. Raises UnavailableError if they
+        cannot be."""
+        while not self.ready(capability):
+            if self.given_up:
+                raise UnavailableError(
+                    f"programs for {capability.value} could not be loaded, as the worker's log"
+                    " states; restart the worker"
+                )
+            await self._changed.wait()
+
+    def _wake(self) -> None:
+        """Ends the current calls of `wait` on this event loop."""
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -14,7 +14,6 @@ import bisect
 from collections.abc import Callable
 from dataclasses import replace
 
-from jdisagg.images import scoped
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Identity
 from jdisagg.scheduler.adapter_table import AdapterTable
@@ -105,7 +104,7 @@ class DecodeState:
             snapshots=self.residency.wanted_snapshots(rank, group.chain, len(known), cached),
             adapter=self.adapters.slot_of(group.request),
             priority=group.request.priority,
-            images=scoped(group.request.images, group.request.tenant, group.request.cache_scope),
+            images=group.request.scoped_images,
         )
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
@@ -187,7 +186,6 @@ class DecodeState:
             rank_contexts=self.contexts(),
             free_states=self.states.free_by_rank(),
             total_states=self.states.total_by_rank(),
-            images=limits.images is not None,
         )
 
     @property

@@ -292,7 +292,7 @@ class DecodeWorker(MeshWorker):
 
     async def reserve(self, call: ReserveCall) -> Reservation:
         arrival = self._clock.now() - call.age_seconds
-        await self._compiled(call.request, call.deadline_seconds)
+        await self._compiled(call.request, call.deadline_seconds, call.computes)
         async with self._adapters.held(call.request, call.deadline_seconds):
             self._take(call)
             ticket, granted = await self._enqueue(call, arrival)

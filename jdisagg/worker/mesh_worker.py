@@ -234,6 +234,7 @@ class MeshWorker(ABC):
             not_ready=context.readiness.missing,
             weights=self.weights.served.identity,
             asleep=self.weights.asleep,
+            images=self._mesh.images is not None and context.readiness.possible(Capability.IMAGES),
         )
 
     @property
@@ -429,10 +430,13 @@ class MeshWorker(ABC):
             self.counters.add("prefix_blocks_evicted", blocks, cause=cause)
         return blocks + elsewhere
 
-    async def _compiled(self, request: Request, seconds: float) -> None:
-        """Compiles the request's grammar, if any. Raises InvalidRequestError if that fails, and
-        UnavailableError if the worker sleeps."""
+    async def _compiled(self, request: Request, seconds: float, computes: bool = True) -> None:
+        """Compiles the request's grammar, if any, and waits for the programs of images if this mesh
+        `computes` a prompt with images. Raises InvalidRequestError if the grammar fails, and
+        UnavailableError if the programs fail or the worker sleeps."""
         self._check_awake()
+        if computes and request.images:
+            await self._context.readiness.wait(Capability.IMAGES)
         grammar = request.sampling.grammar
         if grammar is not None:
             if self._grammars is None:

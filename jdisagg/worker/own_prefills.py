@@ -52,6 +52,7 @@ class OwnPrefills:
         """Queues the uncached tokens of a group, which has pages. Returns their number."""
         known, cached = group.known_tokens, group.cached_tokens
         self._batches.add(self._state.prefill_job(group))
+        group.request = group.request.without_pixels()  # the job has them until it is computed
         self.backlog.add(group.key, len(known), cached, group.request.priority)
         if (key := self._keys.get(group.key)) is not None:
             self.waits.began(key, group.rank)

@@ -3,7 +3,6 @@
 import asyncio
 
 from jdisagg.errors import JdisaggError
-from jdisagg.images import scoped
 from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PrefillCall, PrefillReply
 from jdisagg.messages.step_commands import PrefillRow
 from jdisagg.prompt_logprobs import PromptLogprobs
@@ -113,7 +112,7 @@ class PrefillTask:
             snapshots=snapshots,
             adapter=adapter,
             priority=self.prompt.priority,
-            images=scoped(request.images, request.tenant, request.cache_scope),
+            images=request.scoped_images,
         )
 
     def end(self, offers: int) -> HandoffEnd:

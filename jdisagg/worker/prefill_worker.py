@@ -568,7 +568,6 @@ class PrefillWorker(MeshWorker):
             total_states=self._states.total_by_rank(),
             kept=self._kept_tiers(),
             priorities=self._loads(),
-            images=self._mesh.images is not None,
         )
 
     def _loads(self) -> tuple[PriorityLoad, ...]:

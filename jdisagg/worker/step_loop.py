@@ -13,9 +13,11 @@ from typing import get_args
 
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.messages.step_commands import (
+    DecodeSteps,
     DiskCommand,
     ExtractBlock,
     OfferWeights,
+    PrefillChunk,
     PullBlock,
     ReadAdapter,
     ReadWeights,
@@ -27,6 +29,7 @@ from jdisagg.messages.step_commands import (
 from jdisagg.scheduler.executor import Executor
 
 DEPTH = 2
+PATCHES = 2048  # for which a command may take another `limits.step_seconds`
 _IN_BACKGROUND = frozenset(
     (PullBlock, ReadAdapter, ReadWeights, OfferWeights, SleepMesh, WakeMesh, *get_args(DiskCommand))
 )
@@ -68,8 +71,8 @@ class StepLoop:
         self._turn_due = False
         self._flight: deque[tuple[StepCommand, asyncio.Future[StepResult], float]] = deque()
         self._applied_at = self.took = 0.0
-        # unfinished foreground commands: time of issue, kind, result
-        self._running: deque[tuple[float, type, asyncio.Future[StepResult]]] = deque()
+        # unfinished foreground commands: time of issue, command, result
+        self._running: deque[tuple[float, StepCommand, asyncio.Future[StepResult]]] = deque()
         self._ended_at = 0.0  # when one of them was last found finished
         self._events: asyncio.AbstractEventLoop | None = None  # while it is started
         self.failure: UnavailableError | None = None
@@ -120,22 +123,25 @@ class StepLoop:
         result = self._executor.run(command)
         future = result if isinstance(result, asyncio.Future) else asyncio.ensure_future(result)
         # background commands and copies to host memory have their own deadlines and block nothing
-        kind = type(command)
-        if kind not in _IN_BACKGROUND and not (
+        if type(command) not in _IN_BACKGROUND and not (
             isinstance(command, ExtractBlock) and command.to_host
         ):
             self._forget_done()
-            self._running.append((self._now(), kind, future))
+            self._running.append((self._now(), command, future))
         return future
 
     def break_if_stalled(self, seconds: float) -> None:
-        """Declares the mesh failed if one command runs for more than `seconds`. Time in which the
-        command waits for earlier commands does not count."""
+        """Declares the mesh failed if one command runs for more than `seconds`, or longer if it has
+        images (`patience`). Time in which the command waits for earlier commands does not count."""
         self._forget_done()
-        if self._running and self._now() - max(self._running[0][0], self._ended_at) > seconds:
-            name = self._running[0][1].__name__
+        if not self._running:
+            return
+        issued_at, command, _ = self._running[0]
+        most = seconds * patience(command)
+        if self._now() - max(issued_at, self._ended_at) > most:
+            name = type(command).__name__
             self.break_down(
-                UnavailableError(f"{name} did not end within {seconds:g} s (limits.step_seconds)")
+                UnavailableError(f"{name} did not end within {most:g} s (limits.step_seconds)")
             )
 
     def behind(self, instant: float) -> bool:
@@ -213,3 +219,12 @@ class StepLoop:
             future = self.submit(command)
             future.add_done_callback(self._came_back)
             self._flight.append((command, future, self._now()))
+
+
+def patience(command: StepCommand) -> float:
+    """Returns the number of `limits.step_seconds` within which a command must end: one, and another
+    for each `PATCHES` patches of its images, which the vision encoder computes in the command."""
+    chunk = command.chunk if isinstance(command, DecodeSteps) else command
+    if not isinstance(chunk, PrefillChunk):
+        return 1.0
+    return 1 + sum([image.patches for row in chunk.rows for image in row.images]) / PATCHES

@@ -1,5 +1,5 @@
-"""Rule 1 for KV of every kind (latents, state beside KV, sliding-window ring buffers, quantized
-weights).
+"""Rule 1 for KV of every kind (latents, state beside KV, sliding-window ring buffers, images,
+quantized weights).
 
 32 mixed requests at once, disaggregated, with too few pages, moved between two decode workers one
 of which dies, have the streams of each alone on one mesh. All pages and slots of state are free at
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import LimitsConfig, Mode
+from jdisagg.images import PromptImage
 from jdisagg.request import Request
 from tests import time_scale
 from tests.end_to_end.clusters import (
@@ -24,15 +25,19 @@ from tests.end_to_end.clusters import (
 )
 from tests.end_to_end.two_decoders import TwoDecoders
 from tests.fakes.cluster import Collected
+from tests.golden.images import golden_images, other_image
 
 LENGTHS = (24, 3, 31, 8, 40, 9, 53, 17)  # prompt lengths; a chunk has 32 tokens
 # For hand-offs while programs compile; what a dead worker held of others is free afterwards.
 LEASES = LimitsConfig(pull_seconds=60.0, handoff_lease_seconds=10.0, reservation_lease_seconds=60.0)
 
 
-def mixed_requests(run: Running, whole: list[int]) -> list[Request]:
+def mixed_requests(
+    run: Running, whole: list[int], images: tuple[PromptImage, ...] = ()
+) -> list[Request]:
     """Greedy and seeded ones, penalties, bias, minimum lengths, several of a prompt, shorter and
-    longer than a window and than a chunk."""
+    longer than a window and than a chunk. Prompts have those of the `images` that they have room
+    for, or others of the same size."""
     requests = []
     for number in range(32):
         options: dict[str, object] = {
@@ -50,7 +55,10 @@ def mixed_requests(run: Running, whole: list[int]) -> list[Request]:
         if number % 8 == 5:
             options |= {"top_p": 0.9, "top_k": 20}
         prompt = whole[: LENGTHS[number % len(LENGTHS)]]
-        requests.append(run.request(prompt, f"r{number}", **options))
+        seen = [one if number % 4 < 2 else other_image(one) for one in images]
+        request = run.request(prompt, f"r{number}", **options)
+        seen = [one for one in seen if one.end <= len(prompt)]
+        requests.append(replace(request, images=tuple(seen)))
     return requests
 
 
@@ -78,6 +86,8 @@ async def until_all_free(run: Running) -> None:
         ("lfm2", "", "tp=1", "dp=2"),
         ("qwen3_next", "", "tp=2", "dp=2"),
         ("kimi_linear", "", "tp=2", "dp=2,ep=2"),
+        ("qwen3_5_images", "", "tp=2", "dp=2"),
+        ("mistral3_images", "", "dp=2", "tp=2"),
         ("gpt_oss", "", "tp=1", "dp=2"),
         ("gemma4", "", "tp=2", "dp=2"),
         ("nemotron_h_moe", "", "tp=1", "dp=2"),
@@ -88,8 +98,13 @@ async def test_a_storm_changes_no_stream(
     name: str, weights: str, prefill: str, decode: str, tmp_path: Path
 ) -> None:
     directory = golden_copy(name, tmp_path)
-    prompt, greedy = golden_greedy(directory)
-    whole = [*prompt, *greedy]
+    images: tuple[PromptImage, ...] = ()
+    if name.endswith("_images"):
+        found, images = golden_images(name)
+        whole = [*found["prompt"].tolist(), *found["greedy"].tolist()]
+    else:
+        prompt, greedy = golden_greedy(directory)
+        whole = [*prompt, *greedy]
     sizes = {"directory": directory, "context": 128, "slots": 6, "chunk": 32}
     alone = config(Mode.UNIFIED, decode="tp=1", **sizes)  # type: ignore[arg-type]
     storm = config(
@@ -99,9 +114,9 @@ async def test_a_storm_changes_no_stream(
         replace(one, model=replace(one.model, weights=weights)) for one in (alone, storm)
     )
     async with running(alone, first_device=4) as run:
-        requests = mixed_requests(run, whole)
+        requests = mixed_requests(run, whole, images)
         expected = streams([await run.complete(request) for request in requests])
-    if not weights:
+    if not (weights or images):
         first = expected[0][0][0]  # type: ignore[index]
         assert first == whole[LENGTHS[0] :][: len(first)], "not the tokens of transformers"
     async with running(storm, kind=TwoDecoders) as run:
@@ -109,11 +124,12 @@ async def test_a_storm_changes_no_stream(
         assert isinstance(cluster, TwoDecoders)
         moving = asyncio.create_task(cluster.move_some())
         done, _ = await run.complete_preempted(
-            mixed_requests(run, whole), enough=lambda: cluster.first.counters["sequences_moved"] > 0
+            mixed_requests(run, whole, images),
+            enough=lambda: cluster.first.counters["sequences_moved"] > 0,
         )
         assert streams(done) == expected
         dying = asyncio.create_task(cluster.die_when_busy())
-        done = await run.complete_all(mixed_requests(run, whole))
+        done = await run.complete_all(mixed_requests(run, whole, images))
         moving.cancel()
         assert streams(done) == expected
         assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"

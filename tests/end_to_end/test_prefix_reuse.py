@@ -220,9 +220,9 @@ def on_disk(folder: Path, prefill: str) -> EngineConfig:
     return replace(engine, prefill=replace(engine.prefill, pages_per_rank=32), prefix=prefix)
 
 
-async def on_disk_alone(run: Running) -> None:
+async def on_disk_alone(run: Running, tokens: int = 500) -> None:
     """What was known is, where it was used twice, on disk and nowhere else."""
-    await push_out(run)
+    await push_out(run, tokens)
     worker = run.cluster._workers[0]
     async with asyncio.timeout(time_scale.seconds(60)):
         while not worker._sources.quiet:

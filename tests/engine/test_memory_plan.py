@@ -311,6 +311,7 @@ def test_a_host_keeps_no_more_kv_than_it_has_memory_for_beside_its_devices() -> 
         ("kimi_k2_h200", "kimi-k2.5"),
         ("glm_4_6_h200", "glm-4.6"),
         ("minimax_m2_h200", "minimax-m2.5"),
+        ("minimax_m3_h200", "minimax-m3"),
         ("qwen3_6_35b_h200", "qwen3.6-35b-a3b"),
         ("gpt_oss_120b_h200", "gpt-oss-120b"),
         ("gemma_4_31b_h200", "gemma-4-31b"),

@@ -20,7 +20,7 @@ from jdisagg.chat.images import ChatImage
 from jdisagg.chat.messages import ChatMessage, ChatPrompt
 from jdisagg.client import AsyncClient
 from jdisagg.config import LimitsConfig, ServiceConfig
-from jdisagg.dispatch import prompts
+from jdisagg.dispatch import image_reader, prompts
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.prompts import TokenPrompt
 from jdisagg.errors import InvalidRequestError
@@ -29,6 +29,7 @@ from jdisagg.request import Request
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc.wire_chat import chat_from_proto, chat_to_proto
 from jdisagg.service.server import GenerationServer
+from models.image_resize import BICUBIC, resized
 from tests.service.doors import MODEL, FakePath, make_frontend
 from tests.service.http_doors import HttpDoor, http_door, running
 from tests.vision import IDS, VOCABULARY, data_url, file_of, pattern, vision_tokenizer
@@ -39,6 +40,7 @@ FILE = file_of(IMAGE)
 URL = data_url(FILE)
 PAD = IDS["<|image_pad|>"]
 TOKENS = 6  # of IMAGE, 64 x 96 pixels after the resize
+PIXELS = resized(IMAGE, 64, 96, BICUBIC).tobytes()
 VISION = replace(MODEL, vocabulary=VOCABULARY, context_tokens=600)
 
 
@@ -71,12 +73,11 @@ def chat(*parts: str | ChatImage) -> ChatPrompt:
 def check_image(request: Request) -> None:
     """The request has IMAGE, once, where its tokens are."""
     (image,) = request.images
-    assert (image.length, image.grid) == (TOKENS, (1, 4, 6))
     assert request.prompt_token_ids.count(PAD) == TOKENS
     assert request.prompt_token_ids[image.start : image.start + TOKENS] == (PAD,) * TOKENS
     assert request.prompt_token_ids[image.start - 1] == IDS["<|vision_start|>"]
-    assert len(image.pixels) == 64 * 96 * 3
-    assert image == PromptImage.of(image.start, TOKENS, (1, 4, 6), image.pixels)
+    whole = PromptImage.of(image.start, TOKENS, (1, 4, 6), PIXELS, FILE)
+    assert image == whole.without_pixels(keep_file=True)
 
 
 async def test_every_form_of_an_image_part_becomes_the_same_prompt(door: HttpDoor) -> None:
@@ -384,6 +385,33 @@ async def test_pixels_of_a_request_fit_a_message_between_processes(
     await frontend.build_request(chat(*[ChatImage(FILE)] * 2))
     with pytest.raises(InvalidRequestError, match="55296 bytes of pixels .*; at most 36864"):
         await frontend.build_request(chat(*[ChatImage(FILE)] * 3))
+
+
+async def test_pixels_wait_for_one_call_and_are_then_decoded_from_the_file_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frontend = vision_frontend(tmp_path)
+    reader = frontend.prompts.images
+    (image,) = (await frontend.build_request(chat(ChatImage(FILE)))).images
+    assert reader.waiting_bytes == len(PIXELS)
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "run", lambda *_: pytest.fail("decoded although they wait"))
+        assert await reader.pixels(image) == PIXELS
+    assert reader.waiting_bytes == 0
+    assert await reader.pixels(image) == PIXELS
+
+
+async def test_pixels_that_wait_have_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_reader, "WAITING_PIXEL_BYTES", len(PIXELS))
+    frontend = vision_frontend(tmp_path)
+    reader = frontend.prompts.images
+    two = chat(ChatImage(FILE), ChatImage(file_of(255 - IMAGE)))
+    first, second = (await frontend.build_request(two)).images
+    assert reader.waiting_bytes == len(PIXELS)
+    other = resized(255 - IMAGE, 64, 96, BICUBIC).tobytes()
+    assert [await reader.pixels(one) for one in (second, first)] == [other, PIXELS]
 
 
 async def test_a_cancelled_request_leaves_the_frontend_usable(tmp_path: Path) -> None:

@@ -1,0 +1,158 @@
+"""Prompts with images on sharded prefill meshes, from slower tiers of the prefix cache, and after
+the death of the prefill worker: streams are those of transformers, and another image never hits."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jdisagg.config import EngineConfig, LimitsConfig, Mode, PrefixConfig
+from jdisagg.dispatch.image_reader import ImageReader
+from jdisagg.images import PromptImage
+from jdisagg.messages.step_commands import PrefillChunk
+from jdisagg.request import CachedTokens
+from jdisagg.worker import disk_tier, host_pieces
+from tests import time_scale
+from tests.end_to_end.clusters import Running, config, running
+from tests.end_to_end.test_fetch_from_decode import Returning
+from tests.end_to_end.test_image_requests import file
+from tests.end_to_end.test_images import DEEP, PIXTRAL, QWEN, asked, engine
+from tests.end_to_end.test_prefix_reuse import on_disk_alone, push_out
+from tests.end_to_end.two_prefills import TwoPrefills
+from tests.golden.images import golden_images, other_image
+from tests.vision import seeing_checkpoint
+
+Images = tuple[PromptImage, ...]
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode"),
+    [
+        pytest.param(QWEN, "dp=2,tp=2", "tp=2", marks=pytest.mark.ci),
+        pytest.param(PIXTRAL, "tp=2", "dp=2", marks=pytest.mark.ci),
+        pytest.param(DEEP, "dp=2,tp=2", "tp=1", marks=pytest.mark.ci),
+    ],
+)
+async def test_streams_are_those_of_transformers_on_sharded_prefill_meshes(
+    name: str, prefill: str, decode: str, tmp_path: Path
+) -> None:
+    found, images = golden_images(name)
+    prompt, greedy = found["prompt"].tolist(), found["greedy"].tolist()
+    other = (other_image(images[0]), images[1])
+    async with running(engine(tmp_path / "alone", name, Mode.UNIFIED)) as run:
+        alone = (await run.complete(asked(run, prompt, other))).tokens
+    made = replace(
+        engine(tmp_path, name, Mode.DISAGGREGATED, prefill=prefill, decode=decode),
+        prefix=PrefixConfig(),
+    )
+    async with running(made) as run:
+        requests = [asked(run, prompt, (images, other)[at % 2], f"r{at}") for at in range(6)]
+        done = await run.complete_all(requests)
+        ranks = [
+            {row.rank for row in one.rows if row.images}
+            for one in run.recording.prefill
+            if isinstance(one, PrefillChunk)
+        ]
+        assert max(map(len, ranks)) == made.prefill.layout.dp, "no chunk had images on all ranks"
+    assert [one.tokens for one in done] == [{0: greedy}, alone] * 3
+
+
+async def cached_in(run: Running, name: str, images: Images, of: str) -> CachedTokens:
+    """Completes the golden prompt of `of` with these images. Returns the origin of cached tokens;
+    the tokens are those of transformers if the images are."""
+    found, golden = golden_images(of)
+    done = await run.complete(asked(run, found["prompt"].tolist(), images, name))
+    assert images != golden or done.tokens[0] == found["greedy"].tolist()
+    assert done.usage is not None and done.usage.cached_by_tier is not None
+    return done.usage.cached_by_tier
+
+
+def few_pages(folder: Path, name: str, prefix: PrefixConfig) -> EngineConfig:
+    made = engine(folder, name, Mode.DISAGGREGATED)
+    return replace(made, prefill=replace(made.prefill, pages_per_rank=16), prefix=prefix)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", [PIXTRAL, QWEN])
+async def test_kv_of_images_comes_back_from_host_memory_for_the_same_image_alone(
+    name: str, tmp_path: Path
+) -> None:
+    _, images = golden_images(name)
+    other = (other_image(images[0]), images[1])
+    prefix = PrefixConfig(True, 16, host_gib=0.25, restores="always")
+    async with running(few_pages(tmp_path, name, prefix)) as run:
+        assert (await cached_in(run, "first", images, name)).total == 0
+        await push_out(run, 240)
+        assert (await cached_in(run, "other", other, name)).total == 0
+        await push_out(run, 240)
+        assert (await cached_in(run, "again", images, name)).host >= 16
+        counters = run.cluster._workers[0].counters
+        assert counters["host_blocks_broken"] == counters["host_restores_failed"] == 0
+
+
+@pytest.mark.ci
+async def test_kv_of_images_comes_back_from_disk_for_the_same_image_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for wait in ("FILE_SECONDS", "START_SECONDS"):
+        monkeypatch.setattr(disk_tier, wait, time_scale.seconds(120))
+    monkeypatch.setattr(host_pieces, "COPY_SECONDS", time_scale.seconds(120))
+    _, images = golden_images(PIXTRAL)
+    other = (other_image(images[0]), images[1])
+    prefix = PrefixConfig(
+        True, 16, host_gib=0.25, restores="always", disk_dir=str(tmp_path / "kv"), disk_gib=0.25
+    )
+    async with running(few_pages(tmp_path, PIXTRAL, prefix)) as run:
+        for turn in ("first", "second"):  # blocks that were used twice go to disk
+            await cached_in(run, turn, images, PIXTRAL)
+            await on_disk_alone(run, 240)
+        assert (await cached_in(run, "other", other, PIXTRAL)).total == 0
+        await on_disk_alone(run, 240)
+        assert (await cached_in(run, "third", images, PIXTRAL)).disk >= 16
+
+
+@pytest.mark.ci
+async def test_kv_of_images_is_fetched_from_a_peer_for_the_same_image_alone(tmp_path: Path) -> None:
+    _, images = golden_images(PIXTRAL)
+    other = (other_image(images[0]), images[1])
+    made = engine(tmp_path, PIXTRAL, Mode.DISAGGREGATED, decode_page=8)
+    made = replace(made, prefix=PrefixConfig(True, 16, host_gib=0, peer_fetch=True))
+    async with running(made, kind=Returning) as run:
+        prefill, decode = run.cluster._workers
+        await cached_in(run, "first", images, PIXTRAL)
+        prefill._kept.clear()
+        assert (await cached_in(run, "second other", other, PIXTRAL)).total == 0
+        assert prefill.counters["peer_tokens_restored"] == 0
+        prefill._kept.clear()
+        found = await cached_in(run, "second", images, PIXTRAL)
+        assert prefill.counters["peer_tokens_restored"] == found.total >= 16
+        assert decode.counters["peer_blocks_given"] > 0
+
+
+@pytest.mark.ci
+async def test_a_prompt_with_images_whose_prefill_worker_dies_is_computed_by_another(
+    tmp_path: Path,
+) -> None:
+    """The request has files alone; each call to a prefill worker has pixels."""
+    found, images = golden_images(PIXTRAL)
+    directory = seeing_checkpoint(PIXTRAL, tmp_path)
+    made = config(
+        directory=directory, prefill="tp=1", decode="tp=1", context=256, slots=4, chunk=16
+    )
+    files = tuple(replace(one, file=file(one)).without_pixels(keep_file=True) for one in images)
+    async with running(made, kind=TwoPrefills) as run:
+        cluster = run.cluster
+        assert isinstance(cluster, TwoPrefills)
+        reader, read = ImageReader(lambda: run.tokenizer.images, LimitsConfig()), list[int]()
+
+        async def pixels(image: PromptImage) -> bytes:
+            read.append(image.start)
+            return await reader.pixels(image)
+
+        cluster.path.read_images_with(pixels)
+        cluster.fatal = 2
+        done = await run.complete(asked(run, found["prompt"].tolist(), files))
+        assert len(cluster.dead) == 1, "no prefill worker died"
+        assert done.tokens[0] == found["greedy"].tolist()
+        assert read == [one.start for one in images] * 2
+        assert cluster.path.counters["sources_replaced"] == 1
