@@ -28,7 +28,7 @@ Images = tuple[PromptImage, ...]
 @pytest.mark.parametrize(
     ("name", "prefill", "decode"),
     [
-        pytest.param(QWEN, "dp=2,tp=2", "tp=2", marks=pytest.mark.ci),
+        pytest.param(QWEN, "dp=2,tp=2", "tp=2", marks=pytest.mark.slow),
         pytest.param(PIXTRAL, "tp=2", "dp=2", marks=pytest.mark.ci),
         pytest.param(DEEP, "dp=2,tp=2", "tp=1", marks=pytest.mark.ci),
     ],
