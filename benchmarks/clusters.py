@@ -11,11 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 from jdisagg.client import AsyncClient
 from jdisagg.errors import JdisaggError
 
 READY_SECONDS = 240.0
+_pids: dict[str, int] = {}  # of running commands, by address
 
 
 def cluster(*arguments: str) -> contextlib.AbstractContextManager[str]:
@@ -41,6 +43,7 @@ def _child(page: str, said: str, arguments: tuple[str, ...]) -> Iterator[str]:
             assert child.stdout is not None
             for line in child.stdout:
                 if line.startswith(said) and (address := re.search(r" on ([^\s:,]+:\d+)", line)):
+                    _pids[address[1]] = child.pid
                     yield address[1]
                     break
             else:
@@ -50,6 +53,13 @@ def _child(page: str, said: str, arguments: tuple[str, ...]) -> Iterator[str]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGTERM)
             child.wait(timeout=60)
+
+
+def processor_seconds(address: str) -> float:
+    """Returns the processor seconds that the command at `address` has used, without those of its
+    child processes."""
+    fields = Path(f"/proc/{_pids[address]}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.asynccontextmanager

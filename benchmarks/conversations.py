@@ -12,9 +12,15 @@ alternating order, over gRPC, from this process.
 - conversations: eight turns, one request at a time. Each turn's prompt is the conversation so far
   and a few new tokens. Figures: the client's median TTFT of turns 2 to 8, and the part of the
   prompt tokens that was cached.
-- distinct: prompts without a common prefix, eight at a time. Figure: tokens per second.
+- distinct: prompts without a common prefix, eight at a time. Figures: tokens per second, and the
+  server's processor milliseconds per prompt, which depend less on the load of the machine.
 - start: seconds from the start of the process until it has answered a request, with a warm
-  compilation cache.
+  compilation cache; and the median TTFT of the prompts of the next `--early` seconds, one at a
+  time, while programs are loaded beside them.
+- predictions: `jdisagg serve` without any other flag (beside --model for another model than the
+  shipped one). 20 prompts of mixed lengths, every third continuing an earlier one, then 40 more of
+  them, one at a time or four. Figure: the median of |predicted - measured| / measured over the 40,
+  both of which are the router's own records of the first token.
 
 Models: `shipped` (a Llama that is part of the repository) and `measured` (124.7M random weights).
 Ratios above 1 favour the defaults."""
@@ -29,7 +35,7 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
-from benchmarks.clusters import ready, server
+from benchmarks.clusters import processor_seconds, ready, server
 from benchmarks.measure import save
 from benchmarks.peers.checkpoint import measured_checkpoint
 from jdisagg.client import AsyncClient
@@ -41,9 +47,14 @@ _FIRST = flags.DEFINE_integer("first", 480, "Tokens of a conversation's first pr
 _NEW = flags.DEFINE_integer("new", 40, "New tokens of each later turn.")
 _ANSWER = flags.DEFINE_integer("answer", 16, "Tokens of an answer.")
 _TALKS = flags.DEFINE_integer("talks", 4, "Conversations of a round.")
+_BATCHES = flags.DEFINE_integer("batches", 3, "Batches of distinct prompts of a round.")
 _SETTLE = flags.DEFINE_float(
     "settle", 30.0, "Seconds before the first round, in which optional programs are compiled."
 )
+_FIGURES = flags.DEFINE_list(
+    "figures", ["conversations", "starts", "predictions"], "Which figures to measure."
+)
+_EARLY = flags.DEFINE_float("early", 20.0, "Seconds after a start in which prompts are timed.")
 _CONTEXT = flags.DEFINE_integer("context_tokens", 1024, "Longest prompt and answer.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
@@ -88,21 +99,26 @@ async def talk(
     return found
 
 
-async def distinct(client: AsyncClient, rng: np.random.Generator, vocabulary: int) -> float:
-    """Returns tokens (prompt and answer) a second of 48 prompts without a common prefix."""
-    prompts = [
-        rng.integers(3, vocabulary, int(n)).tolist()
-        for n in rng.integers(100, _FIRST.value + 200, 48)
-    ]
+def distinct_prompts(rng: np.random.Generator, vocabulary: int) -> list[list[int]]:
+    """Returns 48 prompts without a common prefix."""
+    lengths = rng.integers(100, _FIRST.value + 200, 48)
+    return [rng.integers(3, vocabulary, int(length)).tolist() for length in lengths]
+
+
+async def distinct(
+    client: AsyncClient, address: str, prompts: list[list[int]]
+) -> tuple[float, float]:
+    """Returns tokens (prompt and answer) a second, and processor milliseconds per prompt."""
     gate = asyncio.Semaphore(8)
 
     async def one(prompt: list[int]) -> int:
         async with gate:
             return len(prompt) + len((await first_token(client, prompt))[1])
 
-    started = time.perf_counter()
+    started, used = time.perf_counter(), processor_seconds(address)
     tokens = await asyncio.gather(*map(one, prompts))
-    return sum(tokens) / (time.perf_counter() - started)
+    speed = sum(tokens) / (time.perf_counter() - started)
+    return speed, 1e3 * (processor_seconds(address) - used) / len(prompts)
 
 
 def started(model: Path, name: str) -> AbstractContextManager[str]:
@@ -112,21 +128,84 @@ def started(model: Path, name: str) -> AbstractContextManager[str]:
 
 
 @asynccontextmanager
-async def both(model: Path) -> AsyncIterator[dict[str, AsyncClient]]:
-    """Yields clients of both servers."""
+async def both(model: Path) -> AsyncIterator[tuple[dict[str, AsyncClient], dict[str, str]]]:
+    """Yields clients and addresses of both servers."""
     with started(model, "defaults") as one, started(model, "off") as other:
         async with ready(one) as defaults, ready(other) as off:
-            yield {"defaults": defaults, "off": off}
+            yield {"defaults": defaults, "off": off}, {"defaults": one, "off": other}
 
 
-async def starts(model: Path, rounds: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {name: [] for name in ARGUMENTS}
-    for number in range(rounds):
+async def starts(model: Path, rounds: int) -> dict[str, object]:
+    """Returns the seconds of each start, and the TTFT of the prompts after it. The first round is
+    not counted."""
+    begun: dict[str, list[float]] = {name: [] for name in ARGUMENTS}
+    early: dict[str, list[float]] = {name: [] for name in ARGUMENTS}
+    rng = np.random.default_rng(0)
+    for number in range(rounds + 1):
         for name in list(ARGUMENTS)[:: 1 if number % 2 else -1]:
-            begun = time.perf_counter()
+            since = time.perf_counter()
             with started(model, name) as address:
-                async with ready(address):
-                    found[name].append(time.perf_counter() - begun)
+                async with ready(address) as client:
+                    seconds = [time.perf_counter() - since]
+                    vocabulary = (await client.model()).vocabulary
+                    until = time.perf_counter() + _EARLY.value
+                    while time.perf_counter() < until:
+                        prompt = rng.integers(3, vocabulary, 200).tolist()
+                        seconds.append((await first_token(client, prompt))[0])
+            if number:
+                begun[name].append(seconds[0])
+                early[name] += seconds[1:]
+    return {
+        "start seconds": {n: [round(s, 2) for s in v] for n, v in begun.items()},
+        "start ratio": ratio(begun["off"], begun["defaults"]),
+        "prompts after a start": {n: len(v) for n, v in early.items()},
+        "their ttft ms, p50, p90": {
+            n: [round(1e3 * float(s), 1) for s in np.quantile(v, (0.5, 0.9))] if v else []
+            for n, v in early.items()
+        },
+    }
+
+
+async def predictions(arguments: tuple[str, ...]) -> dict[str, object]:
+    """Returns the relative errors of the first tokens that the router predicts."""
+    rng, found = np.random.default_rng(0), dict[str, object]()
+    for together in (1, 4):
+        with server(*arguments) as address:
+            async with ready(address) as client:
+                await asyncio.sleep(_SETTLE.value)
+                about = await client.model()
+                longest = about.context_tokens - _ANSWER.value - 1
+                prompts: list[list[int]] = []
+                for number in range(60):
+                    new = int(np.exp(rng.uniform(np.log(16), np.log(longest))))
+                    earlier = prompts[number - 3] if number % 3 == 2 else []
+                    prompt = earlier + rng.integers(3, about.vocabulary, new).tolist()
+                    prompts.append(prompt[:longest])
+                gate = asyncio.Semaphore(together)
+
+                async def one(prompt: list[int]) -> None:
+                    async with gate:
+                        await first_token(client, prompt)
+
+                for some in (prompts[:20], prompts[20:]):
+                    await asyncio.gather(*map(one, some))
+                past = (await client.routing()).decisions[:40]
+        errors = [
+            (one.predicted_ttft_seconds - one.ttft_seconds) / one.ttft_seconds
+            for one in past
+            if one.predicted_ttft_seconds and one.ttft_seconds
+        ]
+        kinds = [one.kind for one in past]
+        found[f"{together} at a time"] = {
+            "requests": len(errors),
+            "kinds": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+            "error, median": round(float(np.median(np.abs(errors))), 3) if errors else None,
+            "signed, p10 p50 p90": [
+                round(float(e), 3) for e in np.quantile(errors, (0.1, 0.5, 0.9))
+            ],
+            "ttft ms, p50": round(1e3 * statistics.median(o.ttft_seconds or 0 for o in past), 1),
+        }
+        print(found, flush=True)
     return found
 
 
@@ -135,33 +214,47 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
     return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 4)
 
 
-async def measure(model: str, path: Path) -> dict[str, object]:
+async def traffic(path: Path) -> dict[str, object]:
+    """Returns the figures of conversations and of distinct prompts."""
     rng = np.random.default_rng(0)
     turns: dict[str, list[tuple[float, int, int]]] = {name: [] for name in ARGUMENTS}
     speeds: dict[str, list[float]] = {name: [] for name in ARGUMENTS}
-    async with both(path) as clients:
+    used: dict[str, list[float]] = {name: [] for name in ARGUMENTS}
+    async with both(path) as (clients, addresses):
         vocabulary = (await clients["off"].model()).vocabulary
         await asyncio.sleep(_SETTLE.value)
         for number in range(_ROUNDS.value + 1):  # the first round is not counted
             for _ in range(_TALKS.value):
                 for name, rows in (await talk(clients, rng, vocabulary)).items():
                     turns[name] += rows if number else []
-            for name in list(ARGUMENTS)[:: 1 if number % 2 else -1]:
-                speed = await distinct(clients[name], rng, vocabulary)
-                speeds[name] += [speed] if number else []
-    begun = await starts(path, _ROUNDS.value + 1)
-    begun = {name: seconds[1:] for name, seconds in begun.items()}
+            for part in range(_BATCHES.value):
+                prompts = distinct_prompts(rng, vocabulary)
+                for name in list(ARGUMENTS)[:: 1 if (number + part) % 2 else -1]:
+                    speed, ms = await distinct(clients[name], addresses[name], prompts)
+                    speeds[name] += [speed] if number else []
+                    used[name] += [ms] if number else []
     ttft = {name: statistics.median(row[0] for row in rows) for name, rows in turns.items()}
     kept = turns["defaults"]
-    figures: dict[str, object] = {
+    return {
         "ttft ms": {name: round(1e3 * seconds, 2) for name, seconds in ttft.items()},
         "ttft ratio": round(ttft["off"] / ttft["defaults"], 2),
         "cached share": round(sum(r[1] for r in kept) / sum(r[2] for r in kept), 3),
         "distinct tokens/s": {n: round(statistics.median(v)) for n, v in speeds.items()},
         "distinct ratio": ratio(speeds["defaults"], speeds["off"]),
-        "start seconds": {n: [round(s, 2) for s in v] for n, v in begun.items()},
-        "start ratio": ratio(begun["off"], begun["defaults"]),
+        "distinct processor ms": {n: round(statistics.median(v), 2) for n, v in used.items()},
+        "distinct processor ratio": ratio(used["off"], used["defaults"]),
     }
+
+
+async def measure(model: str, path: Path) -> dict[str, object]:
+    figures: dict[str, object] = {}
+    if "conversations" in _FIGURES.value:
+        figures |= await traffic(path)
+    if "starts" in _FIGURES.value:
+        figures |= await starts(path, _ROUNDS.value)
+    if "predictions" in _FIGURES.value:
+        given = () if model == "shipped" else (f"--model={path}",)
+        figures["predictions"] = await predictions(given)
     print(model, figures, flush=True)
     return figures
 

@@ -57,9 +57,11 @@ class ChunkForm:
         packed: Whether the chunk of some dp rank may have several rows, or a row that does not
             begin at the chunk's first token.
         past: Whether rows may continue earlier chunks. False makes the prefill of a whole new
-            prompt 1 % faster. Packed chunks on a CPU are compiled only with True.
+            prompt 1 % faster. On a CPU, packed chunks and chunks of a decode mesh are compiled only
+            with True.
         samples: Whether rows may sample. Only chunks of the largest bucket, which hold earlier
-            parts of long prompts, are also compiled without sampling.
+            parts of long prompts, are also compiled without sampling, and only on meshes that
+            compute long prompts.
         columns: Number of page-table columns that earlier positions may use; 0 is all of them.
         every_token: Whether the last layer is computed for all tokens.
     """
@@ -83,14 +85,16 @@ def past_columns(limits: MeshLimits, platform: str) -> tuple[int, ...]:
 
 def chunk_forms(limits: MeshLimits, width: int, platform: str = "cpu") -> tuple[ChunkForm, ...]:
     """Returns all program variants of a chunk with this bucket size."""
-    columns = past_columns(limits, platform)
-    forms = [ChunkForm(), *(ChunkForm(past=True, columns=count) for count in columns)]
+    columns, loops = past_columns(limits, platform), not traits_of(platform).without_loops
+    forms = [ChunkForm(past=True, columns=count) for count in columns]
+    if not (limits.appends and loops):
+        forms = [ChunkForm(), *forms]
     packed = [ChunkForm(True, True, columns=count) for count in columns]
-    if traits_of(platform).without_loops:
+    if not loops:
         packed.append(ChunkForm(packed=True))
     unsampled = [dataclasses.replace(form, samples=False) for form in forms]
-    largest = width == limits.chunk_buckets[-1]
-    return (*forms, *packed, *(unsampled if largest else ()))
+    ends = limits.appends or width < limits.chunk_buckets[-1]
+    return (*forms, *packed, *(() if ends else unsampled))
 
 
 @dataclass(frozen=True)
@@ -204,11 +208,12 @@ def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkF
     packed = any(row.offset > 0 for row in command.rows)
     may_sample = (
         packed
+        or limits.appends
         or command.chunk_tokens < limits.chunk_buckets[-1]
         or any(row.samples for row in command.rows)
     )
     loops = not traits_of(platform).without_loops
-    past = any(row.start > 0 for row in command.rows) or (packed and loops)
+    past = any(row.start > 0 for row in command.rows) or ((packed or limits.appends) and loops)
     columns = columns_for(command, limits, platform) if past else 0
     form = ChunkForm(packed, past, may_sample, columns)
     if asks_of_prompts(command):

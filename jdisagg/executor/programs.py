@@ -9,6 +9,7 @@ arrays are then put on the mesh by a callback, because `device_put` would commun
 processes. Results for the host are gathered over mesh axis dp inside the program."""
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -27,6 +28,37 @@ BLOCK_SPEC = PartitionSpec("dp", None, "kv")  # as `transfer.channel.block_shard
 # Arrays that go to or come from the host and other meshes, in XLA's own order of axes. All others
 # are weights and pages.
 TRAVELLING = (RANK, BLOCK_SPEC, PartitionSpec())
+
+
+# Tracing a program is Python code without pauses. Other threads, such as the event loop, get the
+# interpreter after this time and not after Python's 5 ms, each time that they need it.
+TURN_SECONDS = 2e-4
+
+
+class _ShortTurns:
+    """A context in which the interpreter changes threads after `TURN_SECONDS`. Contexts of several
+    threads may overlap."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._usual = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._usual = sys.getswitchinterval()
+                sys.setswitchinterval(min(TURN_SECONDS, self._usual))
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                sys.setswitchinterval(self._usual)
+
+
+_short_turns = _ShortTurns()
 
 
 class MissingProgram(Exception):
@@ -152,7 +184,8 @@ class Programs:
         if program is None:
             if getattr(self._this_thread, "only_compiled", False):
                 raise MissingProgram(lambda: self.get(key, build))
-            built = build()
+            with _short_turns:
+                built = build()
             with self._lock:
                 program = self._built.setdefault(key, built)
                 self._compilations += program is built

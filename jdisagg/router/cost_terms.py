@@ -191,7 +191,7 @@ def _spare_coming(
     prefill, spared = costs
     cached = np.zeros(len(rows))
     cached[known[0]] = known[1]
-    at, coming = _tokens_at(state, rows, query.coming, query.work.tokens - 1)
+    at, coming = _tokens_at(state, rows, query.coming, query.most_known)
     more = np.flatnonzero(coming > cached[at])
     at, coming = at[more], coming[more]
     for speed, chunk, which in alike(state, side, table.take(at)) if len(at) else ():
@@ -291,7 +291,7 @@ def transfers_of(
     link of each pair. The shape is [prefill workers, decode workers]. `places`: Indices of the
     prefill workers in `state.prefill`, if known."""
     missing: Array | float = float(query.work.tokens)
-    at, cached = known_at(state, decodes, query)
+    at, cached = _tokens_at(state, decodes, query.cached, query.work.tokens)
     if len(at):
         missing = np.full(len(decodes), missing)
         missing[at] -= cached
@@ -399,15 +399,14 @@ def yielding_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> Ar
 
 
 def known_to(worker: str, query: PlacementQuery) -> int:
-    """Returns the number of prompt tokens that a worker has cached. The last token never counts,
-    because it must be computed."""
-    return min(query.cached.get(worker, 0), query.work.tokens - 1)
+    """Returns the number of prompt tokens that a worker has cached and need not compute."""
+    return min(query.cached.get(worker, 0), query.most_known)
 
 
 def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> tuple[Indices, Array]:
     """Returns the indices, in ascending `rows`, of the workers that have prompt tokens cached, and
-    how many tokens each has cached. The last token of the prompt never counts."""
-    return _tokens_at(state, rows, query.cached, query.work.tokens - 1)
+    how many cached tokens each need not compute."""
+    return _tokens_at(state, rows, query.cached, query.most_known)
 
 
 def known_or_coming(
@@ -420,7 +419,7 @@ def known_or_coming(
         return at, tokens
     most = np.zeros(len(rows))
     most[at] = tokens
-    at, tokens = _tokens_at(state, rows, query.coming, query.work.tokens - 1)
+    at, tokens = _tokens_at(state, rows, query.coming, query.most_known)
     most[at] = np.maximum(most[at], tokens)
     at = np.flatnonzero(most)
     return at, most[at]

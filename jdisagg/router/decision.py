@@ -65,6 +65,7 @@ class PlacementQuery:
             adapter are left out.
         yielding: For each worker, the load of lower priority: sequences, pages, waiting requests
             and queued prompt tokens. The worker preempts it for this attempt.
+        block_tokens: Number of tokens of a cached block. 1 without a prefix cache.
     """
 
     work: Work
@@ -82,6 +83,13 @@ class PlacementQuery:
     coming: Mapping[str, int] = field(default_factory=dict)
     loads: Mapping[str, float] = field(default_factory=dict)
     yielding: Mapping[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    block_tokens: int = 1
+
+    @property
+    def most_known(self) -> int:
+        """Number of tokens that a worker need not compute if it has all of them cached. The last
+        token must be computed, and with it its block."""
+        return (self.work.tokens - 1) // self.block_tokens * self.block_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class MeshLimits:
         append_buckets: Numbers of tokens of the prefill chunks that a decode mesh computes itself,
             ascending; empty if it computes none. If set, `chunk_buckets` are the sizes of the
             chunks on prefill meshes.
+        appends: Whether the mesh computes chunks only to append prompts. Few forms of their
+            programs are then compiled.
         mixed_buckets: Numbers of tokens of the prefill chunks that can run together with a decode
             step in one program, ascending; empty if chunks and steps only alternate.
         adapters: Number of slots for LoRA adapters.
@@ -85,6 +87,7 @@ class MeshLimits:
     windows_apart: bool = False
     ring_pages: int = 0
     append_buckets: tuple[int, ...] = ()
+    appends: bool = False
     mixed_buckets: tuple[int, ...] = ()
     draft_rows: int = 1
     speculates: bool = False
@@ -152,7 +155,7 @@ class MeshLimits:
         that this mesh computes itself."""
         if not self.append_buckets:
             return self
-        return replace(self, chunk_buckets=self.append_buckets, append_buckets=())
+        return replace(self, chunk_buckets=self.append_buckets, append_buckets=(), appends=True)
 
     @property
     def sent(self) -> KVSpec:

@@ -15,6 +15,7 @@ from jdisagg.messages.worker_status import LinkTimes, WorkerStatus
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.corrections import Corrections
+from jdisagg.router.cost_terms import transfers_of
 from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery, PromptWay
 from jdisagg.router.decision_record import record_of, replay
 from jdisagg.router.placement import decide
@@ -55,6 +56,25 @@ def test_the_first_token_is_predicted_from_reported_times() -> None:
     decision = decided(measured())
     assert decision.way is PromptWay.PREFILL
     assert decision.ttft_seconds == pytest.approx(expected.prefill_seconds(1000, 0, 2048))
+
+
+def test_the_last_block_of_a_prompt_of_whole_cached_blocks_counts_as_computed() -> None:
+    expected = speed_of(replace(UNKNOWN, times=PREFILL))
+    assert expected is not None
+    query = replace(QUERY, work=Work(1024, expected_tokens=10), block_tokens=128)
+    decision = decided(measured(), replace(query, cached={"p": 1024}))
+    assert decision.way is PromptWay.PREFILL and decision.cached_tokens == 896
+    assert decision.ttft_seconds == pytest.approx(expected.prefill_seconds(128, 896, 2048))
+    coming = replace(query, coming={"p": 1024})
+    assert decided(measured(), coming).ttft_seconds == decision.ttft_seconds
+
+
+def test_nothing_is_sent_of_a_prompt_of_whole_blocks_that_the_decode_worker_has_cached() -> None:
+    state = measured(links=(LinkTimes("p", 0.5, 1.0),))
+    query = replace(QUERY, work=Work(1024), cached={"d": 1024}, block_tokens=128)
+    far = LINKS["ethernet-25g"]
+    seconds = transfers_of(state, state.prefill.rows, state.decode.rows, query, far)
+    assert seconds.tolist() == [[0.5]], "the latency of the link"
 
 
 def test_nothing_is_predicted_until_every_worker_has_reported_times() -> None:

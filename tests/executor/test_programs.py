@@ -1,0 +1,64 @@
+"""Programs of a mesh: which forms of chunks are compiled, and what compiling leaves to other
+threads."""
+
+import itertools
+import sys
+
+import jax
+import pytest
+
+from jdisagg.config import InstanceConfig, Mode
+from jdisagg.engine.limits import mesh_limits
+from jdisagg.executor.prefill_program import ChunkArrays, chunk_forms
+from jdisagg.executor.programs import TURN_SECONDS, Programs
+from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.messages.step_commands import PrefillChunk, PrefillRow, SampleSpec
+from jdisagg.request import SamplingParams
+
+SPEC = KVSpec.attention(2, 2, 16, "float32", (None, None))
+SAMPLE = SampleSpec(0, SamplingParams())
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("append_tokens", [0, 256])
+def test_the_form_of_every_chunk_is_compiled(platform: str, append_tokens: int) -> None:
+    config = InstanceConfig(page_size=16, chunk_tokens=256, min_chunk_tokens=128)
+    how = (config, Mode.DISAGGREGATED, SPEC, 1024, None, platform)
+    limits = mesh_limits(*how, append_tokens=append_tokens).computed
+    used = set()
+    for width, start, samples, rows in itertools.product(
+        limits.chunk_buckets, (0, 16, 512), ((), (SAMPLE,)), (1, 2)
+    ):
+        parts = tuple(
+            PrefillRow(0, 0, 16 * row, (1,) * 16, start * (row == 0), (0,) * 64, samples)
+            for row in range(rows)
+        )
+        chunk = PrefillChunk(1, width, parts)
+        form = ChunkArrays.build(chunk, limits, platform=platform).form
+        assert form in chunk_forms(limits, width, platform)
+        assert form.samples or not samples, "its samples are needed"
+        assert form.past or not start, "its past is needed"
+        used.add((width, form))
+    every = [
+        (width, form)
+        for width in limits.chunk_buckets
+        for form in chunk_forms(limits, width, platform)
+    ]
+    assert append_tokens == 0 or platform == "gpu" or used == {*every}, "no form without a chunk"
+
+
+def test_other_threads_get_the_interpreter_soon_while_a_program_is_built() -> None:
+    usual = sys.getswitchinterval()
+    programs, seen = Programs(jax.make_mesh((1, 1), ("dp", "kv"))), []
+
+    def build(inner: bool):
+        if inner:
+            programs.get("inner", lambda: build(False))
+        seen.append(sys.getswitchinterval())
+        return lambda: None
+
+    programs.get("outer", lambda: build(True))
+    assert seen == [pytest.approx(TURN_SECONDS)] * 2 and programs.compilations == 2
+    with pytest.raises(ValueError, match="no program"):
+        programs.get("broken", lambda: (_ for _ in ()).throw(ValueError("no program")))
+    assert sys.getswitchinterval() == usual
