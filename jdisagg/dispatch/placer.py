@@ -552,10 +552,9 @@ class Placer:
         if until is not None:
             self.accounts.pace(decision.decode, until)
         computes = decision.prefill or decision.decode
-        coming = min(query.coming.get(computes, 0), query.most_known)
         work = Work(
             query.work.tokens,
-            max(decision.cached_tokens, decision.peer_tokens, coming),
+            max(decision.cached_tokens, decision.peer_tokens, query.coming_to(computes)),
             query.work.children,
             query.work.expected_tokens,
         )
@@ -563,10 +562,9 @@ class Placer:
         # Only these workers let prompts wait for each other's blocks.
         table, row = self.accounts.state.table, self.accounts.state.row_of(decision.decode)
         waits = decision.prefill is not None or bool(table.flag("mixed")[row])
-        leads = waits and bool(sized.blocks.names)
-        key = self.coming.placed(sized.blocks, computes) if leads else 0
+        coming = self.coming.placed(sized.blocks, computes) if waits and sized.blocks.names else 0
         entry = self._remember(sized, query, decision, now)
-        return PlacementHandle(decision, placed, self, entry, key)
+        return PlacementHandle(decision, placed, self, entry, coming)
 
     def _remember(
         self, sized: _Sized, query: PlacementQuery, answer: Decision | Refusal, now: float

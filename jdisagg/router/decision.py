@@ -91,6 +91,11 @@ class PlacementQuery:
         token must be computed, and with it its block."""
         return (self.work.tokens - 1) // self.block_tokens * self.block_tokens
 
+    def coming_to(self, worker: str) -> int:
+        """Returns the number of prompt tokens that a worker need not compute, because it computes
+        them for earlier prompts."""
+        return min(self.coming.get(worker, 0), self.most_known)
+
 
 @dataclass(frozen=True, slots=True)
 class PlacementPolicy:
