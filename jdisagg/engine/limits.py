@@ -188,7 +188,15 @@ def shared_drafts(config: EngineConfig, speculate: str) -> str:
     """Returns how an instance of a cluster drafts. Both sides of a hand-off must load a layer that
     drafts, or neither: with pipeline stages on a side, auto means ngram on both."""
     staged = max(config.prefill.layout.pp, config.decode.layout.pp) > 1
+    speculate = repeatable_drafts(config.prefix, speculate)
     return "ngram" if staged and speculate == "auto" else speculate
+
+
+def repeatable_drafts(prefix: PrefixConfig, speculate: str) -> str:
+    """Returns how an instance drafts with these settings of the prefix cache. With `grid_tokens` a
+    repeated request has the same bits, and auto means off: when steps have drafts depends on
+    measured times, and in bfloat16 such steps round differently."""
+    return "off" if prefix.grid_tokens is not None and speculate == "auto" else speculate
 
 
 def hands_windows_apart(can_part: bool, mode: Mode) -> bool:

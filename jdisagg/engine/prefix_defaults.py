@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, PrefixConfig, WorkerConfig
 from jdisagg.engine.host_memory import free_host_memory
+from jdisagg.engine.limits import repeatable_drafts, shared_drafts
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerRole
 
@@ -65,7 +66,10 @@ def engine_defaults(config: EngineConfig, room_bytes: int | None = None) -> Engi
         priced=_priced(config.warm_up, *sides),
         host_bytes=_share(room_bytes) // (2 if two else 1),
     )
-    return replace(config, prefix=prefix)
+    prefill, decode = (
+        replace(side, speculate=shared_drafts(config, side.speculate)) for side in sides
+    )
+    return replace(config, prefix=prefix, prefill=prefill, decode=decode)
 
 
 def worker_defaults(
@@ -92,7 +96,8 @@ def worker_defaults(
     )
     if not alone and config.prefix.peer_fetch is None:
         prefix = replace(prefix, peer_fetch=False)
-    return replace(config, prefix=prefix)
+    drafts = repeatable_drafts(prefix, config.instance.speculate)
+    return replace(config, prefix=prefix, instance=replace(config.instance, speculate=drafts))
 
 
 def fit_with_defaults(

@@ -31,6 +31,7 @@ from jdisagg.engine.memory_plan import (
     fit_engine,
     host_room,
     host_sharers,
+    index_bytes,
 )
 from jdisagg.engine.prefix_defaults import engine_defaults, fit_with_defaults
 from jdisagg.engine.replica import Loaded, LoadModel
@@ -166,12 +167,11 @@ class Deployment:
         tell: Callable[[str], None] = _log.info,
     ) -> None:
         devices = jax.devices()
-        given, config = (
-            config.prefix,
-            engine_defaults(config, host_room(devices[0], memory_fraction(config))),
-        )
+        host, given = (devices[0], memory_fraction(config)), config.prefix
+        indices = index_bytes(config.decode)
+        config = engine_defaults(config, host_room(*host, indices))
         memory = device_memory(devices[: devices_of(config)], memory_fraction(config))
-        check_host_cache(config.prefix, devices[0], memory_fraction(config), host_sharers(config))
+        check_host_cache(config.prefix, *host, host_sharers(config), indices)
         config, plans = fit_with_defaults(
             config, given, lambda whole: fit_engine(whole, model.geometry, memory)
         )

@@ -286,7 +286,7 @@ class DecodeState:
             self.slots[child.rank][child.slot] = None
             self.running[child.rank].remove(child)
             self._count_sampling(child, -1)
-            child.slot = -1
+            child.slot, child.ngrams = -1, None
         elif child.stage is Stage.READY:
             self.ready.remove(child)
         self.living[child.rank] -= 1

@@ -82,6 +82,19 @@ def test_without_measured_or_given_prices_nothing_is_appended() -> None:
     assert engine_defaults(priced).prefix.append_tokens == APPEND_TOKENS
 
 
+@pytest.mark.parametrize("asked", ["auto", "ngram", "mtp"])
+def test_where_repeated_requests_have_the_same_bits_nothing_is_drafted_unless_asked(
+    asked: str,
+) -> None:
+    side, grid = InstanceConfig(speculate=asked), PrefixConfig(grid_tokens=512)
+    drafts = "off" if asked == "auto" else asked
+    engine = engine_defaults(EngineConfig(prefill=side, decode=side, prefix=grid))
+    assert (engine.prefill.speculate, engine.decode.speculate) == (drafts, drafts)
+    worker = worker_defaults(WorkerConfig(instance=side, prefix=grid), WorkerRole.DECODE, 1, 1)
+    assert worker.instance.speculate == drafts
+    assert engine_defaults(EngineConfig(decode=side)).decode.speculate == asked
+
+
 def test_defaults_that_take_device_memory_are_left_out_where_they_do_not_fit() -> None:
     tried: list[PrefixConfig] = []
 

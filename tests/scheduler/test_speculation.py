@@ -13,7 +13,7 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.draft_worth import REMEASURE
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
-from jdisagg.scheduler.ngram import MOST_INDEXED, MOST_OF_PROMPT, NgramIndex
+from jdisagg.scheduler.ngram import MOST_INDEXED, MOST_OF_PROMPT, PART, NgramIndex
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import Sequence
 from jdisagg.scheduler.speculation import CHAIN, Draft, NgramDrafter, Speculation
@@ -50,6 +50,19 @@ def test_of_a_long_prompt_the_end_is_indexed_a_part_at_a_time() -> None:
     index = NgramIndex([1, 2, 3, *middle])
     assert index.predict([later, later + 1], 1) is None, "not indexed yet"
     assert index.predict([later, later + 1], 1) == (1, (later + 2,))
+
+
+def test_an_index_forgets_its_oldest_tokens_so_that_it_does_not_grow() -> None:
+    tokens = list(range(40_000))
+    index = NgramIndex(tokens[:9000])
+    for end in range(9000, len(tokens), MOST_INDEXED // 2):
+        index.predict(tokens[9000:end], 1)
+    recent = len(tokens) - MOST_OF_PROMPT
+    generated = [*tokens[9000:], recent, recent + 1]
+    assert index.predict(generated, 2) == (1, (recent + 2, recent + 3))
+    assert index.predict([*generated, 20_000, 20_001], 1) is None, "too old"
+    held = sum(len(ends) for part in index._parts for ends in part)
+    assert held <= 2 * (MOST_OF_PROMPT + PART) and len(index._tokens) <= MOST_OF_PROMPT + 2 * PART
 
 
 def test_predictions_are_those_of_a_search_through_all_tokens() -> None:
