@@ -315,7 +315,8 @@ class DecodeBatches:
         seen: tuple[int, ...] | None = None
         kept: tuple[int, ...] = ()
         count, bad, running = 0, False, Stage.RUNNING
-        for rank, rows in enumerate(self._issued.pop(result.step)):
+        issued = self._issued.pop(result.step)
+        for rank, rows in enumerate(issued):
             for row, ((child, due, drafts), tokens) in enumerate(
                 zip(rows, result.tokens[rank], strict=True)
             ):
@@ -355,7 +356,7 @@ class DecodeBatches:
                     )
         if self._speculation is not None and result.step in self._kinds:
             kind, steps = self._kinds.pop(result.step)
-            self._speculation.took(kind, seconds / steps, drafted)
+            self._speculation.took(kind, seconds / steps, drafted, sum(map(len, issued)))
         return broken
 
     def forget(self, child: Sequence) -> None:

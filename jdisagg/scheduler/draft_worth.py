@@ -2,10 +2,12 @@
 Pure.
 
 A mesh that verifies drafts must not be slower than one that verifies none. So drafts begin only
-after steps without drafts were measured, and after a trial of a few steps. A trial costs time if
-drafts are a loss. It is therefore repeated after a pause that doubles with each trial that drafts
-lose. While drafts pay, a step without drafts is measured from time to time. Predictions themselves
-cost the host time, so most steps make none while they do not pay."""
+after steps without drafts were measured, and after a trial of a few steps. Steps with drafts are
+charged to a credit: the time that they took beyond the steps that they saved. Without credit no
+step has drafts, so that wrong expectations cost little. Credit grows by a small part of the time
+without drafts. Once it is full, drafts that lost are tried again. While drafts pay, a step without
+drafts is measured from time to time. Predictions themselves cost the host time, so most steps make
+none while they do not pay."""
 
 import statistics
 from collections import deque
@@ -16,9 +18,9 @@ SAMPLES = 9  # step times of which the median counts
 LEAST_SAMPLES = 3
 # Steps with drafts after which a step without drafts is measured again.
 REMEASURE = 512
-FIRST_PAUSE = 256  # steps without drafts before the first trial is repeated
-LONGEST_PAUSE = 1 << 14
-STEADY = 64  # steps with drafts in a row after which the pause is short again
+# Steps without drafts whose time drafts may lose at most, at first and in later trials.
+MOST_CREDIT = 8.0
+CREDIT_SHARE = 0.004  # of the time of steps without drafts, by which credit grows
 # Making the predictions for a sequence takes the host about this time.
 PREDICTION_SECONDS = 20e-6
 PREDICTION_SHARE = 0.005  # largest part of all time that predictions take while they do not pay
@@ -29,17 +31,22 @@ _PRIOR = 4.0  # drafts that are taken to have come as expected
 
 @dataclass(slots=True)
 class DraftWorth:
-    """Measured times of steps without and with drafts, and what the drafts brought."""
+    """Measured times of steps without and with drafts, and what the drafts brought.
+
+    Attributes:
+        credit: Time that drafts may lose, in steps without drafts.
+    """
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     drafted: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     since_plain: int = 0
-    since_drafted: int = 0
-    pause: int = FIRST_PAUSE
+    credit: float = MOST_CREDIT
     expected: float = 0.0
     accepted: float = 0.0
 
-    def took(self, seconds: float, expected: float | None, accepted: int = 0) -> None:
+    def took(
+        self, seconds: float, expected: float | None, accepted: int = 0, saved: float = 0.0
+    ) -> None:
         """Records a step.
 
         Args:
@@ -47,22 +54,27 @@ class DraftWorth:
             expected: Number of drafts that were expected to be accepted. None is a step without
                 drafts.
             accepted: Number of drafts that were accepted.
+            saved: Number of steps without drafts that these saved.
         """
         if expected is None:
             self.plain.append(seconds)
-            self.since_plain, self.since_drafted = 0, self.since_drafted + 1
+            self.since_plain = 0
+            self._add_credit(CREDIT_SHARE)
             return
         self.drafted.append(seconds)
-        self.since_plain, self.since_drafted = self.since_plain + 1, 0
+        self.since_plain += 1
         self.expected = self.expected * _FADE + expected
         self.accepted = self.accepted * _FADE + accepted
-        if self.since_plain >= STEADY:
-            self.pause = FIRST_PAUSE
+        if self.plain and (plain := statistics.median(self.plain)):
+            self._add_credit(1 + saved - statistics.median(self.drafted) / plain)
+
+    def _add_credit(self, steps: float) -> None:
+        self.credit = max(-MOST_CREDIT, min(self.credit + steps, MOST_CREDIT))
 
     @property
     def due(self) -> bool:
-        """Whether drafts should be tried again, if their gain is not known."""
-        return len(self.drafted) >= LEAST_SAMPLES and self.since_drafted >= self.pause
+        """Whether drafts should be tried again, if they lost before."""
+        return len(self.drafted) >= LEAST_SAMPLES and self.credit >= MOST_CREDIT
 
     def rest(self, sequences: int) -> int:
         """Returns the number of steps that make no predictions, after predictions for this number
@@ -76,7 +88,7 @@ class DraftWorth:
     def pays(self, gain: float) -> bool:
         """Returns whether the next step should have drafts, if it is expected to yield `gain`
         times the tokens of a step without drafts."""
-        if gain <= LEAST_GAIN or len(self.plain) < LEAST_SAMPLES:
+        if gain <= LEAST_GAIN or len(self.plain) < LEAST_SAMPLES or self.credit <= 0:
             return False
         if len(self.drafted) < LEAST_SAMPLES:
             return True
@@ -89,6 +101,5 @@ class DraftWorth:
         if self.due:
             self.drafted.clear()
             self.expected = self.accepted = 0.0
-            self.pause = min(2 * self.pause, LONGEST_PAUSE)
             return True
         return False

@@ -106,7 +106,9 @@ class Speculation:
         self._overall = [Acceptance() for _ in range(drafter.kinds)]
         self.drafted = self.accepted = 0
         self._taken = (0, 0)
-        self._expected, self._came = 0.0, 0  # of the step whose result is being read
+        # Of the step whose result is being read: expected and accepted drafts, and the sum over
+        # sequences of the part of their time per token that was saved.
+        self._expected, self._came, self._relief = 0.0, 0, 0.0
         self._looked = self._skips = 0  # steps last skipped, and those still to be skipped
         self._steps = 0  # steps planned
 
@@ -253,6 +255,7 @@ class Speculation:
         self.accepted += accepted
         self._expected += planned.expected
         self._came += accepted
+        self._relief += accepted / (1 + accepted)
         if self._drafter.on_mesh and count:
             tries = min(accepted + 1, count)
             child.acceptance[planned.kind].add(accepted, tries)
@@ -263,8 +266,14 @@ class Speculation:
         (drafted, accepted), self._taken = self._taken, (self.drafted, self.accepted)
         return self.drafted - drafted, self.accepted - accepted
 
-    def took(self, kind: StepKind, seconds: float, drafts: bool) -> None:
-        """Records the seconds of a step, after `verified` was called for its drafts."""
-        worth = self._worth_of(kind)
-        worth.took(seconds, self._expected if drafts else None, self._came)
-        self._expected, self._came = 0.0, 0
+    def took(self, kind: StepKind, seconds: float, drafts: bool, sequences: int) -> None:
+        """Records the seconds of a step of `sequences`, after `verified` was called for its
+        drafts."""
+        left = sequences - self._relief
+        self._worth_of(kind).took(
+            seconds,
+            self._expected if drafts else None,
+            self._came,
+            self._relief / left if left else 0.0,
+        )
+        self._expected, self._came, self._relief = 0.0, 0, 0.0

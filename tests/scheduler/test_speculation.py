@@ -10,7 +10,7 @@ from jdisagg.messages.step_commands import DecodeResult, DecodeSteps, SampledTok
 from jdisagg.scheduler.acceptance import PRIOR, Acceptance
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
-from jdisagg.scheduler.draft_worth import REMEASURE
+from jdisagg.scheduler.draft_worth import MOST_CREDIT, REMEASURE
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.ngram import MOST_INDEXED, MOST_OF_PROMPT, PART, NgramIndex
@@ -305,7 +305,7 @@ def test_a_step_verifies_the_drafts_of_the_step_before_which_is_not_read_yet() -
 def tried_again(bench: Bench) -> DecodeSteps:
     """The first step of the next trial, once it is due."""
     for worth in bench.speculation._worth.values():
-        worth.since_drafted = worth.pause
+        worth.credit = MOST_CREDIT
     for _ in range(20):
         plan = bench.plan()
         if plan.drafts:
