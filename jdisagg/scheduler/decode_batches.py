@@ -245,7 +245,7 @@ class DecodeBatches:
         steps = min(steps, boundary)
         shaped, sampled, masked = self._sampling(active)
         planned: dict[tuple[int, int], Planned] = {}
-        if self._speculation is not None and drafts:
+        if self._speculation is not None and drafts and not self._speculation.rests():
             kind = self._speculation.kind(active, shaped, sampled, masked)
             planned = self._speculation.plan(active, kind)
             steps = 1 if planned else steps

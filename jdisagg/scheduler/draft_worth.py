@@ -21,8 +21,8 @@ REMEASURE = 512
 # Steps without drafts whose time drafts may lose at most, at first and in later trials.
 MOST_CREDIT = 8.0
 CREDIT_SHARE = 0.004  # of the time of steps without drafts, by which credit grows
-# Making the predictions for a sequence takes the host about this time.
-PREDICTION_SECONDS = 20e-6
+# Making the predictions for a sequence takes the host about this time, on a busy server.
+PREDICTION_SECONDS = 40e-6
 PREDICTION_SHARE = 0.005  # largest part of all time that predictions take while they do not pay
 RESTS = (8, 256)  # fewest and most steps between predictions then
 _FADE = 0.95  # of expected and accepted drafts, at each step
@@ -59,7 +59,6 @@ class DraftWorth:
         if expected is None:
             self.plain.append(seconds)
             self.since_plain = 0
-            self._add_credit(CREDIT_SHARE)
             return
         self.drafted.append(seconds)
         self.since_plain += 1
@@ -67,6 +66,10 @@ class DraftWorth:
         self.accepted = self.accepted * _FADE + accepted
         if self.plain and (plain := statistics.median(self.plain)):
             self._add_credit(1 + saved - statistics.median(self.drafted) / plain)
+
+    def earn(self, steps: int) -> None:
+        """Adds to the credit what `steps` without drafts earn."""
+        self._add_credit(CREDIT_SHARE * steps)
 
     def _add_credit(self, steps: float) -> None:
         self.credit = max(-MOST_CREDIT, min(self.credit + steps, MOST_CREDIT))
@@ -78,8 +81,10 @@ class DraftWorth:
 
     def rest(self, sequences: int) -> int:
         """Returns the number of steps that make no predictions, after predictions for this number
-        of sequences were repeatedly not worth it."""
-        seconds = statistics.median(self.plain) if self.plain else 0.0
+        of sequences were repeatedly not worth it. 0 until steps without drafts are measured."""
+        if len(self.plain) < LEAST_SAMPLES:
+            return 0
+        seconds = statistics.median(self.plain)
         if not seconds:
             return RESTS[0]
         steps = sequences * PREDICTION_SECONDS / (PREDICTION_SHARE * seconds)

@@ -131,13 +131,17 @@ class Speculation:
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
         return bucket, shaped, sampled, masked
 
-    def plan(self, active: Rows[Rows[Sequence]], kind: StepKind) -> dict[tuple[int, int], Planned]:
-        """Returns the drafts of the next step for the running sequences `active` of each rank, by
-        rank and row. Empty if they are not worth their time."""
+    def rests(self) -> bool:
+        """Returns whether the next step makes no predictions, and has no drafts. Must be called
+        once a step. Such a step is not measured either, so that it costs no time."""
         self._steps += 1
-        if self._skips:
-            self._skips -= 1
-            return {}
+        rests = self._skips > 0
+        self._skips -= rests
+        return rests
+
+    def plan(self, active: Rows[Rows[Sequence]], kind: StepKind) -> dict[tuple[int, int], Planned]:
+        """Returns the drafts of the next step, which does not rest, for the running sequences
+        `active` of each rank, by rank and row. Empty if they are not worth their time."""
         worth = self._worth_of(kind)
         if self._drafter.on_mesh and worth.due:
             self._forget(active)
@@ -160,6 +164,7 @@ class Speculation:
                     child.drafted = self._steps
             return rows
         self._looked = self._skips = min(2 * self._looked or 1, worth.rest(sequences))
+        worth.earn(1 + self._skips)
         return {}
 
     def _worth_of(self, kind: StepKind) -> DraftWorth:

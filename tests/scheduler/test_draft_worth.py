@@ -41,6 +41,7 @@ class Mesh:
         for number in range(steps):
             drafts = self.worth.pays(1 + self.claimed)
             self.drafted += [number] if drafts else []
+            self.worth.earn(not drafts)
             self.tokens += 1 + self.real if drafts else 1
             self.seconds += self.cost if drafts else 1
             self._flight.append(drafts)
@@ -116,7 +117,9 @@ def test_predictions_that_do_not_pay_take_a_small_part_of_the_time(
     seconds: float, sequences: int
 ) -> None:
     worth = DraftWorth()
-    worth.took(seconds, None)
+    assert worth.rest(sequences) == 0
+    for _ in range(LEAST_SAMPLES):
+        worth.took(seconds, None)
     steps = worth.rest(sequences)
     assert RESTS[0] <= steps <= RESTS[1]
     share = sequences * PREDICTION_SECONDS / ((steps + 1) * seconds)
