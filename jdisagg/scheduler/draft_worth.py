@@ -20,6 +20,7 @@ LEAST_SAMPLES = 3
 REMEASURE = 512
 # Steps without drafts whose time drafts may lose at most, at first and in later trials.
 MOST_CREDIT = 8.0
+LEAST_REST = 64  # steps without drafts before they are tried again
 CREDIT_SHARE = 0.004  # of the time of steps without drafts, by which credit grows
 # Making the predictions for a sequence takes the host about this time, on a busy server.
 PREDICTION_SECONDS = 40e-6
@@ -34,12 +35,15 @@ class DraftWorth:
     """Measured times of steps without and with drafts, and what the drafts brought.
 
     Attributes:
+        since_plain: Steps with drafts since the last one without.
+        rested: Steps without drafts since the last one with.
         credit: Time that drafts may lose, in steps without drafts.
     """
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     drafted: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     since_plain: int = 0
+    rested: int = 0
     credit: float = MOST_CREDIT
     expected: float = 0.0
     accepted: float = 0.0
@@ -61,14 +65,15 @@ class DraftWorth:
             self.since_plain = 0
             return
         self.drafted.append(seconds)
-        self.since_plain += 1
+        self.since_plain, self.rested = self.since_plain + 1, 0
         self.expected = self.expected * _FADE + expected
         self.accepted = self.accepted * _FADE + accepted
         if self.plain and (plain := statistics.median(self.plain)):
             self._add_credit(1 + saved - statistics.median(self.drafted) / plain)
 
     def earn(self, steps: int) -> None:
-        """Adds to the credit what `steps` without drafts earn."""
+        """Records that `steps` have no drafts, which adds to the credit."""
+        self.rested += steps
         self._add_credit(CREDIT_SHARE * steps)
 
     def _add_credit(self, steps: float) -> None:
@@ -77,7 +82,8 @@ class DraftWorth:
     @property
     def due(self) -> bool:
         """Whether drafts should be tried again, if they lost before."""
-        return len(self.drafted) >= LEAST_SAMPLES and self.credit >= MOST_CREDIT
+        rested = self.rested >= LEAST_REST and self.credit >= MOST_CREDIT
+        return rested and len(self.drafted) >= LEAST_SAMPLES
 
     def rest(self, sequences: int) -> int:
         """Returns the number of steps that make no predictions, after predictions for this number

@@ -103,7 +103,7 @@ class Speculation:
     def __init__(self, limits: MeshLimits, drafter: Drafter) -> None:
         self._limits, self._drafter = limits, drafter
         self._worth: dict[StepKind, DraftWorth] = {}
-        self._overall = [Acceptance() for _ in range(drafter.kinds)]
+        self._overall = self._unmeasured()
         self.drafted = self.accepted = 0
         self._taken = (0, 0)
         # Of the step whose result is being read: expected and accepted drafts, and the sum over
@@ -172,6 +172,9 @@ class Speculation:
             worth = self._worth[kind] = DraftWorth()
         return worth
 
+    def _unmeasured(self) -> list[Acceptance]:
+        return [Acceptance() for _ in range(self._drafter.kinds)]
+
     def _planned(
         self, at: tuple[int, int], child: Sequence, draft: Draft, count: int, gain: float
     ) -> dict[tuple[int, int], Planned]:
@@ -194,9 +197,9 @@ class Speculation:
     def _forget(self, active: Rows[Rows[Sequence]]) -> None:
         """Forgets the acceptance, which was measured long ago: drafts of the mesh can only be
         counted if they are verified."""
-        self._overall = [Acceptance() for _ in self._overall]
+        self._overall = self._unmeasured()
         for child in (child for children in active for child in children):
-            child.acceptance = []
+            child.acceptance = self._unmeasured()
 
     def _draft(self, child: Sequence) -> tuple[float, Draft] | None:
         """Returns a prediction for a sequence, and the probability that a predicted token is
@@ -205,7 +208,7 @@ class Speculation:
         if left < 1:
             return None
         if not child.acceptance:
-            child.acceptance = [Acceptance() for _ in range(self._drafter.kinds)]
+            child.acceptance = self._unmeasured()
         self._count(child)
         draft = self._drafter.draft(child, 2 * self._limits.longest_run - 1)
         if draft is None:

@@ -17,7 +17,7 @@ from tests.fakes.cluster import Collected
 from tests.models.next_token_checkpoints import eagle_head
 
 __all__ = ["knowing"]
-COUNT = 400  # requests, with some 520 streams
+COUNT = 430  # requests, with some 520 streams
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "Tom", "saw", "one", "red", "ball", "in")
 GRAMMARS = (
     Grammar(GrammarKind.REGEX, "[0-9] one two three [0-9]{9}"),

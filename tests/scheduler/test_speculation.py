@@ -10,7 +10,7 @@ from jdisagg.messages.step_commands import DecodeResult, DecodeSteps, SampledTok
 from jdisagg.scheduler.acceptance import PRIOR, Acceptance
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
-from jdisagg.scheduler.draft_worth import LEAST_SAMPLES, MOST_CREDIT, REMEASURE
+from jdisagg.scheduler.draft_worth import LEAST_REST, LEAST_SAMPLES, MOST_CREDIT, REMEASURE
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.ngram import MOST_INDEXED, MOST_OF_PROMPT, PART, NgramIndex
@@ -305,7 +305,7 @@ def test_a_step_verifies_the_drafts_of_the_step_before_which_is_not_read_yet() -
 def tried_again(bench: Bench) -> DecodeSteps:
     """The first step of the next trial, once it is due."""
     for worth in bench.speculation._worth.values():
-        worth.credit = MOST_CREDIT
+        worth.credit, worth.rested = MOST_CREDIT, LEAST_REST
     for _ in range(20):
         plan = bench.plan()
         if plan.drafts:
@@ -325,6 +325,30 @@ def test_after_a_step_without_drafts_there_are_none_to_verify() -> None:
         plan = bench.plan()
     bench.run(plan)
     assert [one.count for one in tried_again(bench).drafts] == [0]
+
+
+def test_acceptance_of_a_mesh_with_drafts_that_pay_is_not_forgotten() -> None:
+    bench = MeshBench(right=3)
+    child = bench.ready(1, [1, 2])
+    bench.measure_plain()
+    for _ in range(30):
+        bench.run(bench.plan())
+    assert child.acceptance[0].estimate() > 0.9
+
+
+def test_acceptance_may_be_forgotten_while_drafts_are_in_flight() -> None:
+    """Those of steps of another kind, such as another batch size."""
+    bench = MeshBench(right=2)
+    child = bench.ready(1, [1, 2])
+    bench.measure_plain()
+    flight = [bench.plan(), bench.plan()]
+    for worth in bench.speculation._worth.values():
+        worth.credit, worth.rested = MOST_CREDIT, LEAST_REST
+        worth.drafted.extend([1.0] * LEAST_SAMPLES)
+    flight.append(bench.plan())
+    assert child.acceptance[0] == Acceptance()
+    assert [bench.run(plan) for plan in flight] == [[1], [3], [3]]
+    assert bench.speculation.accepted == 4
 
 
 def test_drafts_of_a_mesh_that_were_seldom_accepted_are_tried_again_later() -> None:
