@@ -3,14 +3,67 @@ the error for an address that cannot be bound."""
 
 import errno
 import ipaddress
+import re
 import socket
 
 from jdisagg.errors import ConfigError
+
+_HOST_PORT = re.compile(r"(?:\[([^\[\]/]+)\]|([^\[\]:/,]+)):([0-9]{1,5})")
+
+
+# Addresses that mean every interface of a host, each with the one at which its processes reach it.
+EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def host_port(host: str, port: int) -> str:
     """Joins host and port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_host_port(text: str, subject: str) -> tuple[str, int]:
+    """Splits host:port, the inverse of `host_port`.
+
+    Args:
+        text: Name or IPv4 address and port, or IPv6 address in brackets and port.
+        subject: What has the address, such as a flag, which begins the error's message.
+
+    Raises:
+        ConfigError: The text has another form.
+    """
+    found = _HOST_PORT.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"{subject}={text} must be host:port, such as localhost:8700 or [fd00::1]:8700, without"
+            " http://"
+        )
+    return found[1] or found[2], int(found[3])
+
+
+def check_host(name: str, host: str, wildcard: bool) -> None:
+    """Raises ConfigError if a host has a port or brackets. Without `wildcard`, also if it means
+    every interface. `name` is the field that has the host."""
+    if not wildcard and host in EVERY_INTERFACE:
+        raise ConfigError(
+            f"{name}={host} means every interface, and other processes cannot call it; give one"
+            " address or name of this host"
+        )
+    try:
+        if ":" in host:
+            ipaddress.IPv6Address(host)
+    except ValueError:
+        raise ConfigError(
+            f"{name}={host} must be a name or an address without brackets and port; give the port"
+            " with --port"
+        ) from None
+
+
+def is_local(host: str) -> bool:
+    """Returns whether a network interface of this machine has the address of `host`."""
+    try:
+        _listen(host, 0, 1).close()
+    except OSError:
+        return False
+    return True
 
 
 def numeric(host: str, purpose: str) -> str:
@@ -44,11 +97,31 @@ def numeric(host: str, purpose: str) -> str:
 def listening_socket(host: str, port: int, remedy: str, backlog: int = 1) -> socket.socket:
     """Opens a listening TCP socket. On failure raises ConfigError, whose message ends with
     `remedy`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=backlog)
+        return _listen(host, port, backlog)
     except OSError as error:
         raise cannot_listen(host, port, error, remedy) from error
+
+
+def is_free(host: str, port: int) -> bool:
+    """Returns whether a server could listen on the port. Raises OSError if no port of the host is
+    usable."""
+    try:
+        _listen(host, port, 1).close()
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def _listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Listens on the first IPv4 address of a host, or else on its first IPv6 address. "::" includes
+    IPv4, as in gRPC."""
+    both = host == "::" and socket.has_dualstack_ipv6()
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = min(found, key=lambda entry: entry[0] is not socket.AF_INET)
+    return socket.create_server(address, family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def cannot_listen(host: str, port: int, error: Exception, remedy: str) -> ConfigError:

@@ -12,6 +12,7 @@ import types
 import typing
 from dataclasses import dataclass, field, replace
 
+from jdisagg.address import check_host
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KEPT_DTYPES, WEIGHT_BITS
@@ -280,6 +281,10 @@ class ServiceConfig:
         token_file: File with the clients' bearer tokens, one per line, each optionally followed by
             the token's tenant and limits (docs/security.md).
         cluster_token_file: File with the token that the processes of a cluster authenticate with.
+        advertise_host: Host at which routers and other workers call this worker, if not `host`, as
+            on a host of several interfaces or with a translated address. The port is the same.
+        kv_host: Address of the interface for KV from and to other hosts. Other workers connect to
+            it as it is. Empty: `advertise_host` if it is an address of this machine, else `host`.
         kv_channel: Channel for KV from other processes. "auto" uses shared memory on one host, and
             otherwise NIXL if both sides have it with RDMA, or else JAX's transfer engine. "engine"
             never uses NIXL, "nixl" always does. "cuda" is "auto" with CUDA IPC between GPUs of one
@@ -306,9 +311,13 @@ class ServiceConfig:
     tls_client_ca: str = ""
     token_file: str = ""
     cluster_token_file: str = ""
+    advertise_host: str = ""
+    kv_host: str = ""
     kv_channel: str = "auto"
 
     def __post_init__(self) -> None:
+        for name in ("host", "advertise_host", "kv_host"):
+            check_host(f"service.{name}", getattr(self, name), wildcard=name == "host")
         if self.kv_channel not in KV_CHANNELS:
             raise ConfigError(
                 f"service.kv_channel must be one of {', '.join(KV_CHANNELS)}, got"
@@ -352,6 +361,15 @@ class ServiceConfig:
             raise ConfigError(
                 f"service.drain_seconds must not be negative, got {self.drain_seconds}"
             )
+
+    @property
+    def called_host(self) -> str:
+        """Host at which other processes call this one."""
+        return self.advertise_host or self.host
+
+    def at(self, host: str) -> "ServiceConfig":
+        """Returns the configuration for one address at which a process listens and is called."""
+        return replace(self, host=host, advertise_host="", kv_host="")
 
     @property
     def alone(self) -> "ServiceConfig":

@@ -79,7 +79,7 @@ def _run_on_ray(config: ClusterConfig, folder: Path) -> int:
     with on_ray.connected():
         nodes = on_ray.router_nodes(config.routers)
         hosts = tuple(address for _, address in nodes)
-        service = replace(config.engine.service, host=hosts[0])
+        service = config.engine.service.at(hosts[0])
         config = replace(config, engine=replace(config.engine, service=service))
         planned = replace(plan(config, folder), router_hosts=hosts)
         processes = on_ray.RayProcesses(planned, nodes, flags.gpus_per_worker)

@@ -246,16 +246,16 @@ GROUPS: dict[str, dict[str, Spec]] = {
         ),
     },
     "Network": {
-        "host": _text(None, "Address to listen on and to advertise to other processes."),
+        "host": _text(None, "Address to listen on, and at which other processes call this one."),
+        "advertise_host": _text(None, "Host at which others call this worker, if not --host."),
+        "kv_host": _text(None, "Address of the network interface for KV, if not --host."),
         "port": _count(None, "gRPC port. 0: chosen by the system."),
         "http_port": _count(
             8000,
             "Port of the OpenAI-compatible API. 0: chosen by the system. -1: disabled.",
             least=-1,
         ),
-        "http_cors_origins": _text(
-            None, "Web origins that may call the HTTP API, separated by commas. *: any."
-        ),
+        "http_cors_origins": _text(None, "Origins that may call the HTTP API, by commas. *: any."),
         "tool_parser": _one_of(
             [AUTO, NONE, *TOOL_FORMS],
             None,
@@ -302,9 +302,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
             None, "PEM CA that must have signed the certificates of clients and workers."
         ),
         "token_file": _text(None, "File of bearer tokens, one a line. A client sends the first."),
-        "cluster_token_file": _text(
-            None, "File with the token that routers and workers send each other."
-        ),
+        "cluster_token_file": _text(None, "File with the token of calls between processes."),
     },
     "Observation": {
         "metrics_port": _count(0, "Port of Prometheus metrics (GET /metrics). 0: disabled."),

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from jdisagg.address import parse_host_port
 from jdisagg.config import EngineConfig, Mode, override
-from jdisagg.errors import ConfigError
 from jdisagg.node.recipes import BOTH_SIDES, load_recipe, of_both_sides
 from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
@@ -18,6 +18,7 @@ from models.hub import local_model
 from models.model_folder import stored_dtype
 
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:")  # gRPC's other forms of a target
 _log = logging.getLogger(__name__)
 
 _BOTH = (
@@ -44,6 +45,8 @@ _FIELDS = {
     "peer_fetch": "prefix.peer_fetch",
     "append_tokens": "prefix.append_tokens",
     "kv_channel": "service.kv_channel",
+    "kv_host": "service.kv_host",
+    "advertise_host": "service.advertise_host",
     **{name: f"service.{name}" for name in (*SERVICE, *HTTP)},
 }
 _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_token_file")
@@ -160,11 +163,8 @@ def credentials(given: Given, token_file: str) -> Credentials:
     )
 
 
-def check_target(target: str) -> None:
-    """Raises ConfigError if `target` is not host:port; otherwise a client would wait until its
-    timeout."""
-    host, colon, port = target.rpartition(":")
-    if "//" in target or not colon or not host or not port.isdigit():
-        raise ConfigError(
-            f"--target={target} must be host:port, such as localhost:8700, without http://"
-        )
+def check_target(target: str, flag: str = "--target") -> None:
+    """Raises ConfigError if the target of a flag is not host:port; otherwise a client would wait
+    until its timeout."""
+    if not target.startswith(SCHEMES):
+        parse_host_port(target, flag)

@@ -41,14 +41,15 @@ from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from launch.console import run
 from launch.flags import ENGINE, OBSERVE, SERVICE, define
 from launch.model import model_source
-from launch.settings import engine_config, observe_config
+from launch.settings import check_target, engine_config, observe_config
 from launch.shipped import SHIPPED_MODEL
 
 flags = define(
     *("role", "layout", "router", "name"),
     *(name for name in ENGINE if name not in ("prefill", "decode")),
     *SERVICE,
-    *("kv_channel", "devices", "gpus", "place", "num_processes", "process_id", "coordinator"),
+    *("advertise_host", "kv_host", "kv_channel", "devices", "gpus", "place"),
+    *("num_processes", "process_id", "coordinator"),
     *("record", "config_file", *OBSERVE),
     port=0,
     gpus=(None, "GPUs or TPU chips to use, e.g. 0-3,6. Default: all that are visible."),
@@ -73,7 +74,9 @@ def main() -> None:
         prepare_runtime(config.devices, worker.compilation_cache, fraction, worker.kernels)
         hand_over_quickly()
         group = join(
-            config.process, config.worker.limits.timeouts.instance, config.worker.service.host
+            config.process,
+            config.worker.limits.timeouts.instance,
+            config.worker.service.called_host,
         )
         start_logging(config.observe.log_format, config.name)
         status = asyncio.run(_run(config, group))
@@ -104,6 +107,8 @@ def _of_flags() -> WorkerProcessConfig:
     role, routers = WorkerRole(flags.role), tuple(text for text in flags.router if text.strip())
     if not routers:
         raise ConfigError(f"--router=host:port is required for a {role.value} worker")
+    for text in routers:
+        check_target(text.strip(), "--router")
     worker = worker_config(engine_config(flags), role)
     layout = Layout.parse(flags.layout) if flags.layout else worker.instance.layout
     port = worker.service.port if flags.present("port") else 0
@@ -114,7 +119,7 @@ def _of_flags() -> WorkerProcessConfig:
         service=replace(worker.service, port=port),
     )
     return WorkerProcessConfig(
-        flags.name or f"{role.value}-{worker.service.host}-{port or os.getpid()}",
+        flags.name or f"{role.value}-{worker.service.called_host}-{port or os.getpid()}",
         role,
         routers,
         worker,

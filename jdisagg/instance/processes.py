@@ -5,7 +5,6 @@ JAX detects Slurm, Kubernetes and Open MPI. `join_instance` must be called befor
 device."""
 
 import os
-import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jdisagg.address import parse_host_port
 from jdisagg.errors import ConfigError
 from jdisagg.model_api import Device
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
@@ -108,11 +108,8 @@ def join_instance(
         raise ConfigError(f"instance: process_id={process_id} must be in [0, {num_processes})")
     if num_processes == 1:
         return ProcessGroup(0, 1)
-    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
-        raise ConfigError(
-            f"instance: coordinator={coordinator} must be host:port, process 0's address and a free"
-            " port there"
-        )
+    if coordinator is not None:
+        parse_host_port(coordinator, "instance: coordinator")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(

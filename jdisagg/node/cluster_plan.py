@@ -4,7 +4,6 @@ process.
 Every process has a fixed port, which stays the same after a restart. Only the JAX coordinator of a
 multi-process instance gets a new port at each start, because the old port may still be in use."""
 
-import errno
 import os
 import random
 import socket
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jdisagg.address import host_port
+from jdisagg.address import EVERY_INTERFACE, host_port, is_free
 from jdisagg.config import EngineConfig, ServiceConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
@@ -118,7 +117,9 @@ class ClusterPlan:
 
     @property
     def host(self) -> str:
-        return self.config.engine.service.host
+        """Address at which processes of this host call each other."""
+        host = self.config.engine.service.host
+        return EVERY_INTERFACE.get(host, host)
 
     @property
     def address(self) -> str:
@@ -127,14 +128,16 @@ class ClusterPlan:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return tuple(host_port(service.host, service.port) for service in self.services)
+        """Address of each router, at which the workers call it."""
+        hosts = self.router_hosts or (self.host,) * len(self.ports)
+        return tuple(map(host_port, hosts, self.ports))
 
     @property
     def services(self) -> tuple[ServiceConfig, ...]:
         """Returns the service configuration of each router."""
         service, http = self.config.engine.service, self.http_ports or (None,) * len(self.ports)
         service = service if len(self.ports) > 1 else service.alone
-        hosts = self.router_hosts or (self.host,) * len(self.ports)
+        hosts = self.router_hosts or (service.host,) * len(self.ports)
         return tuple(
             replace(service, host=host, port=port, http_port=http_port)
             for host, port, http_port in zip(hosts, self.ports, http, strict=True)
@@ -197,7 +200,7 @@ class ClusterPlan:
                     model=replace(made.model, directory=config.model),
                     instance=replace(made.instance, layout=instance.layout),
                     prefix=replace(made.prefix, peer_fetch=self._fetches).of_worker(number),
-                    service=replace(made.service, port=port, http_port=None),
+                    service=replace(made.service.at(self.host), port=port, http_port=None),
                 ),
                 devices_of_process(instance, self.instances),
                 f"/{socket.gethostname()}",
@@ -351,19 +354,17 @@ def free_ports(host: str, count: int) -> list[int]:
 
     To make this unlikely, ports are drawn at random below the operating system's range of ephemeral
     ports (from 32768 on Linux). Raises ConfigError if none is free."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     free: list[int] = []
     for port in random.SystemRandom().sample(_DRAWN, len(_DRAWN)):
         if len(free) == count:
             return free
         try:
-            with socket.create_server((host, port), family=family):
+            if is_free(host, port):
                 free.append(port)
         except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                raise ConfigError(
-                    f"--host={host} is nowhere to listen: {error}; give an address of this machine"
-                ) from error
+            raise ConfigError(
+                f"--host={host} is nowhere to listen: {error}; give an address of this machine"
+            ) from error
     raise ConfigError(
         f"--host={host} has no {count} free ports from {_DRAWN.start} to {_DRAWN.stop - 1}; give"
         " --port, or another host"

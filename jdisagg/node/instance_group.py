@@ -60,7 +60,7 @@ async def lead(
     followers.when_failed(lambda error: exit_soon(exit_status, timeouts.exit_seconds))
     service = service or ServiceConfig()
     server = InstanceServer(followers, server_credentials(service), timeouts)
-    address = await server.start(service.host)
+    address = await server.start(service.host, called=service.called_host)
     await asyncio.to_thread(group.share, LeaderPlace(address, followers.secret).text())
     return Leading(followers, server, timeouts.starting_silence_seconds)
 

@@ -11,9 +11,10 @@ from typing import TypeVar
 
 import jax
 
-from jdisagg.address import host_port
+from jdisagg.address import EVERY_INTERFACE, host_port, is_local
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
+from jdisagg.errors import ConfigError
 from jdisagg.ids import random_id
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.service.guard import Service
@@ -21,6 +22,25 @@ from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer, cluster_credentials, read_tokens
 from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
+
+
+def called_address(service: ServiceConfig) -> str:
+    """Returns host:port at which other processes call a server with this configuration. Raises
+    ConfigError if the host means every interface."""
+    if service.called_host in EVERY_INTERFACE:
+        raise ConfigError(
+            f"--host={service.host} means every interface, and other workers cannot call it; add"
+            " --advertise_host with the address or name at which they call this one"
+        )
+    return host_port(service.called_host, service.port)
+
+
+def kv_interface(service: ServiceConfig) -> str:
+    """Returns the host whose network interface sends and receives KV. A translated address is no
+    interface of this machine."""
+    called = service.called_host
+    return service.kv_host or (called if is_local(called) else service.host)
+
 
 TRANSPORTS = 4  # connections of the transfer engine, the same in all processes
 T = TypeVar("T")
@@ -49,11 +69,12 @@ class KvEndpoint:
         memories: Memories | None = None,
     ) -> None:
         port = service.port or free_ports(service.host, 1)[0]
-        self._service = replace(service, port=port, drain_seconds=0.0)
+        self._service = service = replace(service, port=port, drain_seconds=0.0)
+        self._interface = kv_interface(service)
         if memories is None:
-            memories = Memories.of_worker(service.kv_channel, service.host, jax.local_devices())
+            memories = Memories.of_worker(service.kv_channel, self._interface, jax.local_devices())
         self._memories, self._services = memories, tuple(services)
-        self.end = memories.end(host_port(service.host, port), random_id())
+        self.end = memories.end(called_address(service), random_id())
         self._started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="kv-endpoint", daemon=True)
         self._thread.start()
@@ -91,7 +112,7 @@ class KvEndpoint:
             MonotonicClock(),
             self.end,
             link,
-            host=service.host,
+            host=self._interface,
             transports=TRANSPORTS,
             memories=self._memories,
         )

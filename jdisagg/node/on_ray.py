@@ -145,7 +145,7 @@ def _here(
         socket.create_server((host, port)).close()
     except OSError:  # taken on this node
         (port,) = free_ports(host, 1)
-    service = replace(config.worker.service, host=host, port=port)
+    service = replace(config.worker.service.at(host), port=port)
     return replace(
         config,
         worker=replace(config.worker, service=service),

@@ -17,8 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdisagg.address import parse_host_port
 from jdisagg.config import ServiceConfig
-from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError, UnavailableError
+from jdisagg.errors import (
+    ConfigError,
+    HandoffError,
+    InvalidRequestError,
+    JdisaggError,
+    UnavailableError,
+)
 from jdisagg.ids import random_id
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import Box
@@ -94,7 +101,8 @@ class RemoteWeights:
         addresses = [part.rpartition("/")[0] for part in self._parts]
         host = _own_address(name, addresses[0])
         self._credentials = cluster_credentials(service)
-        self._endpoint = KvEndpoint(replace(service, host=host, port=0, http_port=None))
+        own = service if service.advertise_host else service.at(host)
+        self._endpoint = KvEndpoint(replace(own, port=0, http_port=None))
         self._expected = _Expected()
         self._origins: list[_Origin] = []
         try:
@@ -325,14 +333,13 @@ def _result(coming: "Future[np.ndarray]") -> np.ndarray:
 
 def _own_address(name: str, address: str) -> str:
     """Returns the address of this host from which it reaches the other one."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
     try:
-        family, kind, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        host, port = parse_host_port(address, "offer")
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)
             return str(probe.getsockname()[0])
-    except (OSError, ValueError) as error:
+    except (OSError, ConfigError) as error:
         raise InvalidRequestError(
             f"weights {name!r}: {address!r} must be the host:port of an offer: {error}; use the"
             " name that the offer has"

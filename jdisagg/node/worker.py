@@ -15,7 +15,6 @@ from pathlib import Path
 
 import jax
 
-from jdisagg.address import host_port
 from jdisagg.assembly import Worker, build_worker
 from jdisagg.clock import Clock
 from jdisagg.config import WorkerConfig
@@ -59,7 +58,7 @@ from jdisagg.model_api import Device
 from jdisagg.node.deployment import ModelSource
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.instance_group import follow, lead
-from jdisagg.node.kv_endpoint import TRANSPORTS
+from jdisagg.node.kv_endpoint import TRANSPORTS, called_address, kv_interface
 from jdisagg.node.kv_events import KvEventPublisher
 from jdisagg.node.peer_ports import PeerPorts
 from jdisagg.node.recording import record
@@ -182,10 +181,11 @@ class WorkerRuntime:
             state.config, spec.role, spec.sharers, state.group.processes, room
         )
         self._service = state.config.service
-        self._address = host_port(self._service.host, self._service.port)
+        self._address = called_address(self._service)
+        self._interface = kv_interface(self._service)
         credentials = cluster_credentials(self._service)
         self._memories = Memories.of_worker(
-            self._service.kv_channel, self._service.host, state.devices
+            self._service.kv_channel, self._interface, state.devices
         )
         end = self._memories.end(self._address, random_id())
         self._link = GrpcKvLink(end, credentials)
@@ -201,7 +201,7 @@ class WorkerRuntime:
             state.clock,
             end,
             self._link,
-            host=self._service.host,
+            host=self._interface,
             transports=TRANSPORTS,
             memories=self._memories,
         )

@@ -13,18 +13,20 @@ MISMATCHES = (62, 64)  # OpenSSL's codes for a host name and for an IP address
 
 
 def check_certificate(config: ServiceConfig) -> None:
-    """Raises ConfigError if the certificate is not for `config.host`, to which a worker binds and
-    at which it is called. Other faults of a certificate are detected when connections are made."""
+    """Raises ConfigError if the certificate is not for the host at which other processes call a
+    worker. Other faults of a certificate are detected when connections are made."""
     if not config.tls_certificate:
         return
     try:
         _shake_hands(config)
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in MISMATCHES:
+            flag = "--advertise_host" if config.advertise_host else "--host"
             raise ConfigError(
-                f"service.tls_certificate {config.tls_certificate!r} is not for --host"
-                f" {config.host}, at which other processes call this one: {error.verify_message};"
-                " use a certificate with this address or name as a subject alternative name"
+                f"service.tls_certificate {config.tls_certificate!r} is not for {flag}"
+                f" {config.called_host}, at which other processes call this one:"
+                f" {error.verify_message}; use a certificate with this address or name as a subject"
+                " alternative name"
             ) from None
     except ssl.SSLError:
         return
@@ -38,7 +40,7 @@ def _shake_hands(config: ServiceConfig) -> None:
     client.load_verify_locations(config.tls_client_ca or config.tls_certificate)
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
-        client.wrap_bio(down, up, server_hostname=config.host),
+        client.wrap_bio(down, up, server_hostname=config.called_host),
         server.wrap_bio(up, down, server_side=True),
     )
     done: set[ssl.SSLObject] = set()

@@ -70,7 +70,7 @@ class EngineOptions:
         if self.host in _EVERY_INTERFACE:
             raise ConfigError(
                 f"the KV plane's host is {self.host!r}, which means every interface; it has no"
-                " authentication: name one private address"
+                " authentication: name one private address of this machine, with --kv_host"
             )
         if self.transports < 1 or self.transfer_size < 4096:
             raise ConfigError(

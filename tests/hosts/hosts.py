@@ -73,12 +73,14 @@ class Process:
 
 
 class Hosts:
-    """`count` hosts besides the test's own. Host i has the address `address(i)`."""
+    """`count` hosts besides the test's own. Host i has the address `address(i)`, of IPv6 if `ipv6`
+    and else of IPv4."""
 
-    def __init__(self, count: int, folder: Path) -> None:
+    def __init__(self, count: int, folder: Path, ipv6: bool = False) -> None:
         self._folder = folder
         self._tag = f"{os.getpid() % 100000}x{next(_NUMBERS)}"
-        self._net = f"10.78.{(os.getpid() + next(_NUMBERS)) % 250}"
+        self._ipv6 = ipv6
+        self._number = (os.getpid() + next(_NUMBERS)) % 250
         self._taps = [f"jd{self._tag}h{host}" for host in range(count + 1)]
         self._spaces = ["", *(f"jd{self._tag}n{host}" for host in range(1, count + 1))]
         self._processes: list[Process] = []
@@ -99,7 +101,39 @@ class Hosts:
             raise
 
     def address(self, host: int) -> str:
-        return f"{self._net}.{host + 1}"
+        return self._address(78, host)
+
+    def _address(self, net: int, host: int) -> str:
+        if self._ipv6:
+            return f"fd{net}:{self._number:x}::{host + 1:x}"
+        return f"10.{net}.{self._number}.{host + 1}"
+
+    def add_network(self, host: int) -> str:
+        """Gives a host an address in a second network, and returns it."""
+        address = self._address(79, host)
+        _ip(*self._inside(host), "addr", "add", f"{address}/24", "dev", self._taps[host])
+        return address
+
+    def translate(self, host: int) -> str:
+        """Gives a host another address, for which other hosts use `address(host)` as before, and
+        returns the new one. The wire translates the addresses."""
+        inside, device = self._address(80, host), ("dev", self._taps[host])
+        own = self._inside(host)
+        _ip(*own, "addr", "del", f"{self.address(host)}/24", *device)
+        _ip(*own, "addr", "add", f"{inside}/32", *device)
+        _ip(*own, "route", "add", f"{self._address(78, -1)}/24", *device, "src", inside)
+        for other, tap in enumerate(self._taps):
+            if other != host:  # ARP is not translated
+                beside = (*self._inside(other), "neigh", "replace", self.address(host))
+                _ip(*beside, "lladdr", _link_address(host), "dev", tap)
+                beyond = (*own, "neigh", "replace", self.address(other))
+                _ip(*beyond, "lladdr", _link_address(other), *device)
+        self._tell({"translate": host, "inside": inside, "outside": self.address(host)})
+        return inside
+
+    def _inside(self, host: int) -> tuple[str, ...]:
+        space = self._spaces[host]
+        return ("-n", space) if space else ()
 
     def name(self, host: int) -> str:
         return f"host{host}"
@@ -172,9 +206,10 @@ class Hosts:
         if space:
             _ip("netns", "add", space)
             _ip("link", "set", tap, "netns", space)
-        inside = ("-n", space) if space else ()
-        _ip(*inside, "link", "set", "dev", tap, "address", f"02:00:00:00:00:{host:02x}")
-        _ip(*inside, "addr", "add", f"{self.address(host)}/24", "dev", tap)
+        inside = self._inside(host)
+        _ip(*inside, "link", "set", "dev", tap, "address", _link_address(host))
+        size = ("/64", "nodad") if self._ipv6 else ("/24",)
+        _ip(*inside, "addr", "add", self.address(host) + size[0], "dev", tap, *size[1:])
         _ip(*inside, "link", "set", tap, "up")
         if space:
             _ip(*inside, "link", "set", "lo", "up")
@@ -189,6 +224,10 @@ class Hosts:
         assert self._wire.stdout is not None
         line = self._wire.stdout.readline().strip()
         assert line == wanted, f"the wire answered {line!r}"
+
+
+def _link_address(host: int) -> str:
+    return f"02:00:00:00:00:{host:02x}"
 
 
 def _ip(*words: str) -> None:

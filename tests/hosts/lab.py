@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP, SIGTERM
 
-from jdisagg.client import AsyncClient, Client
+from jdisagg.address import host_port
+from jdisagg.client import AsyncClient, Client, Credentials
 from jdisagg.errors import JdisaggError
+from jdisagg.service.internal.connection import NO_CREDENTIALS
 from tests import time_scale
 from tests.end_to_end.clusters import LLAMA, dense_greedy
 from tests.hosts.hosts import ROOT, Hosts, Process
@@ -74,10 +76,16 @@ class Stream:
 class Load:
     """Clients on the test's host, each with one stream after the other until `stop`."""
 
-    def __init__(self, target: str, clients: int, deadline_seconds: float) -> None:
+    def __init__(
+        self,
+        target: str,
+        clients: int,
+        deadline_seconds: float,
+        credentials: Credentials = NO_CREDENTIALS,
+    ) -> None:
         self.streams: list[Stream] = []
         self._target, self._clients, self._deadline = target, clients, deadline_seconds
-        self._stopping = False
+        self._stopping, self._credentials = False, credentials
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
 
@@ -112,7 +120,9 @@ class Load:
     async def _run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             clients = [
-                await stack.enter_async_context(AsyncClient(self._target, resume_seconds=60.0))
+                await stack.enter_async_context(
+                    AsyncClient(self._target, resume_seconds=60.0, credentials=self._credentials)
+                )
                 for _ in range(self._clients)
             ]
             await asyncio.gather(*map(self._be_client, range(self._clients), clients))
@@ -151,6 +161,7 @@ class Lab:
         decodes: int = 1,
         routers: int = 1,
         by_name: bool = False,
+        ipv6: bool = False,
     ) -> None:
         self.names = [
             *(f"router-{at}" for at in range(routers)),
@@ -159,22 +170,32 @@ class Lab:
         ]
         self.routers = self.names[:routers]
         self.workers = self.names[routers:]
-        self.hosts = Hosts(len(self.names), folder)
+        self.hosts = Hosts(len(self.names), folder, ipv6)
         self.processes: dict[str, Process] = {}
         self.tree = ROOT  # the code that processes are started with
         self._by_name = by_name  # whether processes know each other by name
+        self._scheme = "ipv6" if ipv6 else "ipv4"
+        # Further flags of all processes ("") and of each.
+        self.flags: dict[str, tuple[str, ...]] = {}
+        self.credentials = NO_CREDENTIALS
 
     def host(self, name: str) -> int:
         """Of a process, or 0 for the clients."""
         return 0 if name == "client" else 1 + self.names.index(name)
 
     def address(self, name: str) -> str:
-        return f"{self.hosts.address(self.host(name))}:{PORT}"
+        return host_port(self.hosts.address(self.host(name)), PORT)
+
+    def client(self, router: int = 0) -> Client:
+        return Client(self.address(self.routers[router]), credentials=self.credentials)
+
+    def load(self, clients: int, deadline_seconds: float) -> Load:
+        return Load(self.target, clients, deadline_seconds, self.credentials)
 
     @property
     def target(self) -> str:
         """Of clients: all routers, of which gRPC uses one at a time."""
-        return f"ipv4:{self.router_addresses}"
+        return f"{self._scheme}:{self.router_addresses}"
 
     @property
     def router_addresses(self) -> str:
@@ -193,15 +214,16 @@ class Lab:
         else:
             role = name.partition("-")[0]
             program = ["worker", f"--role={role}", "--layout=tp=1", f"--name={name}"]
-            routers = ",".join(f"{self._known_as(one)}:{PORT}" for one in self.routers)
+            routers = ",".join(host_port(self._known_as(one), PORT) for one in self.routers)
             program += [f"--router={routers}", *WORKER_FLAGS]
-        command = [PYTHON, "-m", f"launch.{program[0]}", *program[1:], *common, *flags]
+        command = [PYTHON, "-m", f"launch.{program[0]}", *program[1:], *common]
+        command += [*self.flags.get("", ()), *self.flags.get(name, ()), *flags]
         self.processes[name] = self.hosts.run(self.host(name), command, folder=self.tree)
 
     def start_all(self) -> None:
         for name in self.names:
             self.start(name)
-        with Client(self.address(self.routers[0])) as client:
+        with self.client() as client:
             wait_until(lambda: all_free(client, self.workers), "workers register", START_SECONDS)
 
     def kill(self, name: str) -> None:
@@ -242,7 +264,7 @@ class Lab:
         load.stop()
         assert not [one for one in load.streams if one.wrong], "a stream has wrong tokens"
         assert all(one.ended is not None for one in load.streams)
-        with Client(self.address(self.routers[-1])) as client:
+        with self.client(-1) as client:
             until = time.monotonic() + FREED_SECONDS
             while left := held(client, self.workers):
                 assert time.monotonic() < until, f"not freed: {left}\n{self.logs()}"
@@ -287,9 +309,18 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float, said: o
 
 
 @contextlib.contextmanager
-def lab(folder: Path, *, by_name: bool = False, **counts: int) -> Iterator[Lab]:
-    made = Lab(folder, by_name=by_name, **counts)
+def lab(
+    folder: Path,
+    *,
+    by_name: bool = False,
+    ipv6: bool = False,
+    prepare: Callable[[Lab], None] = lambda made: None,
+    **counts: int,
+) -> Iterator[Lab]:
+    """Makes the hosts, lets `prepare` change them and the flags, and starts all processes."""
+    made = Lab(folder, by_name=by_name, ipv6=ipv6, **counts)
     try:
+        prepare(made)
         made.start_all()
         yield made
     except BaseException:

@@ -56,14 +56,15 @@ class CertificateFiles:
         return Credentials.load(authority=self.authority, **pair, **fields)
 
 
-def certificates_in(folder: pathlib.Path) -> CertificateFiles:
+def certificates_in(folder: pathlib.Path, names: str = "IP:127.0.0.1") -> CertificateFiles:
+    """Makes the files. `names` are the certificate's subject alternative names."""
     assert OPENSSL is not None
     new = (
         f"{OPENSSL} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
         " -keyout {0}/{1}.key -out {0}/{1}.pem -subj"
     )
     signed = (
-        f"-CA {folder}/ca.pem -CAkey {folder}/ca.key -addext subjectAltName=IP:127.0.0.1"
+        f"-CA {folder}/ca.pem -CAkey {folder}/ca.key -addext subjectAltName={names}"
         " -addext basicConstraints=critical,CA:FALSE"
     )
     root = [*new.format(folder, "ca").split(), "/CN=test authority"]
@@ -369,4 +370,7 @@ def test_a_certificate_that_is_not_for_the_workers_host_is_refused_at_the_start(
     for other in ("10.0.0.7", "node-7.internal"):
         with pytest.raises(ConfigError, match=f"not for --host {other}.*subject alternative"):
             check_certificate(replace(config, host=other))
+        with pytest.raises(ConfigError, match=f"not for --advertise_host {other}"):
+            check_certificate(replace(config, advertise_host=other))
+    check_certificate(replace(config, host="0.0.0.0", advertise_host="127.0.0.1"))
     check_certificate(ServiceConfig(host="10.0.0.7"))

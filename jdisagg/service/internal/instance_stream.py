@@ -120,13 +120,14 @@ class InstanceServer:
             (grpc.method_handlers_generic_handler(SERVICE, {METHOD: follow}),)
         )
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Binds the port and serves. Returns the address, host:port."""
+    async def start(self, host: str = "127.0.0.1", port: int = 0, called: str = "") -> str:
+        """Binds the port and serves. Returns the address, host:port, at which followers call it.
+        `called` is their name for the host, if it is another."""
         bound = bind(
             self._server, host, port, self._credentials, "choose another address for the instance"
         )
         await self._server.start()
-        return host_port(host, bound)
+        return host_port(called or host, bound)
 
     async def stop(self) -> None:
         await self._server.stop(grace=self._grace_seconds)
