@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Limits of one bearer token, which each router applies on its own. None means no limit.
+    """Limits of one bearer token, at all routers together. None means no limit.
 
     Attributes:
         streams: Number of streams that may run at the same time.

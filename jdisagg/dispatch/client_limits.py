@@ -1,22 +1,21 @@
-"""Limits on clients of one router: quotas per bearer token, and one limit on tokenizer work that
+"""Limits on clients: quotas per bearer token, and one limit on tokenizer work that
 all clients share.
 
 `KeyUse` enforces the quotas of each bearer token (`KeyLimits`): running streams, requests per
-second and tokens per second. Each router counts separately. `LongTexts` tokenizes long texts in
-threads, so that they delay no stream, and limits their total size. A text is accepted if its size
-is at most half of the limit's unused part, so that small texts are accepted even while the largest
-ones are tokenized. Other texts are refused, not queued, and the client may send them again. Both
-classes are used on one event loop and read no clock."""
+second and tokens per second, at all routers together (router/spending.py). `LongTexts` tokenizes
+long texts in threads, so that they delay no stream, and limits their total size. A text is
+accepted if its size is at most half of the limit's unused part, so that small texts are accepted
+even while the largest ones are tokenized. Other texts are refused, not queued, and the client may
+send them again. Both classes are used on one event loop and read no clock."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from jdisagg.caller import Caller
 from jdisagg.errors import OverloadedError, QuotaExceededError
-from jdisagg.token_bucket import Bucket
+from jdisagg.router.spending import Spending
 
 BURST_SECONDS = 10.0  # seconds of a rate that may be used at once
 STREAM_RETRY_SECONDS = 1.0
@@ -28,12 +27,11 @@ Used = Callable[[int], None]
 
 
 class KeyUse:
-    """Counts the running streams and the recent use of each bearer token."""
+    """Counts the running streams and the recent use of each bearer token. `spending` has the counts
+    of this router, and includes those of other routers."""
 
-    def __init__(self) -> None:
-        self._streams: Counter[str] = Counter()
-        self._requests: dict[str, Bucket] = {}
-        self._tokens: dict[str, Bucket] = {}
+    def __init__(self, spending: Spending | None = None) -> None:
+        self._spending = spending or Spending()
 
     @contextmanager
     def stream(
@@ -57,8 +55,11 @@ class KeyUse:
             QuotaExceededError: A limit of the bearer token is reached. The message names the limit
                 and the time until more is available.
         """
-        limits, key = who.limits, who.key
-        if limits.streams is not None and self._streams[key] >= limits.streams:
+        limits, spending = who.limits, self._spending
+        streams, requests, tokens = (
+            f"{who.key} {name}" for name in ("streams", "requests_per_second", "tokens_per_second")
+        )
+        if limits.streams is not None and spending.streams(streams, now) >= limits.streams:
             raise QuotaExceededError(
                 f"this token has {self._streams[key]} running streams and may have at most"
                 f" {limits.streams} (streams in the token file); try again when one has ended",
@@ -66,37 +67,29 @@ class KeyUse:
             )
         if not resumed:
             paid = (
-                (self._requests, "requests_per_second", limits.requests_per_second, 1),
-                (self._tokens, "tokens_per_second", limits.tokens_per_second, prompt_tokens),
+                (requests, limits.requests_per_second, 1),
+                (tokens, limits.tokens_per_second, prompt_tokens),
             )
-            for buckets, name, rate, cost in paid:
-                _check(buckets, key, name, rate, cost, now)
-            for buckets, _, _, cost in paid:
-                if key in buckets:
-                    buckets[key].take(cost)
-        self._streams[key] += 1
+            for bucket, rate, cost in paid:
+                _check(spending, bucket, rate, cost, now)
+            for bucket, _, cost in paid:
+                spending.take(bucket, cost)
+        counted = limits.streams is not None
+        if counted:
+            spending.begin(streams)
         try:
-            yield lambda tokens: self._generated(key, tokens)
+            yield lambda count: spending.take(tokens, count)
         finally:
-            self._streams[key] -= 1
-            if not self._streams[key]:
-                del self._streams[key]
-
-    def _generated(self, key: str, tokens: int) -> None:
-        bucket = self._tokens.get(key)
-        if bucket is not None:
-            bucket.take(tokens)
+            if counted:
+                spending.end(streams)
 
 
-def _check(
-    buckets: dict[str, Bucket], key: str, name: str, rate: float | None, cost: int, now: float
-) -> None:
+def _check(spending: Spending, bucket: str, rate: float | None, cost: int, now: float) -> None:
     if rate is None:
-        buckets.pop(key, None)  # the limit was removed from the token file
+        spending.forget(bucket)  # the limit was removed from the token file
         return
-    full = max(1.0, rate * BURST_SECONDS)
-    bucket = buckets.setdefault(key, Bucket(full, now))
-    if wait_seconds := bucket.wait_seconds(cost, rate, full, now):
+    name, full = bucket.rpartition(" ")[2], max(1.0, rate * BURST_SECONDS)
+    if wait_seconds := spending.wait_seconds(bucket, cost, rate, full, now):
         raise QuotaExceededError(
             f"this token has used up its {rate:g} {name.replace('_', ' ')} ({name} in the token"
             f" file); more is available in {wait_seconds:.1f} s: try again then",

@@ -105,7 +105,7 @@ class Frontend:
         self._path = path
         self._limits = limits
         self._running: dict[tuple[str, str], asyncio.Event] = {}
-        self._key_use = KeyUse()
+        self.key_use = KeyUse()
         self._clock = MonotonicClock()
 
     @property
@@ -271,7 +271,7 @@ class Frontend:
                 " or leave it empty"
             )
         prompt_tokens, resumed = len(request.prompt_token_ids), request.resumption is not None
-        with self._key_use.stream(
+        with self.key_use.stream(
             caller.current(), prompt_tokens, self._clock.now(), resumed
         ) as used:
             over = self._running[key] = asyncio.Event()

@@ -52,8 +52,9 @@ from jdisagg.router.decision import (
     Refusal,
 )
 from jdisagg.router.placement import NO_WORK, decide
-from jdisagg.router.predictor import LearnedLengths, LengthPredictor, MaxTokens
+from jdisagg.router.predictor import LearnedLengths, MaxTokens
 from jdisagg.router.replacements import another_decode, another_prefill
+from jdisagg.router.spending import Spending
 from jdisagg.telemetry import Counters
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, Timeouts
 
@@ -86,12 +87,14 @@ class PlacerSettings:
         policy: Placement policy, or None to derive it from `routing`.
         affinity: Index of the prompt prefixes that each worker has cached.
         events: Listener that receives each decision and its outcome.
+        spending: What tenants with quotas have spent, or None to count it alone.
     """
 
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     policy: PlacementPolicy | None = None
     affinity: Affinity | None = None
     events: RouterEvents = NO_ROUTER_EVENTS
+    spending: Spending | None = None
 
 
 @plain
@@ -266,17 +269,14 @@ class Placer:
         self._rules = settings.policy or rules_of(config, timeouts)
         self._affinity = settings.affinity
         self.coming = ComingPrefixes()
-        self._predictor: LengthPredictor = (
-            MaxTokens()
-            if config.output_quantile is None
-            else LearnedLengths(config.output_quantile)
-        )
+        quantile = config.output_quantile
+        self._predictor = MaxTokens() if quantile is None else LearnedLengths(quantile)
         self._config = config
         self._clock = clock
         self._counters = counters
         self._refresh = refresh
         self._backoff = timeouts.request.breaker
-        self._quotas = Quotas(config.quotas(), config.quota_burst_seconds)
+        self._quotas = Quotas(config.quotas(), config.quota_burst_seconds, settings.spending)
         self._breakers: dict[str, tuple[int, Breaker]] = {}
         self._pairs = PairBreakers(self._backoff)
         self.waits = refresh is None

@@ -55,6 +55,24 @@ class WorkerCard(Message, frozen=True):
     kept: KeptScheme | None = None
 
 
+class RouterUse(Message, frozen=True):
+    """What clients with quotas have spent at one router, which workers pass on to other routers.
+
+    Attributes:
+        router: Random number of the router process.
+        at: Time of the router's own clock.
+        spent: Name of each limit of a rate that was used lately, and the total spent.
+        streams: Name of each limit of streams that is in use, and the number of running streams.
+        again_seconds: Time after which a worker should ask again.
+    """
+
+    router: int = 0
+    at: float = 0.0
+    spent: tuple[tuple[str, float], ...] = ()
+    streams: tuple[tuple[str, int], ...] = ()
+    again_seconds: float = 2.0
+
+
 class RegistryPort(Protocol):
     """Calls of a worker to its router: registration, status reports, deregistration."""
 
@@ -68,6 +86,11 @@ class RegistryPort(Protocol):
         """Applies changes of the worker's cached blocks to the router's index. Returns the last
         event that the router has processed. This event may precede `news` if events in between were
         lost."""
+        ...
+
+    async def share_use(self, uses: tuple[RouterUse, ...]) -> RouterUse:
+        """Passes on what clients have spent at other routers. Returns what they have spent at this
+        one."""
         ...
 
     async def deregister(self, name: str, boot_id: int) -> None: ...

@@ -9,6 +9,7 @@ from typing import Protocol
 from jdisagg.chat.formats import AnswerFormat
 from jdisagg.clock import Clock, MonotonicClock
 from jdisagg.config import LimitsConfig, Mode, RoutingConfig, ServiceConfig
+from jdisagg.dispatch.client_limits import KeyUse
 from jdisagg.dispatch.frontend import Frontend, ServingPath
 from jdisagg.dispatch.membership import Membership, WorkerPorts, cluster_ports
 from jdisagg.dispatch.placer import PlacerSettings
@@ -37,6 +38,7 @@ from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.observer import Observer
 from jdisagg.router.elastic import Controller, ElasticConfig
 from jdisagg.router.known_blocks import KnownBlocks
+from jdisagg.router.spending import Spending
 from jdisagg.service.internal.registry import registry_service
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.role_services import cluster_roles_service, worker_roles
@@ -103,6 +105,7 @@ class Router:
         """Serves until SIGTERM or SIGINT, then waits for running requests and returns."""
         observer, limits, service = self._observer, self._config.limits, self._config.service
         known, routing = KnownBlocks(block_secret(service)), self._config.routing
+        spending = Spending(random_id())
         membership = Membership(
             self._clock,
             wrap.ports(self._open_ports, observer),
@@ -121,6 +124,7 @@ class Router:
                 replace(routing, peer_fetch=routing.peer_fetch is not False),
                 affinity=known,
                 events=RouterEventsList(*self._listeners(canary)),
+                spending=spending,
             ),
         )
         if canary:
@@ -144,6 +148,7 @@ class Router:
             ),
         )
         path.read_images_with(frontend.prompts.images.pixels)
+        frontend.key_use = KeyUse(spending)
         frontend.adapters = ServedAdapters(self._check_adapter, path.status)
         frontend.adapters.name_all(service.lora_modules)
         weights = frontend.weights = WeightsControl(path, self._clock, path.counters)
@@ -152,7 +157,14 @@ class Router:
             frontend,
             service,
             [
-                registry_service(membership, tokens, self._reach),
+                registry_service(
+                    membership,
+                    tokens,
+                    self._reach,
+                    lambda uses: spending.exchange(
+                        uses, self._clock.now(), len(membership.cards())
+                    ),
+                ),
                 cluster_roles_service(elastic, tokens),
             ],
             wrap.request_log(self._config.log_requests, observer, lambda: path.placer.waiting),

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 
 from jdisagg.errors import OverloadedError, QuotaExceededError
 from jdisagg.router.quantiles import of_sorted
-from jdisagg.token_bucket import MAX_RETRY_SECONDS, Bucket, retry_after
+from jdisagg.router.spending import Spending
+from jdisagg.token_bucket import MAX_RETRY_SECONDS, retry_after
 
 UNKNOWN_WAIT_SECONDS = 5.0  # retry-after of a full queue from which no request was served yet
 DRAIN_SECONDS = 5.0  # time constant of the mean of the queue's speed
@@ -78,34 +79,41 @@ class Quotas:
         tokens_per_second: Rate of each tenant, in tokens per second. Tenants that are not listed
             have no limit.
         burst_seconds: Size of a bucket, in seconds of the tenant's rate.
+        spending: Buckets of the router, which include what was taken at other routers.
     """
 
-    def __init__(self, tokens_per_second: Mapping[str, float], burst_seconds: float) -> None:
+    def __init__(
+        self,
+        tokens_per_second: Mapping[str, float],
+        burst_seconds: float,
+        spending: Spending | None = None,
+    ) -> None:
         self._rates = dict(tokens_per_second)
         self._burst_seconds = burst_seconds
-        self._buckets: dict[str, Bucket] = {}
+        self._spending = spending or Spending()
 
     def take(self, tenant: str, tokens: float, now: float) -> None:
         """Takes tokens from a tenant's bucket, or raises QuotaExceededError."""
         rate = self._rates.get(tenant)
         if rate is None:
             return
-        full = rate * self._burst_seconds
-        bucket = self._buckets.setdefault(tenant, Bucket(full, now))
-        if wait_seconds := bucket.wait_seconds(tokens, rate, full, now):
+        name, full = _bucket_of(tenant), rate * self._burst_seconds
+        if wait_seconds := self._spending.wait_seconds(name, tokens, rate, full, now):
             raise QuotaExceededError(
                 f"tenant {tenant!r} has used up its {rate:g} tokens a second"
                 f" (routing.tenant_quotas); {tokens:g} more are available in {wait_seconds:.1f} s:"
                 " try again then",
                 retry_after_seconds=wait_seconds,
             )
-        bucket.take(tokens)
+        self._spending.take(name, tokens)
 
     def give_back(self, tenant: str, tokens: float) -> None:
         """Puts the tokens of a refused request back into the tenant's bucket."""
-        bucket = self._buckets.get(tenant)
-        if bucket is not None:
-            bucket.give_back(tokens, self._rates[tenant] * self._burst_seconds)
+        self._spending.take(_bucket_of(tenant), -tokens)
+
+
+def _bucket_of(tenant: str) -> str:
+    return f"tenant {tenant}"
 
 
 class Drain:

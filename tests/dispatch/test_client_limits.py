@@ -30,7 +30,7 @@ def test_streams_at_a_time_are_bounded_and_one_that_ends_makes_room() -> None:
             raise RuntimeError("it broke")
         with use.stream(two, 1, 0.0):
             pass
-    assert not use._streams
+    assert not use._spending.exchange((), 0.0, 1).streams
 
 
 def test_who_is_not_bounded_is_not() -> None:

@@ -4,19 +4,29 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Protocol
 
 import msgspec
 import pytest
 
+from jdisagg.caller import Caller, KeyLimits
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.client_limits import BURST_SECONDS, KeyUse
 from jdisagg.dispatch.membership import Membership, WorkerPorts
-from jdisagg.errors import IncompatiblePeerError, NameTakenError, UnavailableError
+from jdisagg.errors import (
+    IncompatiblePeerError,
+    NameTakenError,
+    QuotaExceededError,
+    UnavailableError,
+)
 from jdisagg.layout.axes import Layout
-from jdisagg.messages.registry import ModelCard, WorkerCard
+from jdisagg.messages.kept_blocks import KeptMark, KeptNews
+from jdisagg.messages.registry import ModelCard, RouterUse, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.service.internal import registry
-from jdisagg.service.internal.registry import RegistryClient, registry_service
+from jdisagg.router.spending import Spending
+from jdisagg.service.internal import registry, rpc
+from jdisagg.service.internal.registry import RegistryClient, Share, registry_service
 from jdisagg.service.server import GrpcServer
 from jdisagg.timeouts import MembershipTimeouts
 from tests.service.doors import STATUS, eventually
@@ -33,10 +43,12 @@ async def status() -> WorkerStatus:
 
 
 @contextlib.asynccontextmanager
-async def router(port: int = 0) -> AsyncIterator[tuple[str, Membership]]:
+async def router(
+    port: int = 0, share: Share = lambda uses: RouterUse()
+) -> AsyncIterator[tuple[str, Membership]]:
     membership = Membership(MonotonicClock(), lambda card: WorkerPorts())
     server = GrpcServer(
-        (registry_service(membership),), ServiceConfig(port=port, drain_seconds=0.0)
+        (registry_service(membership, share=share),), ServiceConfig(port=port, drain_seconds=0.0)
     )
     address = f"127.0.0.1:{await server.start()}"
     try:
@@ -64,6 +76,56 @@ async def test_a_worker_is_known_to_all_routers_until_it_leaves() -> None:
             assert first.cards() == second.cards() == (CARD,)
             assert client.registered == {one, two}
         assert first.cards() == second.cards() == ()
+
+
+async def test_a_client_of_two_routers_gets_its_rate_once_through_their_worker() -> None:
+    clock, rate = MonotonicClock(), 2.0
+    spent = [Spending(number) for number in (1, 2)]
+    shares = [lambda uses, one=one: one.exchange(uses, clock.now(), 1) for one in spent]
+    who, let_in = Caller(key="k", limits=KeyLimits(requests_per_second=rate)), 0
+    async with (
+        router(share=shares[0]) as (one, _),
+        router(share=shares[1]) as (two, _),
+        worker(one, two),
+    ):
+        await eventually(lambda: all(each._others for each in spent))
+        began = clock.now()
+        for _ in range(30):
+            for use in map(KeyUse, spent):
+                with contextlib.suppress(QuotaExceededError), use.stream(who, 1, clock.now()):
+                    let_in += 1
+            await asyncio.sleep(0.1)
+        seconds = clock.now() - began
+    once = rate * (BURST_SECONDS + seconds)
+    assert once - 1 <= let_in <= once + 8, "8: what both let in before they exchange"
+
+
+async def test_a_router_that_does_not_share_what_clients_spend_keeps_its_workers() -> None:
+    """A router of a version before 42 lacks the call."""
+
+    class Older(Protocol):
+        async def register(self, card: WorkerCard) -> None: ...
+        async def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool: ...
+        async def kept(self, boot_id: int, news: KeptNews) -> KeptMark: ...
+        async def deregister(self, name: str, boot_id: int) -> None: ...
+
+    membership, Older.__name__ = (
+        Membership(MonotonicClock(), lambda card: WorkerPorts()),
+        "RegistryPort",
+    )
+    older = rpc.service(
+        Older, registry._Registry(membership, registry._reached, registry._unshared)
+    )
+    server = GrpcServer((older,), ServiceConfig(port=0, drain_seconds=0.0))
+    address = f"127.0.0.1:{await server.start()}"
+    try:
+        async with router() as (other, _), worker(address, other) as client:
+            await eventually(lambda: len(client.registered) == 2)
+            beats = membership._entries[CARD.name].heard_at
+            await eventually(lambda: membership._entries[CARD.name].heard_at > beats)
+            assert membership.statuses() == (STATUS,)
+    finally:
+        await server.drain()
 
 
 async def test_a_router_that_is_away_holds_up_no_other_and_knows_the_worker_when_it_is_back() -> (

@@ -7,12 +7,14 @@ worker retries an unreachable router until the router answers, without delaying 
 routers. It logs the failure once, or not at all while it drains. A router may refuse the worker
 because the model differs or the name is taken. The worker then retries at longer intervals. If
 every router refuses the worker, `failed` is set. Each heartbeat also sends the changes of the
-worker's prefix cache that the router has not yet acknowledged.
+worker's prefix cache that the router has not yet acknowledged. A worker of several routers also
+passes on to each what clients with quotas have spent at the others.
 
 Depends only on the `Registrar` Protocol, which dispatch/membership.py implements."""
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -25,7 +27,7 @@ from jdisagg.errors import (
     UnavailableError,
 )
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews
-from jdisagg.messages.registry import RegistryPort, WorkerCard
+from jdisagg.messages.registry import RegistryPort, RouterUse, WorkerCard
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.service.guard import Service
 from jdisagg.service.internal import rpc
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 
 # Cap on prefix-cache messages between two heartbeats, so that statuses do not wait for them.
 NEWS_A_BEAT = 4
+STALE_SECONDS = 5.0  # age after which a router's use is no longer passed on
+UNSHARED_SECONDS = 10.0  # before a router that did not take the use of others is asked again
 
 
 class Registrar(Protocol):
@@ -52,22 +56,33 @@ Reach = Callable[[WorkerCard], Awaitable[None]]
 """Calls a worker at the address of its card. Raises a JdisaggError if it does not answer."""
 
 
+Share = Callable[[tuple[RouterUse, ...]], RouterUse]
+"""Takes what clients have spent at other routers, and returns what they have spent at this one."""
+
+
 async def _reached(card: WorkerCard) -> None: ...
 
 
+def _unshared(uses: tuple[RouterUse, ...]) -> RouterUse:
+    return RouterUse()
+
+
 def registry_service(
-    registrar: Registrar, tokens: tuple[str, ...] = (), reach: Reach = _reached
+    registrar: Registrar,
+    tokens: tuple[str, ...] = (),
+    reach: Reach = _reached,
+    share: Share = _unshared,
 ) -> Service:
     """Returns the registry service of a router. The service accepts calls during a drain, because
     running requests still need the workers. `reach` must succeed before a worker is registered,
     because a registration proves only that the worker reaches the router."""
-    lasting = ("register", "heartbeat", "kept", "deregister")
-    return rpc.service(RegistryPort, _Registry(registrar, reach), tokens, lasting)
+    lasting = ("register", "heartbeat", "kept", "share_use", "deregister")
+    return rpc.service(RegistryPort, _Registry(registrar, reach, share), tokens, lasting)
 
 
 class _Registry:
-    def __init__(self, registrar: Registrar, reach: Reach) -> None:
-        self._registrar = registrar
+    def __init__(self, registrar: Registrar, reach: Reach, share: Share) -> None:
+        self._registrar, self._share = registrar, share
         self._reach = reach
         self._unreached: set[tuple[str, str]] = set()  # logged once each
 
@@ -97,6 +112,9 @@ class _Registry:
 
     async def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
         return self._registrar.kept(boot_id, news)
+
+    async def share_use(self, uses: tuple[RouterUse, ...]) -> RouterUse:
+        return self._share(uses)
 
     async def deregister(self, name: str, boot_id: int) -> None:
         self._registrar.deregister(name, boot_id)
@@ -210,11 +228,29 @@ class RegistryClient:
         if not await link.port.heartbeat(self._card.boot_id, status):
             link.registered = False
             await self._register(link)
+        await self._share_use(link)
         for _ in range(NEWS_A_BEAT):
             news = self._kept(link.mark)
             if news is None:
                 return
             link.mark = await link.port.kept(self._card.boot_id, news)
+
+    async def _share_use(self, link: "_RouterLink") -> None:
+        """Exchanges the use of quotas with a router, if the worker has another router, and the
+        exchange is due."""
+        now = asyncio.get_running_loop().time()
+        if len(self._links) == 1 or now < link.share_at:
+            return
+        fresh = [other for other in self._links if now - other.shared_at < STALE_SECONDS]
+        try:
+            link.use = await link.port.share_use(
+                tuple(other.use for other in fresh if other is not link)
+            )
+        except (JdisaggError, TimeoutError):  # such as a router of an older version
+            link.share_at = now + UNSHARED_SECONDS
+            return
+        link.shared_at = now
+        link.share_at = now + min(one.use.again_seconds for one in (*fresh, link))
 
     async def _register(self, link: "_RouterLink") -> None:
         await link.port.register(self._card)
@@ -232,6 +268,8 @@ class _RouterLink:
         registered: Whether the worker is registered with the router.
         mark: Last change of the prefix cache that the router has acknowledged.
         refused: Reason why the router refuses the worker, or empty.
+        use: What clients with quotas have spent at the router, as of `shared_at`.
+        share_at: Time of the next exchange of uses.
         taken_since: Time at which the router first reported that another worker has this worker's
             name.
     """
@@ -244,6 +282,7 @@ class _RouterLink:
         self.mark = KeptMark()
         self.refused: JdisaggError | None = None
         self.taken_since: float | None = None
+        self.use, self.shared_at, self.share_at = RouterUse(), -math.inf, 0.0
 
     def heard(self, error: Exception, now: float) -> float:
         """Records an error of a call to the router. Returns the time, in seconds, to wait before a

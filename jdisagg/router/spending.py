@@ -1,0 +1,122 @@
+"""What clients with quotas have spent at all routers. Pure: times are arguments.
+
+Each limit of a rate is a token bucket with a name. Routers do not call each other: workers pass the
+totals of each router on to the others (service/internal/registry.py). A router takes the increase
+of another router's totals from its own buckets. A client of several routers therefore gets its rate
+once, apart from what it spends before the other routers receive it. A router that has just started
+does not receive what was spent before."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jdisagg.messages.registry import RouterUse
+from jdisagg.token_bucket import Bucket
+
+IDLE_SECONDS = 60.0  # a total that did not change for this long is left out and begins at 0 again
+FORGET_SECONDS = 30.0  # after which a silent router counts as new; must be less than IDLE_SECONDS
+PRESENT_SECONDS = 5.0  # after which the streams of a silent router no longer count
+CALLS_PER_SECOND = 20.0  # most exchanges with one router while quotas are in use
+SOONEST_SECONDS = 0.25
+IDLE_AGAIN_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class _OtherRouter:
+    at: float
+    heard_at: float
+    spent: dict[str, float]
+    streams: dict[str, int]
+
+
+class Spending:
+    """The buckets of one router, its own totals and the latest ones of other routers.
+
+    Args:
+        router: Random number of this router process.
+    """
+
+    def __init__(self, router: int = 0) -> None:
+        self._router = router
+        self._buckets: dict[str, Bucket] = {}
+        self._totals: dict[str, float] = {}
+        self._changed: set[str] = set()
+        self._changed_at: dict[str, float] = {}
+        self._streams: Counter[str] = Counter()
+        self._others: dict[int, _OtherRouter] = {}
+
+    def wait_seconds(self, name: str, amount: float, rate: float, full: float, now: float) -> float:
+        """Returns the seconds until `amount` is available in a bucket (`Bucket.wait_seconds`)."""
+        return self._bucket(name, now).wait_seconds(amount, rate, full, now)
+
+    def take(self, name: str, amount: float) -> None:
+        """Takes an amount from a bucket that was asked with `wait_seconds`. A negative amount is
+        put back."""
+        if name in self._buckets:
+            self._buckets[name].take(amount)
+            self._totals[name] = self._totals.get(name, 0.0) + amount
+            self._changed.add(name)
+
+    def forget(self, name: str) -> None:
+        """Removes the bucket of a limit that no longer exists."""
+        self._buckets.pop(name, None)
+
+    def begin(self, name: str) -> None:
+        """Counts a running stream until `end`."""
+        self._streams[name] += 1
+
+    def end(self, name: str) -> None:
+        self._streams[name] -= 1
+        if not self._streams[name]:
+            del self._streams[name]
+
+    def streams(self, name: str, now: float) -> int:
+        """Returns the number of streams that run at all routers."""
+        present = (other for other in self._others.values() if _age(other, now) < PRESENT_SECONDS)
+        return self._streams[name] + sum(other.streams.get(name, 0) for other in present)
+
+    def exchange(self, uses: Sequence[RouterUse], now: float, workers: int) -> RouterUse:
+        """Receives totals of other routers, and returns those of this one.
+
+        Args:
+            uses: Latest totals of other routers. Older ones than before are ignored.
+            workers: Number of workers that exchange totals with this router, which spread their
+                calls over time.
+        """
+        for router, other in list(self._others.items()):
+            if _age(other, now) > FORGET_SECONDS:
+                del self._others[router]
+        for use in uses:
+            self._hear(use, now)
+        for name in self._changed:
+            self._changed_at[name] = now
+        self._changed.clear()
+        for name, at in list(self._changed_at.items()):
+            if now - at > IDLE_SECONDS:
+                del self._changed_at[name], self._totals[name]
+        in_use = self._totals or self._streams
+        soonest = SOONEST_SECONDS if in_use else IDLE_AGAIN_SECONDS
+        again = max(soonest, workers / CALLS_PER_SECOND)
+        totals, streams = tuple(self._totals.items()), tuple(self._streams.items())
+        return RouterUse(self._router, now, totals, streams, again)
+
+    def _hear(self, use: RouterUse, now: float) -> None:
+        before = self._others.get(use.router)
+        if use.router == self._router or (before is not None and use.at <= before.at):
+            return
+        spent = dict(use.spent)
+        known = spent if before is None else before.spent
+        for name, total in spent.items():
+            if more := total - known.get(name, 0.0):
+                self._bucket(name, now).take(more)
+        self._others[use.router] = _OtherRouter(use.at, now, spent, dict(use.streams))
+
+    def _bucket(self, name: str, now: float) -> Bucket:
+        found = self._buckets.get(name)
+        if found is None:
+            found = self._buckets[name] = Bucket(now)
+        return found
+
+
+def _age(other: _OtherRouter, now: float) -> float:
+    return now - other.heard_at
