@@ -59,9 +59,10 @@ class KeyUse:
         streams, requests, tokens = (
             f"{who.key} {name}" for name in ("streams", "requests_per_second", "tokens_per_second")
         )
-        if limits.streams is not None and spending.streams(streams, now) >= limits.streams:
+        running = spending.streams(streams, now)
+        if limits.streams is not None and running >= limits.streams:
             raise QuotaExceededError(
-                f"this token has {self._streams[key]} running streams and may have at most"
+                f"this token has {running} running streams and may have at most"
                 f" {limits.streams} (streams in the token file); try again when one has ended",
                 retry_after_seconds=STREAM_RETRY_SECONDS,
             )

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,63 +56,88 @@ def node(made: Hosts, at: int, cpus: int) -> Process:
     return started
 
 
-def where(driver: Process) -> dict[str, str]:
-    """Returns the address at which each worker began to serve last."""
-    return dict(re.findall(r"worker (\S+) \(.*serves on ([\d.]+):", driver.log.read_text()))
+class Driver:
+    """`jdisagg cluster --on=ray`, the nodes beside the head's, and a client of the cluster."""
+
+    client: Client
+
+    def __init__(self, process: Process, nodes: list[Process]) -> None:
+        self.process, self.nodes = process, nodes
+
+    def __str__(self) -> str:
+        return self.process.log.read_text()[-6000:]
+
+    def where(self) -> dict[str, str]:
+        """Returns the address at which each worker began to serve last."""
+        text = self.process.log.read_text()
+        return dict(re.findall(r"worker (\S+) \(.*serves on ([\d.]+):", text))
+
+    def answers(self) -> None:
+        for number in (0, 1):
+            done = self.client.complete(
+                token_ids=prompt(number),
+                max_tokens=NEW_TOKENS,
+                temperature=0.0,
+                deadline_seconds=120.0,
+            )
+            assert tuple(done.choices[0].token_ids) == expected(number)
 
 
-def answers(client: Client) -> None:
-    for number in (0, 1):
-        done = client.complete(
-            token_ids=prompt(number), max_tokens=NEW_TOKENS, temperature=0.0, deadline_seconds=120.0
-        )
-        assert tuple(done.choices[0].token_ids) == expected(number)
+@contextlib.contextmanager
+def cluster(made: Hosts, folder: Path, nodes: int, *flags: str) -> Iterator[Driver]:
+    """Runs `jdisagg cluster --on=ray` beside the head of a Ray cluster of so many nodes."""
+    head = node(made, 1, cpus=1)  # the router
+    started = [node(made, at, cpus=2) for at in range(2, nodes + 1)]
+    address = f"{made.address(1)}:{RAY_PORT}"
+
+    def beside_head(*command: str) -> list[str]:
+        """Ray finds a driver by its process id, so it shares the head's PID namespace."""
+        inside = ["nsenter", f"--target={head.pid}", "--all", f"--wd={ROOT}"]
+        return [*inside, "env", f"PYTHONPATH={ROOT}", f"RAY_ADDRESS={address}", *command]
+
+    def all_joined() -> bool:
+        code = f"import ray; ray.init('auto'); assert len(ray.nodes()) == {nodes}"
+        return not subprocess.run(beside_head(PYTHON, "-c", code), capture_output=True).returncode
+
+    wait_until(all_joined, f"{nodes} nodes", START_SECONDS)
+    command = [PYTHON, "-u", "-m", "jdisagg", "cluster", "--on=ray", "--drain_seconds=10"]
+    command += [f"--port={PORT}", "--http_port=-1", "--canary_seconds=0", *WORKER_FLAGS, *flags]
+    log = folder / "driver.log"
+    with log.open("wb") as file:
+        outer = subprocess.Popen(beside_head(*command), stdout=file, stderr=file)
+    driver = Driver(Process(outer, log), started)
+    try:
+        with Client(f"{made.address(1)}:{PORT}", connect_seconds=START_SECONDS) as client:
+            driver.client = client
+            wait_until(lambda: all_free(client, WORKERS), "workers register", START_SECONDS, driver)
+            yield driver
+        driver.process.signal(signal.SIGTERM)
+        wait_until(lambda: driver.process.ended == 0, "the cluster ends", START_SECONDS, driver)
+    finally:
+        driver.process.kill()
 
 
 def test_workers_are_actors_that_move_to_another_node_when_theirs_is_lost(tmp_path: Path) -> None:
     """The second node alone has room for the pair. When it is lost, a third takes its place."""
-    with contextlib.ExitStack() as stack:
-        made = stack.enter_context(hosts(3, tmp_path))
-        head = node(made, 1, cpus=1)  # the router
-        lost = node(made, 2, cpus=2)
-        address = f"{made.address(1)}:{RAY_PORT}"
+    layouts = ("--prefill=tp=1", "--decode=tp=1")
+    with hosts(3, tmp_path) as made, cluster(made, tmp_path, 2, *layouts) as driver:
+        assert driver.where() == {name: made.address(2) for name in WORKERS}
+        driver.answers()
+        driver.nodes[0].kill()
+        node(made, 3, cpus=2)
 
-        def beside_head(*command: str) -> list[str]:
-            """Ray finds a driver by its process id, so it shares the head's PID namespace."""
-            inside = ["nsenter", f"--target={head.pid}", "--all", f"--wd={ROOT}"]
-            return [*inside, "env", f"PYTHONPATH={ROOT}", f"RAY_ADDRESS={address}", *command]
+        moved = {name: made.address(3) for name in WORKERS}
+        wait_until(lambda: driver.where() == moved, "both serve on the third", START_SECONDS)
+        wait_until(lambda: all_free(driver.client, WORKERS), "pages are free", START_SECONDS)
+        driver.answers()
 
-        def nodes() -> bool:
-            code = "import ray; ray.init('auto'); assert len(ray.nodes()) == 2"
-            return not subprocess.run(
-                beside_head(PYTHON, "-c", code), capture_output=True
-            ).returncode
 
-        wait_until(nodes, "two nodes", START_SECONDS)
-        flags = [
-            f"--port={PORT}",
-            "--http_port=-1",
-            "--prefill=tp=1",
-            "--decode=tp=1",
-            "--canary_seconds=0",
-            *WORKER_FLAGS,
-        ]
-        command = [PYTHON, "-u", "-m", "jdisagg", "cluster", "--on=ray", "--drain_seconds=10"]
-        log = tmp_path / "driver.log"
-        with log.open("wb") as file:
-            outer = subprocess.Popen(beside_head(*command, *flags), stdout=file, stderr=file)
-        driver = Process(outer, log)
-        stack.callback(driver.kill)
-        with Client(f"{made.address(1)}:{PORT}", connect_seconds=START_SECONDS) as client:
-            wait_until(lambda: all_free(client, WORKERS), "workers register", START_SECONDS)
-            assert where(driver) == {name: made.address(2) for name in WORKERS}
-            answers(client)
-            lost.kill()
-            node(made, 3, cpus=2)
-
-            moved = {name: made.address(3) for name in WORKERS}
-            wait_until(lambda: where(driver) == moved, "both serve on the third", START_SECONDS)
-            wait_until(lambda: all_free(client, WORKERS), "pages are free", START_SECONDS)
-            answers(client)
-        driver.signal(signal.SIGTERM)
-        wait_until(lambda: driver.ended == 0, "the cluster ends", START_SECONDS)
+def test_a_worker_of_several_processes_has_an_actor_for_each(tmp_path: Path) -> None:
+    """Each of two nodes has room for two of the four processes."""
+    flags = ("--prefill=tp=2", "--decode=tp=2", "--processes_per_instance=2")
+    with hosts(3, tmp_path) as made, cluster(made, tmp_path, 3, *flags) as driver:
+        driver.answers()
+        for host in (2, 3):
+            listed = made.in_host(host, "ss", "-Htlnp").stdout
+            processes = set(re.findall(r'"python[^"]*",pid=(\d+)', listed))
+            assert len(processes) >= 2, listed

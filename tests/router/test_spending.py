@@ -79,7 +79,7 @@ def test_streams_count_at_all_routers_until_their_router_is_gone() -> None:
     with here.stream(who, 1, 0.0):
         for now in (0.1, 0.2):
             passed_on(routers, uses, now)
-        with pytest.raises(QuotaExceededError, match="1 streams"):
+        with pytest.raises(QuotaExceededError, match="1 running streams and may have at most 1"):
             there.stream(who, 1, 0.3).__enter__()
         with there.stream(who, 1, 0.2 + PRESENT_SECONDS):
             pass
