@@ -82,7 +82,7 @@ def test_what_is_resumed_was_paid_before_but_is_a_stream() -> None:
         pass
     with (
         use.stream(one, 5, 0.0, resumed=True),
-        pytest.raises(QuotaExceededError, match="1 streams"),
+        pytest.raises(QuotaExceededError, match="1 running streams"),
     ):
         use.stream(one, 5, 0.0, resumed=True).__enter__()
     with pytest.raises(QuotaExceededError, match="requests per second"):
