@@ -70,7 +70,7 @@ class RouterUse(Message, frozen=True):
     at: float = 0.0
     spent: tuple[tuple[str, float], ...] = ()
     streams: tuple[tuple[str, int], ...] = ()
-    again_seconds: float = 2.0
+    again_seconds: float = 0.25
 
 
 class RegistryPort(Protocol):

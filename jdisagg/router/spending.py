@@ -16,9 +16,8 @@ from jdisagg.token_bucket import Bucket
 IDLE_SECONDS = 60.0  # a total that did not change for this long is left out and begins at 0 again
 FORGET_SECONDS = 30.0  # after which a silent router counts as new; must be less than IDLE_SECONDS
 PRESENT_SECONDS = 5.0  # after which the streams of a silent router no longer count
-CALLS_PER_SECOND = 20.0  # most exchanges with one router while quotas are in use
+CALLS_PER_SECOND = 20.0  # most exchanges of one router
 SOONEST_SECONDS = 0.25
-IDLE_AGAIN_SECONDS = 2.0
 
 
 @dataclass(slots=True)
@@ -94,9 +93,7 @@ class Spending:
         for name, at in list(self._changed_at.items()):
             if now - at > IDLE_SECONDS:
                 del self._changed_at[name], self._totals[name]
-        in_use = self._totals or self._streams
-        soonest = SOONEST_SECONDS if in_use else IDLE_AGAIN_SECONDS
-        again = max(soonest, workers / CALLS_PER_SECOND)
+        again = max(SOONEST_SECONDS, workers / CALLS_PER_SECOND)
         totals, streams = tuple(self._totals.items()), tuple(self._streams.items())
         return RouterUse(self._router, now, totals, streams, again)
 

@@ -110,12 +110,10 @@ def test_totals_that_rest_are_left_out_and_a_router_that_starts_takes_none_of_th
     assert one.exchange((), IDLE_SECONDS + 1, 1).spent == ()
 
 
-def test_many_workers_exchange_rarely_and_sooner_while_quotas_are_in_use() -> None:
-    idle, used = Spending(1), Spending(2)
-    used.wait_seconds("limit", 1.0, 1.0, 10.0, 0.0)
-    used.take("limit", 1.0)
-    waits = [
-        [router.exchange((), 0.0, workers).again_seconds for workers in (1, 50)]
-        for router in (idle, used)
+def test_many_workers_share_the_exchanges() -> None:
+    router = Spending(1)
+    assert [router.exchange((), 0.0, count).again_seconds for count in (0, 4, 50)] == [
+        0.25,
+        0.25,
+        2.5,
     ]
-    assert waits == [[2.0, 2.5], [0.25, 2.5]]
