@@ -285,10 +285,11 @@ class ServiceConfig:
             on a host of several interfaces or with a translated address. The port is the same.
         kv_host: Address of the interface for KV from and to other hosts. Other workers connect to
             it as it is. Empty: `advertise_host` if it is an address of this machine, else `host`.
-        kv_channel: Channel for KV from other processes. "auto" uses shared memory on one host, and
-            otherwise NIXL if both sides have it with RDMA, or else JAX's transfer engine. "engine"
-            never uses NIXL, "nixl" always does. "cuda" is "auto" with CUDA IPC between GPUs of one
-            host (not yet run on a GPU).
+        kv_channel: Channel for KV from other processes. "auto" uses CUDA IPC between GPUs of one
+            host (not yet run on a GPU), else shared memory on one host, else NIXL if both sides
+            have it with RDMA, or else JAX's transfer engine. "engine" never uses NIXL or CUDA IPC,
+            "nixl" always uses NIXL. "cuda" is "auto", and gives the reason where CUDA IPC is
+            unavailable.
 
     Raises:
         ConfigError: A field breaks its rule; the message contains the field and its value.

@@ -175,11 +175,14 @@ class OnDevice(Message, frozen=True):
         allocations: Device allocations that contain the pieces.
         places: For each array, index of the allocation that contains it.
         offsets: For each array, byte offset in its allocation.
+        checksums: For each array, CRC-32 of its bytes. Empty if a pull of this receiver has
+            succeeded from all of these allocations, and from senders of protocol 43 and earlier.
     """
 
     allocations: tuple[LentAllocation, ...]
     places: tuple[int, ...]
     offsets: tuple[int, ...]
+    checksums: tuple[int, ...] = ()
 
 
 KvMemory = InMemory | InRegistered | OnDevice

@@ -9,6 +9,8 @@ the pieces into its own arrays. The sender copies nothing. Invariants:
 - The copy writes into a JAX array of the receiver that no other code uses yet. The array is kept
   alive until the copy has ended, also if the pull was cancelled.
 - The receiver keeps an allocation open while its sender is connected or a copy from it is running.
+- The answers to a receiver have checksums until a pull of it has succeeded from each allocation. If
+  other bytes arrive, the pull fails, and the receiver uses another backend for this sender.
 - Only memory of JAX's preallocated pool is exported. The sender never frees this pool, because
   freeing memory that another process reads causes a device fault. A process with the handle can
   read the whole pool. Therefore handles are sent over the control connection only. A handle is
@@ -17,6 +19,7 @@ the pieces into its own arrays. The sender copies nothing. Invariants:
 import logging
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,20 +44,17 @@ _TOO_LATE = "what was copied from another process's device came after the pull's
 def lent_memory(channel: str, devices: Sequence[Device]) -> "tuple[LentMemory | None, str]":
     """Returns a worker's exported device memory, or None with the reason.
 
-    CUDA IPC is used only if the configuration names it: this backend has not run on a GPU yet, and
-    CUDA does not document what happens to readers when the exporting process dies.
-
     Args:
         channel: `ServiceConfig.kv_channel`.
         devices: Devices of the worker.
 
     Returns:
-        The memory, or None; and the reason if CUDA IPC is configured but unavailable, else "".
+        The memory, or None; and the reason if GPUs, or the channel "cuda", are without it, else "".
     """
-    if channel != "cuda":
+    if channel not in ("auto", "cuda"):
         return None, ""
     if not devices or devices[0].platform != "gpu":
-        return None, "its devices are no GPUs"
+        return None, "its devices are no GPUs" if channel == "cuda" else ""
     try:
         memory = LentMemory(CudaDriver())
         own = jax.process_index()
@@ -213,7 +213,8 @@ class DeviceOutlet(Outlet):
     def __init__(self, memory: LentMemory) -> None:
         self._memory = memory
         self._reserved: dict[int, tuple[Sequence[jax.Array], float]] = {}
-        self._written: set[int] = set()
+        self._written: dict[int, tuple[LentAllocation, ...]] = {}
+        self._proven: set[LentAllocation] = set()
 
     def reserve(self, pull_id: int, pieces: RequestedPieces, seconds: float) -> Reserved:
         """Keeps the requested arrays alive. Their addresses are known only after they are
@@ -223,32 +224,36 @@ class DeviceOutlet(Outlet):
         return Reserved(len(arrays), arrays)
 
     def write(self, pull_id: int) -> OnDevice:
-        """Exports the requested arrays. Copies nothing."""
+        """Exports the requested arrays. Copies none, but for the checksums of the first pulls."""
         arrays = jax.block_until_ready(self._reserved[pull_id][0])
         lent, offsets = zip(*map(self._memory.lend, arrays), strict=True)
         allocations = tuple(dict.fromkeys(lent))
-        self._written.add(pull_id)
-        return OnDevice(allocations, tuple(map(allocations.index, lent)), offsets)
+        checksums = () if self._proven.issuperset(allocations) else tuple(map(_checksum, arrays))
+        self._written[pull_id] = allocations
+        return OnDevice(allocations, tuple(map(allocations.index, lent)), offsets, checksums)
 
     def pulled(self, pull_id: int) -> None:
-        self._reserved.pop(pull_id, None)
-        self._written.discard(pull_id)
-        self._memory.forget(pull_id)
+        self._proven.update(self._written.get(pull_id, ()))
+        self._free(pull_id)
 
     def given_up(self, pull_id: int) -> None:
         """Frees the arrays at once. The receiver may still be copying them, but discards the
         copy."""
-        self.pulled(pull_id)
+        self._free(pull_id)
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
         arrays, end = self._reserved.pop(pull_id, ((), 0.0))
-        if pull_id in self._written:
-            self._written.remove(pull_id)
+        if self._written.pop(pull_id, None) is not None:
             self._memory.park(pull_id, arrays, end - time.monotonic())
 
     def close(self, in_flight: bool) -> None:
         for pull_id in list(self._reserved):
             self.withdraw(pull_id, 0, "")
+
+    def _free(self, pull_id: int) -> None:
+        self._reserved.pop(pull_id, None)
+        self._written.pop(pull_id, None)
+        self._memory.forget(pull_id)
 
 
 class DeviceInlet(Inlet):
@@ -272,6 +277,9 @@ class DeviceInlet(Inlet):
         lies = memory_of(answer, OnDevice)
         if not len(avals) == len(lies.places) == len(lies.offsets):
             raise HandoffError(f"a sender announced {len(lies.offsets)} leaves of {len(avals)}")
+        checksums = lies.checksums or (None,) * len(avals)
+        if len(checksums) != len(avals):
+            raise HandoffError(f"a sender announced {len(checksums)} checksums of {len(avals)}")
         sizes = [int(np.prod(aval.shape)) * aval.dtype.itemsize for aval in avals]
         for place, offset, size in zip(lies.places, lies.offsets, sizes, strict=True):
             if not 0 <= place < len(lies.allocations):
@@ -283,13 +291,15 @@ class DeviceInlet(Inlet):
                 )
         used: dict[tuple[int, LentAllocation], Mapping] = {}
         parts: list[_Part] = []
-        for aval, place, offset in zip(avals, lies.places, lies.offsets, strict=True):
+        for aval, place, offset, checksum in zip(
+            avals, lies.places, lies.offsets, checksums, strict=True
+        ):
             (device,) = aval.sharding.device_set
             key = device.local_hardware_id or 0, lies.allocations[place]
             if key not in self._held:
                 self._held[key] = self._memory.hold(*key)
             used[key] = self._held[key]
-            parts.append(_Part(key[0], blank(aval), used[key].base + offset))
+            parts.append(_Part(key[0], blank(aval), used[key].base + offset, checksum))
         for key in used:
             self._memory.hold(*key)  # by the read, which may outlive this connection
         read = DeviceRead(self._memory, parts, list(used.values()), in_time)
@@ -304,11 +314,17 @@ class DeviceInlet(Inlet):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """One copy on `device`, from another process's memory to an array of this process."""
+    """One copy on `device`, from another process's memory to an array of this process, with the
+    checksum of what should arrive, if known."""
 
     device: int
     to: jax.Array
     source: int
+    checksum: int | None
+
+
+def _checksum(array: jax.Array) -> int:
+    return zlib.crc32(np.asarray(array).tobytes())
 
 
 class DeviceRead:
@@ -357,6 +373,10 @@ class DeviceRead:
             self._begin()
         while self._copies and self._copies[0].is_done():
             self._copies.pop(0)
+        if not self._copies and not self.error:
+            for part in self._parts:
+                if part.checksum not in (None, _checksum(part.to)):
+                    raise HandoffError("other bytes arrived than those that the sender has")
 
     def _begin(self) -> None:
         self._begun = True

@@ -218,6 +218,8 @@ def with_handle(lies: OnDevice, handle: bytes) -> OnDevice:
         lambda lies: spoilt(lies, offsets=(lies.allocations[0].size - 1,) * len(lies.offsets)),
         lambda lies: spoilt(lies, offsets=()),
         lambda lies: spoilt(lies, allocations=()),
+        lambda lies: spoilt(lies, checksums=(lies.checksums[0] ^ 1, *lies.checksums[1:])),
+        lambda lies: spoilt(lies, checksums=lies.checksums[1:]),
     ],
 )
 def test_an_answer_of_memory_that_cannot_be_fails_the_pull_and_the_next_comes_another_way(
@@ -226,6 +228,19 @@ def test_an_answer_of_memory_that_cannot_be_fails_the_pull_and_the_next_comes_an
     fails_and_the_next_arrives(pair, spoil)
     (said,) = pair.receiver.channels()
     assert said.startswith(f"{SENDER.control} shared memory, no CUDA memory: ")
+
+
+def test_the_first_blocks_are_checked_and_the_others_need_no_checksum(pair: Pair) -> None:
+    """As where a driver reports success, and reads other memory."""
+    block = case("tp=2", "tp=2")
+    pair.sender.offer(1, block.block, 0)
+    for _ in range(3):
+        arrives(pair.ends.pull(1, block), block)
+        settled(lambda: pair.sender.postings() == 0)
+    first, *later = [answer.memory for answer in pair.heard(Posted)]
+    assert isinstance(first, OnDevice) and isinstance(later[-1], OnDevice)
+    assert len(first.checksums) == len(first.places)
+    assert later[-1].checksums == ()
 
 
 def test_an_answer_that_comes_after_its_connection_was_dropped_fails_the_pull_and_opens_nothing(
@@ -388,9 +403,11 @@ def test_without_a_cuda_driver_a_gpu_worker_says_why_and_uses_another_way(
     assert memory is None
     assert why
     assert why in caplog.text
-    for channel in ("auto", "engine", "nixl"):
+    assert device_memory.lent_memory("auto", [_Gpu()])[1] == why  # type: ignore[list-item]
+    for channel in ("engine", "nixl"):
         assert device_memory.lent_memory(channel, [_Gpu()]) == (None, "")  # type: ignore[list-item]
     assert device_memory.lent_memory("cuda", jax.devices()) == (None, "its devices are no GPUs")
+    assert device_memory.lent_memory("auto", jax.devices()) == (None, "")
 
 
 def test_a_withdrawn_pull_is_told_to_the_sender(pair: Pair) -> None:
