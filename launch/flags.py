@@ -272,7 +272,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
             None,
             "How KV arrives from other processes. auto: GPU to GPU or shared memory on one host,"
             " else NIXL if both sides have it and RDMA, else JAX's transfer engine. engine: never"
-            " NIXL or GPU to GPU. nixl: NIXL where both have it. cuda: auto; logs why no GPU to GPU.",
+            " NIXL or GPU to GPU. nixl: NIXL where both have it. cuda: auto; logs why not GPU.",
         ),
         "canary_seconds": _real(
             5.0, "Seconds between the small requests that prove readiness. 0: never.", least=0
