@@ -8,7 +8,7 @@ shard follow from the weights. Activations are flattened tokens, `x_TD`, replica
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -128,14 +128,10 @@ class Index(NamedTuple):
         return self._replace(queries_THD=change(self.queries_THD), weights_TH=weights)
 
 
-class Attend(Protocol):
-    """Attention of one layer over the KV cache: writes k and v to the cache and returns the
-    attention output.
+class AttendOptions(TypedDict, total=False):
+    """How a layer computes attention.
 
-    Args:
-        q_TNH, k_TKH, v_TKH: Queries, keys and values of the local heads, after rope. If the layer
-            returns only some tokens, `q_TNH` has only these tokens, while keys and values are of
-            all tokens.
+    Attributes:
         scale: Factor of the attention scores.
         window: Number of positions that a token attends to, including its own. None means all.
         cap: Soft cap of the scaled scores by a tanh (Gemma 2). 0 means no cap.
@@ -145,6 +141,24 @@ class Attend(Protocol):
             1, rank + rope], and `v_TKH` is None.
         index: Inputs of the layer's indexer, whose keys are cached too. With `latent` if it selects
             positions, without if it selects blocks.
+    """
+
+    scale: Required[float]
+    window: Required[int | None]
+    cap: float
+    sinks_N: jax.Array | None
+    latent: Latent | None
+    index: Index | None
+
+
+class Attend(Protocol):
+    """Attention of one layer over the KV cache: writes k and v to the cache and returns the
+    attention output.
+
+    Args:
+        q_TNH, k_TKH, v_TKH: Queries, keys and values of the local heads, after rope. If the layer
+            returns only some tokens, `q_TNH` has only these tokens, while keys and values are of
+            all tokens.
 
     Returns:
         o_TNH in q's dtype, with heads as wide as the values.
@@ -155,13 +169,7 @@ class Attend(Protocol):
         q_TNH: jax.Array,
         k_TKH: jax.Array,
         v_TKH: jax.Array | None,
-        *,
-        scale: float,
-        window: int | None,
-        cap: float = 0.0,
-        sinks_N: jax.Array | None = None,
-        latent: Latent | None = None,
-        index: Index | None = None,
+        **how: Unpack[AttendOptions],
     ) -> jax.Array: ...
 
 

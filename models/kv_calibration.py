@@ -8,6 +8,7 @@ Layers of equal structure share a program."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jdisagg.errors import BrokenModelError
 from jdisagg.layout.axes import TP_AXES, Layout
 from jdisagg.layout.kv_spec import KVLayer
-from jdisagg.model_api import Shards
+from jdisagg.model_api import AttendOptions, Shards
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.ops.dense_recurrence import recur_from_the_beginning
 from jdisagg.ops.parameters import param_specs
@@ -102,12 +103,15 @@ def _through(
         sizes: dict[str, jax.Array] = {}
 
         def attend(
-            q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array | None, **how: object
+            q_TNH: jax.Array,
+            k_TKH: jax.Array,
+            v_TKH: jax.Array | None,
+            **how: Unpack[AttendOptions],
         ) -> jax.Array:
             kept_parts = (k_TKH,) if v_TKH is None else (k_TKH, v_TKH)
             for name, values in zip(names, kept_parts, strict=True):
                 sizes[name] = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=(0, 2))
-            return dense_causal_attend(q_TNH, k_TKH, v_TKH, **how)  # type: ignore[arg-type]
+            return dense_causal_attend(q_TNH, k_TKH, v_TKH, **how)
 
         tokens, shards = x_TD.shape[0], place.shards
         recur = recur_from_the_beginning(kept.state, place.dtype, tokens, shards)

@@ -7,12 +7,13 @@ each layer, and the KV that a hand-off sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jdisagg.executor.page_pool import LayerPages
-from jdisagg.model_api import Attend, Index, Latent, Shards
+from jdisagg.model_api import Attend, AttendOptions, Shards
 from jdisagg.ops.kv_pages import as_kept, as_read, token_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.prefill_attention import PastPages, prefill_attention
@@ -75,14 +76,9 @@ class ChunkAttention:
             q_TNH: jax.Array,
             k_TKH: jax.Array,
             v_TKH: jax.Array | None,
-            *,
-            scale: float,
-            window: int | None,
-            cap: float = 0.0,
-            sinks_N: jax.Array | None = None,
-            latent: Latent | None = None,
-            index: Index | None = None,
+            **how: Unpack[AttendOptions],
         ) -> jax.Array:
+            index, platform = how.get("index"), self._shards.platform
             kept = tuple(
                 as_kept(part, pages.dtype)
                 for part, pages in zip(seal(k_TKH, v_TKH, index), layer_pages, strict=True)
@@ -91,9 +87,7 @@ class ChunkAttention:
             self.pages.append(written)
             self.sent.append(tuple(part.swapaxes(0, 1) for part in kept if sends))
             seen = [as_read(part, k_TKH.dtype) for part in kept]
-            v_TKH, v_pages = (None, None) if latent else (seen[1], written[1])
-            how = {"scale": scale, "window": window, "platform": self._shards.platform}
-            how |= {"cap": cap, "sinks_N": sinks_N, "latent": latent}
+            v_TKH, v_pages = (None, None) if how.get("latent") else (seen[1], written[1])
             i_pages = None if index is None else written[-1]
             how["index"] = None if index is None else index._replace(keys_T1D=seen[-1])
             chunk, rows = self._chunk, self._chunk.sampling_R.shape[0]
@@ -101,9 +95,15 @@ class ChunkAttention:
                 return q_TNH
             if rows_alone:
                 at_R = jnp.take(chunk.positions_T, chunk.sampling_R, mode="clip")
-                how["index_pages_PKSH"] = i_pages
                 return paged_attention(
-                    q_TNH, written[0], v_pages, chunk.table_RN[:rows], at_R, **how
+                    q_TNH,
+                    written[0],
+                    v_pages,
+                    chunk.table_RN[:rows],
+                    at_R,
+                    index_pages_PKSH=i_pages,
+                    platform=platform,
+                    **how,
                 )
             return prefill_attention(
                 q_TNH,
@@ -114,6 +114,7 @@ class ChunkAttention:
                 self._past(written[0], v_pages, i_pages),
                 packed=chunk.packed,
                 rows=chunk.table_RN.shape[0],
+                platform=platform,
                 device_kind=self._shards.device_kind,
                 **how,
             )

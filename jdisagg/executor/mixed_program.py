@@ -17,7 +17,7 @@ sums. Models with recurrent state and instances with pipeline stages run chunk a
 the other."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +38,10 @@ from jdisagg.executor.prefill_program import (
 from jdisagg.executor.programs import RANK, Programs
 from jdisagg.executor.results import StepChoice
 from jdisagg.executor.slot_state import RowFormat
-from jdisagg.executor.step_attention import AttentionForm, StepAttention
+from jdisagg.executor.step_attention import StepAttention
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import PrefillChunk
-from jdisagg.model_api import AdapterRows, Attend, Index, Latent, Shards
+from jdisagg.model_api import AdapterRows, Attend, AttendOptions, Index, Shards
 from jdisagg.ops.quarantine import reveal
 from jdisagg.scheduler.executor import MeshLimits
 
@@ -224,32 +224,18 @@ class _MixedAttention:
             q_TNH: jax.Array,
             k_TKH: jax.Array,
             v_TKH: jax.Array | None,
-            *,
-            scale: float,
-            window: int | None,
-            cap: float = 0.0,
-            sinks_N: jax.Array | None = None,
-            latent: Latent | None = None,
-            index: Index | None = None,
+            **how: Unpack[AttendOptions],
         ) -> jax.Array:
             rows = k_TKH.shape[0] - tokens
             queries = q_TNH.shape[0] - rows
             v_parts = (None, None) if v_TKH is None else (v_TKH[:tokens], v_TKH[tokens:])
-            of_chunk, of_step = _split(index, queries, tokens)
+            of_chunk, of_step = _split(how.get("index"), queries, tokens)
             # Both are written before either is read, so that XLA copies no pages.
             pages = step.write(layer_pages, k_TKH[tokens:], v_parts[1], of_step)
-            o_chunk = chunk.over(pages, rows_alone, False)(
-                q_TNH[:queries],
-                k_TKH[:tokens],
-                v_parts[0],
-                scale=scale,
-                window=window,
-                cap=cap,
-                sinks_N=sinks_N,
-                latent=latent,
-                index=of_chunk,
-            )
-            how = AttentionForm(scale, window, cap, sinks_N, latent, of_step)
+            how["index"] = of_chunk
+            attend_chunk = chunk.over(pages, rows_alone, False)
+            o_chunk = attend_chunk(q_TNH[:queries], k_TKH[:tokens], v_parts[0], **how)
+            how["index"] = of_step
             return jnp.concatenate((o_chunk, step.read(q_TNH[queries:], chunk.pages[-1], how)))
 
         return attend

@@ -2,7 +2,7 @@
 attends from each row up to its own position."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jdisagg.executor.draft_rows import DraftRows
 from jdisagg.executor.page_pool import LayerPages, PagePool, Pools
 from jdisagg.executor.slot_state import BatchRows, RowFormat
-from jdisagg.model_api import Attend, Index, Latent
+from jdisagg.model_api import Attend, AttendOptions, Index
 from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.quarantine import seal
@@ -22,17 +22,6 @@ class _Places(NamedTuple):
     table_BN: jax.Array
     page_B: jax.Array
     slot_B: jax.Array
-
-
-class AttentionForm(NamedTuple):
-    """How a layer computes attention: the keyword arguments of `Attend`."""
-
-    scale: float
-    window: int | None
-    cap: float
-    sinks_N: jax.Array | None
-    latent: Latent | None
-    index: Index | None
 
 
 class StepAttention:
@@ -58,17 +47,10 @@ class StepAttention:
             q_TNH: jax.Array,
             k_TKH: jax.Array,
             v_TKH: jax.Array | None,
-            *,
-            scale: float,
-            window: int | None,
-            cap: float = 0.0,
-            sinks_N: jax.Array | None = None,
-            latent: Latent | None = None,
-            index: Index | None = None,
+            **how: Unpack[AttendOptions],
         ) -> jax.Array:
-            written = _write(layer_pages, places, k_TKH, v_TKH, index)
+            written = _write(layer_pages, places, k_TKH, v_TKH, how.get("index"))
             keep.append(written)
-            how = AttentionForm(scale, window, cap, sinks_N, latent, index)
             return self._attend(q_TNH, written, places, how)
 
         return attend
@@ -79,30 +61,25 @@ class StepAttention:
         """Writes the KV of the step's rows to a layer's pages, and returns the new pages."""
         return _write(pages, self._in_pages, k_TKH, v_TKH, index)
 
-    def read(self, q_TNH: jax.Array, pages: LayerPages, how: AttentionForm) -> jax.Array:
+    def read(self, q_TNH: jax.Array, pages: LayerPages, how: AttendOptions) -> jax.Array:
         """Returns the attention output of the step's rows over a layer's pages."""
         return self._attend(q_TNH, pages, self._in_pages, how)
 
     def _attend(
-        self, q_TNH: jax.Array, written: LayerPages, places: _Places, how: AttentionForm
+        self, q_TNH: jax.Array, written: LayerPages, places: _Places, how: AttendOptions
     ) -> jax.Array:
-        step, positions_BQ, index = self._step, self._positions_BQ, how.index
+        step, positions_BQ, index = self._step, self._positions_BQ, how.get("index")
         if index is not None:
-            index = index.of_queries(partial(_slot_rows, step))
+            how = {**how, "index": index.of_queries(partial(_slot_rows, step))}
         o_TNH = paged_attention(
             _slot_rows(step, q_TNH),
             written[0],
-            None if how.latent else written[1],
+            None if how.get("latent") else written[1],
             places.table_BN[: positions_BQ.shape[0]],
             positions_BQ,
-            scale=how.scale,
-            window=how.window,
-            cap=how.cap,
-            sinks_N=how.sinks_N,
-            latent=how.latent,
-            index=index,
             index_pages_PKSH=None if index is None else written[-1],
             platform=self._platform,
+            **how,
         )
         if not step.drafts:
             return o_TNH

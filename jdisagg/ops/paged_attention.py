@@ -83,7 +83,7 @@ def paged_attention(
         table_BN: int32, one row per sequence.
         positions: int32 [B, Q], or [B] for one token per sequence. The first token of a sequence
             has the smallest position, and no position lies more than Q - 1 after it.
-        cap, sinks_N, latent: See `model_api.Attend`.
+        cap, sinks_N, latent: See `model_api.AttendOptions`.
         index, index_pages_PKSH: The layer's indexer, and pages with the keys of all positions.
 
     Returns:

@@ -83,7 +83,7 @@ def prefill_attention(
         past: Pages with earlier tokens. None if no sequence has earlier tokens. On a GPU only row
             0, which comes first in the chunk, may have earlier tokens.
         window: Number of latest positions that a token attends to, its own position included.
-        cap, sinks_N, latent, index: See `model_api.Attend`.
+        cap, sinks_N, latent, index: See `model_api.AttendOptions`.
         packed: Whether the chunk may hold several sequences. If False, all valid tokens must belong
             to row 0 and come first.
         rows: Largest number of sequences in the chunk.

@@ -8,10 +8,12 @@ unchanged.
 Scales are powers of two (`models/kv_scales.py`). Multiplication by one is exact in bfloat16 and
 float32 and commutes with products and sums, so only the rounding to e4m3 differs."""
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 
-from jdisagg.model_api import Attend
+from jdisagg.model_api import Attend, AttendOptions
 
 
 def scaled_attend(attend: Attend, k_scale_K: jax.Array, v_scale_K: jax.Array) -> Attend:
@@ -19,14 +21,14 @@ def scaled_attend(attend: Attend, k_scale_K: jax.Array, v_scale_K: jax.Array) ->
     latent attention, which caches one vector without heads, both scales are the same array [1]."""
 
     def scaled(
-        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array | None, **how: object
+        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array | None, **how: Unpack[AttendOptions]
     ) -> jax.Array:
         group = q_TNH.shape[1] // k_TKH.shape[1]
         o_TNH = attend(
             q_TNH * _each(k_scale_K, group),
             k_TKH / _each(k_scale_K),
             None if v_TKH is None else v_TKH / _each(v_scale_K),
-            **how,  # type: ignore[arg-type]  # the keywords of `Attend`
+            **how,
         )
         return o_TNH * _each(v_scale_K, group)
 
