@@ -24,8 +24,6 @@ class Task:
       kv_tokens: Number of tokens whose KV fits on one dp rank.
       rival_rate: Rate of the best candidate so far, in requests per second. The search stops once
         this candidate cannot exceed the rate.
-      tolerance: Relative error of the rate at which the search ends.
-      trials: Trials of an earlier, less precise search, from which this search continues.
       expected: Rate that the stepped cost model found, from which the search starts; 0 if unknown.
     """
 
@@ -33,8 +31,6 @@ class Task:
     bounds: Bounds
     kv_tokens: int
     rival_rate: float = 0.0
-    tolerance: float = TOLERANCE
-    trials: tuple[Trial, ...] = ()
     expected: float = 0.0
 
 
@@ -61,7 +57,7 @@ class Measurer:
     def measured(self, task: Task) -> Finding | None:
         """Finds the candidate's highest rate. Returns None if the rate does not exceed the task's
         `rival_rate`."""
-        trials = list(task.trials)
+        trials: list[Trial] = []
 
         def trial(rate: float) -> float:
             trials.append(self.trial(task.candidate, rate))
@@ -74,10 +70,8 @@ class Measurer:
         demand = self.demand
         lowest = 2 / (self.goal.ttft_seconds + demand.steps_mean * self.goal.tpot_seconds)
         guess = task.expected or max(task.bounds.rate, lowest)
-        known = [(item.rate, item.lasting_attainment) for item in task.trials]
-        wanted, within = self.goal.attainment, task.tolerance
         near = bool(task.expected)
-        rate = highest_rate(trial, guess, wanted, above, within, known, near=near)
+        rate = highest_rate(trial, guess, self.goal.attainment, above, near=near)
         return self._found(task, trials, rate)
 
     def _found(self, task: Task, trials: Sequence[Trial], rate: float) -> Finding:
@@ -121,12 +115,11 @@ def highest_rate(
     guess: float,
     wanted: float,
     carried: float = 0.0,
-    tolerance: float = TOLERANCE,
-    known: Sequence[tuple[float, float]] = (),
     *,
     near: bool = False,
 ) -> float:
-    """Returns the highest tried rate at which `attained(rate)` is at least `wanted`.
+    """Returns the highest tried rate at which `attained(rate)` is at least `wanted`. The lowest
+    failing rate is higher by TOLERANCE at most.
 
     Assumes that attainment decreases with the rate. Calls `attained` at most MOST_RUNS times.
 
@@ -136,10 +129,6 @@ def highest_rate(
       wanted: Attainment to reach.
       carried: Rate that is known to reach `wanted`, from which the search starts; 0 if no such rate
         is known.
-      tolerance: Relative difference between the result and the lowest failing rate at which the
-        search ends.
-      known: (rate, attainment) of earlier trials: at least one that reached `wanted` and one that
-        did not.
       near: Whether the result is probably within a few percent of `guess`. The search then starts
         beside it and widens its steps.
     """
@@ -152,10 +141,7 @@ def highest_rate(
 
     low, high, step = carried, 0.0, 1.1 if carried else 1.3  # neighbours are close
     if near:
-        step = 1 + tolerance
-    if known:
-        high = min(rate for rate, part in known if part < wanted)
-        low = max(rate for rate, part in known if part >= wanted and rate < high)
+        step = 1 + TOLERANCE
     rate = step * carried or (guess / step**0.5 if near else 0.8 * guess)
     while runs < MOST_RUNS and not (low and high):
         if met(rate):
@@ -168,7 +154,7 @@ def highest_rate(
             high, rate, step = rate, rate / step, min(4.0, step**1.5)
         else:
             high, rate = rate, rate / 1.6 if rate > 0.6 * guess else 0.01 * guess
-    while low and high > low * (1 + tolerance) and runs < MOST_RUNS:
+    while low and high > low * (1 + TOLERANCE) and runs < MOST_RUNS:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if met(middle) else (low, middle)
     return low

@@ -144,22 +144,6 @@ def test_bisection_finds_a_known_capacity_from_guesses_far_and_near(guess: float
     assert found == pytest.approx(6.0 / 0.9, rel=0.04) and len(calls) <= MOST_RUNS
 
 
-def test_a_search_goes_on_from_what_was_tried_before():
-    tries: list[tuple[float, float]] = []
-
-    def attained(rate: float) -> float:
-        tries.append((rate, min(1.0, 6.0 / rate)))
-        return tries[-1][1]
-
-    roughly = highest_rate(attained, 7.0, 0.9, tolerance=0.3)
-    rough = list(tries)
-    closely = highest_rate(attained, 7.0, 0.9, known=rough)
-    assert roughly <= closely == pytest.approx(6.0 / 0.9, rel=0.04)
-    bracket = roughly, min(rate for rate, part in rough if part < 0.9)
-    assert len(tries) > len(rough)
-    assert all(bracket[0] < rate < bracket[1] for rate, _ in tries[len(rough) :])
-
-
 def test_two_pools_are_simulated_with_and_without_stages_and_the_verdict_has_both():
     def capacity(item: Candidate) -> float:
         return 12.0 if item.staged else 4.0 if item.prefill else 1.0
