@@ -10,9 +10,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jdisagg.simulator.plots import goodput_curves, save
-from jdisagg.simulator.report import rate_at_attainment
+from jdisagg.simulator.plots import new_figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parent / "results"
 WORDS = Path(__file__).parent / "study_words.md"
@@ -34,6 +37,46 @@ class Best:
     @property
     def shown(self) -> str:
         return f"{'> ' if self.at_least else ''}{self.rate:.3g}"
+
+
+def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.9) -> float:
+    """Returns the highest rate up to which the attainment is at least `wanted`. Interpolates
+    linearly between `points`, (rate, attainment). Returns 0 if the lowest rate misses `wanted`, and
+    the highest rate if no rate misses it."""
+    good = 0.0
+    ordered = sorted(points)
+    for index, (rate, met) in enumerate(ordered):
+        if met >= wanted:
+            good = rate
+            continue
+        if index:
+            before, had = ordered[index - 1]
+            good = before + (rate - before) * (had - wanted) / (had - met)
+        break
+    return good
+
+
+def goodput_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    wanted: float = 0.9,
+    unit: str = "requests a second",
+) -> "Figure":
+    """Plots SLO attainment over request rate, one line for each name in `curves`. The legend gives
+    the rate at which each line crosses the attainment `wanted`."""
+    figure, axes = new_figure()
+    for name, points in curves.items():
+        rates, met = zip(*sorted(points), strict=True)
+        axes.plot(
+            rates,
+            [100 * part for part in met],
+            marker="o",
+            markersize=3,
+            label=f"{name} ({rate_at_attainment(points, wanted):.3g})",
+        )
+    axes.axhline(100 * wanted, color="grey", linewidth=0.8, linestyle="--")
+    axes.set(xlabel=f"arrivals, {unit}", ylabel="SLO attainment, %", ylim=(0, 102))
+    axes.legend(fontsize="small", title=f"rate at {100 * wanted:.0f} %")
+    return figure
 
 
 def points_of(curve: Mapping[str, object], limits: str) -> list[tuple[float, float]]:

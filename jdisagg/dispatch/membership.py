@@ -13,7 +13,6 @@ Imports neither JAX nor gRPC; worker ports come from a factory. `sweep` must be 
 because it removes the workers that are gone. The mappings `prefill` and `decode` are live views.
 Iteration uses a copy, so workers may come and go."""
 
-import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -45,11 +44,6 @@ class WorkerPorts:
     decode: DecodePort | None = None
     close: Callable[[], None] = lambda: None
     weights: WeightsPort | None = None
-
-
-class Liveness(enum.Enum):
-    LIVE = "live"
-    SUSPECT = "suspect"
 
 
 @dataclass(slots=True, eq=False)
@@ -206,15 +200,6 @@ class Membership:
         """Returns the boot id of the worker's process, or 0 if it is unknown."""
         entry = self._entries.get(name)
         return entry.card.boot_id if entry else 0
-
-    def liveness(self, name: str) -> Liveness | None:
-        """Returns the liveness of a worker, or None if the worker is unknown or gone."""
-        entry = self._entries.get(name)
-        if entry is None or self._age(entry) > self._timeouts.gone_seconds:
-            return None
-        return (
-            Liveness.SUSPECT if self._age(entry) > self._timeouts.suspect_seconds else Liveness.LIVE
-        )
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """Returns the last status of each worker. The status of a suspect worker is marked as

@@ -107,7 +107,6 @@ class PrefixIndex:
     """
 
     def __init__(self, most_pages: int | None = None, numbering: Numbering | None = None) -> None:
-        self.refused_pages = 0
         self._most = most_pages
         self._count = 0
         self._numbering = numbering or Numbering()
@@ -184,7 +183,6 @@ class PrefixIndex:
         if page_hash in pages:
             return
         if self._most is not None and self._count >= self._most:
-            self.refused_pages += 1
             return
         self._count += 1
         pages.add(page_hash)

@@ -309,11 +309,6 @@ class Residency:
         return tree.pages((name,)) if name in tree else ()
 
     @property
-    def kept_pages(self) -> tuple[int, ...]:
-        """Number of cached pages that no sequence holds, for each rank."""
-        return tuple([ledger.idle_pages for ledger in self._ledgers])
-
-    @property
     def trees(self) -> Sequence[ResidencyTree]:
         """The cached blocks of each rank; empty if the cache is off."""
         return self._trees

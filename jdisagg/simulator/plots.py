@@ -13,40 +13,17 @@ import numpy as np
 
 from jdisagg.errors import ConfigError
 from jdisagg.simulator.gaps import bucket_seconds
-from jdisagg.simulator.report import RequestOutcome, rate_at_attainment
+from jdisagg.simulator.report import RequestOutcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def goodput_curves(
-    curves: Mapping[str, Sequence[tuple[float, float]]],
-    wanted: float = 0.9,
-    unit: str = "requests a second",
-) -> "Figure":
-    """Plots SLO attainment over request rate, one line for each name in `curves`. The legend gives
-    the rate at which each line crosses the attainment `wanted`."""
-    figure, axes = _figure()
-    for name, points in curves.items():
-        rates, met = zip(*sorted(points), strict=True)
-        axes.plot(
-            rates,
-            [100 * part for part in met],
-            marker="o",
-            markersize=3,
-            label=f"{name} ({rate_at_attainment(points, wanted):.3g})",
-        )
-    axes.axhline(100 * wanted, color="grey", linewidth=0.8, linestyle="--")
-    axes.set(xlabel=f"arrivals, {unit}", ylabel="SLO attainment, %", ylim=(0, 102))
-    axes.legend(fontsize="small", title=f"rate at {100 * wanted:.0f} %")
-    return figure
-
-
 def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
     """Plots the cumulative distribution of TTFT over all requests; a curve ends below 1 if some
     requests received no token."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for name, outcomes in runs.items():
         seconds = np.sort([item.ttft for item in outcomes if item.ttft is not None])
         axes.step(
@@ -61,7 +38,7 @@ def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
 
 def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
     """Plots the fraction of gaps between tokens that exceed a given time, on logarithmic axes."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     for name, outcomes in runs.items():
         merged: dict[int, int] = {}
         for gaps in (item.gaps for item in outcomes if item.gaps):
@@ -82,7 +59,7 @@ def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
 def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
     """Plots a bar for each of the first `limit` requests: first the time before the first token,
     then decode. A cross marks a request that did not finish."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     shown = sorted(outcomes, key=lambda item: item.arrival)[:limit]
     for row, item in enumerate(shown):
         first = item.first_token if item.first_token is not None else item.finish
@@ -99,7 +76,7 @@ def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
 
 def load(outcomes: Sequence[RequestOutcome]) -> "Figure":
     """Plots the number of waiting requests and of decoding requests over time."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     waiting = [
         (item.arrival, item.first_token if item.first_token is not None else item.finish)
         for item in outcomes
@@ -125,7 +102,8 @@ def save(figure: "Figure", path: str | Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _figure() -> "tuple[Figure, Axes]":
+def new_figure() -> "tuple[Figure, Axes]":
+    """Returns a figure with one pair of axes."""
     try:
         module = importlib.import_module("matplotlib.figure")
     except ImportError as error:

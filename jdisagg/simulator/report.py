@@ -232,23 +232,6 @@ def attainment(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> float:
     return sum(map(slo.attained, outcomes)) / len(outcomes)
 
 
-def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.9) -> float:
-    """Returns the highest rate up to which the attainment is at least `wanted`. Interpolates
-    linearly between `points`, (rate, attainment). Returns 0 if the lowest rate misses `wanted`, and
-    the highest rate if no rate misses it."""
-    good = 0.0
-    ordered = sorted(points)
-    for index, (rate, met) in enumerate(ordered):
-        if met >= wanted:
-            good = rate
-            continue
-        if index:
-            before, had = ordered[index - 1]
-            good = before + (rate - before) * (had - wanted) / (had - met)
-        break
-    return good
-
-
 def _tenants(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> dict[str, float]:
     mine: dict[str, list[bool]] = {}
     for item in outcomes:

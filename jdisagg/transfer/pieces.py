@@ -394,29 +394,10 @@ def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:
     found = [(zeros.sharding.shard_shape(zeros.shape), zeros.dtype) for zeros in target.resident]
     if found != wanted:
         raise IncompatiblePeerError(
-            f"pull target: codec {target.codec!r} has leaves {wanted}, the zeros given for a device"
-            f" are {found}; see leaf_zeros"
+            f"pull target: codec {target.codec!r} packs a piece into {wanted}, but its leaves on a"
+            f" device are {found}; give it zeros of these shapes and dtypes"
         )
     return leaves
-
-
-def leaf_zeros(zeros: jax.Array, codec_name: str) -> tuple[jax.Array, ...]:
-    """Makes the `leaves` of a `PullTarget` from its `zeros`: arrays of zeros for the packed form.
-    Callers keep these arrays for reuse, one set for each shape and codec, and never donate them."""
-    if codec_name == NO_CODEC:
-        return ()
-    ranks, _, heads, _, _ = zeros.shape
-    piece = jax.ShapeDtypeStruct(zeros.sharding.shard_shape(zeros.shape), zeros.dtype)
-    shards = heads // piece.shape[HEAD_DIMENSION]
-    leaves = codec(codec_name).leaves(piece)
-    shapes = [(ranks, leaf.shape[1], leaf.shape[2] * shards, *leaf.shape[3:]) for leaf in leaves]
-    make = jax.jit(
-        lambda: tuple(
-            jnp.zeros(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)
-        ),
-        out_shardings=(zeros.sharding,) * len(leaves),
-    )
-    return make()
 
 
 def warm_pieces(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from jdisagg.dispatch.membership import Liveness, Membership, WorkerPorts
+from jdisagg.dispatch.membership import Membership, WorkerPorts
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, NameTakenError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import ModelCard, WorkerCard
@@ -95,10 +95,10 @@ def test_silence_makes_a_worker_suspect_and_then_gone_and_its_ports_are_closed(
     membership.register(card("d", 1))
     membership.heartbeat(1, status("d"))
     clock.seconds += TIMEOUTS.suspect_seconds + 0.1
-    assert membership.liveness("d") is Liveness.SUSPECT and membership.statuses()[0].draining
+    assert membership.statuses()[0].draining
     assert membership.sweep() == () and "d" in membership.decode
     clock.seconds += TIMEOUTS.gone_seconds - TIMEOUTS.suspect_seconds
-    assert membership.liveness("d") is None and membership.statuses() == ()
+    assert membership.statuses() == ()
     assert membership.sweep() == (card("d", 1),)
     assert factory.closed == [1] and "d" not in membership.decode
     assert not membership.heartbeat(1, status("d")), "it must register again"
@@ -111,11 +111,7 @@ def test_what_a_router_did_not_hear_because_it_was_stopped_is_no_silence(
     membership.heartbeat(1, status("d"))
     clock.seconds += 60.0
     membership.excuse(59.5)
-    assert (
-        membership.sweep() == ()
-        and membership.liveness("d") is Liveness.LIVE
-        and membership.statuses()
-    )
+    assert membership.sweep() == () and not membership.statuses()[0].draining
     clock.seconds += TIMEOUTS.gone_seconds
     assert membership.sweep() == (card("d", 1),) and factory.closed == [1], "from now on it counts"
 
@@ -124,7 +120,7 @@ def test_a_heartbeat_makes_a_suspect_live_again(membership: Membership, clock: H
     membership.register(card("d", 1))
     clock.seconds += TIMEOUTS.suspect_seconds + 0.1
     assert membership.heartbeat(1, status("d"))
-    assert membership.liveness("d") is Liveness.LIVE and not membership.statuses()[0].draining
+    assert not membership.statuses()[0].draining
 
 
 def test_two_processes_under_one_name_do_not_displace_each_other(

@@ -449,7 +449,7 @@ class _Hints:
             if name[0] in self._fleet.hinted and name != self._name:
                 worker, kept = process.worker, process.worker._kept
                 chain = kept.chain(call.request, known)
-                count = max(kept.match(rank, chain) for rank in range(len(kept.kept_pages)))
+                count = max(kept.match(rank, chain) for rank in range(len(kept.trees)))
                 count += worker._host.blocks.match(chain, count)
                 found[name] = count * kept.block_tokens
         best = max(found, key=lambda name: found[name], default="")

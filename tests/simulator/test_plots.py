@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.study_report import goodput_curves
 from jdisagg.errors import ConfigError
 from jdisagg.simulator import plots
 from jdisagg.simulator.gaps import Gaps
@@ -23,7 +24,7 @@ def test_every_picture_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = {"one": OUTCOMES, "two": OUTCOMES[:1]}
     pictures = {
-        "curves": plots.goodput_curves({"one": [(1.0, 1.0), (2.0, 0.5)]}),
+        "curves": goodput_curves({"one": [(1.0, 1.0), (2.0, 0.5)]}),
         "ttft": plots.ttft_distribution(runs),
         "tbt": plots.tbt_distribution(runs),
         "timelines": plots.timelines(OUTCOMES),
@@ -36,7 +37,7 @@ def test_every_picture_is_written(tmp_path: Path) -> None:
 
 def test_the_curve_shows_its_points_and_the_load_its_counts() -> None:
     pytest.importorskip("matplotlib")
-    (line, _) = plots.goodput_curves({"one": [(2.0, 0.5), (1.0, 1.0)]}).axes[0].get_lines()
+    (line, _) = goodput_curves({"one": [(2.0, 0.5), (1.0, 1.0)]}).axes[0].get_lines()
     assert np.array_equal(line.get_xdata(), [1.0, 2.0])
     assert np.array_equal(line.get_ydata(), [100.0, 50.0])
     waiting, decoding = (

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.study_report import rate_at_attainment
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.simulator.gaps import Gaps, merged_percentile
 from jdisagg.simulator.report import (
@@ -19,7 +20,6 @@ from jdisagg.simulator.report import (
     SloLimits,
     WorkerUsage,
     attainment,
-    rate_at_attainment,
     summarise,
 )
 from jdisagg.simulator.tables import COLUMNS, text_of, write_outcomes

@@ -20,7 +20,7 @@ from jax.experimental import transfer
 from jdisagg.errors import HandoffError, IncompatiblePeerError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.kv_plane import KvMemory, Posted, PostedPiece
-from jdisagg.transfer.boxes import head_granule
+from jdisagg.transfer.boxes import HEAD_DIMENSION, head_granule
 from jdisagg.transfer.channel import (
     BlockStamp,
     Channel,
@@ -31,7 +31,7 @@ from jdisagg.transfer.channel import (
     resident_zeros,
 )
 from jdisagg.transfer.codec import codec, stamp_array
-from jdisagg.transfer.pieces import OfferedBlock, PlannedPiece, RequestedPieces, leaf_zeros
+from jdisagg.transfer.pieces import NO_CODEC, OfferedBlock, PlannedPiece, RequestedPieces
 from tests.lanes import first_quick
 
 COMPONENTS, TOKENS, HEAD_SIZE = 2, 4, 2
@@ -176,6 +176,24 @@ def arrives(pull: Pull, case: Case, rank: int = 0) -> None:
     assert received.keys() == expected.keys()
     for device, shard in expected.items():
         np.testing.assert_array_equal(received[device], shard)
+
+
+def leaf_zeros(zeros: jax.Array, codec_name: str) -> tuple[jax.Array, ...]:
+    """Makes the `leaves` of a `PullTarget` from its `zeros`: zeros of the packed form."""
+    if codec_name == NO_CODEC:
+        return ()
+    ranks, _, heads, _, _ = zeros.shape
+    piece = jax.ShapeDtypeStruct(zeros.sharding.shard_shape(zeros.shape), zeros.dtype)
+    shards = heads // piece.shape[HEAD_DIMENSION]
+    leaves = codec(codec_name).leaves(piece)
+    shapes = [(ranks, leaf.shape[1], leaf.shape[2] * shards, *leaf.shape[3:]) for leaf in leaves]
+    make = jax.jit(
+        lambda: tuple(
+            jnp.zeros(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)
+        ),
+        out_shardings=(zeros.sharding,) * len(leaves),
+    )
+    return make()
 
 
 def behind_work(block: jax.Array) -> jax.Array:

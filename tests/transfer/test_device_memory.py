@@ -26,7 +26,7 @@ from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.cuda_driver import HANDLE_BYTES, Allocation, CudaDriver
 from jdisagg.transfer.device_memory import DeviceInlet, DeviceOutlet, LentMemory, this_host
-from jdisagg.transfer.pieces import _blank, leaf_zeros, warm_blanks
+from jdisagg.transfer.pieces import _blank, warm_blanks
 from jdisagg.transfer.shared_memory import SharedMemory
 from tests.transfer.conformance import (
     LONG_SECONDS,
@@ -34,6 +34,7 @@ from tests.transfer.conformance import (
     arrives,
     case,
     finished,
+    leaf_zeros,
     one_piece,
     settled,
 )
