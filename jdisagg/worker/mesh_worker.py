@@ -9,7 +9,7 @@ mesh that hangs."""
 import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,7 +26,7 @@ from jdisagg.errors import (
 )
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
-from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage, PeerPort
+from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage
 from jdisagg.messages.step_commands import STUCK_TOKEN, CopyPages, StepCommand, StepResult
 from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerStatus
 from jdisagg.request import CachedTokens, Identity, Request
@@ -313,7 +313,7 @@ class MeshWorker(ABC):
     def _hand_on(self) -> None:
         """Offers running work to other workers during a drain."""
 
-    def _connect(self, peers: Mapping[str, PeerPort] | PeerResolver, codec: str) -> Peers:
+    def _connect(self, peers: PeerResolver, codec: str) -> Peers:
         timeouts = self._limits.timeouts.handoff
         now = self._clock.now
         made = Peers(peers, self._hello, self._loop, codec, now, timeouts, self._calls)
@@ -325,17 +325,14 @@ class MeshWorker(ABC):
         return tuple([link for peers in self._connections for link in peers.meter.links()])
 
     def _find_sources(
-        self,
-        kept: Residency,
-        peers: Mapping[str, PeerPort] | PeerResolver | None,
-        room: TierRoom,
-        most_writing: int,
+        self, kept: Residency, peers: PeerResolver | None, room: TierRoom, most_writing: int
     ) -> KvSources:
         """Builds the sources from which KV blocks are restored.
 
         Args:
             kept: Prefix cache of the mesh's pages.
-            peers: Workers from which blocks are fetched; None disables fetching.
+            peers: Returns the port to a worker from which blocks are fetched; None disables
+                fetching.
             room: Capacity of the host-memory and disk tiers.
             most_writing: Limit of the blocks that are being copied to host memory.
         """

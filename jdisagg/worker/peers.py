@@ -8,7 +8,7 @@ long.
 Page size and layout may differ between two workers. Protocol, model, KV spec with dtype, block
 sizes and data-plane transports must be equal."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -108,8 +108,7 @@ class Peers:
     """Connections of one worker to the workers that send KV to it.
 
     Args:
-        peers: A mapping from worker name to port (embedded cluster), or a function that connects to
-            an address.
+        find: Returns the port to a source worker. Raises HandoffError if it is unknown.
         hello: Hello of this worker.
         codec: Codec by which peers compress the blocks that they send.
         calls: Background sender of acknowledgements and aborts.
@@ -120,7 +119,7 @@ class Peers:
 
     def __init__(
         self,
-        peers: Mapping[str, PeerPort] | PeerResolver,
+        find: PeerResolver,
         hello: PeerHello,
         loop: StepLoop,
         codec: str,
@@ -131,7 +130,7 @@ class Peers:
         self.now = now
         self.calls = calls
         self.meter = LinkMeter()
-        self._peers = peers
+        self.find = find
         self._hello = hello
         self._loop = loop
         self._codec = codec
@@ -148,18 +147,6 @@ class Peers:
     @property
     def own_name(self) -> str:
         return self._hello.worker
-
-    def find(self, source: HandoffSource) -> PeerPort:
-        """Returns the port to a source worker. Raises HandoffError if it is unknown."""
-        if not isinstance(self._peers, Mapping):
-            return self._peers(source)
-        peer = self._peers.get(source.worker)
-        if peer is None:
-            raise HandoffError(
-                f"worker {source.worker!r} is not known here; known:"
-                f" {', '.join(self._peers) or 'none'}"
-            )
-        return peer
 
     def share(self, worker: str) -> LinkShare:
         """Returns the `LinkShare` of all hand-offs from a worker."""

@@ -15,7 +15,6 @@ prompt that shares a prefix with an earlier one waits for the earlier one's bloc
 import asyncio
 import bisect
 from collections import Counter, deque
-from collections.abc import Mapping
 
 import msgspec
 
@@ -36,7 +35,6 @@ from jdisagg.messages.ports import (
     FetchReply,
     FirstToken,
     Offer,
-    PeerPort,
     PrefillCall,
     PrefillReply,
 )
@@ -91,8 +89,8 @@ class PrefillWorker(MeshWorker):
     """Implements `PrefillPort`.
 
     Args:
-        peers: Workers from which cached blocks are fetched: a mapping from worker name to port, or
-            a function that connects to an address. None disables fetching.
+        peers: Returns the port to a worker from which cached blocks are fetched. None disables
+            fetching.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class PrefillWorker(MeshWorker):
         executor: Executor,
         config: InstanceConfig,
         limits: LimitsConfig,
-        peers: Mapping[str, PeerPort] | PeerResolver | None = None,
+        peers: PeerResolver | None = None,
     ) -> None:
         mesh = executor.limits
         depth = mesh.stages + 1  # one chunk per stage, and one that waits for the first stage

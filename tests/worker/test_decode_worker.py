@@ -265,7 +265,7 @@ def test_a_source_that_does_not_match_is_lost_by_the_field_that_differs() -> Non
                 cluster.decode_mesh,
                 InstanceConfig(),
                 cluster.limits,
-                {"prefill0": cluster.prefill},
+                lambda _: cluster.prefill,
             )
             reservation = await other.reserve(reserve_call())
             spans = other.generate(
