@@ -298,15 +298,7 @@ class RequestRun:
         if child.finish is not None:
             self._unfinished -= 1
             if not self._unfinished:
-                cached = self._cached or CachedTokens()
-                usage = Usage(
-                    self.prompt_tokens,
-                    self.output_tokens,
-                    cached.total,
-                    cached_by_tier=cached,
-                    weights=self._weights_used(),
-                )
-                timings = self.timings(now)
+                usage, timings = self._usage(), self.timings(now)
         event = StreamEvent(
             index, first_index, kept, text, logprobs[: len(kept)], child.finish, usage, timings
         )
@@ -316,6 +308,16 @@ class RequestRun:
             event = replace(event, prompt_logprobs=self._prompt_logprobs)
             self._prompt_logprobs = None
         self._events.put_nowait(event)
+
+    def _usage(self) -> Usage:
+        cached = self._cached or CachedTokens()
+        return Usage(
+            self.prompt_tokens,
+            self.output_tokens,
+            cached.total,
+            cached_by_tier=cached,
+            weights=self._weights_used(),
+        )
 
     def _weights_used(self) -> tuple[tuple[str, int], ...]:
         """Returns the versions of the weights that chose the tokens, and the number of tokens of

@@ -232,16 +232,8 @@ class DecodeBatches:
         keeps = self._state.residency.snapshots and self._state.residency.keeps_answers
         boundary = self._make_snapshots(active) if keeps else self._steps
         if self._spans and quiet:
-            steps = min(
-                self._steps,
-                min(
-                    [
-                        child.issued_limit - child.issued_position
-                        for rank in active
-                        for child in rank
-                    ]
-                ),
-            )
+            left = [child.issued_limit - child.issued_position for rank in active for child in rank]
+            steps = min(self._steps, *left)
         steps = min(steps, boundary)
         shaped, sampled, masked = self._sampling(active)
         planned: dict[tuple[int, int], Planned] = {}

@@ -10,7 +10,7 @@ of KV fails, the reservation waits for another source. `_settle` runs after each
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 
 import msgspec
 
@@ -21,7 +21,6 @@ from jdisagg.messages.ports import (
     FetchReply,
     GenerateCall,
     HandoffSource,
-    PeerPort,
     Reservation,
     ReserveCall,
     ResumeCall,
@@ -56,7 +55,7 @@ from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.incoming_kv import IncomingKv
-from jdisagg.worker.kv_sources import RestoredBlocks
+from jdisagg.worker.kv_sources import KvSources, RestoredBlocks
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.mixed_steps import MixedSteps
@@ -76,8 +75,7 @@ class DecodeWorker(MeshWorker):
     """Implements `DecodePort`.
 
     Args:
-        peers: Workers that send KV: a mapping from name to port, or a function that connects to an
-            address.
+        peers: Returns the port to a worker that sends KV.
         fetches: Whether cached blocks may be fetched from peers.
     """
 
@@ -87,78 +85,71 @@ class DecodeWorker(MeshWorker):
         executor: Executor,
         config: InstanceConfig,
         limits: LimitsConfig,
-        peers: Mapping[str, PeerPort] | PeerResolver,
+        peers: PeerResolver,
         mode: Mode = Mode.DISAGGREGATED,
         fetches: bool = False,
     ) -> None:
         lease_seconds = min(limits.handoff_lease_seconds, limits.reservation_lease_seconds)
         super().__init__(context, executor, config, limits, lease_seconds)
+        computes, mesh, counters = mode is not Mode.DISAGGREGATED, executor.limits, self.counters
         self._mode = mode
         self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
-        self._state = DecodeState(executor.limits, context.names, self._adapters.table)
-        self._state.rank_bound = context.tiers.rank_bound
+        state = self._state = DecodeState(mesh, context.names, self._adapters.table)
+        state.rank_bound = context.tiers.rank_bound
         self._reservations = Reservations(
-            self._state,
-            config.growth_tokens,
-            config.ahead_sequences,
-            computes=mode is not Mode.DISAGGREGATED,
+            state, config.growth_tokens, config.ahead_sequences, computes=computes
         )
-        self._batches = DecodeBatches.of(self._state, config, self._interruptible is not None)
-        self._prefills = OwnPrefills(self._state, context.ids, context.clock.now, self.counters)
-        can_prefill = mode is not Mode.DISAGGREGATED or executor.limits.append_buckets
-        self._chunk_tokens = executor.limits.computed.chunk_buckets[-1] if can_prefill else 0
+        self._batches = DecodeBatches.of(state, config, self._interruptible is not None)
+        self._prefills = OwnPrefills(state, context.ids, context.clock.now, counters)
+        can_prefill = computes or mesh.append_buckets
+        self._chunk_tokens = mesh.computed.chunk_buckets[-1] if can_prefill else 0
         self._prefilled_last = False
-        self._mixed = MixedSteps(self._state, self._batches, self._prefills, self.counters)
+        self._mixed = MixedSteps(state, self._batches, self._prefills, counters)
         self._requests = PageRequests(
             context.name, self._reservations, config.queue_limit, self._drop
         )
         self._streams: dict[int, SpanStream] = {}
-        timeouts, mesh = limits.timeouts.handoff, executor.limits
+        timeouts = limits.timeouts.handoff
         self._peers = self._connect(peers, config.codec)
-        self._incoming = IncomingKv(
-            self._state, self._loop, self._peers, limits, self.counters, events=self
-        )
+        self._incoming = IncomingKv(state, self._loop, self._peers, limits, counters, events=self)
         self._migration = MigrationSender(
-            self._state,
+            state,
             self._outgoing,
             self._loop,
             context.ids,
             self._hello.checksum_key,
             timeouts,
-            self.counters,
+            counters,
         )
-        kept = self._state.residency
-        # blocks of models with state are restored only together with a snapshot
-        whole = not kept.snapshots
-        self._sources = self._find_sources(
-            kept,
-            peers if fetches and whole else None,
-            context.tiers if whole else TierRoom(),
-            MOST_WRITING_OF_DECODE,
-        )
-        self._sources.may_take = self._reservations.spares
-        self._prefixes = ReservedPrefixes(
-            self._sources, self._state, computes=mode is not Mode.DISAGGREGATED
-        )
+        self._sources = self._sources_from(peers if fetches else None)
+        self._prefixes = ReservedPrefixes(self._sources, state, computes=computes)
         self._given = GivenKv(
-            self._sources, self._outgoing, self._loop, mesh, context, self.counters, decodes=True
+            self._sources, self._outgoing, self._loop, mesh, context, counters, decodes=True
         )
-        self._state.give_way = self._given.give_way
+        state.give_way = self._given.give_way
         waits = timeouts.spilled_seconds
-        self._spilled = SpilledKv(
-            self._state, self._loop, mesh, context, self.counters, self._settle, waits
-        )
+        self._spilled = SpilledKv(state, self._loop, mesh, context, counters, self._settle, waits)
         self._spilled.lend = self._host.lend
-        self._state.spill = self._spill
+        state.spill = self._spill
         self._grants = PageGrants(
-            self._state,
+            state,
             self._batches,
             self._reservations,
             self._spilled,
             self._migration,
             context.clock.now,
-            self.counters,
+            counters,
         )
+
+    def _sources_from(self, peers: PeerResolver | None) -> KvSources:
+        # blocks of models with state are restored only together with a snapshot
+        kept = self._state.residency
+        room = TierRoom() if kept.snapshots else self._context.tiers
+        found = self._find_sources(
+            kept, None if kept.snapshots else peers, room, MOST_WRITING_OF_DECODE
+        )
+        found.may_take = self._reservations.spares
+        return found
 
     # ---- the loop
 

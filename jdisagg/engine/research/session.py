@@ -24,6 +24,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.model_api import Device
 from jdisagg.request import FinishReason, SamplingParams
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.transfer.codec import check_codec
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -133,23 +134,8 @@ class Session:
         wanted = self.layout if target_layout is None else Layout.of(target_layout)
         if devices is not None or wanted != self.layout:
             target = self._find(wanted, devices)
-        if kv.spec != target.limits.kv_spec:
-            raise IncompatiblePeerError(
-                f"the cache's KV geometry is {kv.spec} and this model's is {target.limits.kv_spec};"
-                " push caches of the same model"
-            )
+        _check_fits(kv, target.limits)
         check_codec(codec, kv.spec)
-        if kv.first_position:
-            raise InvalidRequestError(
-                f"the cache begins at position {kv.first_position}: the KV before it is missing,"
-                " and its keys are rotated for their positions; join it behind"
-                f" a cache of positions 0 to {kv.first_position - 1}"
-            )
-        if len(kv) > target.limits.context_tokens:
-            raise InvalidRequestError(
-                f"the cache has {len(kv)} tokens and this engine's context holds"
-                f" {target.limits.context_tokens}"
-            )
         channel = self._meshes.channel
         started, moved, planned = (
             time.perf_counter(),
@@ -325,6 +311,26 @@ def choice_of(sampling: SamplingParams) -> SamplingParams:
         min_p=sampling.min_p,
         seed=sampling.seed,
     )
+
+
+def _check_fits(kv: KVCache, limits: MeshLimits) -> None:
+    """Raises an error unless a session of the model may hold a copy of the cache."""
+    if kv.spec != limits.kv_spec:
+        raise IncompatiblePeerError(
+            f"the cache's KV geometry is {kv.spec} and this model's is {limits.kv_spec};"
+            " push caches of the same model"
+        )
+    if kv.first_position:
+        raise InvalidRequestError(
+            f"the cache begins at position {kv.first_position}: the KV before it is missing,"
+            " and its keys are rotated for their positions; join it behind"
+            f" a cache of positions 0 to {kv.first_position - 1}"
+        )
+    if len(kv) > limits.context_tokens:
+        raise InvalidRequestError(
+            f"the cache has {len(kv)} tokens and this engine's context holds"
+            f" {limits.context_tokens}; push at most so many (kv[:{limits.context_tokens}])"
+        )
 
 
 def _minus(
