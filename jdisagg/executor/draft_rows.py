@@ -84,8 +84,8 @@ class DraftPlan:
 
 
 def guessed(longest: int) -> int:
-    """Returns the number of guessed tokens of a slot: enough for a step with `longest` rows of the
-    slot that follows another one whose result is unknown."""
+    """Returns how many tokens are guessed for a slot whose steps have up to `longest` rows. The
+    step before may still run, and accept up to `longest` tokens of the guess itself."""
     return 2 * longest - 1
 
 
