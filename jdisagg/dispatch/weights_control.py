@@ -159,7 +159,9 @@ class WeightsControl:
         finally:
             for name, outcome in (await _all(some, lambda port: port.wake(seconds))).items():
                 if isinstance(outcome, BaseException):  # its status shows that it sleeps
-                    _log.warning("worker %s does not wake after an update: %s", name, outcome)
+                    _log.warning(
+                        "worker %s still sleeps after an update; wake it: %s", name, outcome
+                    )
                 else:
                     self._path.cluster.reported(outcome)
 
@@ -188,8 +190,10 @@ class WeightsControl:
                 await self._give(wanted, {name: ports[name]}, having)
                 self._waits.pop(name, None)
             except JdisaggError as error:
-                _log.warning("worker %s does not get the weights: %s", name, error)
                 seconds = min(2 * self._waits.get(name, _Wait()).seconds, MOST_WAIT_SECONDS)
+                _log.warning(
+                    "worker %s: no new weights, next try in %g s: %s", name, seconds, error
+                )
                 self._waits[name] = _Wait(self._clock.now() + seconds, seconds)
 
     async def _give(

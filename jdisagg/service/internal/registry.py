@@ -206,13 +206,14 @@ class RegistryClient:
                 if type(error) is not said and not quiet:
                     said = type(error)
                     log.warning(
-                        "worker %s, router %s: %s",
+                        "worker %s could not report to router %s: %s",
                         self._card.name,
                         link.connection.address,
                         str(error) or "no status in time",
                     )
             except Exception:
-                log.exception("worker %s, router %s", self._card.name, link.connection.address)
+                name, router = self._card.name, link.connection.address
+                log.exception("worker %s: reporting to router %s failed", name, router)
             await asyncio.sleep(pause)
 
     async def _say(self, link: "_RouterLink") -> None:
