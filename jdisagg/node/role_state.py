@@ -129,7 +129,8 @@ class RoleState:
             raise ConfigError(f"worker {self._name!r} cannot change its role: {self._fixed}")
         if self.changing:
             raise UnavailableError(
-                f"worker {self._name!r} is changing its role already", retry_after_seconds=5.0
+                f"worker {self._name!r} is changing its role already; try again when it has ended",
+                retry_after_seconds=5.0,
             )
         if WorkerRole.MIXED in (call.role, self.now.role) or call.role is self.now.role:
             raise InvalidRequestError(

@@ -156,7 +156,7 @@ class ResumableStream:
         if remaining is not None and remaining <= 0:
             raise DeadlineExceededError(
                 f"request {self._asked.request_id!r}: its deadline passed while the connection was"
-                " broken"
+                " broken; send it again with a longer deadline"
             ) from None
 
     def _left_seconds(self) -> float:

@@ -214,7 +214,9 @@ def _finish_to_proto(reason: FinishReason | None) -> pb.FinishReason:
 
 def _finish_from_proto(reason: int) -> FinishReason | None:
     if reason != pb.FINISH_REASON_UNSPECIFIED and reason not in _FINISH_FROM_PROTO:
-        raise InvalidRequestError(f"accepted.finish_reason must be a known reason, got {reason}")
+        raise InvalidRequestError(
+            f"accepted.finish_reason must be one of 0 to {max(_FINISH_FROM_PROTO)}, got {reason}"
+        )
     return _FINISH_FROM_PROTO.get(reason)
 
 
