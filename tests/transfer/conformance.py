@@ -484,7 +484,7 @@ class ChannelConformance:
     def test_a_target_without_the_leaves_of_its_codec_is_refused(self, ends: Ends) -> None:
         block = case("tp=2", "tp=2")
         ends.sender.offer(7, block.block, 0)
-        with pytest.raises(IncompatiblePeerError, match="codec 'int8' has leaves"):
+        with pytest.raises(IncompatiblePeerError, match="codec 'int8' packs a piece into"):
             finished(
                 ends.receiver.pull(7, PullTarget(block.zeros, 0, codec="int8"), LONG_SECONDS)
             ).arrays()
