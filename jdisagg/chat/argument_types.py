@@ -52,6 +52,8 @@ _PADDED = re.compile(r"[+-]?0\d+", re.ASCII)  # an integer with leading zeros
 # Bounds of the work, because references may form circles.
 _MOST_SCHEMAS, _DEEPEST = 1000, 40
 _LONGEST_PYTHON = 64 << 10
+_CONTAINERS: Types = frozenset({"object", "array"})
+_lenient = json.JSONDecoder(strict=False).decode
 _skip = msgspec.json.Decoder(msgspec.Raw).decode
 _string = msgspec.json.Decoder(str).decode
 
@@ -123,7 +125,20 @@ def _read(bare: str, types: Types | None) -> str | None:
         return bare
     if kind == "number" and types and "integer" in types and float(bare).is_integer():
         return str(int(float(bare)))
+    if kind is None and bare[:1] in ("{", "[") and (made := _with_breaks(bare)) is not None:
+        return made if _fits(_BY_FIRST[bare[0]], types or _CONTAINERS) else None
     return from_python(bare, types) if kind is None else None
+
+
+def _with_breaks(bare: str) -> str | None:
+    """Returns JSON of an object or a list with unescaped line breaks or tabs in its strings, which
+    models write, or None for any other text."""
+    try:
+        made = _dumped(_lenient(bare))
+        _skip(made)
+        return made
+    except (ValueError, RecursionError, msgspec.DecodeError, UnicodeEncodeError):
+        return None
 
 
 def _json_type(bare: str) -> str | None:

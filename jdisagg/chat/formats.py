@@ -58,6 +58,8 @@ _TOOL_SIGNS = (
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": ', "llama3_json"),
 )
+# Constants of the parsers that hold the first marker of calls.
+_FIRST_MARKS = ("OUTER", "SECTION", "OPEN", "TAG", "CALL")
 _REASONING_SIGNS = (
     (CHANNEL, HARMONY_REASONING),
     *((REASONING[name].end, name) for name in ("seed_oss", "kimi", "mistral", "qwen3")),
@@ -96,12 +98,24 @@ class AnswerFormat:
 
     @property
     def marks(self) -> Marks | None:
-        if self._harmony:
+        if self.in_headers:
             return HARMONY_MARKS
         return None if self.reasoning is None else REASONING[self.reasoning]
 
     @property
-    def _harmony(self) -> bool:
+    def call_mark(self) -> str:
+        """The text with which calls begin, or "" without calls, or if they begin in a header."""
+        kind = TOOL_PARSERS.get(self.tools or "")
+        return next(filter(None, (getattr(kind, name, "") for name in _FIRST_MARKS)), "")
+
+    @property
+    def plain_calls(self) -> bool:
+        """Whether calls may be JSON without a mark."""
+        return self.tools == "llama3_json"
+
+    @property
+    def in_headers(self) -> bool:
+        """Whether headers separate reasoning, content and calls (gpt-oss)."""
         return self.tools == HARMONY or self.reasoning == HARMONY_REASONING
 
     def takes_apart(self, tools: Schemas) -> bool:
@@ -115,7 +129,7 @@ class AnswerFormat:
             tools: Schemas of the tools that the model may call, by name.
             thinking: Whether the prompt ends within reasoning.
         """
-        if self._harmony:
+        if self.in_headers:
             return HarmonyParser(tools if self.tools == HARMONY else (), thinking=thinking)
         make = functools.partial(TOOL_PARSERS[self.tools], tools) if self.tools and tools else None
         if self.marks is None:

@@ -12,6 +12,7 @@ _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "type", "id", *_ARGUMENTS)
 _CLOSING = {"{": "}", "[": "]"}
 
+_encode = msgspec.json.encode
 _decode = msgspec.json.Decoder().decode
 
 
@@ -47,6 +48,26 @@ class JsonValue:
                 return True
             return not self._open
         return False
+
+    def written(self, character: str) -> str:
+        """Returns the next character as JSON writes it. Models leave line breaks and tabs in
+        strings unescaped, which JSON forbids."""
+        if not self._in_string or character >= " ":
+            return character
+        return ("\\" if self._escaped else "") + _encode(character).decode()[1:-1]
+
+    def read(self, text: str) -> tuple[str, str, bool]:
+        """Reads the next text. Returns the part of it that belongs to the value, as JSON writes it,
+        the rest of the text, and whether the value has ended."""
+        written: list[str] = []
+        for at, character in enumerate(text):
+            piece = self.written(character)
+            ended = self.take(character)
+            if not self.broken:
+                written.append(piece)
+            if ended:
+                return "".join(written), text[at + (not self.broken) :], True
+        return "".join(written), "", False
 
     def ends_before(self, character: str) -> bool:
         """Returns whether a number, `true`, `false` or `null` ends before `character`."""
@@ -142,7 +163,7 @@ class CallObject:
     def _in_value(self, character: str) -> None:
         assert self._value is not None
         if self._streams:
-            self._give(character)
+            self._give(self._value.written(character))
         else:
             self._text.append(character)
         if self._value.take(character):

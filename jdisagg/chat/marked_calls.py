@@ -49,15 +49,11 @@ class MarkedParser(SteppedParser):
         raise NotImplementedError
 
     def _arguments(self) -> bool:
-        for at, character in enumerate(self._text, 1):
-            if self._value.take(character):
-                at -= self._value.broken
-                self._found.add_arguments(self._text[:at])
-                self._text, self._step_now = self._text[at:], self._after
-                return True
-        self._found.add_arguments(self._text)
-        self._text = ""
-        return False
+        written, self._text, ended = self._value.read(self._text)
+        self._found.add_arguments(written)
+        if ended:
+            self._step_now = self._after
+        return ended
 
     def _after(self) -> bool:
         """Reads the text after the arguments: an optional code fence, which is dropped, and the

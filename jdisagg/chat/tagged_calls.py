@@ -28,6 +28,7 @@ class TaggedParser(SteppedParser):
         self._name = ""
         self._count = 0  # arguments so far
         self._allowed: Allowed = ANY  # what the argument may be
+        self._ends: tuple[str, ...] = ()  # what may end the argument
         self._pieces: list[str] = []  # pieces of an argument that need not be a string
         self._passed = False  # whether part of the argument was emitted
 
@@ -46,7 +47,7 @@ class TaggedParser(SteppedParser):
         if not places and len(self._text) < LONGEST_NAME + max(map(len, ends)):
             return False
         at = min(places, default=-1)
-        name = self._text[:at].strip() if 0 <= at <= LONGEST_NAME else ""
+        name = _bare(self._text[:at]) if 0 <= at <= LONGEST_NAME else ""
         name = "" if any(c.isspace() or c in '<>"' for c in name) else self._resolved(name)
         if not name:
             self._found.say(self._held)
@@ -87,18 +88,30 @@ class TaggedParser(SteppedParser):
             return False
         self._text = rest.removeprefix(self.VALUE)
         comma = ", " if self._count else ""
-        self._found.add_arguments(f"{comma}{_json(key.strip())}: ")
+        key, schema = _bare(key), self._schemas.get(self._name, {})
+        self._found.add_arguments(f"{comma}{_json(key)}: ")
         self._count += 1
-        self._allowed = allowed_of(self._schemas.get(self._name, {}), key.strip())
+        self._allowed, self._ends = allowed_of(schema, key), self._ends_of(schema)
         self._pieces, self._passed = [], False
         self._step_now = self._in_value
         return True
 
+    def _ends_of(self, schema: Mapping[str, object]) -> tuple[str, ...]:
+        """Returns the texts that end an argument. Models forget VALUE_END: then a line that begins
+        another argument of the tool, or that ends the call, ends the argument as well."""
+        properties = schema.get("properties")
+        keys = properties if isinstance(properties, Mapping) else ()
+        end = f"\n{self.END}" + (f"\n{self.OUTER_END}" if self.OUTER else "")
+        return (self.VALUE_END, end, *(f"\n{self.KEY}{key}{self.KEY_END}" for key in keys))
+
     def _in_value(self) -> bool:
-        value, ended, rest = self._text.partition(self.VALUE_END)
-        if not ended:
+        ends = [(at, end) for end in self._ends if (at := self._text.find(end)) >= 0]
+        if not ends:
             self._pass_on()
             return False
+        at, end = min(ends)
+        value = self._text[:at]
+        rest = self._text[at + (len(end) if end == self.VALUE_END else 1) :]
         if self._allowed.any_text:
             value = self._trimmed(value, first=not self._passed, last=True)
             begin = "" if self._passed else '"'
@@ -111,8 +124,8 @@ class TaggedParser(SteppedParser):
 
     def _pass_on(self) -> None:
         """Emits the received part of a string value. Holds back its end if it may be the beginning
-        of VALUE_END, or a line break before VALUE_END."""
-        certain = len(self._text) - beginning_held(self._text, self.VALUE_END)
+        of what ends it, or a line break before VALUE_END."""
+        certain = len(self._text) - beginning_held(self._text, *self._ends)
         certain = len(self._text[:certain].removesuffix("\n"))
         text, rest = self._text[:certain], self._text[certain:]
         if not self._allowed.any_text:
@@ -173,6 +186,11 @@ class MiniMaxParser(QwenCoderParser):
     OUTER, OUTER_END = "<minimax:tool_call>", "</minimax:tool_call>"
     CALL, NAME_END, END = '<invoke name="', '">', "</invoke>"
     KEY, KEY_END = '<parameter name="', '">'
+
+
+def _bare(name: str) -> str:
+    """Returns a name without the space and the quotation marks around it."""
+    return name.strip().strip("\"'")
 
 
 def _json(value: object) -> str:

@@ -301,15 +301,11 @@ class MistralParser(JsonToolParser):
         return True
 
     def _read_value(self, value: JsonValue) -> bool:
-        for at, character in enumerate(self._text, 1):
-            if value.take(character):
-                at -= value.broken
-                self._found.add_arguments(self._text[:at])
-                self._text, self._value = self._text[at:], None
-                return True
-        self._found.add_arguments(self._text)
-        self._text = ""
-        return False
+        written, self._text, ended = value.read(self._text)
+        self._found.add_arguments(written)
+        if ended:
+            self._value = None
+        return ended
 
     def _next_of_list(self) -> bool:
         body = self._hold_space(SPACE + ",")

@@ -23,6 +23,20 @@ TAIL_TOKENS = 16
 REPLAYED_TOKENS = 64  # tokens replayed before other tasks get a turn
 
 
+def thinks(
+    form: AnswerFormat, chat: ChatPrompt, prompt_ids: Sequence[int], decoder: Detokenizer
+) -> bool:
+    """Returns whether a chat's prompt ends inside reasoning. Some templates end with the marker
+    that begins reasoning."""
+    marks = form.marks
+    if marks is None:
+        return False
+    if chat.continue_final_message:
+        return marks.open_in(chat.messages[-1].text)
+    text = decoder.decode(prompt_ids[-TAIL_TOKENS:], skip_special_tokens=False)
+    return text.rstrip().endswith(marks.begin)
+
+
 class ChatAnswers:
     """Parsers of all answers to one chat request, one parser per child (parallel sample)."""
 
@@ -34,15 +48,17 @@ class ChatAnswers:
         self._form = form
         self._decoder = decoder
         self._parsers = [
-            None if parser is None else CountingParser(parser) for parser in self._new_parsers()
+            None if parser is None else CountingParser(parser)
+            for parser in self._new_parsers(decoder)
         ]
         self._called: set[int] = set()  # children with tool calls
 
-    def _new_parsers(self) -> list[AnswerParser | None]:
+    def _new_parsers(self, decoder: Detokenizer) -> list[AnswerParser | None]:
         children = range(self._request.sampling.n)
         if self._chat.tool_choice is ToolChoice.REQUIRED:
             return [ForcedParser() for _ in children]
-        tools, thinking = self._chat.callable_tools, self._thinking()
+        prompt = self._request.prompt_token_ids
+        tools, thinking = self._chat.callable_tools, thinks(self._form, self._chat, prompt, decoder)
         return [self._form.parser(tools, thinking=thinking) for _ in children]
 
     async def of(
@@ -105,18 +121,6 @@ class ChatAnswers:
         earlier = sum(len(message.tool_calls) for message in self._chat.messages)
         identity = "/".join(map(repr, (*self._request.identity, child, call.index)))
         return call_id(self._form.tools, call.name, earlier + call.index, identity)
-
-    def _thinking(self) -> bool:
-        """Returns whether the prompt ends inside reasoning. Some templates end with the marker that
-        begins reasoning."""
-        marks, chat = self._form.marks, self._chat
-        if marks is None:
-            return False
-        if chat.continue_final_message:
-            return marks.open_in(chat.messages[-1].text)
-        tail = self._request.prompt_token_ids[-TAIL_TOKENS:]
-        text = self._decoder.decode(tail, skip_special_tokens=False)
-        return text.rstrip().endswith(marks.begin)
 
     async def _resume(self) -> None:
         """Feeds the parsers the text that the client received before the stream broke. Yields to

@@ -19,7 +19,7 @@ from jdisagg.chat.formats import AnswerFormat
 from jdisagg.chat.messages import ChatPrompt, ToolChoice
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import LimitsConfig
-from jdisagg.dispatch.answers import ChatAnswers
+from jdisagg.dispatch.answers import ChatAnswers, thinks
 from jdisagg.dispatch.client_limits import KeyUse
 from jdisagg.dispatch.options import (
     MAX_ALLOWED_TOKENS,
@@ -36,6 +36,13 @@ from jdisagg.dispatch.prompts import ChatTokenizer, ModelInfo, Prompt, PromptEnc
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.dispatch.served_adapters import ServedAdapters
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
+from jdisagg.grammar.chat_answers import (
+    marked_call,
+    marker,
+    may_think_or_call,
+    plain_call,
+    with_thought_and_calls,
+)
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.ports import close_stream
 from jdisagg.messages.worker_status import WorkerStatus
@@ -183,7 +190,13 @@ class Frontend:
                     " reasoning; leave them out"
                 )
             # The parser needs the markers, which may be special tokens.
-            sampling = dataclasses.replace(sampling, skip_special_tokens=False)
+            sampling = dataclasses.replace(
+                sampling,
+                skip_special_tokens=False,
+                grammar=sampling.grammar
+                if origin or self._answers.in_headers
+                else self._opened(chat, sampling.grammar, token_ids),
+            )
         if resumption is not None:
             self._check_resumption(resumption, len(token_ids), sampling)
         ends = (
@@ -204,6 +217,30 @@ class Frontend:
             adapter=adapter,
             images=images,
         )
+
+    def _opened(
+        self, chat: ChatPrompt, grammar: Grammar | None, prompt_ids: Sequence[int]
+    ) -> Grammar | None:
+        """Returns the grammar of a chat's answer, which may think or call tools outside the
+        request's grammar."""
+        if grammar is None:
+            return None
+        form, tools, codec = self._answers, chat.callable_tools, self.prompts.codec
+        calls = [marked_call(self._marker(form.call_mark))] if tools and form.call_mark else []
+        if tools and form.plain_calls:
+            calls.append(plain_call([*tools]))
+        marks = form.marks and (self._marker(form.marks.begin), self._marker(form.marks.end))
+        begun = thinks(form, chat, prompt_ids, codec)
+        return with_thought_and_calls(grammar, marks, begun, calls)
+
+    def _marker(self, text: str) -> str:
+        codec = self.prompts.codec
+        found = [
+            token_id
+            for token_id in codec.encode(text, add_special_tokens=False)
+            if codec.decode([token_id], skip_special_tokens=False) == text
+        ]
+        return marker(text, found[0] if found else None)
 
     def _check_option_ids(self, options: SamplingOptions) -> None:
         biased = bias_pairs(options.get("logit_bias") or ())[: MAX_LOGIT_BIAS + 1]
@@ -243,14 +280,15 @@ class Frontend:
 
         Args:
             chat: Chat from which the request was built, or None. Answers to a chat are parsed for
-                reasoning and tool calls, except answers that follow a grammar.
+                reasoning and tool calls, except answers that follow a Lark grammar.
         """
         events = self._stream(request)
         if chat is None:
             return events
+        grammar = request.sampling.grammar
+        content_only = grammar is not None and not may_think_or_call(grammar)
         if chat.tool_choice is not ToolChoice.REQUIRED and (
-            request.sampling.grammar is not None
-            or not self._answers.takes_apart(chat.callable_tools)
+            content_only or not self._answers.takes_apart(chat.callable_tools)
         ):
             return events
         return ChatAnswers(request, chat, self._answers, self.prompts.codec).of(events)

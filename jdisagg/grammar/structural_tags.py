@@ -20,7 +20,7 @@ from jdisagg.grammar.json_blanks import with_few
 from jdisagg.grammar.schema_forms import schema_for_llguidance
 
 Json = Mapping[str, object]
-_TEXT = "TEXT: /(.|\\n)*/"
+TEXT = "TEXT: /(.|\\n)*/"
 _NO: Json = {"enum": []}  # a schema that nothing satisfies
 MOST_PARTS = 512
 
@@ -36,7 +36,7 @@ def structural_lark(tag: Json) -> str:
             start = rules.triggered(tags, "")
     except RecursionError:
         raise InvalidRequestError("structural_tag is nested too deeply; simplify it") from None
-    return "\n".join(("%llguidance {}", f"start: {start}", *rules.lines, _TEXT))
+    return "\n".join(("%llguidance {}", f"start: {start}", *rules.lines, TEXT))
 
 
 class _Rules:
@@ -59,11 +59,11 @@ class _Rules:
             )
         found = make(self, cast(Json, part), where)
         if kind == "any_text" and ends:
-            return self._rule(f"TEXT {_quoted(ends)}", lazy=True)
-        return f"{found} {_quoted(ends)}" if ends else found
+            return self._rule(f"TEXT {quoted(ends)}", lazy=True)
+        return f"{found} {quoted(ends)}" if ends else found
 
     def constant(self, part: Json, where: str) -> str:
-        return _quoted(_text(part, "value", where))
+        return quoted(_text(part, "value", where))
 
     def schema(self, part: Json, where: str) -> str:
         schema = part.get("json_schema", part.get("schema"))
@@ -75,10 +75,7 @@ class _Rules:
         return f"%json {json.dumps(shown)}"
 
     def regex(self, part: Json, where: str) -> str:
-        pattern = _text(part, "pattern", where).replace("\n", "\\n")
-        # An unescaped slash ends an expression in Lark.
-        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern)
-        return self._rule(f"/{escaped}/", terminal=True)
+        return self._rule(regex_literal(_text(part, "pattern", where)), terminal=True)
 
     def text(self, part: Json, where: str) -> str:
         return "TEXT"
@@ -109,7 +106,7 @@ class _Rules:
             content = {"type": "json_schema", "json_schema": part["schema"]}
         rest = begin.removeprefix(begun)
         inner = self.of(content, f"{where}.content".lstrip("."), ends=end or None)
-        return self._rule(" ".join(filter(None, (_quoted(rest) if rest else "", inner))))
+        return self._rule(" ".join(filter(None, (quoted(rest) if rest else "", inner))))
 
     def triggered(self, part: Json, where: str) -> str:
         tags, dot = _list(part, "tags", where), f"{where}." if where else ""
@@ -128,7 +125,7 @@ class _Rules:
                 )
             by_trigger.setdefault(trigger, []).append(self.tag(cast(Json, tag), name, trigger))
         called = [
-            f"{self._rule(f'TEXT {_quoted(trigger)}', lazy=True)} ({' | '.join(some)})"
+            f"{self._rule(f'TEXT {quoted(trigger)}', lazy=True)} ({' | '.join(some)})"
             for trigger, some in by_trigger.items()
         ]
         if not called:
@@ -149,7 +146,7 @@ class _Rules:
             some.append(self.tag(tag, name))
         one = self._rule(" | ".join(some))
         separator = _text(part, "separator", where, empty=True)
-        more = f" ({_quoted(separator)} {one})*" if separator else f" {one}*"
+        more = f" ({quoted(separator)} {one})*" if separator else f" {one}*"
         found = one if part.get("stop_after_first") is True else f"{one}{more}"
         return found if part.get("at_least_one") is True else f"({found})?"
 
@@ -172,7 +169,15 @@ _FORMATS: dict[str, Callable[[_Rules, Json, str], str]] = {
 }
 
 
-def _quoted(text: str) -> str:
+def regex_literal(pattern: str) -> str:
+    """Returns a regular expression as Lark writes it."""
+    # An unescaped slash would end it.
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern.replace("\n", "\\n"))
+    return f"/{escaped}/"
+
+
+def quoted(text: str) -> str:
+    """Returns a text as Lark writes it."""
     return json.dumps(text, ensure_ascii=False)
 
 

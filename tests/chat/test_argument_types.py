@@ -74,6 +74,12 @@ TYPED = [
     ({"type": "object"}, "{'f': open('x')}", "{'f': open('x')}"),
     ({"type": "object"}, "{'a': 1e999}", "{'a': 1e999}"),
     ({"type": "object"}, "{'a': '\\ud800'}", "{'a': '\\ud800'}"),
+    # JSON with line breaks and tabs that are not escaped
+    ({"type": "object"}, '{"a": "x\n\ty"}', {"a": "x\n\ty"}),
+    ({"type": ["array", "null"]}, '["x\ny"]', ["x\ny"]),
+    ({}, '{"a": "x\ny"}', {"a": "x\ny"}),
+    ({"type": "array"}, '{"a": "x\ny"}', '{"a": "x\ny"}'),
+    ({"type": "string"}, '{"a": "x\ny"}', '{"a": "x\ny"}'),
     # numbers
     ({"type": "integer"}, "3.0", 3),
     ({"type": "integer"}, "1e3", 1000),

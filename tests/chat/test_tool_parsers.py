@@ -242,6 +242,42 @@ def test_an_answer_without_calls_is_passed_on_at_once(name: str) -> None:
         ("glm45", "<tool_call>run\n<arg_key>a</arg_key><arg_value>NaN", [["run", '{"a": ']]),
         ("qwen3_coder", "<function=run>\n</function>", [["run", "{}"]]),
         ("qwen3_coder", "<tool_call> or not", []),
+        # Tags that a model forgot, and quotation marks around names.
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n<parameter=days>\n3\n"
+            "</function>\n</tool_call>",
+            [["get_weather", '{"city": "Rome", "days": 3}']],
+        ),
+        (
+            "glm45",
+            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome\n</tool_call>",
+            [["get_weather", '{"city": "Rome"}']],
+        ),
+        (
+            "minimax_m2",
+            '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="days">3\n'
+            "</invoke>\n</minimax:tool_call>",
+            [["get_weather", '{"days": 3}']],
+        ),
+        (
+            "qwen3_coder",
+            '<tool_call>\n<function="get_weather">\n<parameter="city">\n<parameter=x>\n'
+            "</parameter>\n</function>\n</tool_call>",
+            [["get_weather", '{"city": "<parameter=x>"}']],
+        ),
+        # Line breaks and tabs that are not escaped.
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": "x\n\ty\\\nz"}}\n</tool_call>',
+            [["f", '{"a": "x\\n\\ty\\\\\\nz"}']],
+        ),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{\n"a": "x\ny"}', [["f", '{\n"a": "x\\ny"}']]),
+        (
+            "kimi_k2",
+            '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": "x\ny"}<|tool_call_end|>',
+            [["f", '{"a": "x\\ny"}']],
+        ),
     ],
 )
 def test_what_models_write_beside_their_form_is_understood_or_words(

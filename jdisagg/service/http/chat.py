@@ -3,7 +3,7 @@
 This module checks only the types of the fields. The `Frontend` validates the chat."""
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -38,7 +38,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 _CHOICES = {choice.value: choice for choice in ToolChoice}
 _CHOICES["any"] = ToolChoice.REQUIRED  # the name in other APIs
-_CHOICE_KINDS = ("function", "tool", "allowed_tools")
+_NAMED_KINDS = ("function", "tool", "custom")
 _MODES = ("auto", "required")
 _TextKind = Literal["text", "input_text", "output_text"]
 # Types of parts, and the field of each that holds its text.
@@ -46,6 +46,10 @@ _TEXT_FIELDS = {**dict.fromkeys(get_args(_TextKind), "text"), "refusal": "refusa
 _IMAGE_KINDS = ("image_url", "input_image", "image")
 _REFUSED_OF_IMAGES: dict[str, tuple[tuple[object, ...], str]] = {
     "file_id": ((), "the server keeps no files; send the image itself as a data: URL")
+}
+_REFUSED_OF_REASONING: dict[str, tuple[tuple[object, ...], str]] = {
+    "max_tokens": ((0,), "limit the whole answer with max_tokens"),
+    "exclude": ((False,), "leave reasoning_content out of the reply yourself"),
 }
 _THOUGHT_KINDS = ("thinking", "reasoning", "reasoning_text")
 # Variables of chat templates that switch reasoning on and off, and the values of a client's field
@@ -67,7 +71,12 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
         raise InvalidRequestError("messages is missing: send a list of objects")
     goes_on = bool(fields.read("continue_final_message", YES))
     begins = fields.read("add_generation_prompt", YES)
-    arguments = template_arguments(fields, fields.read("reasoning_effort", TEXT))
+    reasoning = fields.part("reasoning")  # OpenRouter's field
+    reasoning.refuse(_REFUSED_OF_REASONING)
+    effort = fields.read("reasoning_effort", TEXT) or reasoning.read("effort", TEXT)
+    arguments = template_arguments(fields, effort)
+    if (thinks := reasoning.read("enabled", YES)) is not None:
+        arguments = dict.fromkeys(_SWITCHES, thinks) | arguments
     if (documents := fields.read("documents", _DOCUMENTS)) is not None:
         arguments.setdefault("documents", documents)
     several = fields.read("parallel_tool_calls", YES)
@@ -239,18 +248,22 @@ class OfferedTools(NamedTuple):
     name: str
 
 
-def offered_tools(fields: Fields, *, nested: bool = True) -> OfferedTools:
-    """Reads the fields `tools` and `tool_choice`. `nested` means that the description of a function
-    is in a nested object `function`, as in the chat API."""
-    given = fields.parts("tools", MAX_TOOLS) or []
-    tools = tuple(_chat_tool(tool, _function(tool, nested)) for tool in given)
+def offered_tools(fields: Fields) -> OfferedTools:
+    """Reads the fields `tools` and `tool_choice` of the chat API."""
+    tools = tuple(map(chat_tool, fields.parts("tools", MAX_TOOLS) or ()))
+    return chosen_tools(fields, tools, nested=True)
+
+
+def chosen_tools(fields: Fields, tools: tuple[ChatTool, ...], *, nested: bool) -> OfferedTools:
+    """Reads the field `tool_choice`. `nested` means that the name of a function is in a nested
+    object `function`, as in the chat API."""
     chosen = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
     kind = chosen.get("type", "function") if isinstance(chosen, dict) else chosen
     if isinstance(kind, str) and kind in _CHOICES:
         return OfferedTools(tools, _CHOICES[kind], "")
-    part = fields.part("tool_choice") if kind in _CHOICE_KINDS else Fields({})
-    if kind in ("function", "tool"):
-        return OfferedTools(tools, ToolChoice.REQUIRED, _function(part, nested).given("name", TEXT))
+    part = fields.part("tool_choice") if isinstance(chosen, dict) else Fields({})
+    if kind in _NAMED_KINDS:
+        return OfferedTools(tools, ToolChoice.REQUIRED, _name(part, nested))
     if kind == "allowed_tools":
         return _allowed(part.part("allowed_tools") if nested else part, tools, nested)
     named = '"function": {"name": ...}' if nested else '"name": ...'
@@ -267,7 +280,7 @@ def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> Offered
         raise InvalidRequestError(
             f"{part.path}mode must be {' or '.join(_MODES)}, got {mode[:80]!r}"
         )
-    names = {_function(one, nested).given("name", TEXT) for one in part.parts("tools") or ()}
+    names = {_name(one, nested) for one in part.parts("tools") or ()}
     if unknown := names - {tool.name for tool in tools}:
         raise InvalidRequestError(
             f"{part.path}tools names {min(unknown)[:64]!r}, which is not one of the tools; send"
@@ -277,6 +290,33 @@ def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> Offered
     return OfferedTools(kept, _CHOICES[mode], "")
 
 
+def without_hosted(
+    fields: Fields, tools: Sequence[Fields], hosted: tuple[str, ...]
+) -> Sequence[Fields]:
+    """Returns the tools without those that the API's own servers run, if others remain. A header of
+    the reply lists what was left out. A request of such tools alone keeps them, and is refused.
+
+    Args:
+        hosted: Beginnings of the types of such tools.
+    """
+    kinds = [tool.read("type", TEXT) or "" for tool in tools]
+    kept = [tool for tool, kind in zip(tools, kinds, strict=True) if not kind.startswith(hosted)]
+    if not kept:
+        return tools
+    fields.leave_out(*{f"tools.{kind}": None for kind in kinds if kind.startswith(hosted)})
+    return kept
+
+
+def joined_name(namespace: str, name: str) -> str:
+    """Returns the name in a chat of a function in a namespace, which only the Responses API has."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
+def _name(tool: Fields, nested: bool) -> str:
+    function = _function(tool, nested)
+    return joined_name(function.read("namespace", TEXT) or "", function.given("name", TEXT))
+
+
 def _function(tool: Fields, nested: bool) -> Fields:
     """Returns the fields of a tool's function. Accepts the forms of both APIs, because clients mix
     them."""
@@ -284,11 +324,12 @@ def _function(tool: Fields, nested: bool) -> Fields:
     return tool.part("function") if nested else tool
 
 
-def _chat_tool(tool: Fields, function: Fields) -> ChatTool:
+def chat_tool(tool: Fields, *, nested: bool = True, namespace: str = "") -> ChatTool:
+    """Reads the description of a function."""
     _check_kind(tool)
-    function.ignore("strict")
+    function = _function(tool, nested)
     return ChatTool(
-        function.given("name", TEXT),
+        joined_name(namespace, function.given("name", TEXT)),
         function.read("description", TEXT) or "",
         function.read("parameters", PLAIN_OBJECT),
         function.read("return", PLAIN_OBJECT),

@@ -64,6 +64,12 @@ class Exchange:
                 415,
                 "unsupported_media_type",
             )
+        if (coding := self.headers.get("content-encoding", "identity")) not in ("", "identity"):
+            raise HttpRefusal(
+                f"content-encoding {coding[:80]!r} is not supported; send the body uncompressed",
+                415,
+                "unsupported_media_type",
+            )
         stated = self.headers.get("content-length", "")
         if stated.isdecimal() and len(stated) < 20:
             _check_size(int(stated), limit_bytes)

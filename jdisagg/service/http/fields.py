@@ -102,6 +102,7 @@ class Fields:
         self._raw = raw
         self._path = path
         self._read: set[str] = set()
+        self._left_out: list[str] = []
 
     @classmethod
     def of(cls, body: bytes) -> "Fields":
@@ -212,8 +213,12 @@ class Fields:
         them."""
         self._read.update(names)
 
+    def leave_out(self, *names: str) -> None:
+        """Adds names to those that `unread` lists, of parts of the request without effect."""
+        self._left_out += names
+
     def unread(self) -> list[str]:
-        return [name for name in self._raw if name not in self._read]
+        return [name for name in self._raw if name not in self._read] + self._left_out
 
 
 def either(fields: Fields, names: Sequence[str], kind: FieldKind[T]) -> T | None:

@@ -135,6 +135,7 @@ class HttpGeneration:
                     model.version or None,
                     asked.told,
                     asked.keep,
+                    asked.sent_tools,
                 )
                 given = functools.partial(
                     self._frontend.token_bytes, skip_special_tokens=runs[0].skips_special_tokens

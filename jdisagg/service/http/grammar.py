@@ -17,10 +17,10 @@ from jdisagg.request import Grammar, GrammarKind
 from jdisagg.service.http.fields import ANYTHING, TEXT, YES, FieldKind, Fields
 
 RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
-RESPONSE_TEXT, MESSAGE_OUTPUT = "text", "output_config"
+RESPONSE_TEXT, MESSAGE_OUTPUT, OLD_MESSAGE_OUTPUT = "text", "output_config", "output_format"
 _GUIDED = tuple(f"guided_{name}" for name in ("json", "regex", "choice", "grammar"))
 _FIELDS = (RESPONSE_FORMAT, STRUCTURED_OUTPUTS, *_GUIDED, "regex", "json_schema", "ebnf")
-_NAMES = (*_FIELDS, RESPONSE_TEXT, MESSAGE_OUTPUT)
+_NAMES = (*_FIELDS, RESPONSE_TEXT, MESSAGE_OUTPUT, OLD_MESSAGE_OUTPUT)
 _FORMATS = "text, json_object, json_schema or structural_tag"
 
 
@@ -90,9 +90,11 @@ def grammar_of_response(fields: Fields) -> Grammar | None:
 
 
 def grammar_of_message(fields: Fields) -> Grammar | None:
-    """Reads the grammar in the field `output_config.format` of /v1/messages."""
+    """Reads the grammar in the field `output_config.format` of /v1/messages, or in its older name
+    `output_format`."""
+    formats = fields.part(MESSAGE_OUTPUT).part("format"), fields.part(OLD_MESSAGE_OUTPUT)
     with named_as_sent(fields):
-        return _of_format(fields.part(MESSAGE_OUTPUT).part("format"), nested=False)
+        return next(filter(None, (_of_format(one, nested=False) for one in formats)), None)
 
 
 @contextmanager

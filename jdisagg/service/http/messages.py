@@ -3,7 +3,7 @@
 A message is a list of content blocks. Blocks of text, thinking and tool calls become parts of a
 chat message. A tool result becomes a separate message. `message_replies` builds the reply."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -20,15 +20,14 @@ from jdisagg.chat.messages import (
 )
 from jdisagg.errors import InvalidRequestError
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
-from jdisagg.service.http.chat import OfferedTools, image_part
+from jdisagg.service.http.chat import OfferedTools, image_part, without_hosted
 from jdisagg.service.http.fields import (
     INTEGER,
-    OBJECT,
     PLAIN_OBJECT,
     TEXT,
+    TEXT_OR_JSON,
     TEXTS,
     YES,
-    FieldKind,
     Fields,
     begins,
 )
@@ -43,13 +42,12 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "container": ((), "the server runs no code"),
 }
 _WITHOUT_MEANING = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id")
-_OF_BLOCKS = ("cache_control", "citations", "signature", "caller")
-_OF_TOOLS = ("cache_control", "strict", "input_examples", "eager_input_streaming")
+# Beginnings of the types of tools that Anthropic's servers run.
+_HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")
 _CHOICES = {"auto": ToolChoice.AUTO, "any": ToolChoice.REQUIRED, "none": ToolChoice.NONE}
 # What thinking the client asks for, as variables of chat templates.
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
-_JSON_TEXT: FieldKind[str] = FieldKind("an object", lambda raw: _object_text(raw))
-_KINDS = "text, image, thinking, tool_use or tool_result"
+_KINDS = "text, image, document, search_result, thinking, tool_use or tool_result"
 
 
 def message_from(fields: Fields) -> Asked:
@@ -83,7 +81,7 @@ def message_prompt(fields: Fields) -> ChatPrompt:
     last = messages[-1] if messages else None
     goes_on = last is not None and last.role == "assistant" and bool(last.text)
     goes_on = goes_on and last is not None and not last.tool_calls
-    _check_context(fields.part("context_management"))
+    _edit(messages, fields.part("context_management"))
     offered, several = _offered(fields)
     return ChatPrompt(
         tuple(messages),
@@ -116,15 +114,28 @@ def _arguments(fields: Fields) -> dict[str, object]:
     return arguments
 
 
-def _check_context(management: Fields) -> None:
-    """Refuses edits of the context, except those that keep the whole context."""
+def _edit(messages: list[ChatMessage], management: Fields) -> None:
+    """Edits the context as the request asks: removes the thinking of all turns but the last ones.
+    Refuses other edits."""
     for edit in management.parts("edits") or ():
         kind = edit.given("type", TEXT)
-        keeps_all = edit.has("keep") and bytes(edit.raw("keep")) == b'"all"'
-        if not (kind.startswith("clear_thinking") and keeps_all):
+        if not kind.startswith("clear_thinking"):
             raise InvalidRequestError(
                 f"{edit.path}type={kind[:80]!r} is not supported; shorten the messages yourself"
             )
+        left = 1
+        if edit.has("keep") and begins(edit.raw("keep"), b"{"):
+            left = edit.part("keep").read("value", INTEGER) or len(messages)
+        elif edit.read("keep", TEXT) == "all":
+            left = len(messages)
+        counted = False  # whether the turn of the message was counted
+        for at in reversed(range(len(messages))):
+            if messages[at].role == "user":
+                counted = False
+            elif messages[at].reasoning:
+                left, counted = left - (not counted), True
+                if left < 0:
+                    messages[at] = replace(messages[at], reasoning="")
 
 
 def _add(messages: list[ChatMessage], message: ChatMessage) -> None:
@@ -181,25 +192,24 @@ def _messages(message: Fields) -> Iterator[ChatMessage]:
 
 def _message(role: str, block: Fields) -> ChatMessage:
     """Returns one content block as a message."""
-    kind = block.given("type", TEXT)
-    block.ignore(*_OF_BLOCKS)
+    kind = _kind(block)
     if kind == "text":
         return ChatMessage(role, block.given("text", TEXT))
     if kind == "image" and role == "user":
         return ChatMessage(role, (image_part(block, kind),))
+    if kind in _TEXTS_OF and role == "user":
+        return ChatMessage(role, _TEXTS_OF[kind](block))
     if kind == "tool_result" and role == "user":
-        block.ignore("is_error")
-        called = block.given("tool_use_id", TEXT)
+        called = block.read("tool_use_id", TEXT) or ""
         return ChatMessage("tool", _result(block), tool_call_id=called)
     if role == "assistant":
         if kind == "thinking":
-            return ChatMessage(role, "", reasoning=block.given("thinking", TEXT))
+            return ChatMessage(role, "", reasoning=block.read("thinking", TEXT) or "")
         if kind == "redacted_thinking":
-            block.ignore("data")
             return ChatMessage(role, "")
         if kind == "tool_use":
-            arguments = block.given("input", _JSON_TEXT)
-            call = ToolCall(block.given("name", TEXT), arguments, block.given("id", TEXT))
+            arguments = block.read("input", TEXT_OR_JSON) or ""
+            call = ToolCall(block.given("name", TEXT), arguments, block.read("id", TEXT) or "")
             return ChatMessage(role, "", tool_calls=(call,))
     raise InvalidRequestError(
         f"{block.path}type must be {_KINDS} as the role allows, got {kind[:80]!r} of the role"
@@ -207,17 +217,49 @@ def _message(role: str, block: Fields) -> ChatMessage:
     )
 
 
+def _kind(block: Fields) -> str:
+    return block.read("type", TEXT) or "text"
+
+
+def _document(block: Fields) -> str:
+    """Returns the text of a document, after its title and its context."""
+    source = block.part("source")
+    kind = source.given("type", TEXT)
+    if kind not in ("text", "content"):
+        raise InvalidRequestError(
+            f"{source.path}type must be text or content, got {kind[:80]!r}; the server reads no"
+            " files: send the document's text"
+        )
+    text = source.given("data", TEXT) if kind == "text" else _text(source, "content")
+    return _titled(block, ("title", "context"), text)
+
+
+def _search_result(block: Fields) -> str:
+    return _titled(block, ("title", "source"), _text(block, "content"))
+
+
+def _titled(block: Fields, names: Sequence[str], text: str) -> str:
+    return "\n".join(filter(None, (*(block.read(name, TEXT) for name in names), text)))
+
+
+# What the model is shown of blocks that are texts of another form.
+_TEXTS_OF: dict[str, Callable[[Fields], str]] = {
+    "document": _document,
+    "search_result": _search_result,
+    "tool_reference": lambda block: block.given("tool_name", TEXT),
+}
+
+
 def _result(block: Fields) -> Content:
-    """Reads the content of a tool's result: a text, or blocks of text and images."""
+    """Reads the content of a tool's result: a text, or blocks of texts and images."""
     blocks = _blocks(block, "content")
     if isinstance(blocks, str):
         return blocks
     content: Content = ""
     for one in blocks:
-        kind = one.given("type", TEXT)
-        one.ignore(*_OF_BLOCKS)
-        image = kind == "image"
-        part = (image_part(one, kind),) if image else _block_text(one, kind, "text or image")
+        kind = _kind(one)
+        text = _TEXTS_OF.get(kind, _block_text)
+        part = (image_part(one, kind),) if kind == "image" else text(one)
         content = _joined_content(content, part)
     return content
 
@@ -226,7 +268,7 @@ def _blocks(fields: Fields, name: str) -> str | list[Fields]:
     """Reads a field that is a text or a list of content blocks."""
     if fields.has(name) and not begins(fields.raw(name), b"["):
         return fields.given(name, TEXT)
-    return fields.parts(name) or []
+    return fields.parts(name, text_field="text") or []
 
 
 def _text(fields: Fields, name: str) -> str:
@@ -234,22 +276,22 @@ def _text(fields: Fields, name: str) -> str:
     blocks = _blocks(fields, name)
     if isinstance(blocks, str):
         return blocks
-    for block in blocks:
-        block.ignore(*_OF_BLOCKS)
-    return "\n".join(_block_text(block, block.given("type", TEXT), "text") for block in blocks)
+    return "\n".join(map(_block_text, blocks))
 
 
-def _block_text(block: Fields, kind: str, kinds: str) -> str:
+def _block_text(block: Fields) -> str:
+    kind = _kind(block)
     if kind != "text":
         raise InvalidRequestError(
-            f"{block.path}type must be {kinds}, got {kind[:80]!r}; no other type is supported"
+            f"{block.path}type must be text, got {kind[:80]!r}; no other type is supported here"
         )
     return block.given("text", TEXT)
 
 
 def _offered(fields: Fields) -> tuple[OfferedTools, bool]:
     """Returns the tools that the model may call, and whether it may call several at once."""
-    tools = tuple(map(_tool, fields.parts("tools", MAX_TOOLS) or ()))
+    given = fields.parts("tools", MAX_TOOLS) or []
+    tools = tuple(map(_tool, without_hosted(fields, given, _HOSTED)))
     choice = fields.part("tool_choice")
     several = choice.read("disable_parallel_tool_use", YES) is not True
     kind = choice.given("type", TEXT) if choice.names else "auto"
@@ -270,14 +312,8 @@ def _tool(tool: Fields) -> ChatTool:
             f"{tool.path}type must be custom, got {kind[:80]!r}; the server runs no tools, and the"
             " model has no schemas of Anthropic's own tools"
         )
-    tool.ignore(*_OF_TOOLS)
     return ChatTool(
         tool.given("name", TEXT),
         tool.read("description", TEXT) or "",
         tool.given("input_schema", PLAIN_OBJECT),
     )
-
-
-def _object_text(raw: msgspec.Raw) -> str:
-    OBJECT.decode(raw)
-    return bytes(raw).decode()

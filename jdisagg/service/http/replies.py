@@ -15,6 +15,7 @@ from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
 from jdisagg.service.http.requests import OfPrompt, Streaming
 from jdisagg.service.http.response_store import Keep
+from jdisagg.service.http.response_tools import SentTool
 from jdisagg.service.http.token_texts import Pieces, Placed, TextOfTokens
 
 DONE = b"data: [DONE]\n\n"
@@ -28,7 +29,8 @@ _FINISHED = {reason: _encode(reason) for reason in FinishReason}
 @dataclass(frozen=True, slots=True)
 class Heading:
     """Fields that all objects of one reply share. `told` has the fields of the request that the
-    reply repeats. `keep` stores the reply for later requests; None to store nothing."""
+    reply repeats. `keep` stores the reply for later requests; None to store nothing. `sent_tools`
+    are tools by their names in the chat, where the client sent other names."""
 
     id: str
     created: int
@@ -36,6 +38,7 @@ class Heading:
     version: str | None
     told: Mapping[str, msgspec.Raw] = field(default_factory=dict)
     keep: Keep | None = None
+    sent_tools: Mapping[str, SentTool] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

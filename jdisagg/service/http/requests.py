@@ -30,6 +30,7 @@ from jdisagg.service.http.fields import (
 )
 from jdisagg.service.http.grammar import grammar_from
 from jdisagg.service.http.response_store import Keep
+from jdisagg.service.http.response_tools import SentTool
 from jdisagg.service.http.resumption import Resumed, resumed_from
 from jdisagg.service.http.unsupported import (
     REFUSED,
@@ -107,6 +108,7 @@ class Asked:
         told: Fields of the request that the reply repeats.
         within_context: Whether a max_tokens that exceeds the context is reduced, not refused.
         keep: Object that stores the reply for later requests, or None.
+        sent_tools: Tools by their names in the chat, where the client sent other names.
         resumed: The part of the stream that the client has already received, or None if the stream
             cannot be resumed.
     """
@@ -128,6 +130,7 @@ class Asked:
     told: Mapping[str, msgspec.Raw] = field(default_factory=dict)
     within_context: bool = False
     keep: Keep | None = None
+    sent_tools: Mapping[str, SentTool] = field(default_factory=dict)
     resumed: Resumed | None = None
 
 
@@ -269,7 +272,7 @@ def asked_from(
         bool(wanted.read("include_usage", YES)), bool(wanted.read("continuous_usage_stats", YES))
     )
     streams = bool(fields.read("stream", YES))
-    if fields.has("stream_options") and not streams:
+    if wanted.names and not streams:
         raise InvalidRequestError("stream_options needs stream; set stream to true")
     return Asked(
         prompts=prompts,

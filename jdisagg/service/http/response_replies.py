@@ -12,6 +12,7 @@ import msgspec
 from jdisagg.request import FinishReason, StreamEvent, ToolCallDelta, Usage
 from jdisagg.service.http.replies import ChatReply, Heading, Json, ReplyChoice, cached_of
 from jdisagg.service.http.requests import Streaming
+from jdisagg.service.http.response_tools import SentTool
 from jdisagg.service.http.token_texts import Pieces
 
 _encode = msgspec.json.encode
@@ -29,6 +30,7 @@ class ResponseReply(ChatReply):
         super().__init__(heading, streaming, pieces, token_ids)
         self._told = heading.told
         self._keep = heading.keep
+        self._sent = heading.sent_tools
         self._items: list[_Item] = []
         self._open = False  # whether the last item is open
         self._held: list[Json] = []  # entries of tokens without text so far
@@ -95,14 +97,20 @@ class ResponseReply(ChatReply):
         return frames
 
     def _call(self, call: ToolCallDelta) -> list[bytes]:
-        called = _Item(self._item_id("fc"), _Kind.CALL, call) if call.name else None
-        frames = self._begin(called) if called is not None else []
+        frames = self._begin(self._called(call)) if call.name else []
         if call.arguments:
-            self._items[-1].texts.append(call.arguments)
-            frames.append(
-                self._of_item("response.function_call_arguments.delta", delta=call.arguments)
-            )
+            item = self._items[-1]
+            item.texts.append(call.arguments)
+            if not item.custom:
+                frames.append(
+                    self._of_item("response.function_call_arguments.delta", delta=call.arguments)
+                )
         return frames
+
+    def _called(self, call: ToolCallDelta, arguments: Sequence[str] = ()) -> "_Item":
+        sent = self._sent.get(call.name) or SentTool(call.name)
+        item_id = self._item_id("ctc" if sent.custom else "fc")
+        return _Item(item_id, _Kind.CALL, call, [*arguments], sent=sent)
 
     def _begin(self, item: "_Item") -> list[bytes]:
         frames = self._close(False)
@@ -116,6 +124,11 @@ class ResponseReply(ChatReply):
             return []
         self._open, item = False, self._items[-1]
         match item.kind:
+            case _Kind.CALL if item.custom:
+                # The input is known once the arguments are complete.
+                kind = "response.custom_tool_call_input"
+                frames = [self._of_item(f"{kind}.delta", delta=item.input)] if item.input else []
+                frames.append(self._of_item(f"{kind}.done", input=item.input))
             case _Kind.CALL:
                 done = "response.function_call_arguments.done"
                 frames = [self._of_item(done, arguments=item.text)]
@@ -147,7 +160,7 @@ class ResponseReply(ChatReply):
             item = _Item(self._item_id("msg"), _Kind.MESSAGE, None, [choice.text], tokens)
             self._items.append(item)
         for call, arguments in choice.calls:
-            self._items.append(_Item(self._item_id("fc"), _Kind.CALL, call, arguments))
+            self._items.append(self._called(call, arguments))
         return _encode(self._finished(cut, usage))
 
     def _finished(self, cut: bool, usage: Usage) -> Json:
@@ -215,17 +228,27 @@ class _Kind(enum.Enum):
 @dataclass(slots=True)
 class _Item:
     """One item of a response. `texts` has the pieces of its reasoning, content or arguments. `call`
-    is None unless the item is a tool call."""
+    is None unless the item is a tool call, of the tool `sent`."""
 
     id: str
     kind: _Kind
     call: ToolCallDelta | None = None
     texts: list[str] = field(default_factory=list)
     tokens: list[Json] = field(default_factory=list)
+    sent: SentTool = SentTool("")
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def custom(self) -> bool:
+        return self.sent.custom
+
+    @property
+    def input(self) -> str:
+        """The input of a call of a custom tool."""
+        return self.sent.input_of(self.text)
 
     def shown(self, status: str) -> Json:
         begun = status != "in_progress"
@@ -246,12 +269,14 @@ class _Item:
                 "role": "assistant",
                 "content": [_text_part(self.text, self.tokens)] if begun else [],
             }
+        given = {"input": self.input if begun else ""} if self.custom else {"arguments": self.text}
         return {
-            "type": "function_call",
+            "type": "custom_tool_call" if self.custom else "function_call",
             "id": self.id,
             "call_id": self.call.id,
-            "name": self.call.name,
-            "arguments": self.text,
+            "name": self.sent.name,
+            **({"namespace": self.sent.namespace} if self.sent.namespace else {}),
+            **given,
             "status": status,
         }
 

@@ -4,16 +4,23 @@ A request may continue an earlier response if the server keeps responses (`respo
 Otherwise fields that refer to an earlier response are refused, and the client must send the whole
 conversation with each request. `response_replies` builds the reply."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
+from jdisagg.chat.images import ChatImage
 from jdisagg.chat.messages import ChatMessage, ChatPrompt, ToolCall
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
-from jdisagg.service.http.chat import chat_message, offered_tools, parts_of, template_arguments
+from jdisagg.service.http.chat import (
+    OfferedTools,
+    chat_message,
+    chosen_tools,
+    joined_name,
+    parts_of,
+    template_arguments,
+)
 from jdisagg.service.http.errors import HttpRefusal
 from jdisagg.service.http.fields import (
     INTEGER,
@@ -29,6 +36,7 @@ from jdisagg.service.http.fields import (
 from jdisagg.service.http.grammar import grammar_of_response
 from jdisagg.service.http.requests import Asked, asked_from, most_tokens, sampling_options
 from jdisagg.service.http.response_store import Begun, Items, Keep, ResponseStore
+from jdisagg.service.http.response_tools import response_tools, text_arguments
 from jdisagg.service.http.unsupported import REFUSED_OF_RESPONSES
 
 LOGPROBS = "message.output_text.logprobs"
@@ -89,9 +97,11 @@ def response_from(
     included = fields.read("include", TEXTS) or []
     if LOGPROBS in included or top is not None:
         options["logprobs"] = top or 0
-    asked = asked_from(fields, (_chat(fields, messages),), options)
+    tools, sent = response_tools(fields)
+    offered = chosen_tools(fields, tools, nested=False)
+    asked = asked_from(fields, (_chat(fields, tuple(messages), offered),), options)
     told = {name: fields.raw(name) for name in _TOLD if fields.has(name)}
-    return replace(asked, told=told, keep=keep)
+    return replace(asked, told=told, keep=keep, sent_tools=sent)
 
 
 def _items(fields: Fields, store: ResponseStore | None, messages: list[ChatMessage]) -> Items:
@@ -122,11 +132,10 @@ def _items(fields: Fields, store: ResponseStore | None, messages: list[ChatMessa
     return (*earlier, *(raw.copy() for raw in _raw_items(fields.raw("input"))))
 
 
-def _chat(fields: Fields, messages: Sequence[ChatMessage]) -> ChatPrompt:
-    offered = offered_tools(fields, nested=False)
+def _chat(fields: Fields, messages: tuple[ChatMessage, ...], offered: OfferedTools) -> ChatPrompt:
     effort = fields.part("reasoning").read("effort", TEXT)
     return ChatPrompt(
-        tuple(messages),
+        messages,
         arguments=template_arguments(fields, effort),
         tools=offered.tools,
         tool_choice=offered.choice,
@@ -137,35 +146,46 @@ def _chat(fields: Fields, messages: Sequence[ChatMessage]) -> ChatPrompt:
 
 def _add(messages: list[ChatMessage], item: Fields) -> None:
     """Converts an input item to a chat message and appends it. A tool call is added to a preceding
-    assistant message, and an assistant message to preceding reasoning."""
+    assistant message, an assistant message to preceding reasoning, and a system message to a
+    preceding one, because many templates allow one only."""
     kind = item.read("type", TEXT) or "message"
     if kind == "message":
         message = chat_message(item)
         if message.role == "assistant" and messages and _only_thought(messages[-1]):
             message = replace(message, reasoning=messages.pop().reasoning)
+        elif messages and _of_system(message) and _of_system(messages[-1]):
+            message = replace(message, content=f"{messages.pop().text}\n\n{message.text}")
         messages.append(message)
     elif kind == "reasoning":
         messages.append(ChatMessage("assistant", "", reasoning=_thoughts(item)))
-    elif kind == "function_call":
-        item.ignore("id", "status")
-        call = ToolCall(
-            item.given("name", TEXT),
-            item.read("arguments", TEXT_OR_JSON) or "",
-            either(item, ("call_id", "id"), TEXT) or "",
-        )
+    elif kind in ("function_call", "custom_tool_call"):
         if not messages or messages[-1].role != "assistant":
             messages.append(ChatMessage("assistant", ""))
-        messages[-1] = replace(messages[-1], tool_calls=(*messages[-1].tool_calls, call))
-    elif kind == "function_call_output":
-        item.ignore("id", "status")
+        calls = (*messages[-1].tool_calls, _call(item, kind))
+        messages[-1] = replace(messages[-1], tool_calls=calls)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         output = parts_of(item, "output")
         called = item.read("call_id", TEXT) or ""
         messages.append(ChatMessage("tool", output, tool_call_id=called))
     else:
         raise InvalidRequestError(
-            "input items must have the type message, reasoning, function_call or"
-            f" function_call_output, got {kind[:80]!r}"
+            "input items must have the type message, reasoning, function_call or custom_tool_call,"
+            f" or of the output of such a call, got {kind[:80]!r}"
         )
+
+
+def _call(item: Fields, kind: str) -> ToolCall:
+    custom = kind == "custom_tool_call"
+    name = joined_name(item.read("namespace", TEXT) or "", item.given("name", TEXT))
+    given = item.read("input" if custom else "arguments", TEXT_OR_JSON) or ""
+    called = either(item, ("call_id", "id"), TEXT) or ""
+    return ToolCall(name, text_arguments(given) if custom else given, called)
+
+
+def _of_system(message: ChatMessage) -> bool:
+    content = message.content
+    images = isinstance(content, tuple) and any(isinstance(one, ChatImage) for one in content)
+    return message.role == "system" and not images
 
 
 def _only_thought(message: ChatMessage) -> bool:

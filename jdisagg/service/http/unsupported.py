@@ -21,7 +21,10 @@ REFUSED: Refused = {
     "truncate_prompt_tokens": ((-1,), "truncate the prompt yourself; /tokenize counts its tokens"),
     "logits_processors": (([],), "use logit_bias"),
     # vLLM's and SGLang's
-    "thinking_token_budget": ((-1,), "limit the whole answer with max_tokens"),
+    **dict.fromkeys(
+        ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens", "reasoning_budget"),
+        ((-1,), "limit the whole answer with max_tokens"),
+    ),
     "repetition_detection": (({},), "use frequency_penalty or repetition_penalty"),
     "logprob_token_ids": (([],), "ask for the most likely tokens with logprobs"),
     "prompt_embeds": (([],), "send text or token ids"),

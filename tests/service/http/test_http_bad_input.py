@@ -127,6 +127,9 @@ WRONG_CHATS = [
         "messages[0].content[0].image_url is missing",
     ),
     ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+    ({"thinking_budget": 64}, "thinking_budget", "is not supported"),
+    ({"reasoning": {"max_tokens": 64}}, "reasoning", "reasoning.max_tokens=64 is not supported"),
+    ({"reasoning": {"exclude": True}}, "reasoning", "reasoning.exclude=true is not supported"),
     ({"chat_template_kwargs": 3}, "chat_template_kwargs", "must be an object, got 3"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set 'messages'"),
     (
@@ -164,6 +167,8 @@ WRONG_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"previous_response_id": "r"}, "previous_response_id", "the server stores no responses"),
     ({"tools": [{}]}, "tools", "tools[0].name is missing"),
     ({"tools": [{"type": "web_search"}]}, "tools", "type must be function"),
+    ({"tools": [{"type": "local_shell"}]}, "tools", "type must be function"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [{}]}]}, "tools", "tools[0].tools[0]."),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice", "is not supported"),
     ({"input": [{"type": "function_call"}]}, "input", "input[0].name is missing"),
     ({"text": {"format": {"type": "json_schema"}}}, "text", "text.format.schema is missing"),
@@ -393,6 +398,14 @@ async def test_a_page_of_another_site_cannot_send_a_form(door: HttpDoor, kind: s
     answer = await door.ask(COMPLETIONS, {"prompt": 3}, content_type=kind, origin="http://evil")
     named(answer, 415, f"must be application/json, got {kind!r}")
     named(await door.ask(COMPLETIONS, {"prompt": 3}, content_type=kind), 400, "prompt must be")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd", "br"])
+async def test_a_compressed_body_is_refused_by_its_coding(door: HttpDoor, coding: str) -> None:
+    answer = await door.ask(COMPLETIONS, raw=b"\x1f\x8b", content_encoding=coding)
+    named(answer, 415, f"content-encoding {coding!r} is not supported")
+    answer = await door.ask(COMPLETIONS, {"prompt": 3}, content_encoding="identity")
+    named(answer, 400, "prompt must be")
 
 
 @pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nhost"], ids=["silent", "slow"])

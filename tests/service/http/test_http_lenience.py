@@ -65,6 +65,7 @@ ODD: list[dict[str, Any]] = [
     {"stream": "false"},
     {"stream": True, "stream_options": None},
     {"stream": True, "stream_options": []},
+    {"stream_options": {}},
     {"user": None, "metadata": [], "store": True, "service_tier": "auto"},
     {"response_format": None},
     {"response_format": {"type": "text"}},
@@ -78,6 +79,7 @@ OF_CHATS: list[dict[str, Any]] = [
     {"tools": None, "tool_choice": None, "parallel_tool_calls": None},
     {"chat_template_kwargs": []},
     {"reasoning_effort": None},
+    {"reasoning": {"effort": "low", "enabled": True, "exclude": False}},
     {"max_completion_tokens": None},
     {"functions": [], "function_call": "none"},
 ]
@@ -250,6 +252,25 @@ async def test_a_call_may_be_required_in_every_form(
     assert grammar is not None and '"const": "f"' in grammar.text
     await prompt_of(door, HI, tools=[tool], tool_choice={"type": "auto"})
     assert door.path.requests[-1].sampling.grammar is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "thinks", "effort"),
+    [
+        ({"reasoning": {"effort": "high"}}, None, "high"),
+        ({"reasoning": {"enabled": False}}, False, None),
+        ({"reasoning": {"effort": "none"}}, False, "none"),
+        ({"reasoning": {"enabled": True}, "enable_thinking": False}, False, None),
+        ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, None, "low"),
+    ],
+    ids=str,
+)
+async def test_reasoning_is_asked_of_the_template(
+    asked: dict[str, Any], thinks: bool | None, effort: str | None
+) -> None:
+    shown = "{{ enable_thinking | default(none) }} {{ reasoning_effort | default(none) }}"
+    async with http_door(template=TEMPLATE + shown) as door:
+        assert (await prompt_of(door, HI, **asked)).endswith(f"<assistant>{thinks} {effort}")
 
 
 @pytest.mark.parametrize(

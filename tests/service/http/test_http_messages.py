@@ -182,6 +182,104 @@ ROUND: Any = [
         ],
     },
 ]
+# Blocks that are texts in another form, and the text that the model is shown.
+TEXTS: list[tuple[Any, str]] = [
+    ({"type": "document", "source": {"type": "text", "data": "facts"}}, "facts"),
+    (
+        {
+            "type": "document",
+            "title": "T",
+            "context": "C",
+            "citations": {"enabled": True},
+            "source": {"type": "content", "content": [{"type": "text", "text": "facts"}]},
+        },
+        "T\nC\nfacts",
+    ),
+    ({"type": "document", "source": {"type": "content", "content": "facts"}}, "facts"),
+    (
+        {
+            "type": "search_result",
+            "title": "T",
+            "source": "http://x",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
+        "T\nhttp://x\na\nb",
+    ),
+    ({"text": "facts"}, "facts"),
+    ("facts", "facts"),
+]
+
+
+@pytest.mark.parametrize(("block", "shown"), TEXTS, ids=lambda one: str(one)[:40])
+async def test_a_text_may_have_every_form(door: HttpDoor, block: Any, shown: str) -> None:
+    door.path.text = "ok"  # type: ignore[attr-defined]
+    referred = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [referred, block]}
+    called = {"role": "assistant", "content": [{"type": "tool_use", "name": "weather"}]}
+    said = [HI["messages"][0], called, {"role": "user", "content": [result, block]}]
+    answer = await door.ask(MESSAGES, HI | {"messages": said})
+    assert answer.status == 200, answer.body
+    assert prompts(door)[0].endswith(f"<tool>weather\n{shown}(c1)<user>{shown}<assistant>")
+
+
+@pytest.mark.parametrize(
+    ("given", "city"), [({"city": "Rom"}, "Rom"), ('{"city": "Rom"}', "Rom"), (None, ""), ("", "")]
+)
+async def test_a_call_in_the_history_is_accepted_however_it_is_written(
+    door: HttpDoor, given: Any, city: str
+) -> None:
+    door.path.text = "ok"  # type: ignore[attr-defined]
+    called = {"type": "tool_use", "name": "weather", "input": given}
+    thought = {"type": "thinking", "signature": "s"}  # whose text was left out
+    said = [HI["messages"][0], {"role": "assistant", "content": [thought, called]}]
+    assert (await door.ask(MESSAGES, HI | {"messages": said})).status == 200
+    assert f"<assistant><tool_call>weather {city} </tool_call>" in prompts(door)[0]
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ({}, "b"),
+        ({"keep": "all"}, "ab"),
+        ({"keep": {"type": "all"}}, "ab"),
+        ({"keep": {"type": "thinking_turns", "value": 1}}, "b"),
+        ({"keep": {"type": "thinking_turns", "value": 2}}, "ab"),
+    ],
+    ids=str,
+)
+async def test_thinking_of_earlier_turns_is_cleared(door: HttpDoor, keep: Any, kept: str) -> None:
+    door.path.text = "ok"  # type: ignore[attr-defined]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]}
+    said = HI["messages"] + [
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}, "x"]},
+        *HI["messages"],
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "b"},
+                {"type": "tool_use", "name": "weather", "id": "c1", "input": {}},
+            ],
+        },
+        result,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "b"}, "y"]},
+    ]
+    edits = {"edits": [{"type": "clear_thinking_20251015", **keep}]}
+    answer = await door.ask(MESSAGES, HI | {"messages": said, "context_management": edits})
+    assert answer.status == 200, answer.body
+    shown = prompts(door)[0]
+    assert [shown.count(f"<think>{one}</think>") for one in "ab"] == [kept.count("a"), 2]
+
+
+async def test_tools_of_anthropics_servers_are_left_out_beside_others(door: HttpDoor) -> None:
+    door.path.text = "ok"  # type: ignore[attr-defined]
+    hosted = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]
+    answer = await door.ask(MESSAGES, HI | {"tools": [*hosted, WEATHER | {"defer_loading": True}]})
+    assert answer.headers["jdisagg-ignored-fields"] == "tools.web_search_20250305"
+    assert "web_search" not in prompts(door)[0] and '"name": "weather"' in prompts(door)[0]
+    answer = await door.ask(MESSAGES, HI | {"tools": hosted})
+    assert answer.status == 400 and "tools[0].type must be custom" in answer.error["message"]
+
+
 SHOWN = (
     "<system>Be\nbrief<user>hi<assistant><think>hm</think>Well.<tool_call>weather Rom c1"
     "</tool_call><tool>wet(c1)<user>so\nthen<assistant>"
@@ -235,11 +333,16 @@ async def test_without_a_tool_choice_of_calls_nothing_is_a_call(door: HttpDoor) 
     assert len(message["content"]) == 1 and message["stop_reason"] == "tool_use"
 
 
-async def test_an_answer_may_have_to_follow_a_schema(door: HttpDoor) -> None:
-    door.path.text = "{}"  # type: ignore[attr-defined]
-    form = {"type": "json_schema", "schema": SCHEMA}
-    await both(door, HI | {"output_config": {"format": form, "effort": "low"}})
-    grammar = door.path.requests[0].sampling.grammar
+FORM = {"type": "json_schema", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    "asked", [{"output_config": {"format": FORM, "effort": "low"}}, {"output_format": FORM}]
+)
+async def test_an_answer_may_have_to_follow_a_schema(asked: dict[str, Any]) -> None:
+    async with http_door(Script(text="{}")) as door:
+        await both(door, HI | asked)
+        grammar = door.path.requests[0].sampling.grammar
     assert grammar is not None and grammar.kind is GrammarKind.JSON_SCHEMA
     assert json.loads(grammar.text) == SCHEMA
 
@@ -251,11 +354,13 @@ async def test_no_tokens_fill_the_cache_alone(door: HttpDoor) -> None:
     assert message["usage"]["output_tokens"] == 0
 
 
-BLOCK: Any = {"role": "user", "content": [{"type": "document", "source": {}}]}
+BLOCK: Any = {"role": "user", "content": [{"type": "server_tool_use"}]}
+PDF: Any = {"type": "document", "source": {"type": "base64", "data": ""}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is missing"),
     ({"messages": None}, "messages is missing"),
     ({"messages": [BLOCK]}, "messages[0].content[0].type must be text, image"),
+    ({"messages": [{"role": "user", "content": [PDF]}]}, "content[0].source.type must be text or"),
     ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role must be user or assist"),
     ({"system": [{"type": "image"}]}, "system[0].type must be text"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type must be custom"),

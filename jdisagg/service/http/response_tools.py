@@ -1,0 +1,87 @@
+"""Tools of /v1/responses that are no plain functions.
+
+Agents offer a whole list of tools. A function in a namespace (a tool of an MCP server) has a joined
+name in the chat. A custom tool, whose input is any text, becomes a function with one text argument.
+A tool that OpenAI's servers run is left out if other tools remain, and a header of the reply lists
+it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from jdisagg.chat.call_arguments import arguments_object
+from jdisagg.chat.messages import MAX_TOOLS, ChatTool
+from jdisagg.service.http.chat import chat_tool, joined_name, without_hosted
+from jdisagg.service.http.fields import TEXT, Fields
+
+# Beginnings of the types of tools that OpenAI's servers run.
+_HOSTED = (
+    *("web_search", "file_search", "tool_search", "code_interpreter", "image_generation"),
+    *("mcp", "computer", "programmatic_tool"),
+)
+_INPUT = "input"
+_TEXT_INPUT = {
+    "type": "object",
+    "properties": {_INPUT: {"type": "string"}},
+    "required": [_INPUT],
+    "additionalProperties": False,
+}
+
+
+class SentTool(NamedTuple):
+    """A tool by the names that the client sent. `custom`: Whether its input is a text."""
+
+    name: str
+    namespace: str = ""
+    custom: bool = False
+
+    def input_of(self, arguments: str) -> str:
+        """Returns the input of a custom tool. `arguments`: The arguments that the model wrote."""
+        given = arguments_object(arguments).get(_INPUT)
+        return given if isinstance(given, str) else arguments
+
+
+class ResponseTools(NamedTuple):
+    """The tools of a request: their descriptions for the chat, and for each name in the chat the
+    tool that the client sent."""
+
+    tools: tuple[ChatTool, ...]
+    sent: Mapping[str, SentTool]
+
+
+def response_tools(fields: Fields) -> ResponseTools:
+    """Reads the field `tools`. Raises InvalidRequestError with the invalid field."""
+    given = fields.parts("tools", MAX_TOOLS) or []
+    found = [pair for one in without_hosted(fields, given, _HOSTED) for pair in _tools(one, "")]
+    sent = {tool.name: named for tool, named in found if named != SentTool(tool.name)}
+    return ResponseTools(tuple(tool for tool, _ in found), sent)
+
+
+def text_arguments(text: str) -> str:
+    """Returns the arguments of a call of a custom tool with the input `text`."""
+    return json.dumps({_INPUT: text}, ensure_ascii=False)
+
+
+def _tools(tool: Fields, namespace: str) -> Iterator[tuple[ChatTool, SentTool]]:
+    kind = tool.read("type", TEXT)
+    if kind == "namespace" and not namespace:
+        space = tool.given("name", TEXT)
+        for one in tool.parts("tools", MAX_TOOLS) or ():
+            yield from _tools(one, space)
+    elif kind == "custom":
+        name = tool.given("name", TEXT)
+        made = ChatTool(joined_name(namespace, name), _description(tool), _TEXT_INPUT)
+        yield made, SentTool(name, namespace, custom=True)
+    else:
+        made = chat_tool(tool, nested=False, namespace=namespace)
+        yield made, SentTool(made.name[len(joined_name(namespace, "")) :], namespace)
+
+
+def _description(tool: Fields) -> str:
+    """Returns the description of a custom tool, with the grammar of its input. The grammar is shown
+    to the model, but not enforced."""
+    form = tool.part("format")
+    definition = form.read("definition", TEXT)
+    syntax = form.read("syntax", TEXT) or "lark"
+    shown = definition and f"The input follows this grammar ({syntax}):\n{definition}"
+    return "\n\n".join(filter(None, (tool.read("description", TEXT), shown)))
