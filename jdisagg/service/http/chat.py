@@ -33,8 +33,7 @@ from jdisagg.service.http.fields import (
 )
 
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "function_call": (([],), "send it as tool_calls"),
-    "audio": (([],), "only text is supported; put it into content"),
+    "audio": (([],), "only text is supported; put it into content")
 }
 _CHOICES = {choice.value: choice for choice in ToolChoice}
 _CHOICES["any"] = ToolChoice.REQUIRED  # the name in other APIs
@@ -117,11 +116,14 @@ def chat_message(message: Fields) -> ChatMessage:
     content, thoughts = _content_of(message)
     for name in ("reasoning_content", "reasoning"):
         thoughts = thoughts or text_of(message, name)
+    calls = list(map(_call, message.parts("tool_calls") or ()))
+    if (called := message.part("function_call")).names:  # OpenAI's older field
+        calls.append(_function_call(called, ""))
     return ChatMessage(
         _ROLES.get(role, role),
         content,
         reasoning=thoughts,
-        tool_calls=tuple(map(_call, message.parts("tool_calls") or ())),
+        tool_calls=tuple(calls),
         tool_call_id=message.read("tool_call_id", TEXT) or "",
         name=message.read("name", TEXT) or "",
     )
@@ -226,12 +228,12 @@ def _part(part: Fields, kind: str, images: bool) -> str:
 
 def _call(call: Fields) -> ToolCall:
     _check_kind(call)
-    function = call.part("function")
-    return ToolCall(
-        function.given("name", TEXT),
-        function.read("arguments", TEXT_OR_JSON) or "",
-        call.read("id", TEXT) or "",
-    )
+    return _function_call(call.part("function"), call.read("id", TEXT) or "")
+
+
+def _function_call(function: Fields, call_id: str) -> ToolCall:
+    arguments = function.read("arguments", TEXT_OR_JSON) or ""
+    return ToolCall(function.given("name", TEXT), arguments, call_id)
 
 
 class OfferedTools(NamedTuple):

@@ -62,7 +62,7 @@ def _text_or_json(raw: msgspec.Raw) -> str:
 def _object_of(kind: type[T]) -> Callable[[msgspec.Raw], T]:
     """Returns a decoder of an object type. Some languages do not distinguish an empty object
     from an empty list, and send []."""
-    decode = msgspec.json.Decoder(kind).decode
+    decode = msgspec.json.Decoder(kind, strict=False).decode
 
     def decoded(raw: msgspec.Raw) -> T:
         if begins(raw, b"[") and bytes(raw).translate(None, b" \t\r\n") == b"[]":

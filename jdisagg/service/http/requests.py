@@ -259,7 +259,7 @@ def _seed(given: int | None) -> int | None:
     seeds."""
     if given is None or given == -1:
         return None
-    return given % (MAX_SEED + 1) if -MAX_SEED <= given < 0 else given
+    return given % (MAX_SEED + 1) if -MAX_SEED - 1 <= given < 0 else given
 
 
 def asked_from(

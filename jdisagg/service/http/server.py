@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
+import httptools
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -142,7 +143,8 @@ class _Protocol(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         self._advanced = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
         self._idle_bytes = 0 if self._advanced else self._idle_bytes + len(data)
         too_long = self._due is not None and self._head_bytes > HEAD_BYTES
         if too_long or self._idle_bytes > HEAD_BYTES:
@@ -154,6 +156,25 @@ class _Protocol(HttpToolsProtocol):
                 ),
                 b"431 Request Header Fields Too Large",
             )
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+        except httptools.HttpParserUpgrade as upgrade:
+            # The parser stops after such a head. Without the offer, the body follows as usual.
+            head = b"".join(b"%b: %b\r\n" % one for one in self.headers if one[0] != b"upgrade")
+            line = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
+            rest = data[upgrade.args[0] :]
+            offers = self._offers_upgrade()
+            self.parser = httptools.HttpRequestParser(self)
+            self._feed(line + head + b"\r\n" + rest if offers else rest)
+
+    def _offers_upgrade(self) -> bool:
+        """Returns whether the request offers to continue in another protocol, which the server
+        ignores. Java's client offers HTTP/2 in this way."""
+        return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._due is not None:  # trailers after a body are ignored
@@ -174,8 +195,13 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._advanced = True
-        self._head_complete()
-        super().on_headers_complete()
+        if not self._offers_upgrade():
+            self._head_complete()
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._offers_upgrade():
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(

@@ -1,6 +1,7 @@
 """What other servers serve is served: forms of fields, paths and headers that clients send, and
 histories that hold what a model wrote."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.service.doors import TEMPLATE
-from tests.service.http_doors import HttpDoor, http_door
+from tests.service.http_doors import HttpDoor, http_door, one_answer, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -52,6 +53,7 @@ ODD: list[dict[str, Any]] = [
     {"top_k": 20.0},
     {"seed": -1},
     {"seed": -(2**62)},
+    {"seed": -(2**63)},
     {"n": None},
     {"n": 1.0},
     {"stop": None},
@@ -60,6 +62,7 @@ ODD: list[dict[str, Any]] = [
     {"stop_token_ids": [65.0, "66"]},
     {"logit_bias": {}},
     {"logit_bias": []},
+    {"logit_bias": {"65": "1.5"}},
     {"logit_bias": None},
     {"stream": 0},
     {"stream": "false"},
@@ -194,6 +197,14 @@ async def test_a_call_in_the_history_is_accepted_however_it_ended(
             "<assistant>a",
         ),
         ({"role": "assistant", "content": "a", "annotations": [], "index": 0}, "<assistant>a"),
+        (
+            {
+                "role": "assistant",
+                "content": "a",
+                "function_call": {"name": "f", "arguments": '{"x": 1}'},
+            },
+            '<assistant>a<tool_call>f{"x": 1}</tool_call>',
+        ),
         ({"role": "tool", "content": "r", "tool_call_id": None, "name": None}, "<tool>r"),
         ({"role": "tool", "content": [{"type": "text", "text": "r"}]}, "<tool>|r|"),
         ({"role": "function", "name": "f", "content": "r"}, "<tool>r"),
@@ -288,6 +299,29 @@ async def test_slashes_too_many_change_no_path(door: HttpDoor) -> None:
         assert (await door.ask(path, {"prompt": "x", "max_tokens": 1})).status == 200
     assert (await door.ask("/v1/models/")).fields["object"] == "list"
     assert (await door.ask("/v1/models/tiny/")).fields["id"] == "tiny"
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    "offer",
+    [
+        {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEA"},
+        {"connection": "upgrade", "upgrade": "websocket"},
+    ],
+    ids=["h2c", "websocket"],
+)
+async def test_an_offer_of_another_protocol_is_ignored(
+    door: HttpDoor, offer: dict[str, str], cut: bool
+) -> None:
+    reader, writer = await door.connect()
+    for headers in (offer, {}, offer):
+        data = request(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, **headers)
+        at = data.index(b"\r\n\r\n") + (4 if cut else 0)
+        for piece in (data[:at], data[at:]):
+            writer.write(piece)
+            await asyncio.sleep(0.01)
+        assert (await one_answer(reader)).status == 200
+    writer.close()
 
 
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "application/vnd.api+json"])
