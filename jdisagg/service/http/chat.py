@@ -37,7 +37,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 _CHOICES = {choice.value: choice for choice in ToolChoice}
 _CHOICES["any"] = ToolChoice.REQUIRED  # the name in other APIs
-_NAMED_KINDS = ("function", "tool", "custom")
+_NAMED_KINDS = ("function", "tool")
 _MODES = ("auto", "required")
 _TextKind = Literal["text", "input_text", "output_text"]
 # Types of parts, and the field of each that holds its text.
@@ -264,7 +264,7 @@ def chosen_tools(fields: Fields, tools: tuple[ChatTool, ...], *, nested: bool) -
     if isinstance(kind, str) and kind in _CHOICES:
         return OfferedTools(tools, _CHOICES[kind], "")
     part = fields.part("tool_choice") if isinstance(chosen, dict) else Fields({})
-    if kind in _NAMED_KINDS:
+    if kind in _NAMED_KINDS or (kind == "custom" and not nested):
         return OfferedTools(tools, ToolChoice.REQUIRED, _name(part, nested))
     if kind == "allowed_tools":
         return _allowed(part.part("allowed_tools") if nested else part, tools, nested)
