@@ -62,9 +62,10 @@ class Attention(nnx.Module):
             bias=attention.output_bias,
             form=form,
         )
+        self.heads = heads = attention.query_heads
         self.gate = (
-            Linear(make, (width, q_size), ("embed", "q_heads"), form=form)
-            if attention.gated
+            Linear(make, (width, gates), ("embed", "q_heads"), form=form)
+            if (gates := q_size if attention.gated else attention.head_gates * heads)
             else None
         )
         self.norm_all = attention.qk_norm == "all"
@@ -87,7 +88,6 @@ class Attention(nnx.Module):
         self.scale = head**-0.5 if attention.scale is None else attention.scale
         self.window = layer.window
         self.cap = attention.cap
-        self.heads = heads = attention.query_heads
         self.sinks = (
             parameter(make((heads,), "bias", heads), (queries,)) if attention.sinks else None
         )
@@ -138,10 +138,10 @@ class Attention(nnx.Module):
             return x_RD  # nothing to project, and no collective over nothing
         own = self.heads // math.prod(lax.axis_size(axis) for axis in shards.tp)
         o_RNH = own_heads(o_RNH, own, shards)
-        o_RC = o_RNH.reshape(o_RNH.shape[0], -1)
         if self.gate is not None:
-            o_RC = o_RC * jax.nn.sigmoid(self.gate(x_RD, of_R))
-        return self.o.summed(o_RC, of_R)
+            gate_RC = jax.nn.sigmoid(self.gate(x_RD, of_R))
+            o_RNH = o_RNH * gate_RC.reshape(*o_RNH.shape[:2], -1)
+        return self.o.summed(o_RNH.reshape(o_RNH.shape[0], -1), of_R)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)

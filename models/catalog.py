@@ -38,6 +38,7 @@ from models import (
     qwen3_vl,
     seed_oss,
     smollm3,
+    step3p5,
 )
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
@@ -109,6 +110,7 @@ FAMILIES: dict[str, Family] = {
     "hy_v3": Family("HYV3ForCausalLM", hy_v3.read_config),
     "nemotron_h": Family("NemotronHForCausalLM", nemotron_h.read_config),
     "mimo_v2_flash": Family("MiMoV2FlashForCausalLM", mimo_v2.read_config),
+    "step3p5": Family("Step3p5ForCausalLM", step3p5.read_config),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", minimax_m2.read_config),
     "minimax_m3_vl_text": Family("MiniMaxM3VLForCausalLM", minimax_m3.read_config),
 }

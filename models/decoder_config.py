@@ -177,6 +177,8 @@ class AttentionConfig:
         latent: Sizes of latent attention, or None for ordinary attention. Latent attention has one
             kv head, and its queries have `head_dim` values.
         gated: Whether attention outputs are multiplied by the sigmoid of a learned gate.
+        head_gates: Whether a head's output is multiplied by the sigmoid of one learned gate (Step
+            3.5).
         value_norm: Whether each head of v has a norm without a weight.
         keys_are_values: Whether v equals k before norms and rope, so that no separate matrix for v
             exists.
@@ -200,6 +202,7 @@ class AttentionConfig:
     value_dim: int = 0
     value_scale: float = 1.0
     growth: tuple[float, int] | None = None
+    head_gates: bool = False
 
     @property
     def value_size(self) -> int:
@@ -265,6 +268,7 @@ class LayerConfig:
             model.
         delta, mamba, convolution: Sizes of the recurrent module that replaces attention, or None.
         index: Sizes of the indexer that selects blocks of positions, or None.
+        gate: Gate function of the layer's dense block or shared expert, if it is not the model's.
         parts: Whether the layer has a mixer (attention or a recurrent layer), a feed-forward block,
             or both. Nemotron's layers have only one of the two.
     """
@@ -278,6 +282,7 @@ class LayerConfig:
     mamba: MambaConfig | None = None
     convolution: ConvolutionConfig | None = None
     index: BlockIndexConfig | None = None
+    gate: ExpertGate | None = None
     parts: Literal["both", "mixer", "ffn"] = "both"
 
     @property
@@ -378,7 +383,7 @@ class DecoderConfig:
         dense = any(layer.experts is None and layer.parts != "mixer" for layer in self.layers)
         experts, linear = self.experts, self._linear
         return ModelGeometry(
-            query_heads=self.attention.query_heads,
+            query_heads=math.gcd(*(self.attention_of(each).query_heads for each in self.layers)),
             kv_heads=self.kv_heads,
             ffn=self.ffn if dense else 0,
             experts=experts.experts if experts else 0,
@@ -425,6 +430,8 @@ class DecoderConfig:
                     len(indexed),
                     *((blocks.dim, blocks.top * blocks.block) if blocks else (0, 0)),
                     attention.value_dim,
+                    full.query_heads if full else 0,
+                    attention.head_gates,
                 )
             ),
             ffn=self.ffn,

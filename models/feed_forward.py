@@ -1,6 +1,7 @@
 """Feed-forward blocks of all families: a gated MLP, an MLP without a gate, routed experts, and
 experts in parallel with a dense block."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -284,6 +285,7 @@ def feed_forward(
     make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
 ) -> SparseMLP | ParallelMLP | GatedMLP | PlainMLP:
     """Builds the feed-forward block of a layer."""
+    config = config if layer.gate is None else replace(config, gate=layer.gate)
     if layer.experts:
         kind = ParallelMLP if layer.experts.beside else SparseMLP
         return kind(make, config, layer.experts, form)

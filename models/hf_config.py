@@ -55,6 +55,7 @@ OUTER = {
     "minimax_m3_vl": Outer(
         "MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl_text", tied=False
     ),
+    "step3p7": Outer("Step3p7ForConditionalGeneration", "step3p5", tied=False),
     "mistral3": Outer("Mistral3ForConditionalGeneration", "mistral", tied=True),
     "qwen3_vl": Outer("Qwen3VLForConditionalGeneration", "qwen3_vl_text", tied=False),
     "qwen3_vl_moe": Outer("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", tied=False),

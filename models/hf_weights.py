@@ -72,6 +72,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "self_attn.key_layernorm.weight",
         "self_attn.k_layernorm.weight",
     ),
+    "attention.gate.kernel": ("self_attn.g_proj.weight",),
     "attention.sinks": ("self_attn.sinks", "self_attn.attention_sink_bias"),
     "attention.q_a.kernel": ("self_attn.q_a_proj.weight",),
     "attention.q_a.bias": ("self_attn.q_a_proj.bias",),
@@ -138,6 +139,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "mixer.gate.weight",
         "router.proj.weight",
         "feed_forward.router.weight",
+        "moe.gate.weight",
     ),
     "mlp.router_scale": ("router.scale",),
     "mlp.expert_scale": ("router.per_expert_scale",),
@@ -153,6 +155,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "mlp.expert_bias",
         "mixer.gate.e_score_correction_bias",
         "block_sparse_moe.gate.e_score_correction_bias",
+        "moe.router_bias",
     ),
     "mlp.shared.gate.kernel": (
         "mlp.shared_expert.gate_proj.weight",
@@ -160,6 +163,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "mlp.shared_mlp.gate_proj.weight",
         "block_sparse_moe.shared_experts.gate_proj.weight",
         "feed_forward.shared_expert.gate_proj.weight",
+        "share_expert.gate_proj.weight",
     ),
     "mlp.shared.up.kernel": (
         "mlp.shared_expert.up_proj.weight",
@@ -168,6 +172,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "block_sparse_moe.shared_experts.up_proj.weight",
         "feed_forward.shared_expert.up_proj.weight",
         "mixer.shared_experts.up_proj.weight",
+        "share_expert.up_proj.weight",
     ),
     "mlp.shared.down.kernel": (
         "mlp.shared_expert.down_proj.weight",
@@ -177,6 +182,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "feed_forward.shared_expert.down_proj.weight",
         "shared_mlp.output_linear.weight",
         "mixer.shared_experts.down_proj.weight",
+        "share_expert.down_proj.weight",
     ),
     "mlp.shared.up.bias": ("mixer.shared_experts.up_proj.bias",),
     "mlp.shared.down.bias": ("mixer.shared_experts.down_proj.bias",),
@@ -233,6 +239,12 @@ FUSED_GATE_UP = (
     "shared_mlp.input_linear.weight",
     "mlp.shared_experts.gate_up_proj.weight",
 )
+# Each matrix of all experts in a tensor of its own.
+STACKED_EXPERTS = {
+    "mlp.gate": "moe.gate_proj.weight",
+    "mlp.up": "moe.up_proj.weight",
+    "mlp.down": "moe.down_proj.weight",
+}
 FUSED_EXPERTS_GATE_UP = (
     "mlp.experts.gate_up_proj",
     "block_sparse_moe.experts.gate_up_proj",
@@ -281,6 +293,8 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
     if layer.experts and layer.experts.biased:
         return _biased_experts(prefix, key, shape)
     experts, into, out = shape
+    if (name := prefix + STACKED_EXPERTS[key]) in found:
+        return Fused(name, (experts, out, into))
     if key == "mlp.down" and (name := _first(prefix, FUSED_EXPERTS_DOWN, found)):
         return _fused_experts(name, (experts, out, into), 0, found)
     if key in ("mlp.gate", "mlp.up") and (name := _first(prefix, FUSED_EXPERTS_GATE_UP, found)):

@@ -41,7 +41,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _TEXT = (("model.language_model.", "model."), ("language_model.", ""))
 _EYES = re.compile(
     r"^(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector|embed_vision"
-    r"|audio_tower|embed_audio|vision_model|patch_merge_mlp)\."
+    r"|audio_tower|embed_audio|vision_model|patch_merge_mlp|vit_large_projector)\."
 )
 _LARGEST_HEADER_BYTES = 100_000_000
 # Exceptions that a malformed JSON header or index can raise.

@@ -25,6 +25,8 @@ class GroupedAttention(Message, frozen=True):
       gated: Whether a gate multiplies the output of the heads.
       full_kv_heads, full_head_dim: Number of kv heads and head size of the layers without a window;
         0 if all layers have `kv_heads` and `head_dim`.
+      full_query_heads: Number of their query heads; 0 if it is `query_heads`.
+      head_gates: Whether a gate multiplies the output of each head.
       keys_are_values: Whether one matrix computes both keys and values, in the layers without a
         window, or in all layers if `full_kv_heads` is 0.
       indexed_layers: Number of layers with an indexer, which has one query of `index_dim` values
@@ -46,6 +48,8 @@ class GroupedAttention(Message, frozen=True):
     index_dim: int = 0
     index_top: int = 0
     value_dim: int = 0
+    full_query_heads: int = 0
+    head_gates: bool = False
 
     @property
     def value_size(self) -> int:
@@ -63,12 +67,13 @@ class GroupedAttention(Message, frozen=True):
         if not self.full_kv_heads:
             return None
         return GroupedAttention(
-            self.query_heads,
+            self.full_query_heads or self.query_heads,
             self.full_kv_heads,
             self.full_head_dim,
             gated=self.gated,
             keys_are_values=self.keys_are_values,
             value_dim=self.value_dim,
+            head_gates=self.head_gates,
         )
 
     @property
@@ -85,7 +90,8 @@ class GroupedAttention(Message, frozen=True):
         """Returns the number of attention parameters of a layer with `kv_heads` and `head_dim`."""
         keys = (1 + self.gated) * self.query_heads + self.kv_heads
         values = self.query_heads + self.made_heads - self.kv_heads
-        return width * (self.head_dim * keys + self.value_size * values)
+        gates = self.head_gates * self.query_heads
+        return width * (self.head_dim * keys + self.value_size * values + gates)
 
     def index_parameters(self, width: int) -> int:
         """Returns the number of parameters of an indexer."""

@@ -29,4 +29,12 @@ class GeluGate:
     """Expert gate of Gemma 4: gelu(gate) * up, with the tanh form of gelu."""
 
 
-ExpertGate = ClampedGate | SquaredRelu | GeluGate
+@dataclass(frozen=True, slots=True)
+class BoundedGate:
+    """Gate of Step 3.5: silu(gate) * up, with silu(gate) at most `limit` and up within
+    +-`limit`."""
+
+    limit: float
+
+
+ExpertGate = ClampedGate | SquaredRelu | GeluGate | BoundedGate

@@ -4,7 +4,7 @@ GELU (Shazeer, 2020), or relu(up)^2 (So et al., 2021) or xIELU(up) without a gat
 import jax
 import jax.numpy as jnp
 
-from jdisagg.ops.activations import Activation, ExpertGate, GeluGate, SquaredRelu
+from jdisagg.ops.activations import Activation, BoundedGate, ExpertGate, GeluGate, SquaredRelu
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
@@ -43,5 +43,8 @@ def gated_expert(gate: jax.Array, up: jax.Array, clamp: ExpertGate | None) -> ja
         return jnp.maximum(gate, 0) * up
     if isinstance(clamp, GeluGate):
         return gated(gate, up, "gelu_tanh")
+    if isinstance(clamp, BoundedGate):
+        gate = jnp.minimum(gate * jax.nn.sigmoid(gate), clamp.limit)
+        return gate * jnp.clip(up, -clamp.limit, clamp.limit)
     gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
     return (up + 1) * (gate * jax.nn.sigmoid(clamp.alpha * gate))

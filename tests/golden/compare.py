@@ -59,7 +59,7 @@ PAIRS = (
     ("tp=1", "dp=2"),
 )
 # Families that AutoModelForCausalLM does not read.
-WITHOUT_TEXT_CLASS = ("glm4v", "kimi_k25", "minimax_m3_vl", "mistral4")
+WITHOUT_TEXT_CLASS = ("glm4v", "kimi_k25", "minimax_m3_vl", "mistral4", "step3p7")
 FLAT_ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 

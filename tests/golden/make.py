@@ -241,6 +241,25 @@ MINIMAX_M3 = {
     "index_block_size": 8,
     "index_topk_blocks": 3,
 }
+# Six query heads in layers with a window and four in others; of 12 values 6 or all turn.
+STEP3P5 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "num_sliding_attention_heads": 6,
+    "head_dim": 12,
+    "sliding_window": 9,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "share_expert_dim": 20,
+    "moe_router_scaling_factor": 1.5,
+    "swiglu_limits": [None, None, 0.4, 0.3],
+    "swiglu_limits_shared": [0.5, None, None, 0.2],
+    "rope_theta": [50000.0, 10000.0, 10000.0, 50000.0],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5],
+    "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 32},
+}
 GPT_OSS = {
     "head_dim": 12,
     "intermediate_size": 24,
@@ -331,6 +350,7 @@ VARIANTS: dict[str, Variant] = {
     "glm4_moe_groups": Variant("glm4_moe", GLM_MOE | {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "attention_bias": True}),  # noqa: E501
     "minimax_m2": Variant("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 12, "rotary_dim": 6, "intermediate_size": 24}),  # noqa: E501
     "mimo_v2_flash": Variant("mimo_v2_flash", GLM_MOE | MIMO_V2),
+    "step3p7": Variant("step3p7", STEP3P5),
     "minimax_m3": Variant("minimax_m3_vl", MINIMAX_M3),
     "granite4": Variant("granitemoehybrid", {"layer_types": ["attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 40,  # noqa: E501
                                              "position_embedding_type": "rope", "attention_multiplier": 0.3, "mamba_n_heads": 4}),  # noqa: E501
@@ -429,6 +449,9 @@ EYES["kimi_k25"] = {
     "pos_emb_height": 4,
     "pos_emb_width": 4,
 }
+EYES["step3p7"] = {
+    "width": 8, "layers": 1, "heads": 2, "image_size": 16, "patch_size": 2, "mlp_ratio": 1.0,
+}  # fmt: skip
 BESIDE_EYES: dict[str, dict[str, object]] = {"kimi_k25": {"projection_hidden_size": 32}}
 EYES["qwen3_5"] = EYES["qwen3_5_moe"] = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32,
@@ -514,7 +537,7 @@ def random_model(variant: Variant, seed: int, gain: float = 1.6) -> torch.nn.Mod
                 module.time_step_limit = tuple(config.time_step_limit)
     stored = ("correction_bias", "layer_scalar")
     buffers = [each for each in model.named_buffers() if each[0].endswith(stored)]
-    added_to_one = variant.family.startswith(("gemma", "minimax_m3"))
+    added_to_one = variant.family.startswith(("gemma", "minimax_m3", "step3p"))
     added_to_one &= not variant.family.startswith("gemma4")
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *buffers]:

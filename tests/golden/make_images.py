@@ -19,6 +19,7 @@ from make import (
     HERE,
     LEAST_MARGIN,
     LINEAR,
+    MOE,
     MROPE,
     Variant,
     random_model,
@@ -58,6 +59,12 @@ QWEN_TEXT = DELTA | {"head_dim": 32, "rope_parameters": QWEN_ROPE, "linear_conv_
 FIXTURES = {
     "qwen3_5_images": Pictured(
         Variant("qwen3_5", QWEN_TEXT | {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, FULL]}),  # noqa: E501
+        QWEN_EYES,
+        {"image_token_id": IMAGE},
+    ),
+    "qwen3_5_moe_images": Pictured(
+        Variant("qwen3_5_moe", MOE | QWEN_TEXT | {"shared_expert_intermediate_size": 20, "num_hidden_layers": 3,  # noqa: E501
+                                                  "layer_types": [LINEAR, FULL, FULL]}),
         QWEN_EYES,
         {"image_token_id": IMAGE},
     ),

@@ -8,6 +8,7 @@ nothing of our own readers."""
 from collections.abc import Callable
 
 from tests.golden.draw import CONTEXT, FULL, LINEAR, WINDOWED, Draw, Fields
+from tests.golden.head_configs import mimo_v2_flash, step3p7
 from tests.golden.latent_configs import (
     deepseek_v2,
     deepseek_v3,
@@ -309,23 +310,6 @@ def minimax_m2(draw: Draw) -> Fields:
     )
 
 
-def mimo_v2_flash(draw: Draw) -> Fields:
-    fields = draw.base() | draw.groups() | {"head_dim": draw.head_dim}
-    fields |= {"num_attention_heads": 2 * draw.heads, "attention_bias": draw.flag()}
-    part = draw.random.choice([p for p in (0.5, 1.0) if int(draw.head_dim * p) % 2 == 0])
-    ropes = {kind: draw.rope("default") for kind in (FULL, WINDOWED)}
-    return fields | {
-        "v_head_dim": draw.one_of(6, 8, 14),
-        "attention_value_scale": draw.one_of(0.707, None, 1.3),
-        "sliding_window": draw.window(),
-        "layer_types": draw.kinds(FULL, WINDOWED),
-        "mlp_layer_types": draw.kinds("dense", "sparse"),
-        "rope_parameters": {
-            kind: rope | {"partial_rotary_factor": part} for kind, rope in ropes.items()
-        },
-    }
-
-
 def minimax_m3(draw: Draw) -> Fields:
     fields = draw.base() | {"head_dim": draw.head_dim}
     fields |= draw.experts("num_local_experts")
@@ -581,6 +565,7 @@ CONFIGS: dict[str, Callable[[Draw], Fields]] = {
     "nemotron_h": nemotron_h,
     "minimax_m2": minimax_m2,
     "mimo_v2_flash": mimo_v2_flash,
+    "step3p7": step3p7,
     "minimax_m3_vl": minimax_m3,
     "minimax_m3_vl_text": minimax_m3,
 }

@@ -51,6 +51,7 @@ LAYOUTS = {
     "minimax_m3": ["tp=4", "dp=2,tp=2,ep=4"],
     "llama4": ["dp=2,tp=2,ep=4"],
     "mimo_v2_flash": ["tp=4"],
+    "step3p7": ["tp=2,ep=2"],
     # tensors joined head by head, on fewer devices than there are
     "kimi_linear": ["tp=4", "dp=2,tp=2,ep=4"],
     "nemotron_h_moe": ["dp=2,tp=2,ep=4"],

@@ -39,6 +39,8 @@ OWN_WORDS = {
     "qwen3_5_resaved",
     "qwen3_5_images",
     "qwen3_5_moe",
+    "qwen3_5_moe_images",
+    "step3p7",
 }
 SIZES = {
     "hidden_size": 64,

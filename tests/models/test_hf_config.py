@@ -28,7 +28,7 @@ PARTLY_ROTATED = {
 }
 
 
-ROPE_BY_LAYER = {"olmo3", "gemma3_text", "gemma4_text", "mimo_v2_flash"}
+ROPE_BY_LAYER = {"olmo3", "gemma3_text", "gemma4_text", "mimo_v2_flash", "step3p5"}
 # What a family's config must say beside it.
 BESIDE: dict[str, dict[str, object]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0},

@@ -201,6 +201,60 @@ MIMO_V2 = {
     "v_head_dim": 128,
     "vocab_size": 152576,
 }
+# stepfun-ai/Step-3.5-Flash
+STEP_3_5 = {
+    "architectures": ["Step3p5ForCausalLM"],
+    "model_type": "step3p5",
+    "att_impl_type": "GQA",
+    "attention_other_setting": {
+        "attention_type": "sliding_attention",
+        "head_dim": 128,
+        "num_attention_groups": 8,
+        "num_attention_heads": 96,
+        "true_head_dim": 128,
+    },
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 11264,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 12,
+    "max_position_embeddings": 262144,
+    "max_seq_len": 262144,
+    "moe_every_n_layer": 1,
+    "moe_intermediate_size": 1280,
+    "moe_layer_offset": 0,
+    "moe_layers_enum": ",".join(map(str, range(3, 45))),
+    "moe_num_experts": 288,
+    "moe_router_activation": "sigmoid",
+    "moe_router_scaling_factor": 3.0,
+    "moe_top_k": 8,
+    "need_fp32_gate": True,
+    "norm_expert_weight": True,
+    "num_attention_groups": 8,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 45,
+    "num_nextn_predict_layers": 3,
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "factor": 2.0,
+        "high_freq_factor": 32.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 131072,
+        "rope_type": "llama3",
+    },
+    "rope_theta": [5000000.0, 10000.0, 10000.0, 10000.0] * 12,
+    "share_expert_dim": 1280,
+    "sliding_window": 512,
+    "swiglu_limits": [0.0] * 43 + [7, 7, 0.0, 0.0, 0.0],
+    "swiglu_limits_shared": [0.0] * 44 + [16, 0.0, 0.0, 0.0],
+    "use_head_wise_attn_gate": True,
+    "use_moe": True,
+    "use_moe_router_bias": True,
+    "use_qk_norm": True,
+    "vocab_size": 128896,
+    "yarn_only_types": ["full_attention"],
+    "zero_centered": True,
+}
 # meta-llama/Llama-4-Scout-17B-16E-Instruct
 LLAMA_4 = {
     "architectures": ["Llama4ForConditionalGeneration"],
@@ -275,5 +329,13 @@ def test_windows_and_contexts_of_published_configs_are_as_transformers_reads_the
     assert sum(layer.window is None for layer in mimo.layers) == 9
     assert {layer.rope.head_dim for layer in mimo.layers if layer.rope} == {64}
     assert read_config(HfConfig(LFM2)).ffn == 8192
+    step = read_config(HfConfig(STEP_3_5))
+    heads = [(step.attention_of(layer).query_heads, layer.window) for layer in step.layers]
+    assert heads == ([(64, None), *[(96, 512)] * 3] * 12)[:45]
+    assert [layer.rope.head_dim for layer in step.layers if layer.rope] == (
+        [64] + [128] * 3
+    ) * 11 + [64]
+    assert sum(layer.experts is not None for layer in step.layers) == 42
+    assert [bool(layer.gate) for layer in step.layers] == [False] * 44 + [True]
     # attention in chunks equals full attention up to one chunk
     assert read_config(HfConfig(LLAMA_4)).context_tokens == 8192
