@@ -190,13 +190,10 @@ class Frontend:
                     " reasoning; leave them out"
                 )
             # The parser needs the markers, which may be special tokens.
-            sampling = dataclasses.replace(
-                sampling,
-                skip_special_tokens=False,
-                grammar=sampling.grammar
-                if origin or self._answers.in_headers
-                else self._opened(chat, sampling.grammar, token_ids),
-            )
+            sampling = dataclasses.replace(sampling, skip_special_tokens=False)
+            if sampling.grammar is not None and not origin and not self._answers.in_headers:
+                opened = await self._opened(chat, sampling.grammar, token_ids)
+                sampling = dataclasses.replace(sampling, grammar=opened)
         if resumption is not None:
             self._check_resumption(resumption, len(token_ids), sampling)
         ends = (
@@ -218,20 +215,23 @@ class Frontend:
             images=images,
         )
 
-    def _opened(
-        self, chat: ChatPrompt, grammar: Grammar | None, prompt_ids: Sequence[int]
-    ) -> Grammar | None:
+    async def _opened(
+        self, chat: ChatPrompt, grammar: Grammar, prompt_ids: Sequence[int]
+    ) -> Grammar:
         """Returns the grammar of a chat's answer, which may think or call tools outside the
-        request's grammar."""
-        if grammar is None:
-            return None
+        request's grammar. Returns the request's grammar, which was checked before, if it cannot be
+        a part of another one."""
         form, tools, codec = self._answers, chat.callable_tools, self.prompts.codec
         calls = [marked_call(self._marker(form.call_mark))] if tools and form.call_mark else []
         if tools and form.plain_calls:
             calls.append(plain_call([*tools]))
         marks = form.marks and (self._marker(form.marks.begin), self._marker(form.marks.end))
         begun = thinks(form, chat, prompt_ids, codec)
-        return with_thought_and_calls(grammar, marks, begun, calls)
+        with contextlib.suppress(InvalidRequestError):
+            made = with_thought_and_calls(grammar, marks, begun, calls)
+            await self._check_grammar(made, "")
+            return made
+        return grammar
 
     def _marker(self, text: str) -> str:
         codec = self.prompts.codec

@@ -91,6 +91,8 @@ def _content(grammar: Grammar) -> str | None:
 
 
 def _json(schema: object) -> str | None:
+    if schema is True:
+        schema = {}
     if not isinstance(schema, dict):
         return None
     return f"%json {json.dumps(with_few(schema_for_llguidance(schema)))}"
