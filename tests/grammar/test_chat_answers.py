@@ -55,7 +55,6 @@ CASES: list[tuple[Grammar, tuple[str, str] | None, bool, list[str], str, bool | 
     (OBJECT, None, False, [CALL], '{"any": [1]}', True),
     (OBJECT, None, False, [CALL], "[", None),
     (Grammar(GrammarKind.JSON_SCHEMA, "true"), None, False, [CALL], "[]", True),
-    (Grammar(GrammarKind.REGEX, ""), None, False, [CALL], "<tool_call>x", True),
 ]
 
 
