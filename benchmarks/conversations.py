@@ -3,7 +3,8 @@ traffic.
 
     python -m benchmarks.conversations --name=conversations
     python -m benchmarks.conversations --models=measured --first=1400 --new=100 \
-        --context_tokens=2304
+        --context_tokens=2304 --figures=conversations --talks=1 --rounds=2 --batches=0 \
+        --server=--slots_per_rank=2
 
 Two servers with one model run side by side: one with the defaults, and one without any cache
 (`--prefix_cache=false`, no host memory, no appended turns). Both get the same prompts in
@@ -47,7 +48,7 @@ _FIRST = flags.DEFINE_integer("first", 480, "Tokens of a conversation's first pr
 _NEW = flags.DEFINE_integer("new", 40, "New tokens of each later turn.")
 _ANSWER = flags.DEFINE_integer("answer", 16, "Tokens of an answer.")
 _TALKS = flags.DEFINE_integer("talks", 4, "Conversations of a round.")
-_BATCHES = flags.DEFINE_integer("batches", 3, "Batches of distinct prompts of a round.")
+_BATCHES = flags.DEFINE_integer("batches", 3, "Batches of distinct prompts of a round; 0: none.")
 _SETTLE = flags.DEFINE_float(
     "settle", 30.0, "Seconds before the first round, in which optional programs are compiled."
 )
@@ -56,6 +57,7 @@ _FIGURES = flags.DEFINE_list(
 )
 _EARLY = flags.DEFINE_float("early", 20.0, "Seconds after a start in which prompts are timed.")
 _CONTEXT = flags.DEFINE_integer("context_tokens", 1024, "Longest prompt and answer.")
+_SERVER = flags.DEFINE_multi_string("server", [], "A further flag of both servers.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,7 +126,7 @@ async def distinct(
 def started(model: Path, name: str) -> AbstractContextManager[str]:
     """Context manager that yields the address of a running server."""
     context = f"--context_tokens={_CONTEXT.value}"
-    return server(f"--model={model}", context, *COMMON, *ARGUMENTS[name])
+    return server(f"--model={model}", context, *COMMON, *_SERVER.value, *ARGUMENTS[name])
 
 
 @asynccontextmanager
@@ -235,15 +237,19 @@ async def traffic(path: Path) -> dict[str, object]:
                     used[name] += [ms] if number else []
     ttft = {name: statistics.median(row[0] for row in rows) for name, rows in turns.items()}
     kept = turns["defaults"]
-    return {
+    figures: dict[str, object] = {
         "ttft ms": {name: round(1e3 * seconds, 2) for name, seconds in ttft.items()},
         "ttft ratio": round(ttft["off"] / ttft["defaults"], 2),
         "cached share": round(sum(r[1] for r in kept) / sum(r[2] for r in kept), 3),
-        "distinct tokens/s": {n: round(statistics.median(v)) for n, v in speeds.items()},
-        "distinct ratio": ratio(speeds["defaults"], speeds["off"]),
-        "distinct processor ms": {n: round(statistics.median(v), 2) for n, v in used.items()},
-        "distinct processor ratio": ratio(used["off"], used["defaults"]),
     }
+    if _BATCHES.value:
+        figures |= {
+            "distinct tokens/s": {n: round(statistics.median(v)) for n, v in speeds.items()},
+            "distinct ratio": ratio(speeds["defaults"], speeds["off"]),
+            "distinct processor ms": {n: round(statistics.median(v), 2) for n, v in used.items()},
+            "distinct processor ratio": ratio(used["off"], used["defaults"]),
+        }
+    return figures
 
 
 async def measure(model: str, path: Path) -> dict[str, object]:
