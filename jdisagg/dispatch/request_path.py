@@ -242,8 +242,10 @@ class RequestPath:
         state = self.placer.accounts.state
         blind = loading = frozenset[str]()
         if run.request.images:
-            blind, loading = state.without_images(), state.loading_images()
+            blind, loading = state.without_images(), state.not_ready("images")
             run.avoid |= blind
+        if run.request.sampling.grammar is not None:
+            loading |= state.not_ready("grammars")
         run.placing += 1
         try:
             placement = await self.placer.place(

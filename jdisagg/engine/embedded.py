@@ -293,11 +293,11 @@ class EmbeddedCluster:
         more = [(self.decode.executor, WarmUpStep(step)) for step in self._channel_steps()]
         await warm_up(self.replicas, progress, more, beside=beside)
 
-    def load_later(self) -> None:
+    def load_later(self, *, compiled: bool = False) -> None:
         """Leaves the programs of optional capabilities to `load_rest`. Must be called before
-        `warm_up` and before the workers start."""
+        `warm_up` and before the workers start. `compiled` is as of `Replica.load_later`."""
         for replica in self.replicas:
-            replica.load_later()
+            replica.load_later(compiled=compiled)
 
     async def load_rest(self) -> None:
         """Loads the programs of optional capabilities while the workers serve requests."""

@@ -77,11 +77,16 @@ class Replica:
 
         await self.executor.on_dispatch_thread(measure)
 
-    def load_later(self) -> None:
+    def load_later(self, *, compiled: bool = False) -> None:
         """Leaves the programs of optional capabilities to `load`. Must be called before the mesh
-        serves."""
-        needed = [step.capability for step in warm_up_steps(self.executor)]
-        self.readiness.load_later([one for one in needed if one])
+        serves.
+
+        Args:
+            compiled: Whether all programs are in the compilation cache. A request with a grammar
+                then loads its programs itself instead of waiting for all of them.
+        """
+        needed = {step.capability for step in warm_up_steps(self.executor)} - {None}
+        self.readiness.load_later(needed - {Capability.GRAMMARS} if compiled else needed)
 
     async def _measure_appends(self) -> None:
         """Adds the times of appended chunks to `times`, while the mesh serves."""

@@ -265,8 +265,8 @@ class MeshExecutor:
         return tuple(variant for variant in Variant if masked or not variant.masked)
 
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
-        """Compiles the programs of a prefill chunk, by running a chunk of padding and every cut of
-        blocks that a hand-off may need."""
+        """Compiles the programs of a prefill chunk, apart from those of grammars, by running a
+        chunk of padding and every cut of blocks that a hand-off may need."""
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         x, blocks, _ = self._prefill.run(chunk)
         for groups, tokens in self.limits.block_shapes() if blocks else ():
@@ -274,7 +274,14 @@ class MeshExecutor:
                 self._prefill.cut(blocks, groups, 0, 0, tokens)
         x.block_until_ready()
         for variant in self.variants if form.samples else ():
-            self._sampler.warm_up(variant, x)
+            if not variant.masked:
+                self._sampler.warm_up(variant, x)
+
+    def warm_samples(self, width: int, form: ChunkForm, variant: Variant) -> None:
+        """Compiles the programs that choose first tokens in one way, by running a chunk of
+        padding."""
+        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
+        self._sampler.warm_up(variant, self._prefill.run(chunk)[0])
 
     def warm_pictured(self, width: int, form: ChunkForm) -> None:
         """Compiles the programs of a prefill chunk to whose first layers activations of images are
@@ -298,14 +305,13 @@ class MeshExecutor:
         assert self._decode is not None
         self._decode.warm_drafts(size, variant)
 
-    def warm_mixed(self, width: int, form: ChunkForm, size: int) -> None:
-        """Compiles the programs of a prefill chunk with a decode step, by running a chunk of
-        padding with a step of `size` empty slots."""
+    def warm_mixed(self, width: int, form: ChunkForm, size: int, variant: Variant) -> None:
+        """Compiles the program of a prefill chunk with a decode step, by running a chunk of padding
+        with a step of `size` empty slots."""
         assert self._mixed is not None
         slots = ((self.limits.slots_per_rank,) * size,) * self.limits.ranks
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form)
-        for variant in self.variants:
-            self._mixed.run(chunk, slots, variant)[1].parts[0].token.block_until_ready()
+        self._mixed.run(chunk, slots, variant)[1].parts[0].token.block_until_ready()
 
     def warm_updates(self) -> None:
         """Compiles the programs that admit sequences, extend page tables, set token counts and copy

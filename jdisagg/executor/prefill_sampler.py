@@ -100,14 +100,13 @@ class PrefillSampler:
     def warm_up(self, variant: Variant, x: jax.Array) -> None:
         """Compiles the programs of one variant, by running them on the activations `x` of a chunk
         of padding."""
-        for samples in {1, self._limits.samples_per_chunk}:
+        for samples in {self._room(1), self._limits.samples_per_chunk}:
             source, rows = self._empty(variant, samples)
             jax.block_until_ready(self._head(variant, self._pick(x, source), rows).token)
 
     def _empty(self, variant: Variant, samples: int) -> tuple[np.ndarray, _SampledRows]:
-        """Returns empty parameters with room for one sample per dp rank, or for
-        `samples_per_chunk`. Room for one sample saves 1 % of the prefill of a long prompt."""
-        shape = (self._limits.ranks, 1 if samples == 1 else self._limits.samples_per_chunk)
+        """Returns empty parameters with room for this number of samples per dp rank."""
+        shape = self._limits.ranks, self._room(samples)
         return np.zeros(shape, np.int32), _SampledRows(
             ints=np.zeros((*shape, self._rows.ints), np.int32),
             floats=np.zeros((*shape, self._rows.floats), np.float32),
@@ -115,6 +114,13 @@ class PrefillSampler:
             counts=np.zeros((*shape, self._rows.vocabulary), np.int32) if variant.shaped else (),
             mask=self._grammars.empty(shape) if variant.masked else (),
         )
+
+    def _room(self, samples: int) -> int:
+        """Returns the number of samples for which a program is compiled: one, or
+        `samples_per_chunk`. Room for one saves 1 % of the prefill of a long prompt, which a decode
+        mesh does not compute."""
+        alone = samples == 1 and not self._limits.append_buckets
+        return 1 if alone else self._limits.samples_per_chunk
 
     def _pick(self, x: jax.Array, source: np.ndarray) -> jax.Array:
         """Returns x[rank, source[rank]], [ranks, samples, D]."""

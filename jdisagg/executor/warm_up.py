@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from jdisagg.executor.choose import Variant
 from jdisagg.executor.image_programs import patch_buckets
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.mixed_program import mixed_forms
@@ -44,8 +45,12 @@ def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
         steps += [WarmUpStep(executor.adapters.warm_up)]
     if role.decode:
         sizes = [(size, variant) for size in limits.batch_buckets for variant in executor.variants]
-        steps += [WarmUpStep(partial(executor.warm_decode, *one)) for one in sizes]
-        steps += [WarmUpStep(partial(executor.warm_mixed, *one)) for one in _mixed(executor)]
+        steps += [_of_variant(partial(executor.warm_decode, *one), one[1]) for one in sizes]
+        steps += [
+            _of_variant(partial(executor.warm_mixed, *one, variant), variant)
+            for one in _mixed(executor)
+            for variant in executor.variants
+        ]
         steps += [WarmUpStep(executor.warm_updates)]
         if limits.speculates:
             drafts = [partial(executor.warm_drafts, *one) for one in sizes if not one[1].masked]
@@ -84,6 +89,11 @@ def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
     ]
     needed = None if role.prefill else Capability.APPEND
     steps = [WarmUpStep(partial(executor.warm_prefill, *one), needed) for one in chunks]
+    masks = [variant for variant in executor.variants if variant.masked]
+    steps += [
+        _of_variant(partial(executor.warm_samples, *chunks[0], variant), variant)
+        for variant in masks
+    ]
     if (images := executor.images) is not None:
         of_images = [partial(images.warm_encoder, size) for size in patch_buckets(images.form)]
         of_images += [partial(images.warm_place, width) for width in computed.chunk_buckets]
@@ -92,6 +102,11 @@ def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
     if limits.snapshots_per_rank and not role.decode:
         steps += [WarmUpStep(executor.blocks.warm_copy, Capability.REUSE)]
     return steps
+
+
+def _of_variant(run: Callable[[], object], variant: Variant) -> WarmUpStep:
+    """Returns the step for a program that chooses tokens in one way."""
+    return WarmUpStep(run, Capability.GRAMMARS if variant.masked else None)
 
 
 def _mixed(executor: MeshExecutor) -> list[tuple[int, ChunkForm, int]]:

@@ -79,9 +79,10 @@ class WorkerStatus(Message, frozen=True):
         priorities: The load by priority, lowest first. Requests of higher priority take the room of
             lower ones.
         not_ready: Optional capabilities whose programs are not loaded yet: "images" (prompts with
-            images), "append" (computing ends of prompts on a decode worker), "reuse" (sending
-            cached blocks that a decode worker lacks), "tiers" (copies to and from host memory, disk
-            and other workers), "drafts" (decode steps that verify drafts).
+            images), "grammars" (tokens that follow a grammar), "append" (computing ends of prompts
+            on a decode worker), "reuse" (sending cached blocks that a decode worker lacks), "tiers"
+            (copies to and from host memory, disk and other workers), "drafts" (decode steps that
+            verify drafts).
         weights: Identity of the weights that the worker serves, "VERSION@FINGERPRINT". Empty for
             those of its start.
         asleep: Whether the worker has freed its weights and pages, and takes no requests.

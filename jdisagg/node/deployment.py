@@ -241,7 +241,7 @@ class Deployment:
             return
         warmed = WarmedBefore(self.config, None, self.frontend.model.version)
         before = warmed.found()
-        self.cluster.load_later()
+        self.cluster.load_later(compiled=before)
         if before:
             for replica in self.cluster.replicas:
                 replica.times = warmed.times(replica.executor.name)

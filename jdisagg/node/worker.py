@@ -317,7 +317,7 @@ class WorkerRuntime:
             beside = alone and state.config.warm_up and not state.roles.changing
             before = beside and warmed.found()
             if beside:
-                instance.load_later()
+                instance.load_later(compiled=before)
             if before:
                 instance.times = warmed.times(MESH)
             elif not await self._unless(state.signals.first(), self._warm_up(instance)):

@@ -259,9 +259,12 @@ class ClusterState:
         """Returns the names of the workers that take no requests with images."""
         return frozenset([one.name for one in self._statuses.values() if not one.images])
 
-    def loading_images(self) -> frozenset[str]:
-        """Returns the names of the workers at which a prompt with images waits for programs."""
-        return frozenset([one.name for one in self._statuses.values() if "images" in one.not_ready])
+    def not_ready(self, capability: str) -> frozenset[str]:
+        """Returns the names of the workers whose programs of an optional capability are not loaded
+        yet."""
+        return frozenset(
+            [one.name for one in self._statuses.values() if capability in one.not_ready]
+        )
 
     def adapter_loads(self, digest: str) -> dict[str, float]:
         """Returns the seconds that each worker without this adapter needs to load it. A worker

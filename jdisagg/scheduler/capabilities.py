@@ -1,7 +1,7 @@
 """The optional capabilities of a worker. Each needs programs beside those that every request needs.
 A worker that starts without compiled programs serves as soon as the common ones are there, and
 gets its capabilities one after the other while it serves. Until then it works as if they were
-off, except that it caches blocks from the start and lets requests with images wait."""
+off, except that it caches blocks from the start and lets requests with images or grammars wait."""
 
 import asyncio
 import enum
@@ -15,6 +15,7 @@ class Capability(enum.Enum):
 
     Attributes:
         IMAGES: Prompts have images. First, because requests wait for it.
+        GRAMMARS: Tokens follow a grammar. Requests wait for it, too.
         APPEND: A decode mesh computes uncached ends of prompts.
         REUSE: A prefill mesh sends cached blocks that a decode mesh lacks, and continues from
             snapshots of recurrent state.
@@ -23,6 +24,7 @@ class Capability(enum.Enum):
     """
 
     IMAGES = "images"
+    GRAMMARS = "grammars"
     APPEND = "append"
     REUSE = "reuse"
     TIERS = "tiers"

@@ -428,9 +428,9 @@ class MeshWorker(ABC):
         return blocks + elsewhere
 
     async def _compiled(self, request: Request, seconds: float, computes: bool = True) -> None:
-        """Compiles the request's grammar, if any, and waits for the programs of images if this mesh
-        `computes` a prompt with images. Raises InvalidRequestError if the grammar fails, and
-        UnavailableError if the programs fail or the worker sleeps."""
+        """Compiles the request's grammar, if any, and waits for the programs of grammars, and for
+        those of images if this mesh `computes` a prompt with images. Raises InvalidRequestError if
+        the grammar fails, and UnavailableError if the programs fail or the worker sleeps."""
         self._check_awake()
         if computes and request.images:
             await self._context.readiness.wait(Capability.IMAGES)
@@ -442,6 +442,7 @@ class MeshWorker(ABC):
                     " structured output needs; leave the grammar out, or add the file"
                 )
             await self._grammars.prepare(grammar, seconds)
+            await self._context.readiness.wait(Capability.GRAMMARS)
 
     def _unchosen(self, request: Request, token: int) -> JdisaggError:
         """Returns the error for a sequence whose sampling returned BROKEN_TOKEN or STUCK_TOKEN."""

@@ -133,7 +133,7 @@ async def main() -> None:
     Programs.compile = lambda *args, **named: (compiled.append(1), compile_(*args, **named))[1]
     replicas: list[Replica] = []
     load_later = Replica.load_later
-    Replica.load_later = lambda self: (replicas.append(self), load_later(self))[1]
+    Replica.load_later = lambda self, **how: (replicas.append(self), load_later(self, **how))[1]
 
     async def all_programs() -> None:  # optional programs are compiled while it serves
         while any(replica.readiness.missing for replica in replicas):
