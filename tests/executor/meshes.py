@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import InstanceConfig, Mode, PrefixConfig
+from jdisagg.config import NO_PREFIX, InstanceConfig, Mode, PrefixConfig
 from jdisagg.engine.replica import build_replica
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.layout.axes import Layout
@@ -113,7 +113,7 @@ def executor(
     page: int,
     dtype: str,
     few_tokens: int = 0,
-    prefix: PrefixConfig | None = None,
+    prefix: PrefixConfig = NO_PREFIX,
 ) -> MeshExecutor:
     shape = Layout.parse(layout)
     loaded = load_model(
