@@ -85,7 +85,7 @@ class Replica:
             compiled: Whether all programs are in the compilation cache. A request with a grammar
                 then loads its programs itself instead of waiting for all of them.
         """
-        needed = {step.capability for step in warm_up_steps(self.executor)} - {None}
+        needed = {one.capability for one in warm_up_steps(self.executor) if one.capability}
         self.readiness.load_later(needed - {Capability.GRAMMARS} if compiled else needed)
 
     async def _measure_appends(self) -> None:
