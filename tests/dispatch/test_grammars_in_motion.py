@@ -92,12 +92,13 @@ def test_a_grammar_goes_where_its_programs_are_loaded_and_waits_if_they_are_nowh
         async with Fleet(prefills=1) as fleet:
             first, second = (fleet.local.workers[name] for name in ("decode0", "decode1"))
             first._context.readiness.load_later([Capability.GRAMMARS])
-            regex, schema, text = requests(3)
+            regex, schema, text, _, _, other = requests(6)
+            fleet.check(text, await fleet.collect(text))  # the router asks workers what they have
             fleet.check(regex, await fleet.collect(regex))
             assert fleet.path.placer.status().decisions[0].decode == "decode1"
             second._context.readiness.load_later([Capability.GRAMMARS])
             waits = asyncio.create_task(fleet.collect(schema))
-            fleet.check(text, await fleet.collect(text))
+            fleet.check(other, await fleet.collect(other))
             assert not waits.done()
             for worker in (first, second):
                 worker._context.readiness.loaded(Capability.GRAMMARS)
