@@ -6,8 +6,8 @@ decode DP=8 + EP=8 on another.
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
 (tests/engine/test_memory_plan.py checks it), not from a run. The prefill worker is started likewise
-with --role=prefill. 425 GB of matrices are 56 GB a prefill device and, with the attention whole on
-each rank, 64 GB a decode device. A token is 4 kv heads of 128 in 60 layers and an index key of 128
+with --role=prefill. 426 GB of matrices are 54 GB a prefill device and, with the attention whole on
+each rank, 67 GB a decode device. A token is 4 kv heads of 128 in 60 layers and an index key of 128
 values in 57, 137,472 bytes. The indexer selects 16 blocks of 128 positions, so decode reads 2,048
 positions of a long sequence."""
 
