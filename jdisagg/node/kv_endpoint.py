@@ -23,6 +23,9 @@ from jdisagg.service.server import GrpcServer, cluster_credentials, read_tokens
 from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 
+TRANSPORTS = 4  # connections of the transfer engine, the same in all processes
+T = TypeVar("T")
+
 
 def called_address(service: ServiceConfig) -> str:
     """Returns host:port at which other processes call a server with this configuration. Raises
@@ -40,10 +43,6 @@ def kv_interface(service: ServiceConfig) -> str:
     interface of this machine."""
     called = service.called_host
     return service.kv_host or (called if is_local(called) else service.host)
-
-
-TRANSPORTS = 4  # connections of the transfer engine, the same in all processes
-T = TypeVar("T")
 
 
 class KvEndpoint:
