@@ -71,7 +71,7 @@ START_SECONDS = 240.0
 
 
 class FakeWorker(Worker):
-    """Answers with constant tokens: the first by prefill, then one each `STEP_SECONDS`."""
+    """Answers with constant tokens: one each `STEP_SECONDS`."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class FakeWorker(Worker):
     async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
         length = self._lengths[call.reservation_id]
         try:
-            for index in range(1, length):
+            for index in range(length):
                 await asyncio.sleep(STEP_SECONDS)
                 end = SpanEnd.LENGTH if index == length - 1 else None
                 yield Span(0, index, (5,), end=end)
@@ -109,14 +109,18 @@ class FakeWorker(Worker):
 
 async def serve(names: list[str]) -> None:
     """Serves the workers of one process until it is killed."""
+    kept: list[object] = []  # a server that is not referred to ends
     for number, name in enumerate(names):
         worker, boot_id, port = FakeWorker(name), random_id(), FIRST_PORT + number
         role = prefill_service if worker.role is WorkerRole.PREFILL else decode_service
         services = (role(worker), peer_service(worker))
-        await GrpcServer(services, ServiceConfig(_OWN.value, port), boot_id).start()
+        server = GrpcServer(services, ServiceConfig(_OWN.value, port), boot_id)
+        await server.start()
         address = f"{_OWN.value}:{port}"
         card = WorkerCard(name, boot_id, worker.role, address, Layout(), MODEL)
-        RegistryClient((_ROUTER.value,), card, worker.status).start()
+        registration = RegistryClient((_ROUTER.value,), card, worker.status)
+        registration.start()
+        kept += [server, registration]
     print("serves", flush=True)
     await asyncio.Event().wait()
 
