@@ -191,7 +191,7 @@ async def load(target: str) -> None:
                 done = await client.complete(
                     token_ids=prompt, max_tokens=_TOKENS.value, temperature=0.0, ignore_eos=True
                 )
-                assert done.choices[0].token_ids == (5,) * _TOKENS.value, done
+                assert done.choices[0].token_ids == [5] * _TOKENS.value, done
 
         await asyncio.gather(*(one_after_the_other() for _ in range(_CLIENTS.value)))
 
