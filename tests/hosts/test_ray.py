@@ -130,14 +130,3 @@ def test_workers_are_actors_that_move_to_another_node_when_theirs_is_lost(tmp_pa
         wait_until(lambda: driver.where() == moved, "both serve on the third", START_SECONDS)
         wait_until(lambda: all_free(driver.client, WORKERS), "pages are free", START_SECONDS)
         driver.answers()
-
-
-def test_a_worker_of_several_processes_has_an_actor_for_each(tmp_path: Path) -> None:
-    """Each of two nodes has room for two of the four processes."""
-    flags = ("--prefill=tp=2", "--decode=tp=2", "--processes_per_instance=2")
-    with hosts(3, tmp_path) as made, cluster(made, tmp_path, 3, *flags) as driver:
-        driver.answers()
-        for host in (2, 3):
-            listed = made.in_host(host, "ss", "-Htlnp").stdout
-            processes = set(re.findall(r'"python[^"]*",pid=(\d+)', listed))
-            assert len(processes) >= 2, listed
