@@ -145,20 +145,27 @@ class Speculation:
         worth = self._worth_of(kind)
         if self._drafter.on_mesh and worth.due:
             self._forget(active)
-        rows: dict[tuple[int, int], Planned] = {}
+        shares: list[tuple[tuple[int, int], Sequence, Draft, int, float]] = []
         token_time, sequences = 0.0, sum(map(len, active))
         for rank, children in enumerate(active):
             found = [self._draft(child) for child in children]
+            if not any(found):
+                token_time += len(children)
+                continue
             counts, gains = self._share(
                 found, list(map(self._ahead, children)), self._limits.extra_rows(kind[0])
             )
             token_time += sum([1 / (1 + gain) for gain in gains])
-            for row, (child, one) in enumerate(zip(children, found, strict=True)):
-                if one is not None:
-                    planned = self._planned((rank, row), child, one[1], counts[row], gains[row])
-                    rows |= planned
-        if rows and worth.pays(sequences / token_time):
+            shares += [
+                ((rank, row), children[row], one[1], counts[row], gains[row])
+                for row, one in enumerate(found)
+                if one is not None
+            ]
+        if shares and worth.pays(sequences / token_time):
             self._looked = 0
+            rows: dict[tuple[int, int], Planned] = {}
+            for share in shares:
+                rows |= self._planned(*share)
             if self._drafter.on_mesh:
                 for child in (child for children in active for child in children):
                     child.drafted = self._steps
