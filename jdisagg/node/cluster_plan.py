@@ -355,7 +355,7 @@ def free_ports(host: str, count: int) -> list[int]:
     To make this unlikely, ports are drawn at random below the operating system's range of ephemeral
     ports (from 32768 on Linux). Raises ConfigError if none is free."""
     free: list[int] = []
-    for port in random.SystemRandom().sample(_DRAWN, len(_DRAWN)):
+    for port in random.Random().sample(_DRAWN, len(_DRAWN)):
         if len(free) == count:
             return free
         try:

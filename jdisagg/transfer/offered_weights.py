@@ -1,10 +1,13 @@
 """Named arrays that a trainer, or a worker, offers to workers: their description, and reads from
 the devices that hold them. On accelerators only the parts that are read come to the host."""
 
+import contextlib
 import functools
 import hashlib
+import mmap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -43,6 +46,7 @@ class OfferedWeights:
         self._sums: dict[str, bytes] = {}
         self._until = time.monotonic() + lease_seconds
         self._closing: list[Callable[[], object]] = []
+        self._buffers = _Buffers()
         self._lock = threading.Lock()
         self._hashing = threading.Lock()  # workers that ask at once wait for one hash
 
@@ -136,7 +140,10 @@ class OfferedWeights:
         if len(cuts) == 1 and isinstance(cuts[0], jax.Array):
             return cuts[0], byte_sum(np.asarray(cuts[0]))
         flat = [np.asarray(cut).reshape(-1).view(np.uint8) for cut in cuts]
-        joined = flat[0] if len(flat) == 1 else np.concatenate(flat)
+        joined = flat[0]
+        if len(flat) > 1:
+            joined = self._buffers.take(sum(part.size for part in flat))
+            np.concatenate(flat, out=joined)
         block = joined.reshape(1, 1, 1, 1, -1)
         return jax.device_put(block, jax.local_devices()[0]), byte_sum(joined)
 
@@ -202,6 +209,29 @@ class OfferedWeights:
             _, shard = held[piece.source]
             values[_slices(piece.destination_slice)] = _cut(shard, piece.source_slice)
         return values
+
+
+class _Buffers:
+    """Host memory for blocks. Memory of blocks that are not used any more is used again, because
+    the first writes to new memory cost more than all further copies of a block."""
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """Returns an array of bytes, which is free again when no view of it is left."""
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = None
+        if memory is None or len(memory) < nbytes:
+            memory = mmap.mmap(-1, max(nbytes, 1))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(memory, np.uint8)
+        weakref.finalize(whole, self._free.append, memory).atexit = False
+        return whole[:nbytes]
 
 
 def unreadable(dtypes: Mapping[str, str]) -> list[str]:

@@ -37,6 +37,7 @@ from jdisagg.transfer.pieces import HostLeaves, RequestedPieces
 
 _WRITTEN = 1  # first byte of a region that is written
 SPARE_BYTES = 256 << 20  # limit of the regions, or mappings, that wait for their next use
+FEW_SIZES_BYTES = 1 << 20  # regions above this size have few sizes
 _SECRET_BYTES = 16
 
 
@@ -71,6 +72,14 @@ class Region:
         """Releases the region in this process. Mappings in other processes stay valid."""
         self._map.close()
         os.close(self.descriptor)
+
+
+def _rounded(size: int) -> int:
+    """Returns the size of a region for `size` bytes. Large ones are powers of two, so that regions
+    of few sizes serve blocks of all sizes. Pages that are not written take no memory."""
+    if size > FEW_SIZES_BYTES:
+        return 1 << (size - 1).bit_length()
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
@@ -119,10 +128,11 @@ class SharedMemory(Backend):
     def take(self, size: int) -> Region:
         """Returns a region of at least `size` bytes. Prefers regions that were used before, because
         their pages are already allocated."""
-        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        if spare := self._spare.get(size):
-            self._spare_bytes -= size
-            return spare.pop()
+        size = _rounded(size)
+        for fitting in (size, 2 * size):
+            if spare := self._spare.get(fitting):
+                self._spare_bytes -= fitting
+                return spare.pop()
         try:
             return Region(size)
         except (OSError, ValueError) as error:
