@@ -5,9 +5,12 @@ Clocks of different processes are not comparable, so messages contain the number
 until a deadline. Times read from the clock never leave the process."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Protocol, TypeVar
+
+from jdisagg.errors import DeadlineExceededError
 
 T = TypeVar("T")
 
@@ -60,6 +63,27 @@ class limit:
     def _pass(self) -> None:
         self._passed = True
         self._task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def turn(lock: asyncio.Lock, seconds: float, what: str) -> AsyncIterator[None]:
+    """Holds `lock` within the context.
+
+    Raises:
+        DeadlineExceededError: Others held the lock for `seconds`.
+    """
+    try:
+        with limit(seconds):
+            await lock.acquire()
+    except TimeoutError:
+        raise DeadlineExceededError(
+            f"{what} did not begin within {seconds:g} s, because another update, sleep or wake"
+            " runs; try again when it has ended, or with a longer deadline_seconds"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[asyncio.Task[T]]":

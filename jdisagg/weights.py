@@ -14,7 +14,7 @@ trainer of several processes offers in each of them, and names the offers with c
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jdisagg.config import ServiceConfig
@@ -66,12 +66,13 @@ def offer(
 
 @contextlib.contextmanager
 def opened(
-    name: str, service: ServiceConfig | None = None
+    name: str, service: ServiceConfig | None = None, check: Callable[[], None] | None = None
 ) -> "Iterator[OfferedWeights | RemoteWeights | None]":
     """Opens the offer that an update names, or yields None for a folder.
 
     Args:
         service: Credentials for offers of other processes.
+        check: Called while bytes of another process are awaited. Raises to end the reading.
 
     Raises:
         InvalidRequestError: The offer is unknown, closed, or its lease has ended.
@@ -87,7 +88,7 @@ def opened(
             " offers with `service`"
         )
     else:
-        with contextlib.closing(RemoteWeights(name, service or ServiceConfig())) as remote:
+        with contextlib.closing(RemoteWeights(name, service or ServiceConfig(), check)) as remote:
             yield remote
 
 

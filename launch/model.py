@@ -22,7 +22,7 @@ from jdisagg.weights import opened
 from launch.cost_inputs import find_geometry
 from launch.grammars import grammar_compiler
 from launch.shipped import SHIPPED_MODEL
-from models.checkpoint import LoadedModel, load_config, load_model
+from models.checkpoint import LoadedModel, go_on, load_config, load_model
 from models.hub import served_name
 from models.peft_folder import check_adapter
 from models.relayout import relayout
@@ -59,23 +59,33 @@ class CheckpointLoader:
         return self._load(self._directory, layout, devices, cut=cut)
 
     def read(
-        self, folder: str, layout: Layout, devices: Sequence[Device], cut: StageCut | None = None
+        self,
+        folder: str,
+        layout: Layout,
+        devices: Sequence[Device],
+        cut: StageCut | None = None,
+        check: Callable[[], None] = go_on,
     ) -> tuple[str, Model]:
-        with opened(folder, self._service) as offer:
+        with opened(folder, self._service, check) as offer:
             if offer is None:
-                return self._read_files(folder, layout, devices, cut)
+                return self._read_files(folder, layout, devices, cut, check)
             content = offer.content()
-            model = self._load(self._directory, layout, devices, offer, cut).model
+            model = self._load(self._directory, layout, devices, offer, cut, check).model
             _check_unchanged(folder, content, offer.content(again=True))
             return content, model
 
     def _read_files(
-        self, folder: str, layout: Layout, devices: Sequence[Device], cut: StageCut | None
+        self,
+        folder: str,
+        layout: Layout,
+        devices: Sequence[Device],
+        cut: StageCut | None,
+        check: Callable[[], None],
     ) -> tuple[str, Model]:
         before = file_states(folder)
         check_sums(folder)
         content = model_fingerprint(folder, self._dtype, self._weights, self._kv_dtype)
-        model = self._load(folder, layout, devices, cut=cut).model
+        model = self._load(folder, layout, devices, None, cut, check).model
         again = model_fingerprint(folder, self._dtype, self._weights, self._kv_dtype)
         _check_unchanged(folder, (before, content), (file_states(folder), again))
         return content, model
@@ -87,6 +97,7 @@ class CheckpointLoader:
         devices: Sequence[Device],
         tensors: CheckpointTensors | None = None,
         cut: StageCut | None = None,
+        check: Callable[[], None] = go_on,
     ) -> LoadedModel:
         loaded = load_model(
             directory,
@@ -100,6 +111,7 @@ class CheckpointLoader:
             cut=cut,
             tensors=tensors,
             images=True,
+            check=check,
         )
         if self._speculate == "mtp" and loaded.model.next_token is None:
             raise ConfigError(

@@ -81,6 +81,10 @@ class LoadedModel:
         return self.mesh, *self.later
 
 
+def go_on() -> None:
+    """Ends no loading."""
+
+
 def load_config(directory: str | Path) -> DecoderConfig:
     """Reads the model's configuration without its weights."""
     return read_config(HfConfig.from_directory(Path(directory)))
@@ -110,6 +114,7 @@ def load_model(
     cut: StageCut | None = None,
     tensors: CheckpointTensors | None = None,
     images: bool = False,
+    check: Callable[[], None] = go_on,
 ) -> LoadedModel:
     """Loads a model. Blocks until all weights are read.
 
@@ -130,6 +135,7 @@ def load_model(
         tensors: Tensors to read in place of the folder's. The folder has the configuration, and the
             tensors of the vision encoder.
         images: Whether to read the vision encoder, if the checkpoint has one that is supported.
+        check: Called before each parameter. Raises to end the loading.
 
     Raises:
         CheckpointError: The files do not fit the config, or are unreadable.
@@ -166,7 +172,7 @@ def load_model(
         config = replace(config, kv_dtype=kv_dtype) if kv_dtype else config
         model = abstract(config, weights=weights)
         sources = _served_sources(model, files)
-        model = _fill(model, sources, files, directory, placed(model))
+        model = _fill(model, sources, files, directory, placed(model), check)
     else:
         sources = find_sources(model, files, directory, seen)
         if weights:
@@ -174,7 +180,7 @@ def load_model(
             by_path = {parameter.path: (parameter, source) for parameter, source in read}
             model = abstract(config, weights=weights)
             sources = quantized_sources(model, by_path, files)
-        model = _fill(model, sources, files, directory, placed(model))
+        model = _fill(model, sources, files, directory, placed(model), check)
     if scales is not None:
         kept = abstract(replace(config, kv_dtype=kv_dtype), weights=weights)
         model = _with_kv_scales(model, kept, scales, placed(kept))
@@ -397,6 +403,7 @@ def _fill(
     files: CheckpointTensors,
     directory: Path,
     shardings: Sequence[Any],
+    check: Callable[[], None],
 ) -> Decoder:
     parameters = parameter_shapes(model)
     total = sum(part.dtype.itemsize * int(np.prod(part.shape)) for part in parameters)
@@ -413,6 +420,7 @@ def _fill(
         file=sys.stderr,
     ) as progress:
         for parameter, source, sharding in zip(parameters, sources, shardings, strict=True):
+            check()
             arrays.append(_read_array(source, files, parameter, sharding))
             progress.update(arrays[-1].nbytes)
     return with_arrays(model, jax.block_until_ready(arrays))  # no tensor is read afterwards

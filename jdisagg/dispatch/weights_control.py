@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from jdisagg.clock import Clock
+from jdisagg.clock import Clock, turn
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.served_adapters import refuse_tenants
 from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
@@ -96,17 +96,19 @@ class WeightsControl:
                 name of an offer.
             version: Text that names the weights in answers. By default a part of their hash.
             mode: What happens to running requests.
-            deadline_seconds: Time limit of the reading, and of the drain.
+            deadline_seconds: Time limit of the wait for another change of weights, of the reading,
+                and of the drain.
 
         Raises:
             InvalidRequestError: A worker cannot serve the folder. All serve the old weights.
             UnavailableError: A worker did not answer. All serve the old weights.
-            DeadlineExceededError: Reading or draining took too long. All serve the old weights.
+            DeadlineExceededError: Waiting, reading or draining took too long. All serve the old
+                weights.
             UnauthenticatedError: The caller's token belongs to a tenant.
         """
         refuse_tenants("weights are updated")
         seconds = UPDATE_SECONDS if deadline_seconds is None else deadline_seconds
-        async with self._changing:
+        async with turn(self._changing, seconds, "the update"):
             ports = dict(self._ports)
             if not ports:
                 raise UnavailableError("weights: no worker is there to take them; try again later")
@@ -201,7 +203,7 @@ class WeightsControl:
     ) -> None:
         """Gives workers the weights of the last update, from where it had them, or else from a
         worker of `having`."""
-        async with self._changing:
+        async with turn(self._changing, wanted.deadline_seconds, "the update of a late worker"):
             call, seconds = wanted, wanted.deadline_seconds
             try:
                 staged = await self._stage(some, call)
@@ -224,25 +226,29 @@ class WeightsControl:
         self, level: int = 1, workers: tuple[str, ...] = (), deadline_seconds: float = SLEEP_SECONDS
     ) -> tuple[WorkerStatus, ...]:
         """Frees pages and weights of workers, by default of all. Their sequences go on at other
-        workers, or wait. Raises InvalidRequestError for an unknown worker, and the errors of
-        `WeightsPort.sleep`."""
+        workers, or wait. Raises InvalidRequestError for an unknown worker,
+        DeadlineExceededError if another change of weights runs for `deadline_seconds`, and the
+        errors of `WeightsPort.sleep`."""
         call = SleepCall(level, deadline_seconds)
-        return await self._each(workers, "sleep", lambda port: port.sleep(call))
+        return await self._each(workers, "sleep", lambda port: port.sleep(call), deadline_seconds)
 
     async def wake(
         self, workers: tuple[str, ...] = (), deadline_seconds: float = UPDATE_SECONDS
     ) -> tuple[WorkerStatus, ...]:
         """Ends the sleep of workers, by default of all. Raises as `sleep`."""
-        return await self._each(workers, "wake", lambda port: port.wake(deadline_seconds))
+        return await self._each(
+            workers, "wake", lambda port: port.wake(deadline_seconds), deadline_seconds
+        )
 
     async def _each(
         self,
         names: tuple[str, ...],
         what: str,
         call: Callable[[WeightsPort], Awaitable[WorkerStatus]],
+        seconds: float,
     ) -> tuple[WorkerStatus, ...]:
         refuse_tenants(f"workers {what}")
-        async with self._changing:
+        async with turn(self._changing, seconds, f"the {what}"):
             ports = dict(self._ports)
             if unknown := [name for name in names if name not in ports]:
                 raise InvalidRequestError(

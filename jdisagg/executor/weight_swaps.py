@@ -7,7 +7,8 @@ when the weights are read. Whatever is derived from a checkpoint (matrices in an
 quantized matrices and scales, KV scales, the next-token layer) is made by the reading. Adapters in
 their slots are leaves of their own and stay."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jdisagg.errors import InvalidRequestError, JdisaggError
+from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.executor.adapter_slots import adapter_size
 from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.programs import Programs
@@ -46,13 +47,19 @@ class WeightsSource(Protocol):
     """Reads checkpoint folders and offers of the served model."""
 
     def read(
-        self, folder: str, layout: Layout, devices: Sequence[Device], cut: StageCut | None = None
+        self,
+        folder: str,
+        layout: Layout,
+        devices: Sequence[Device],
+        cut: StageCut | None = None,
+        check: Callable[[], None] = ...,
     ) -> tuple[str, Model]:
         """Reads weights onto devices, in the form in which they are served.
 
         Args:
             folder: Checkpoint folder, or name of an offer.
             cut: Divides the layers into several pipeline stages.
+            check: Called often. Raises to end the reading.
 
         Returns:
             The fingerprint of their content, and the model.
@@ -85,6 +92,15 @@ class _Staged:
     model: Model
     weights: Weights
     nbytes: int
+
+
+@dataclass
+class _Reading:
+    """The reading of the `ReadWeights` command `number`, which ends early when `dropped` is set."""
+
+    number: int
+    staged: "Future[_Staged]"
+    dropped: threading.Event
 
 
 class _NoRoom(InvalidRequestError):
@@ -164,16 +180,17 @@ class WeightSwaps:
         )
         held = tuple(weights.held for _, weights, _ in stages)
         self._cut: StageCut | None = None if len(held) == 1 else lambda _: held
-        self._staged: tuple[int, Future[_Staged]] | None = None
+        self._reading: _Reading | None = None
         self._resting: _Resting | None = None
         self._thread = ThreadPoolExecutor(1, f"{self._platform}-weights")
 
     def read(self, command: ReadWeights) -> WeightsReading:
         """Starts to read a folder. Drops weights that were read before."""
         self.drop()
-        reading = self._thread.submit(self._read, command.folder)
-        self._staged = command.staged, reading
-        return WeightsReading(command.step, reading)
+        dropped = threading.Event()
+        staged = self._thread.submit(self._read, command.folder, dropped)
+        self._reading = _Reading(command.staged, staged, dropped)
+        return WeightsReading(command.step, staged)
 
     def offer(self, command: OfferWeights) -> WeightsReading:
         """Starts to offer the weights to other workers."""
@@ -202,9 +219,10 @@ class WeightSwaps:
         self._offers.clear()
 
     def drop(self) -> None:
-        if self._staged is not None:
-            self._staged[1].cancel()
-        self._staged = None
+        """Frees weights that were read, and ends a reading in progress."""
+        if self._reading is not None:
+            self._reading.dropped.set()
+        self._reading = None
 
     def change(self, command: StepCommand) -> None:
         """Runs a command that changes the weights of the mesh."""
@@ -219,19 +237,29 @@ class WeightSwaps:
                 self.drop()
 
     def close(self) -> None:
+        self.drop()
         self._end_offers()
         self._thread.shutdown(wait=False)
 
     # ---- other weights
 
-    def _read(self, folder: str) -> _Staged:
+    def _read(self, folder: str, dropped: threading.Event) -> _Staged:
         if self.source is None:
             raise InvalidRequestError(
                 "weights: this worker cannot read a checkpoint, because it was started without"
                 " --model; start the cluster's workers with --model"
             )
+
+        def check() -> None:
+            if dropped.is_set():
+                raise UnavailableError(
+                    f"weights {folder!r}: the reading ended early, because its update ended; update"
+                    " again"
+                )
+
+        check()
         self._check_room()
-        content, model = self.source.read(folder, self._layout, self._devices, self._cut)
+        content, model = self.source.read(folder, self._layout, self._devices, self._cut, check)
         weights = split_model(model, self._layout, adapter_size(self._limits))
         self._check_form(folder, model, weights)
         nbytes = sum(_bytes_here(array) for array in _arrays(model))
@@ -268,10 +296,10 @@ class WeightSwaps:
             and (weights.width, weights.dtype) == (self._weights.width, self._weights.dtype)
             and len(weights.layers) == len(self._weights.layers)
             and (weights.next_token is None) is (self._weights.next_token is None)
-            and len(list(_parts(weights))) == len(list(_parts(self._weights)))
+            and len(weights.parts) == len(self._weights.parts)
         )
         if same:
-            pairs = zip(_parts(self._weights), _parts(weights), strict=True)
+            pairs = zip(self._weights.parts, weights.parts, strict=True)
             same = all(old.structure == new.structure for old, new in pairs)
         if not same:
             raise InvalidRequestError(
@@ -282,10 +310,11 @@ class WeightSwaps:
     def _put(self, number: int) -> None:
         """Replaces the weights. Waits for the reading where commands are replayed without waiting
         for results."""
-        assert self._staged is not None and self._staged[0] == number, "the worker read them before"
+        reading, self._reading = self._reading, None
+        assert reading is not None and reading.number == number, "the worker read them before"
         self._end_offers()
-        staged, self._staged = self._staged[1].result(), None
-        for old, new in zip(_parts(self._weights), _parts(staged.weights), strict=True):
+        staged = reading.staged.result()
+        for old, new in zip(self._weights.parts, staged.weights.parts, strict=True):
             leaves = list(new.leaves)
             for place in old.stacks:
                 leaves[place.leaf] = old.leaves[place.leaf]
@@ -303,10 +332,10 @@ class WeightSwaps:
         arrays = _arrays(self._model)
         stacks = [
             [_HostArray(part.leaves[place.leaf]) for place in part.stacks]
-            for part in _parts(self._weights)
+            for part in self._weights.parts
         ]
         self._resting = _Resting([_HostArray(one) for one in arrays] if keep else None, stacks)
-        for part in _parts(self._weights):
+        for part in self._weights.parts:
             part.leaves = tuple(map(_abstract, part.leaves))
         _update(self._model, list(map(_abstract, arrays)))
         del arrays
@@ -325,9 +354,9 @@ class WeightSwaps:
             arrays = [one.on_device(self._platform) for one in resting.model]
             _update(self._model, arrays)
             again = split_model(self._model, self._layout)
-            for part, base in zip(_parts(self._weights), _parts(again), strict=True):
+            for part, base in zip(self._weights.parts, again.parts, strict=True):
                 part.leaves = _merged(part, base.leaves)
-        for part, kept in zip(_parts(self._weights), resting.stacks, strict=True):
+        for part, kept in zip(self._weights.parts, resting.stacks, strict=True):
             leaves = list(part.leaves)
             for place, one in zip(part.stacks, kept, strict=True):
                 leaves[place.leaf] = one.on_device(self._platform)
@@ -367,20 +396,6 @@ def _merged(part: Part, base: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(
         leaf if number in stacks else next(rest) for number, leaf in enumerate(part.leaves)
     )
-
-
-def _parts(weights: Weights) -> Iterator[Part]:
-    yield weights.stem
-    if weights.head is not weights.stem:
-        yield weights.head
-    yield from weights.layers
-    if weights.next_token is not None:
-        yield weights.next_token
-    if weights.vision is not None:
-        yield weights.vision.patches
-        yield from weights.vision.blocks
-        yield weights.vision.merger
-        yield from weights.vision.deep_mergers
 
 
 def _arrays(model: Model) -> list[jax.Array]:

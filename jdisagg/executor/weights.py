@@ -79,6 +79,10 @@ class VisionParts(NamedTuple):
     deep_mergers: tuple[Part, ...]
     deep_after: tuple[int, ...]
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for part in jax.tree.leaves(self) if isinstance(part, Part))
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -101,6 +105,14 @@ class Weights:
     held: range
     next_token: Part | None = None
     vision: VisionParts | None = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts, each once."""
+        head = () if self.head is self.stem else (self.head,)
+        next_token = () if self.next_token is None else (self.next_token,)
+        vision = () if self.vision is None else self.vision.parts
+        return (self.stem, *head, *self.layers, *next_token, *vision)
 
     @property
     def begins(self) -> bool:

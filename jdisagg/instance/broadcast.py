@@ -17,7 +17,14 @@ from jdisagg.errors import UnavailableError
 from jdisagg.instance.followers import Followers
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.instance import Failed, Reported
-from jdisagg.messages.step_commands import IN_PARTS, DiskResult, PullResult, StepCommand, StepResult
+from jdisagg.messages.step_commands import (
+    IN_PARTS,
+    NO_ROOM,
+    DiskResult,
+    PullResult,
+    StepCommand,
+    StepResult,
+)
 from jdisagg.scheduler.executor import Executor, MeshLimits
 
 
@@ -130,8 +137,8 @@ class BroadcastExecutor:
 
 def _whole(own: StepResult, others: list[PullResult | DiskResult]) -> StepResult:
     """Combines the results of all processes: for a pull or a disk command the sum of bytes, the
-    first error and the blocks that all processes found; for other commands the leader's own
-    result."""
+    first error, the blocks that all processes found, and the most missing room if only room is
+    missing; for other commands the leader's own result."""
     if not isinstance(own, PullResult | DiskResult):
         return own
     parts = [own, *others]
@@ -139,6 +146,13 @@ def _whole(own: StepResult, others: list[PullResult | DiskResult]) -> StepResult
     error = next((part.error for part in parts if part.error), "")
     if isinstance(own, PullResult):
         return msgspec.structs.replace(own, bytes_moved=moved, error=error)
+    missing = [
+        dict(part.skipped).get(NO_ROOM, 0) if isinstance(part, DiskResult) else 0
+        for part in parts
+        if part.error
+    ]
+    # A worker makes room only if nothing else is wrong in any of its processes.
+    skipped = ((NO_ROOM, max(missing)),) if missing and all(missing) else own.skipped
     found = [set(part.names) for part in others if isinstance(part, DiskResult)]
     kept = [
         (name, age)
@@ -149,6 +163,7 @@ def _whole(own: StepResult, others: list[PullResult | DiskResult]) -> StepResult
         own,
         bytes_moved=moved,
         error=error,
+        skipped=skipped,
         names=tuple([name for name, _ in kept]),
         ages=tuple([age for _, age in kept]),
     )

@@ -7,10 +7,11 @@ its source has computed before the transfer."""
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import socket
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -40,13 +41,14 @@ from jdisagg.service.server import cluster_credentials
 from jdisagg.transfer.channel import Pull, PullTarget
 from jdisagg.transfer.offered_weights import stepped, unreadable, whole_box
 
-BLOCK_BYTES = 16 << 20
-AHEAD_BYTES = 64 << 20  # of blocks that are requested and not yet converted
+BLOCK_BYTES = (8 << 20) - (4 << 10)  # fits, with its header, into a power of two
+AHEAD_BYTES = 32 << 20  # of blocks that are requested and not yet converted
 PULL_SECONDS = 30.0  # without arriving bytes
 CHECK_SECONDS = 1.0  # between questions whether the source lives
 DESCRIBE_SECONDS = 300.0  # the source hashes its arrays
 PULL_TRIES = 3  # a backend that fails is replaced by another one
-POLL_SECONDS = 0.001
+POLL_SECONDS = 0.002
+RELEASE_SECONDS = 0.01  # between messages to a source
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class _Origin:
     port: OfferPort
     card: OfferCard
     peer: str
+    read: list[int] = field(default_factory=list)  # blocks that the process need not hold any more
 
 
 @dataclass(slots=True)
@@ -95,8 +98,10 @@ class RemoteWeights:
         bytes_moved: Bytes that have arrived.
     """
 
-    def __init__(self, name: str, service: ServiceConfig) -> None:
-        self.name, self.bytes_moved = name, 0
+    def __init__(
+        self, name: str, service: ServiceConfig, check: Callable[[], None] | None = None
+    ) -> None:
+        self.name, self.bytes_moved, self._check = name, 0, check
         self._parts = [part.removeprefix(OFFER_PREFIX) for part in name.split(",")]
         addresses = [part.rpartition("/")[0] for part in self._parts]
         host = _own_address(name, addresses[0])
@@ -206,7 +211,7 @@ class RemoteWeights:
         self._request_until(place)
         expected, block = self._expected, self._expected.blocks[place]
         assert block.coming is not None, "each piece is read once"
-        arrived = _result(block.coming)[offset : offset + piece.nbytes]
+        arrived = self._result(block.coming)[offset : offset + piece.nbytes]
         block.left -= 1
         if not block.left:
             block.coming = None
@@ -215,16 +220,35 @@ class RemoteWeights:
         view.flags.writeable = False
         return view
 
+    def _result(self, coming: "Future[np.ndarray]") -> np.ndarray:
+        while not coming.done():
+            if self._check is not None:
+                self._check()
+            wait([coming], CHECK_SECONDS)
+        try:
+            return coming.result()
+        except CancelledError:
+            raise UnavailableError("weights: the reading was ended; update again") from None
+
     def _request_until(self, place: int) -> None:
-        """Requests blocks in order, up to `place`, and further ones while there is room."""
+        """Requests blocks in order, up to `place`, and further ones while there is room. Waits
+        until half of the room is free, so that one message requests several blocks."""
         expected = self._expected
+        if expected.next_block > place and expected.ahead_bytes > AHEAD_BYTES // 2:
+            return
+        wanted: list[_Block] = []
         while expected.next_block < len(expected.blocks) and (
             expected.next_block <= place or expected.ahead_bytes < AHEAD_BYTES
         ):
-            block = expected.blocks[expected.next_block]
-            block.coming = self._endpoint.start(self._fetch(block.pieces))
-            expected.ahead_bytes += block.nbytes
+            wanted.append(expected.blocks[expected.next_block])
+            expected.ahead_bytes += wanted[-1].nbytes
             expected.next_block += 1
+        for process, some in itertools.groupby(wanted, lambda one: one.pieces[0].source[0]):
+            blocks, origin = list(some), self._origins[process]
+            prepared = self._endpoint.start(self._prepare(origin, [one.pieces for one in blocks]))
+            for number, block in enumerate(blocks):
+                fetching = self._fetch(origin, block.pieces, prepared, number)
+                block.coming = self._endpoint.start(fetching)
 
     # The coroutines below run on the endpoint's thread.
 
@@ -248,21 +272,36 @@ class RemoteWeights:
 
     async def _disconnect(self) -> None:
         for origin in self._origins:
+            await _send_released(origin)
             self._endpoint.channel.disconnect(origin.peer)
             await origin.connection.aclose()
 
-    async def _fetch(self, pieces: tuple[ReadPiece, ...]) -> np.ndarray:
-        """Requests, pulls and verifies a block. Returns its bytes."""
-        origin = self._origins[pieces[0].source[0]]
-        parts = tuple(OfferedPart(one.tensor, one.source[1], one.box) for one in pieces)
+    async def _prepare(
+        self, origin: _Origin, blocks: Sequence[tuple[ReadPiece, ...]]
+    ) -> tuple[PreparedBlock, ...]:
+        parts = tuple(
+            tuple(OfferedPart(one.tensor, one.source[1], one.box) for one in pieces)
+            for pieces in blocks
+        )
+        return await origin.port.prepare(origin.name, parts, PULL_SECONDS)
+
+    async def _fetch(
+        self,
+        origin: _Origin,
+        pieces: tuple[ReadPiece, ...],
+        requested: "Future[tuple[PreparedBlock, ...]]",
+        number: int,
+    ) -> np.ndarray:
+        """Pulls and verifies the block `number` of those that were requested. Returns its bytes."""
+        prepared = (await asyncio.shield(asyncio.wrap_future(requested)))[number]
         for attempt in range(PULL_TRIES):
             try:
-                (prepared,) = await origin.port.prepare(origin.name, (parts,), PULL_SECONDS)
                 arrived = await self._pulled(origin, prepared)
                 break
             except HandoffError as error:
                 if attempt + 1 == PULL_TRIES:
                     raise UnavailableError(f"weights {self.name!r}: {error.message}") from error
+                (prepared,) = await self._prepare(origin, [pieces])
         size = sum(piece.nbytes for piece in pieces)
         checksum = await asyncio.to_thread(byte_sum, arrived)
         if arrived.nbytes != size or checksum != prepared.checksum:
@@ -285,8 +324,18 @@ class RemoteWeights:
         finally:
             if not pull.is_ready():
                 pull.cancel()
-            with contextlib.suppress(JdisaggError):
-                await origin.port.release((prepared.offer_id,))
+            self._release(origin, prepared.offer_id)
+
+    def _release(self, origin: _Origin, offer_id: int) -> None:
+        """Lets the source free a block. One message names all blocks of RELEASE_SECONDS."""
+
+        async def release() -> None:
+            await asyncio.sleep(RELEASE_SECONDS)
+            await _send_released(origin)
+
+        origin.read.append(offer_id)
+        if len(origin.read) == 1:
+            self._endpoint.start(release())
 
     async def _arrival(self, origin: _Origin, pull: Pull) -> None:
         """Waits for a pull. Raises UnavailableError soon after its source has died."""
@@ -324,11 +373,11 @@ class RemoteWeights:
         self._numbers = {tensor.name: number for number, tensor in enumerate(first.tensors)}
 
 
-def _result(coming: "Future[np.ndarray]") -> np.ndarray:
-    try:
-        return coming.result()
-    except CancelledError:
-        raise UnavailableError("weights: the reading was ended; update again") from None
+async def _send_released(origin: _Origin) -> None:
+    read, origin.read = tuple(origin.read), []
+    if read:
+        with contextlib.suppress(JdisaggError):
+            await origin.port.release(read)
 
 
 def _own_address(name: str, address: str) -> str:

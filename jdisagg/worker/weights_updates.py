@@ -6,10 +6,11 @@ in all tiers, and later KV gets other names: no plan for a step comes between.""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from jdisagg.clock import limit
+from jdisagg.clock import limit, turn
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
 from jdisagg.messages.step_commands import (
     NO_ROOM,
@@ -107,6 +108,7 @@ class WeightsUpdates:
         self._worker, self._loop, self._counters, self._now = worker, loop, counters, now
         self._staged: _Staged | None = None
         self._dropped = False  # whether the sleeping mesh has no weights
+        self._reading = False
         self._changing = asyncio.Lock()
 
     # ---- other weights
@@ -119,7 +121,7 @@ class WeightsUpdates:
                 f"weights: version {call.version[:80]!r} must have at most {MAX_VERSION_BYTES}"
                 " bytes and no '@'; choose a shorter one"
             )
-        async with self._changing:
+        async with self._turn("the reading of weights", call.deadline_seconds):
             self._staged = None
             number, content, nbytes = await self._read(call.folder, call.deadline_seconds)
             if not content:
@@ -151,6 +153,8 @@ class WeightsUpdates:
         return await self._worker.status()
 
     async def drop_weights(self) -> None:
+        if self._reading:
+            self._drop()  # the reading ends, and with it its call
         async with self._changing:
             if self._staged is not None:
                 self._staged = None
@@ -175,7 +179,7 @@ class WeightsUpdates:
                 f"lease_seconds must be positive and at most {MAX_LEASE_SECONDS:g}, got"
                 f" {lease_seconds}"
             )
-        async with self._changing:
+        async with self._turn("the offer of weights", OFFER_SECONDS):
             name, content = self._worker.name, fingerprint_of(self.served.identity)
             if self.asleep or not content:
                 raise InvalidRequestError(
@@ -200,7 +204,14 @@ class WeightsUpdates:
         "" and the missing bytes if there is no room for them."""
         number = self._loop.next_number()
         reading = self._loop.submit(ReadWeights(number, number, folder))
-        result = await self._within(reading, seconds, f"read the weights in {folder!r}")
+        self._reading = True
+        try:
+            result = await self._within(reading, seconds, f"read the weights in {folder!r}")
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self._reading = False
         assert isinstance(result, DiskResult)
         if missing := dict(result.skipped).get(NO_ROOM):
             self._drop()
@@ -214,12 +225,14 @@ class WeightsUpdates:
             )
         return number, result.names[0].decode(), result.bytes_moved
 
+    def _turn(self, what: str, seconds: float) -> AbstractAsyncContextManager[None]:
+        return turn(self._changing, seconds, f"worker {self._worker.name!r}: {what}")
+
     async def _within(self, work: Awaitable[object], seconds: float, what: str) -> object:
         try:
             with limit(seconds):
                 return await work
         except TimeoutError:
-            self._drop()
             raise DeadlineExceededError(
                 f"worker {self._worker.name!r} did not {what} within {seconds:g} s"
             ) from None
@@ -229,7 +242,7 @@ class WeightsUpdates:
     async def sleep(self, call: SleepCall) -> WorkerStatus:
         if call.level not in SLEEP_LEVELS:
             raise InvalidRequestError(f"sleep level must be 1 or 2, got {call.level}")
-        async with self._changing:
+        async with self._turn("the sleep", call.deadline_seconds):
             if not self.asleep:
                 await self._fall_asleep(call)
         return await self._worker.status()
@@ -263,7 +276,7 @@ class WeightsUpdates:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def wake(self, deadline_seconds: float) -> WorkerStatus:
-        async with self._changing:
+        async with self._turn("the wake", deadline_seconds):
             if self.asleep:
                 if self._dropped:
                     await self._read_again(deadline_seconds)

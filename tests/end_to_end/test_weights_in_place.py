@@ -4,8 +4,11 @@ and clusters that started with the new weights."""
 import asyncio
 import gc
 import json
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,9 +18,10 @@ from safetensors.numpy import load_file, save_file
 from jdisagg import weights
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.engine.replica import Replica
-from jdisagg.errors import JdisaggError
+from jdisagg.errors import DeadlineExceededError, JdisaggError
 from jdisagg.messages.step_commands import DecodeSteps, PutWeights, ReadWeights
 from jdisagg.messages.weights import UpdateMode
+from jdisagg.model_api import Model
 from tests import time_scale
 from tests.end_to_end.adapters import merged, write_adapter
 from tests.end_to_end.clusters import LLAMA, MOE, Running, collect, config, dense_greedy, running
@@ -304,12 +308,49 @@ async def test_a_worker_that_cannot_stage_the_weights_leaves_all_workers_on_the_
         assert await versions(run) == {""}
         reads = [one for one in run.recording.decode if isinstance(one, ReadWeights)]
         assert len(reads) == 1, "the decode worker had staged them"
-        while run.cluster.decode.executor.swaps._staged is not None:
+        while run.cluster.decode.executor.swaps._reading is not None:
             await asyncio.sleep(0.01)
         expected = dense_greedy(LLAMA, run.tokenizer.encode(WORDS), TOKENS)
         assert (await ask(run, "again")).tokens[0] == expected
         swaps.source = source
         await run.cluster.weights.update(str(other), "new")
+        assert len(await versions(run)) == 1
+
+
+@pytest.mark.ci
+async def test_a_reading_ends_with_its_update_and_the_next_one_begins_at_once(
+    tmp_path: Path,
+) -> None:
+    other, ended = perturbed(tmp_path / "other", LLAMA, 1), threading.Event()
+
+    def endless(*given: object) -> tuple[str, Model]:
+        check = given[-1]
+        assert callable(check)
+        try:
+            while True:
+                check()
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    async with running(config()) as run:
+        weights, swaps = run.cluster.weights, run.cluster.decode.executor.swaps
+        source = swaps.source
+        for limited in (True, False):
+            ended.clear()
+            swaps.source = SimpleNamespace(read=endless)  # type: ignore[assignment]
+            update = asyncio.create_task(
+                weights.update(str(other), deadline_seconds=0.3 if limited else 600.0)
+            )
+            if not limited:
+                while swaps._reading is None:
+                    await asyncio.sleep(0.01)
+                update.cancel()
+            with pytest.raises(DeadlineExceededError if limited else asyncio.CancelledError):
+                await update
+            assert await asyncio.to_thread(ended.wait, time_scale.seconds(10.0))
+        swaps.source = source
+        await weights.update(str(other), "new")
         assert len(await versions(run)) == 1
 
 

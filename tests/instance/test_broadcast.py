@@ -18,6 +18,7 @@ from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.instance import Join
 from jdisagg.messages.step_commands import (
+    NO_ROOM,
     CopyPages,
     DiskResult,
     Done,
@@ -26,6 +27,7 @@ from jdisagg.messages.step_commands import (
     LoadBlock,
     PullBlock,
     PullResult,
+    ReadWeights,
     StepCommand,
     StepResult,
 )
@@ -227,6 +229,18 @@ async def test_a_block_is_on_disk_only_if_every_process_has_its_part() -> None:
         it.others[1].answers = lambda one: DiskResult(2, "gone")
         loaded = await it.executor.run(LoadBlock(2, b"a", 0, (4,), 1.0))
         assert loaded == DiskResult(2, "gone", bytes_moved=11, checksums=(8,))
+
+
+async def test_weights_lack_room_if_room_is_all_that_any_process_lacks() -> None:
+    async with instance() as it:
+        it.leader.answers = lambda one: DiskResult(1, names=(b"content",), ages=(0.0,))
+        it.others[0].answers = lambda one: DiskResult(1, "no room", skipped=((NO_ROOM, 7),))
+        it.others[1].answers = lambda one: DiskResult(1, "no room", skipped=((NO_ROOM, 9),))
+        found = await it.executor.run(ReadWeights(1, 1, "folder"))
+        assert found == DiskResult(1, "no room", skipped=((NO_ROOM, 9),))
+        it.others[1].answers = lambda one: DiskResult(1, "no file")
+        found = await it.executor.run(ReadWeights(1, 1, "folder"))
+        assert isinstance(found, DiskResult) and found.error and not found.skipped
 
 
 async def test_a_follower_that_goes_fails_what_is_under_way() -> None:

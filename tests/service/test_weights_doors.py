@@ -13,7 +13,12 @@ from jdisagg.client import AsyncClient
 from jdisagg.clock import MonotonicClock
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.weights_control import WeightsControl
-from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
+from jdisagg.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from jdisagg.messages.weights import (
     CommitCall,
     OfferName,
@@ -179,6 +184,28 @@ async def test_a_commit_that_began_goes_to_its_end_though_the_caller_leaves(serv
         await update
     assert served.prefill.weights == served.decode.weights == "1@f00/one"
     assert control._identity == "1@f00/one", "late workers get these weights"
+
+
+async def test_a_change_of_weights_waits_for_another_one_until_its_deadline(served: Served) -> None:
+    going = asyncio.Event()
+
+    async def held(call: StageCall) -> StagedWeights:
+        await going.wait()
+        return StagedWeights("1@f00/one", 100)
+
+    served.decode.stage_weights = held  # type: ignore[method-assign]
+    control = WeightsControl(served.path, MonotonicClock(), Counters())
+    first = asyncio.create_task(control.update("/one", "1"))
+    await asyncio.sleep(0)
+    for waiting in (
+        control.update("/two", deadline_seconds=0.01),
+        control.sleep(1, deadline_seconds=0.01),
+        control.wake(deadline_seconds=0.01),
+    ):
+        with pytest.raises(DeadlineExceededError, match="another update, sleep or wake"):
+            await waiting
+    going.set()
+    assert (await first).weights == served.prefill.weights == "1@f00/one"
 
 
 async def test_workers_that_do_not_wake_after_an_update_do_not_make_it_fail(served: Served) -> None:
