@@ -6,9 +6,11 @@ Part "adapters": one decode step of the measured model with 32 sequences, withou
 with 16 slots and rows of the base model, and with 16 adapters of rank 16 in the rows. Interleaved.
 
 Part "update": the measured model (float32) is transferred from a trainer in another process.
-"channel": blocks of 16 MiB with as many bytes, pulled through the KV channel into arrays, without
-checksums. "update": the weights of a worker with one device are read, verified, converted and put
-on the device. The goal is 0.8 of the channel's rate.
+"channel": blocks with as many bytes, pulled through the KV channel; the bytes are copied once and
+not read. "kept": the same blocks are also verified by a checksum and copied into the
+reader's own memory. "update": the weights of a worker with one device are read, verified, converted
+and put on the device. The goal is 0.8 of the channel's rate. "processor s" is the time of all
+threads of both processes, which a loaded machine changes less than the rates.
 
 Part "pause": `jdisagg cluster` (1 + 1, the shipped model) serves streams, and takes other weights
 of a checkpoint folder in each mode. The longest gap between two tokens of any stream around the
@@ -50,6 +52,7 @@ from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.step_commands import SampleSpec, SlotAdmit
 from jdisagg.node import weights_reader
 from jdisagg.node.kv_endpoint import TRANSPORTS, KvEndpoint
+from jdisagg.ops.checksum import byte_sum
 from jdisagg.request import SamplingParams
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.in_process import InProcessChannel
@@ -208,9 +211,11 @@ def trainer(port: int) -> None:
         parent.send(answer)
 
 
-def channel_seconds(link: KvEndpoint, sender: Connection, count: int) -> float:
+def channel_seconds(
+    link: KvEndpoint, sender: Connection, count: int, kept: np.ndarray | None = None
+) -> float:
     """Returns the seconds in which `count` blocks arrive, of which up to `WINDOW` are pulled at a
-    time."""
+    time. With `kept` they are verified and copied there."""
     ids = [random_id() for _ in range(count)]
     sender.send(("blocks", ids))
     end = sender.recv()
@@ -225,7 +230,13 @@ def channel_seconds(link: KvEndpoint, sender: Connection, count: int) -> float:
         pull = waiting.pop(0)
         while not pull.is_ready():
             time.sleep(1e-4)
-        pull.arrays()
+        (arrived,) = pull.arrays()
+        if kept is not None:
+            block = np.asarray(arrived).reshape(-1)
+            byte_sum(block)
+            np.copyto(kept[number * BLOCK : number * BLOCK + BLOCK], block)
+            del block
+        del arrived
         if number + WINDOW < count:
             waiting.append(link.channel.pull(ids[number + WINDOW], target, SECONDS))
     return time.perf_counter() - began
@@ -234,7 +245,8 @@ def channel_seconds(link: KvEndpoint, sender: Connection, count: int) -> float:
 def update(folder: Path) -> dict[str, object]:
     (folder / "config.json").write_text(json.dumps(plain_loop.MEASURED_MODEL))
     load = loader(str(folder), "float32")
-    rows: list[tuple[float, float]] = []
+    rows: list[tuple[float, float, float]] = []
+    processor: list[tuple[float, float]] = []
     with Listener(("127.0.0.1", 0)) as listener:
         port = listener.address[1]  # type: ignore[misc]
         program = f"from benchmarks.weights import trainer; trainer({port})"
@@ -243,31 +255,44 @@ def update(folder: Path) -> dict[str, object]:
             sender = listener.accept()
             sender.recv()
             link = KvEndpoint(ServiceConfig(port=0))
-            nbytes = 0
+            nbytes, own = 0, np.zeros(0, np.uint8)
             for seed in range(_ROUNDS.value + 1):
                 sender.send(("tensors", seed))
                 name = sender.recv()
-                began = time.perf_counter()
+                used, began = _processor_seconds(child.pid), time.perf_counter()
                 _, model = load.read(name, Layout(), jax.devices()[:1])
                 taken = time.perf_counter() - began
                 nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(_state(model)))
-                bare = channel_seconds(link, sender, -(-nbytes // BLOCK))
+                between, count = _processor_seconds(child.pid), -(-nbytes // BLOCK)
+                bare = channel_seconds(link, sender, count)
+                after = _processor_seconds(child.pid)
+                if not seed:
+                    own = np.zeros(count * BLOCK, np.uint8)
+                kept = channel_seconds(link, sender, count, own)
                 if seed:
-                    rows.append((taken, bare))
+                    rows.append((taken, bare, kept))
+                    processor.append((between - used, after - between))
             link.close()
             sender.send(None)
         finally:
             child.terminate()
             child.wait()
-    rates = [(nbytes / taken / 1e9, nbytes / bare / 1e9) for taken, bare in rows]
-    return {
-        "bytes": nbytes,
-        "update GB/s": round(statistics.median(own for own, _ in rates), 3),
-        "channel GB/s": round(statistics.median(bare for _, bare in rates), 3),
-        "of the channel": round(statistics.median(own / bare for own, bare in rates), 3),
-        "update s": [round(taken, 3) for taken, _ in rows],
-        "channel s": [round(bare, 3) for _, bare in rows],
-    }
+    seconds = dict(zip(("update", "channel", "kept"), zip(*rows, strict=True), strict=True))
+    figures: dict[str, object] = {"bytes": nbytes}
+    for way, each in seconds.items():
+        figures[f"{way} GB/s"] = round(nbytes / statistics.median(each) / 1e9, 3)
+        figures[f"{way} s"] = [round(one, 3) for one in each]
+        ratios = [one / taken for one, taken in zip(each, seconds["update"], strict=True)]
+        figures[f"update of {way}"] = round(statistics.median(ratios), 3)
+    for way, used in zip(("update", "channel"), zip(*processor, strict=True), strict=True):
+        figures[f"processor s, {way}"] = round(statistics.median(used), 3)
+    return figures
+
+
+def _processor_seconds(child: int) -> float:
+    """Returns the processor time of this process and of a child that runs."""
+    fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+    return time.process_time() + sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _state(model: object) -> object:
