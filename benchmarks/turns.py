@@ -98,7 +98,7 @@ class ByWay(EmbeddedCluster):
         prefill, decode = self._workers
         assert isinstance(prefill, PrefillWorker)
         prefill._sources = prefill._find_sources(
-            prefill._kept, {DECODE: decode}, TierRoom(), MOST_WRITING
+            prefill._kept, lambda _: decode, TierRoom(), MOST_WRITING
         )
         return ports
 

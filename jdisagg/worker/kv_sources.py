@@ -14,6 +14,7 @@ blocks that are being restored."""
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -29,6 +30,8 @@ from jdisagg.scheduler.prices import Instead, Prices
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
+
+_log = logging.getLogger(__name__)
 
 Origin = Literal["host", "disk", "peer"]
 
@@ -363,6 +366,9 @@ class KvSources:
         try:
             cause = await source.bring(restore)
         except JdisaggError:
+            cause = "failed"
+        except Exception:  # the prompt is computed, whatever failed
+            _log.exception("a restore from %s failed; the blocks are computed", source.name)
             cause = "failed"
         finally:
             self._running[source.name] -= 1

@@ -108,6 +108,7 @@ async def served(
         frontend = Frontend(
             run.cluster.path, run.tokenizer, info, engine.limits, grammars=run.grammars
         )
+        run.cluster.path.read_images_with(frontend.prompts.images.pixels)
         server = GenerationServer(frontend, service or ServiceConfig(port=0, drain_seconds=5.0))
         port = await server.start()
         assert run.cluster.prefill is not None

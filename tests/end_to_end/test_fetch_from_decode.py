@@ -46,7 +46,7 @@ class Returning(EmbeddedCluster):
         self.worker, decode = self._workers
         assert isinstance(self.worker, PrefillWorker)
         kept, always = self.worker._kept, TierRoom(always=True)
-        self.worker._sources = self.worker._find_sources(kept, {DECODE: decode}, always, 1)
+        self.worker._sources = self.worker._find_sources(kept, lambda _: decode, always, 1)
         hinted = through(PrefillPort, self.worker, AllHinted(self.local.new_id))
         return ClusterPorts({PREFILL: hinted}, ports.decode)
 

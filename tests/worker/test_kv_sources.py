@@ -57,6 +57,8 @@ class Source(KvSource):
         restore.moved_tokens = len(restore.origins) * SIZE
         if self.cause == "raise":
             raise UnavailableError("the mesh failed")
+        if self.cause == "bug":
+            raise TypeError("a bug of the source")
         return self.cause
 
     def failed(self, cause: str) -> None:
@@ -153,13 +155,13 @@ def test_a_prompt_that_has_ended_stops_its_restore_and_is_not_called() -> None:
     run_virtually(main)
 
 
-@pytest.mark.parametrize("cause", ["gone", "raise"])
+@pytest.mark.parametrize("cause", ["gone", "raise", "bug"])
 def test_a_source_that_brings_less_costs_time_and_is_counted(cause: str) -> None:
     async def main() -> None:
         source = Source("host", 3, cause=cause)
         bench = Bench(source)
         await bench.run()
-        assert source.failures == ["failed" if cause == "raise" else cause]
+        assert source.failures == [cause if cause == "gone" else "failed"]
         assert bench.kept.match(0, bench.chain) == 3, "what was verified stays"
 
     run_virtually(main)
