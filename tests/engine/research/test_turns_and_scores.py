@@ -199,7 +199,7 @@ def test_scores_behind_a_session_leave_it_as_it_was(engine: Engine, golden: Expe
 def test_scores_of_what_cannot_be_scored_are_refused(engine: Engine, golden: Expected) -> None:
     for tokens, top, message in (
         ([], 0, "tokens is empty"),
-        ([5], 0, "tokens has one token, and nothing before it"),
+        ([5], 0, "tokens must have at least 2 tokens, got 1"),
         ([5, 131], 0, r"tokens\[1\]=131"),
         ([5] * 113, 0, "tokens has 113 tokens; the context holds 112"),
         ([5, 6], 21, r"top must be in \[0, 20\], got 21"),
