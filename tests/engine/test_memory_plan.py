@@ -7,7 +7,7 @@ import jax
 import pytest
 from flax import nnx
 
-from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
+from jdisagg.config import NO_PREFIX, EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.layout_fit import check_layout
@@ -268,9 +268,9 @@ def test_layers_with_a_window_hold_window_and_page_of_each_sequence_on_a_decode_
     assert instance.pages_per_rank == 16 * 256
     assert plan.pages == 16 * 32_768 * 3 * layer
     assert plan.rings == (16 + 4) * (1024 + 128) * 15 * layer and "sliding windows" in str(plan)
-    for role, prefix in ((WorkerRole.PREFILL, None), (WorkerRole.MIXED, None)):
+    for role in (WorkerRole.PREFILL, WorkerRole.MIXED):
         mode = Mode.UNIFIED if role is WorkerRole.MIXED else Mode.DISAGGREGATED
-        same, whole = fit_instance(SMALL, role, mode, *how[1:], prefix)
+        same, whole = fit_instance(SMALL, role, mode, *how[1:])
         assert not whole.rings and whole.pages == same.pages_per_rank * 128 * 18 * layer  # type: ignore[operator]
 
 
@@ -374,7 +374,7 @@ def test_a_prefix_cache_costs_a_decode_worker_of_layers_with_windows_no_more_tha
     how = (WorkerRole.DECODE, Mode.DISAGGREGATED, replace(BF16, context_tokens=context))
     off, on = (
         fit_instance(SMALL, *how, model, memory(10_000), prefix)[1]
-        for prefix in (None, PrefixConfig(True, peer_fetch=True, append_tokens=256))
+        for prefix in (NO_PREFIX, PrefixConfig(True, peer_fetch=True, append_tokens=256))
     )
     assert off.rings == on.rings > 0 and off.pages == on.pages
     assert on.total - on.weights <= 1.1 * (off.total - off.weights)
