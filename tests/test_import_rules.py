@@ -24,6 +24,7 @@ PURE = (
     "clock",
     "timeouts",
     "token_bucket",
+    "spending",
     "telemetry",
     "trace_context",
     "layout",

@@ -2,7 +2,7 @@
 all clients share.
 
 `KeyUse` enforces the quotas of each bearer token (`KeyLimits`): running streams, requests per
-second and tokens per second, at all routers together (router/spending.py). `LongTexts` tokenizes
+second and tokens per second, at all routers together (spending.py). `LongTexts` tokenizes
 long texts in threads, so that they delay no stream, and limits their total size. A text is
 accepted if its size is at most half of the limit's unused part, so that small texts are accepted
 even while the largest ones are tokenized. Other texts are refused, not queued, and the client may
@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 
 from jdisagg.caller import Caller
 from jdisagg.errors import OverloadedError, QuotaExceededError
-from jdisagg.router.spending import Spending
+from jdisagg.spending import Spending
 
 BURST_SECONDS = 10.0  # seconds of a rate that may be used at once
 STREAM_RETRY_SECONDS = 1.0

@@ -54,7 +54,7 @@ from jdisagg.router.decision import (
 from jdisagg.router.placement import NO_WORK, decide
 from jdisagg.router.predictor import LearnedLengths, MaxTokens
 from jdisagg.router.replacements import another_decode, another_prefill
-from jdisagg.router.spending import Spending
+from jdisagg.spending import Spending
 from jdisagg.telemetry import Counters
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, Timeouts
 

@@ -56,7 +56,8 @@ class KvEventPublisher:
         self._encode = msgspec.msgpack.Encoder().encode
         self._events: KeptEvents | None = None
         self._context = zmq.Context()
-        self._context.setsockopt(zmq.IPV6, 1)  # of its sockets; IPv4 works, too
+        # For its sockets. With it, the address of an IPv4 socket would be given as "::ffff:...".
+        self._context.setsockopt(zmq.IPV6, "[" in address + replay)
         self._again: type[Exception] = zmq.Again
         self._no_block: int = zmq.NOBLOCK
         self._pub = self._bound(zmq.PUB, "prefix.events", address)

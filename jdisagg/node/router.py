@@ -38,11 +38,11 @@ from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.observer import Observer
 from jdisagg.router.elastic import Controller, ElasticConfig
 from jdisagg.router.known_blocks import KnownBlocks
-from jdisagg.router.spending import Spending
 from jdisagg.service.internal.registry import registry_service
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.role_services import cluster_roles_service, worker_roles
 from jdisagg.service.server import GenerationServer, block_secret, cluster_credentials, read_tokens
+from jdisagg.spending import Spending
 
 # Placeholder for the context until the first worker registers; requests are refused until then.
 _UNKNOWN_CONTEXT = 1 << 24

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from jdisagg.errors import OverloadedError, QuotaExceededError
 from jdisagg.router.quantiles import of_sorted
-from jdisagg.router.spending import Spending
+from jdisagg.spending import Spending
 from jdisagg.token_bucket import MAX_RETRY_SECONDS, retry_after
 
 UNKNOWN_WAIT_SECONDS = 5.0  # retry-after of a full queue from which no request was served yet

@@ -24,10 +24,10 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews
 from jdisagg.messages.registry import ModelCard, RouterUse, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.router.spending import Spending
 from jdisagg.service.internal import registry, rpc
 from jdisagg.service.internal.registry import RegistryClient, Share, registry_service
 from jdisagg.service.server import GrpcServer
+from jdisagg.spending import Spending
 from jdisagg.timeouts import MembershipTimeouts
 from tests.service.doors import STATUS, eventually
 
