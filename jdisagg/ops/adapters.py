@@ -1,10 +1,8 @@
 """Products with the LoRA adapters of many slots: x A B is added to the product of x with a matrix.
 
 One product covers all slots: A [in, G, R] and B [G, R, out] are the matrices [in, G R] and [G R,
-out], and a mask keeps each token's own slot of x A. Where no slot has more than a quarter of the
-tokens, B is multiplied with the tokens of each slot only, which takes a quarter of the operations.
-Slot g of a token is entry g - 1; 0 is no adapter. Tokens without an adapter keep their values bit
-for bit."""
+out], and a mask keeps each token's own slot of x A. Slot g of a token is entry g - 1; 0 is no
+adapter. Tokens without an adapter keep their values bit for bit."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,7 +12,6 @@ import jax.numpy as jnp
 
 from jdisagg.ops.linear import project
 
-SHARE = 4  # part of the tokens up to which a slot's tokens are multiplied apart
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -49,40 +46,8 @@ def add_adapters(
     own_TG = slot_T[:, None] == jnp.arange(1, slots + 1, dtype=slot_T.dtype)[None, :]
     inner_TGR = inner.reshape(-1, slots, rank)
     inner = jnp.where(own_TG[:, :, None], inner_TGR, 0).reshape(inner.shape)
-
-    def of_all() -> jax.Array:
-        whole = product(inner, b.reshape(*b.shape[:-3], slots * rank, b.shape[-1]))
-        return whole.astype(y_TD.dtype)
-
-    most = x_TD.shape[0] // SHARE
-    if b.ndim > 3 or slots < SHARE or not most or slot_T.shape[0] != x_TD.shape[0]:
-        more_TD = of_all()
-    else:
-        place_T = jnp.sum(jnp.where(own_TG, jnp.cumsum(own_TG, axis=0) - 1, 0), axis=1)
-        own_TR = jnp.sum(inner.reshape(inner_TGR.shape), axis=1)
-        more_TD = jax.lax.cond(
-            jnp.all(place_T < most),
-            lambda: _of_own(own_TR, b, slot_T, place_T, most).astype(y_TD.dtype),
-            of_all,
-        )
+    more_TD = product(inner, b.reshape(*b.shape[:-3], slots * rank, b.shape[-1]))
     return jnp.where((slot_T > 0)[:, None], y_TD + more_TD.astype(y_TD.dtype), y_TD)
-
-
-def _of_own(
-    inner_TR: jax.Array, b_GRO: jax.Array, slot_T: jax.Array, place_T: jax.Array, most: int
-) -> jax.Array:
-    """Multiplies each token with its slot's matrix. `place_T` is the number of earlier tokens of
-    the same slot, less than `most`."""
-    slots, rank, _ = b_GRO.shape
-    at_T = jnp.where(slot_T > 0, (slot_T - 1) * most + place_T, slots * most)  # dropped
-    inner_PR = jnp.zeros((slots * most, rank), inner_TR.dtype).at[at_T].set(inner_TR, mode="drop")
-    out_GPO = jax.lax.dot_general(
-        inner_PR.reshape(slots, most, rank),
-        b_GRO,
-        (((2,), (1,)), ((0,), (0,))),
-        preferred_element_type=jnp.float32,
-    )
-    return jnp.take(out_GPO.reshape(slots * most, -1), at_T, axis=0, mode="clip")
 
 
 def add_one(
