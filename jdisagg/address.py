@@ -10,7 +10,6 @@ from jdisagg.errors import ConfigError
 
 _HOST_PORT = re.compile(r"(?:\[([^\[\]/]+)\]|([^\[\]:/,]+)):([0-9]{1,5})")
 
-
 # Addresses that mean every interface of a host, each with the one at which its processes reach it.
 EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 

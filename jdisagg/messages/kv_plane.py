@@ -175,14 +175,15 @@ class OnDevice(Message, frozen=True):
         allocations: Device allocations that contain the pieces.
         places: For each array, index of the allocation that contains it.
         offsets: For each array, byte offset in its allocation.
-        checksums: For each array, CRC-32 of its bytes. Empty if a pull of this receiver has
-            succeeded from all of these allocations, and from senders of protocol 43 and earlier.
+        checksums: For each array, checksum of its bytes (`byte_sum`). Empty if a pull of this
+            receiver has succeeded from all of these allocations, and from senders of protocol 41
+            and earlier.
     """
 
     allocations: tuple[LentAllocation, ...]
     places: tuple[int, ...]
     offsets: tuple[int, ...]
-    checksums: tuple[int, ...] = ()
+    checksums: tuple[bytes, ...] = ()
 
 
 KvMemory = InMemory | InRegistered | OnDevice

@@ -19,7 +19,6 @@ the pieces into its own arrays. The sender copies nothing. Invariants:
 import logging
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from jdisagg.errors import ConfigError, HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import KvBackend, LentAllocation, OnDevice, Posted
 from jdisagg.model_api import Device
+from jdisagg.ops.checksum import byte_sum
 from jdisagg.transfer.backend import Backend, Inlet, Leaf, Outlet, Reserved, memory_of
 from jdisagg.transfer.cuda_driver import Allocation, Copy, CudaDriver, Driver
 from jdisagg.transfer.pieces import RequestedPieces, blank
@@ -228,7 +228,7 @@ class DeviceOutlet(Outlet):
         arrays = jax.block_until_ready(self._reserved[pull_id][0])
         lent, offsets = zip(*map(self._memory.lend, arrays), strict=True)
         allocations = tuple(dict.fromkeys(lent))
-        checksums = () if self._proven.issuperset(allocations) else tuple(map(_checksum, arrays))
+        checksums = () if self._proven.issuperset(allocations) else tuple(map(_sum_of, arrays))
         self._written[pull_id] = allocations
         return OnDevice(allocations, tuple(map(allocations.index, lent)), offsets, checksums)
 
@@ -320,11 +320,11 @@ class _Part:
     device: int
     to: jax.Array
     source: int
-    checksum: int | None
+    checksum: bytes | None
 
 
-def _checksum(array: jax.Array) -> int:
-    return zlib.crc32(np.asarray(array).tobytes())
+def _sum_of(array: jax.Array) -> bytes:
+    return byte_sum(np.asarray(array))
 
 
 class DeviceRead:
@@ -375,7 +375,7 @@ class DeviceRead:
             self._copies.pop(0)
         if not self._copies and not self.error:
             for part in self._parts:
-                if part.checksum not in (None, _checksum(part.to)):
+                if part.checksum not in (None, _sum_of(part.to)):
                     raise HandoffError("other bytes arrived than those that the sender has")
 
     def _begin(self) -> None:

@@ -219,7 +219,7 @@ def with_handle(lies: OnDevice, handle: bytes) -> OnDevice:
         lambda lies: spoilt(lies, offsets=(lies.allocations[0].size - 1,) * len(lies.offsets)),
         lambda lies: spoilt(lies, offsets=()),
         lambda lies: spoilt(lies, allocations=()),
-        lambda lies: spoilt(lies, checksums=(lies.checksums[0] ^ 1, *lies.checksums[1:])),
+        lambda lies: spoilt(lies, checksums=(bytes(16), *lies.checksums[1:])),
         lambda lies: spoilt(lies, checksums=lies.checksums[1:]),
     ],
 )

@@ -69,7 +69,7 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
     if messages is None:
         raise InvalidRequestError("messages is missing: send a list of objects")
     goes_on = bool(fields.read("continue_final_message", YES))
-    begins = fields.read("add_generation_prompt", YES)
+    answers = fields.read("add_generation_prompt", YES)
     reasoning = fields.part("reasoning")  # OpenRouter's field
     reasoning.refuse(_REFUSED_OF_REASONING)
     effort = fields.read("reasoning_effort", TEXT) or reasoning.read("effort", TEXT)
@@ -82,7 +82,7 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
     offered = offered_tools(fields)
     return ChatPrompt(
         tuple(map(chat_message, messages)),
-        add_generation_prompt=not goes_on if begins is None else begins,
+        add_generation_prompt=not goes_on if answers is None else answers,
         continue_final_message=goes_on,
         arguments=arguments,
         tools=offered.tools,
