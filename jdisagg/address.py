@@ -38,6 +38,21 @@ def parse_host_port(text: str, subject: str) -> tuple[str, int]:
     return found[1] or found[2], int(found[3])
 
 
+def canonical(target: str) -> str:
+    """Returns host:port with an IPv6 address in its shortest form, and other targets unchanged.
+
+    gRPC compares the text of a target's address with the short form of the addresses in a
+    certificate, so that it refuses a valid certificate for [fd00:0::1]:8700.
+    """
+    found = _HOST_PORT.fullmatch(target)
+    if found is None or not found[1]:
+        return target
+    try:
+        return host_port(str(ipaddress.IPv6Address(found[1])), int(found[3]))
+    except ValueError:
+        return target
+
+
 def check_host(name: str, host: str, wildcard: bool) -> None:
     """Raises ConfigError if a host has a port or brackets. Without `wildcard`, also if it means
     every interface. `name` is the field that has the host."""

@@ -40,6 +40,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from jdisagg.address import canonical
 from jdisagg.chat.images import ChatImage
 from jdisagg.chat.messages import ChatMessage, ChatTool, ToolCall
 from jdisagg.dispatch.prompts import ModelInfo
@@ -115,7 +116,7 @@ class AsyncClient(WeightsCalls):
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         check_target(target)
-        self._target = target
+        self._target = canonical(target)
         self._connect_seconds = connect_seconds
         self._timeout_seconds = timeout_seconds
         self._resume_seconds = resume_seconds

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdisagg import weights
-from jdisagg.address import host_port, is_local, listening_socket, parse_host_port
+from jdisagg.address import canonical, host_port, is_local, listening_socket, parse_host_port
 from jdisagg.config import ServiceConfig
 from jdisagg.errors import ConfigError
 from jdisagg.messages.weights import OFFER_PREFIX
@@ -25,6 +25,16 @@ def test_host_and_port_are_read_from_what_was_joined(host: str) -> None:
     assert parse_host_port(host_port(host, 8700), "--router") == (host, 8700)
     check_target(host_port(host, 8700))
     ServiceConfig(host=host, advertise_host=host, kv_host=host)
+
+
+@pytest.mark.parametrize(
+    ("written", "short"),
+    [("[fd78:0::2]:1", "[fd78::2]:1"), ("[FE80:0:0::1%eth0]:1", "[fe80::1%eth0]:1")]
+    + [(host_port(host, 8700), host_port(host, 8700)) for host in HOSTS]
+    + [(other, other) for other in ("dns:///a:1", "ipv4:10.0.0.1:1,10.0.0.2:1", "[a]:1")],
+)
+def test_only_ipv6_addresses_have_a_shorter_form(written: str, short: str) -> None:
+    assert canonical(written) == short
 
 
 @pytest.mark.parametrize(

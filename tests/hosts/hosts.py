@@ -8,6 +8,7 @@ Namespaces need root. `missing()` says what is missing, and tests are then skipp
 
 import contextlib
 import functools
+import ipaddress
 import itertools
 import json
 import os
@@ -105,7 +106,7 @@ class Hosts:
 
     def _address(self, net: int, host: int) -> str:
         if self._ipv6:
-            return f"fd{net}:{self._number:x}::{host + 1:x}"
+            return str(ipaddress.IPv6Address(f"fd{net}:{self._number:x}::{host + 1:x}"))
         return f"10.{net}.{self._number}.{host + 1}"
 
     def add_network(self, host: int) -> str:

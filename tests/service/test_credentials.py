@@ -17,6 +17,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jdisagg.address import parse_host_port
 from jdisagg.client import AsyncClient, Client, Credentials
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
@@ -138,6 +139,21 @@ async def test_a_port_with_tls_serves_those_who_trust_its_authority_and_no_other
                 return client.complete("x", max_tokens=3).text
 
         assert len(await asyncio.to_thread(ask_blocking)) == 3
+
+
+@pytest.mark.parametrize("written", ["[::1]", "[0:0::1]", "[0000:0:0:0:0:0:0:0001]"])
+async def test_an_ipv6_address_in_any_form_is_the_one_that_a_certificate_has(
+    written: str, tmp_path: pathlib.Path
+) -> None:
+    if OPENSSL is None:
+        pytest.skip("openssl makes the certificates, and is not installed")
+    files = certificates_in(tmp_path, "IP:::1")
+    config = ServiceConfig(host="::1", tls_certificate=files.certificate, tls_key=files.key)
+    async with door(config) as target:
+        called = f"{written}:{parse_host_port(target, 'target')[1]}"
+        assert len(await ask(called, files.credentials())) == 3
+        with Client(called, credentials=files.credentials()) as client:
+            assert len((await asyncio.to_thread(client.complete, "x", max_tokens=3)).text) == 3
 
 
 async def test_several_servers_over_tls_are_believed_by_the_name_that_they_share(

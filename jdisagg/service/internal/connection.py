@@ -20,6 +20,7 @@ from typing import cast
 import grpc
 import grpc.aio
 
+from jdisagg.address import canonical
 from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.messages.packed import protocol_text
 from jdisagg.messages.spans import WireStatus
@@ -138,6 +139,7 @@ def open_channel(
     an empty address."""
     check_target(address)
     keep_grpc_alive()
+    address = canonical(address)
     if credentials.tls:
         return grpc.aio.secure_channel(address, credentials.channel(), options)
     return grpc.aio.insecure_channel(address, options)
