@@ -4,9 +4,10 @@ reused, and restores them. A worker that decodes shares this memory with its swa
 
 The copy is queued on the mesh when the pages get another owner, so it runs before any command that
 overwrites the pages. A limited number of blocks is copied to host memory at a time; further blocks
-are dropped. `worker/host_pieces.py` copies the bytes and compares checksums; a block whose
-checksum differs is dropped and counts as a miss. The disk tier (`worker/disk_tier.py`) reads and
-writes its blocks through host memory."""
+are dropped. While prompts ask for few of the evicted blocks, none is copied (`AskedAgain`).
+`worker/host_pieces.py` copies the bytes and compares checksums; a block whose checksum differs is
+dropped and counts as a miss. The disk tier (`worker/disk_tier.py`) reads and writes its blocks
+through host memory."""
 
 import asyncio
 import functools
@@ -19,7 +20,14 @@ from jdisagg.messages.ports import Offer
 from jdisagg.messages.step_commands import ExtractResult, StepResult
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.host_blocks import MOST_WRITING, HostBlock, HostBlocks, HostPiece, TierRoom
+from jdisagg.scheduler.host_blocks import (
+    MOST_WRITING,
+    AskedAgain,
+    HostBlock,
+    HostBlocks,
+    HostPiece,
+    TierRoom,
+)
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
@@ -74,9 +82,10 @@ class HostTier(KvSource):
         self.snapshots = HostBlocks(of_snapshots // self.snapshot_bytes if of_snapshots else 0)
         self.on = self.blocks.capacity > 0
         self.ready: Callable[[], bool] = lambda: True
+        self._asked = AskedAgain(capacity)
         self._room_bytes, self._lent_bytes = of_blocks, 0
         self._most_writing = most_writing
-        self.prices = Prices(room.always)
+        self.prices, self._always = Prices(room.always), room.always
         self._kept = kept
         self._loop = loop
         self._limits = limits
@@ -89,7 +98,7 @@ class HostTier(KvSource):
         if self.on:
             # The key is the same in the next run of the worker, which reads the blocks on disk.
             key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
-            kept.on_evicted(self._copy_out)
+            kept.on_evicted(self._evicted)
             for rank, snapshots in enumerate(kept.snapshots):
                 snapshots.on_evicted = functools.partial(self._copy_snapshot, rank)
         self._pieces = HostPieces(loop, limits.page_size, key)
@@ -136,6 +145,13 @@ class HostTier(KvSource):
         return tuple(offers_of_block(self._limits, rank, start, start + tokens, self._ids))
 
     # ---- copying out
+
+    def _evicted(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
+        self._asked.evicted(name)
+        if self._always or self._asked.worth_copying:
+            self._copy_out(rank, name, index, pages)
+        elif name not in self.blocks:
+            self._counters.add("host_blocks_declined")
 
     def _copy_out(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
         if self._loop.failure is not None or name in self.blocks or not self.ready():
@@ -265,6 +281,7 @@ class HostTier(KvSource):
     # ---- restoring
 
     def worth(self, query: RestoreQuery) -> RestorePlan | None:
+        self._asked.asked(query.chain[max(query.known) :], self.blocks)
         found = {
             rank: self.blocks.match(query.chain, query.known[rank], rank) for rank in query.ranks
         }

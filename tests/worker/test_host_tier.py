@@ -155,3 +155,24 @@ def test_what_is_dearer_to_bring_back_than_to_compute_is_computed() -> None:
             await cluster.check_quiet()
 
     run_virtually(main)
+
+
+def test_evicted_blocks_that_no_prompt_asks_for_are_no_longer_copied_until_one_does() -> None:
+    async def main() -> None:
+        async with host(always=False) as cluster:
+            counters = cluster.prefill.counters
+            for number in range(90):  # 5 evicted blocks each
+                await cluster.collect(other(number))
+            written = counters["host_blocks_written"]
+            assert counters["host_blocks_declined"] > 50
+            await cluster.collect(other(90))
+            assert counters["host_blocks_written"] == written
+            for number in range(86, 90):
+                await cluster.collect(replace(other(number), request_id=f"again {number}"))
+            assert counters["host_blocks_written"] > written
+            restored = counters["host_tokens_restored"]
+            await cluster.collect(replace(other(88), request_id="once more"))
+            assert counters["host_tokens_restored"] > restored
+            await cluster.check_quiet()
+
+    run_virtually(main)
