@@ -12,8 +12,9 @@ reader's own memory. "update": the weights of a worker with one device are read,
 and put on the device. The goal is 0.8 of the channel's rate. "processor s" is the time of all
 threads of both processes, which a loaded machine changes less than the rates.
 
-Part "pause": `jdisagg cluster` (1 + 1, the shipped model) serves streams, and takes other weights
-of a checkpoint folder in each mode. The longest gap between two tokens of any stream around the
+Part "pause": `jdisagg cluster` (1 + 1, the shipped model, or with --pause_model=measured the
+measured model, whose steps are longer) serves streams, and takes other weights of a checkpoint
+folder in each mode. The longest gap between two tokens of any stream around the
 update is stated in gaps of the same streams without an update (medians)."""
 
 import asyncio
@@ -38,6 +39,7 @@ from safetensors.numpy import load_file, save_file
 from benchmarks import measured_model, plain_loop
 from benchmarks.clusters import cluster, ready
 from benchmarks.measure import save, summary
+from benchmarks.peers.checkpoint import measured_checkpoint
 from jdisagg import weights
 from jdisagg.client import AsyncClient
 from jdisagg.clock import MonotonicClock
@@ -62,6 +64,9 @@ from launch.shipped import SHIPPED_MODEL
 _PARTS = flags.DEFINE_list("parts", ["adapters", "update", "pause"], "Parts to measure.")
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Interleaved rounds.")
 _STREAMS = flags.DEFINE_integer("streams", 4, "Running streams of part pause.")
+_PAUSE_MODEL = flags.DEFINE_enum(
+    "pause_model", "shipped", ["shipped", "measured"], "Model of part pause."
+)
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 ROWS, ADAPTERS, RANK = 32, 16, 16
@@ -305,7 +310,7 @@ def _state(model: object) -> object:
 
 
 async def stream(client: AsyncClient, times: list[float]) -> None:
-    async for _ in client.generate("Once upon a time", max_tokens=450, ignore_eos=True):
+    async for _ in client.generate(list(range(3, 9)), max_tokens=450, ignore_eos=True):
         times.append(time.monotonic())
 
 
@@ -350,10 +355,10 @@ async def pauses(target: str, folders: list[Path]) -> dict[str, object]:
     return figures
 
 
-def other_weights(folder: Path, seed: int) -> Path:
-    """Copies the shipped model with noise."""
+def other_weights(model: Path, folder: Path, seed: int) -> Path:
+    """Copies a model with noise."""
     rng = np.random.default_rng(seed)
-    shutil.copytree(SHIPPED_MODEL, folder)
+    shutil.copytree(model, folder)
     found = load_file(folder / "model.safetensors")
     noisy = {
         name: (one + 0.01 * rng.standard_normal(one.shape)).astype(one.dtype)
@@ -375,8 +380,10 @@ def main(_: list[str]) -> None:
         if "update" in _PARTS.value:
             figures["update"] = update(folder)
         if "pause" in _PARTS.value:
-            others = [other_weights(folder / f"w{seed}", seed) for seed in (1, 2)]
-            settings = ("--set=model.context_tokens=512", "--chunk_tokens=64", "--page_size=16")
+            model = measured_checkpoint() if _PAUSE_MODEL.value == "measured" else SHIPPED_MODEL
+            others = [other_weights(model, folder / f"w{seed}", seed) for seed in (1, 2)]
+            settings = (f"--model={model}", "--set=model.context_tokens=512")
+            settings += ("--chunk_tokens=64", "--page_size=16")
             with cluster("--prefill_workers=1", "--decode_workers=1", *settings) as target:
                 figures["pause"] = asyncio.run(pauses(target, others))
     print(json.dumps(figures, indent=1))
