@@ -69,6 +69,7 @@ _OF_WORKERS = {
     "host_restores_failed": "Failed copies of prefix cache from host memory to the device.",
     "host_restores_late": "Copies of prefix cache to the device that were given up as too slow.",
     "host_snapshots_broken": "Snapshots of state in host memory that failed their checksum.",
+    "host_snapshots_declined": "Snapshots not copied to host memory, as few are asked for again.",
     "host_snapshots_restored": "Snapshots of state copied from host memory to the device.",
     "host_snapshots_skipped": "Snapshots of state not copied to host memory, which is busy.",
     "host_snapshots_written": "Snapshots of recurrent state copied to host memory.",

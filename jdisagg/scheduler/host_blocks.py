@@ -77,8 +77,8 @@ class HostBlock:
 
 
 class AskedAgain:
-    """Estimates the share of evicted blocks that later prompts ask for, copied or not, and decides
-    whether copies of evicted blocks are worth their time.
+    """Estimates the share of evicted blocks (or snapshots) that later prompts ask for, copied or
+    not, and decides whether copies of evicted blocks are worth their time.
 
     At first all blocks are assumed to be asked for, so that copies end after about 300 evicted
     blocks that no prompt asks for. They begin again after about 15 blocks that prompts ask for.
@@ -104,15 +104,15 @@ class AskedAgain:
         if len(self._evicted) > self._most:
             self._evicted.popitem(last=False)
 
-    def asked(self, names: Chain, blocks: "HostBlocks") -> None:
-        """Records that a prompt continues with these blocks, which are not in pages. Blocks behind
-        one that is neither in `blocks` nor was evicted lately could not be restored."""
-        for name in names:
-            if name in self._evicted:
-                del self._evicted[name]
-                self._share = min(1.0, self._share + 1 / ASKED_WINDOW)
-            elif name not in blocks:
-                return
+    def __contains__(self, name: bytes) -> bool:
+        """Returns whether a block was evicted, and no prompt asked for it since."""
+        return name in self._evicted
+
+    def asked(self, name: bytes) -> None:
+        """Records that a prompt would continue after this block, if it could be restored."""
+        if name in self._evicted:
+            del self._evicted[name]
+            self._share = min(1.0, self._share + 1 / ASKED_WINDOW)
 
 
 class HostBlocks:

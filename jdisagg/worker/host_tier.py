@@ -80,9 +80,10 @@ class HostTier(KvSource):
         self.blocks = HostBlocks(capacity, bound=room.rank_bound)
         # under the names of their blocks
         self.snapshots = HostBlocks(of_snapshots // self.snapshot_bytes if of_snapshots else 0)
+        self._asked = AskedAgain(capacity)
+        self._snapshots_asked = AskedAgain(self.snapshots.capacity)
         self.on = self.blocks.capacity > 0
         self.ready: Callable[[], bool] = lambda: True
-        self._asked = AskedAgain(capacity)
         self._room_bytes, self._lent_bytes = of_blocks, 0
         self._most_writing = most_writing
         self.prices, self._always = Prices(room.always), room.always
@@ -100,7 +101,7 @@ class HostTier(KvSource):
             key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
             kept.on_evicted(self._evicted)
             for rank, snapshots in enumerate(kept.snapshots):
-                snapshots.on_evicted = functools.partial(self._copy_snapshot, rank)
+                snapshots.on_evicted = functools.partial(self._snapshot_evicted, rank)
         self._pieces = HostPieces(loop, limits.page_size, key)
 
     @property
@@ -152,6 +153,13 @@ class HostTier(KvSource):
             self._copy_out(rank, name, index, pages)
         elif name not in self.blocks:
             self._counters.add("host_blocks_declined")
+
+    def _snapshot_evicted(self, rank: int, name: bytes, slot: int, tokens: int) -> None:
+        self._snapshots_asked.evicted(name)
+        if self._always or self._snapshots_asked.worth_copying:
+            self._copy_snapshot(rank, name, slot, tokens)
+        elif name not in self.snapshots:
+            self._counters.add("host_snapshots_declined")
 
     def _copy_out(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
         if self._loop.failure is not None or name in self.blocks or not self.ready():
@@ -281,7 +289,10 @@ class HostTier(KvSource):
     # ---- restoring
 
     def worth(self, query: RestoreQuery) -> RestorePlan | None:
-        self._asked.asked(query.chain[max(query.known) :], self.blocks)
+        for name in query.chain[max(query.known) :]:
+            if name not in self._asked and name not in self.blocks:
+                break
+            self._asked.asked(name)
         found = {
             rank: self.blocks.match(query.chain, query.known[rank], rank) for rank in query.ranks
         }
@@ -299,6 +310,12 @@ class HostTier(KvSource):
         """Returns the plan for a model whose hits need snapshots. `reach` is, for each rank, the
         number of leading blocks that are in its pages or in host memory."""
         kept, size = self._kept, self._kept.block_tokens
+        for name in reversed(query.chain[: max(reach)]):
+            if name in self._snapshots_asked:
+                self._snapshots_asked.asked(name)
+                break
+            if self.has_snapshot(name) or any(name in of_rank for of_rank in kept.snapshots):
+                break
         rank, end = self.last_snapshot(query.chain, reach, self.has_snapshot)
         chain, known = query.chain[:end], min(query.known[rank], end)
         whole = end * size

@@ -134,36 +134,26 @@ def evict(asked: AskedAgain, names: tuple[bytes, ...]) -> list[bool]:
 
 
 def test_copies_end_while_no_prompt_asks_for_evicted_blocks_and_begin_again_when_some_do() -> None:
-    asked, none = AskedAgain(4096), HostBlocks(0)
+    asked = AskedAgain(4096)
     useless = evict(asked, named(0, 1000))
     assert all(useless[:250]) and not any(useless[350:])
-    for first in range(900, 920, 5):  # conversations go on, though their blocks were not copied
-        asked.asked(named(first, 5), none)
+    for name in named(900, 20):  # conversations go on, though their blocks were not copied
+        asked.asked(name)
     assert all(evict(asked, named(1000, 50)))
 
 
 def test_copies_go_on_where_one_evicted_block_in_five_is_asked_for() -> None:
-    asked, none = AskedAgain(4096), HostBlocks(0)
+    asked = AskedAgain(4096)
     for first in range(0, 5000, 50):
         assert all(evict(asked, named(first, 50)))
-        asked.asked(named(first, 10), none)
+        for name in named(first, 10):
+            asked.asked(name)
 
 
-def test_a_block_counts_once_an_eviction_and_only_behind_blocks_that_could_return() -> None:
-    asked, blocks = AskedAgain(4096), HostBlocks(CAPACITY)
+def test_a_block_counts_once_an_eviction_and_only_the_latest_are_remembered() -> None:
+    asked = AskedAgain(100)
     evict(asked, named(0, 1000))
-    for _ in range(100):
-        asked.asked(named(0, 5), blocks)  # the same five
-        asked.asked((b"never cached", *named(100, 100)), blocks)
+    for name in (*named(0, 900), *100 * named(950, 5)):
+        asked.asked(name)
     assert not asked.worth_copying
-    blocks.begin(b"in host memory", pieces(0))
-    asked.asked((b"in host memory", *named(100, 20)), blocks)
-    assert asked.worth_copying
-
-
-def test_only_blocks_for_which_host_memory_had_room_are_remembered() -> None:
-    asked, none = AskedAgain(100), HostBlocks(0)
-    evict(asked, named(0, 1000))
-    for name in named(0, 900):
-        asked.asked((name,), none)
-    assert not asked.worth_copying
+    assert [name in asked for name in named(899, 3)] == [False, True, True]

@@ -137,11 +137,13 @@ def test_a_reset_drops_snapshots_and_those_of_running_sequences(mode: Mode) -> N
     run_virtually(main)
 
 
-def with_host_memory(pages: int = 24, snapshots: int = 24, seed: int = 0) -> Cluster:
+def with_host_memory(
+    pages: int = 24, snapshots: int = 24, seed: int = 0, always: bool = True
+) -> Cluster:
     """A prefill worker with few pages, whose host memory has room for all that they lose."""
     mesh = stateful(pages=pages, snapshots=snapshots, rows=2)
     decode = replace(stateful(pages=160), snapshots_per_rank=0)
-    room = TierRoom(1 << 20, always=True)
+    room = TierRoom(1 << 20, always=always)
     return Cluster(decode=decode, prefill=mesh, names=NAMES, tiers=room, wire=True, seed=seed)
 
 
@@ -171,6 +173,23 @@ def test_a_prefix_comes_back_with_its_snapshot() -> None:
             await lost_from_pages(cluster, 2)
             assert await cached_of(cluster, asked(3, prompt(70))) == 64
             assert cluster.prefill.counters["host_snapshots_restored"] == 1
+            check_snapshots(cluster)
+
+    run_virtually(main)
+
+
+def test_snapshots_that_no_prompt_asks_for_are_no_longer_copied_until_some_are() -> None:
+    async def main() -> None:
+        async with with_host_memory(always=False) as cluster:
+            counters = cluster.prefill.counters
+            for number in range(360):
+                await cluster.collect(asked(number, (number % 89, number // 89) * 46))
+            assert counters["host_snapshots_declined"] > 0
+            written = counters["host_snapshots_written"]
+            for number in range(360, 460):  # six prompts in turn, which evict each other
+                await cluster.collect(asked(number, (88 - number % 6, 80) * 46))
+            assert counters["host_snapshots_written"] > written
+            assert counters["host_snapshots_restored"] > 0
             check_snapshots(cluster)
 
     run_virtually(main)
