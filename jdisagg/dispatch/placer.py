@@ -52,7 +52,7 @@ from jdisagg.router.decision import (
     Refusal,
 )
 from jdisagg.router.placement import NO_WORK, decide
-from jdisagg.router.predictor import LearnedLengths, MaxTokens
+from jdisagg.router.predictor import LearnedLengths
 from jdisagg.router.replacements import another_decode, another_prefill
 from jdisagg.spending import Spending
 from jdisagg.telemetry import Counters
@@ -269,8 +269,7 @@ class Placer:
         self._rules = settings.policy or rules_of(config, timeouts)
         self._affinity = settings.affinity
         self.coming = ComingPrefixes()
-        quantile = config.output_quantile
-        self._predictor = MaxTokens() if quantile is None else LearnedLengths(quantile)
+        self.lengths = LearnedLengths(config.output_quantile)
         self._config = config
         self._clock = clock
         self._counters = counters
@@ -377,7 +376,7 @@ class Placer:
 
     def ended(self, request: Request, output_tokens: int) -> None:
         """Records the length of an answer. The lengths of later answers are predicted from it."""
-        self._predictor.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
+        self.lengths.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
 
     def measured_ttft(self, predicted_seconds: float, seconds: float) -> None:
         self._lateness.observe(seconds - predicted_seconds, self.now())
@@ -509,7 +508,7 @@ class Placer:
     def _work(self, asked: PlacementRequest) -> Work:
         request, accepted = asked.request, len(asked.children[0].accepted)
         prompt = len(request.prompt_token_ids)
-        expected = self._predictor.predict(request.tenant, prompt, request.sampling.max_tokens)
+        expected = self.lengths.predict(request.tenant, prompt, request.sampling.max_tokens)
         return Work(prompt + accepted, 0, len(asked.children), max(1, expected - accepted))
 
     def _limit(self, asked: PlacementRequest) -> float:
@@ -527,7 +526,7 @@ class Placer:
             now - asked.arrived_at,
             ahead_seconds + self._lateness.seconds(now, limit),
             limit,
-            self._predictor.typical_tokens,
+            self.lengths.typical_tokens,
             asked.request.sampling.prompt_logprobs is not None,
             self._corrections.current,
             self._pairs.broken(self.accounts.state.life, now),

@@ -55,8 +55,13 @@ class WorkerCard(Message, frozen=True):
     kept: KeptScheme | None = None
 
 
+AnswerLength = tuple[str, int, int]
+"""Tenant, prompt tokens and output tokens of an answer."""
+
+
 class RouterUse(Message, frozen=True):
-    """What clients with quotas have spent at one router, which workers pass on to other routers.
+    """What clients with quotas have spent at one router, and the lengths of its last answers.
+    Workers pass both on to other routers.
 
     Attributes:
         router: Random number of the router process.
@@ -64,6 +69,8 @@ class RouterUse(Message, frozen=True):
         spent: Name of each limit of a rate that was used lately, and the total spent.
         streams: Name of each limit of streams that is in use, and the number of running streams.
         again_seconds: Time after which a worker should ask again.
+        answered: Number of answers since the router's start.
+        answers: Lengths of the last of them, the newest last.
     """
 
     router: int = 0
@@ -71,6 +78,8 @@ class RouterUse(Message, frozen=True):
     spent: tuple[tuple[str, float], ...] = ()
     streams: tuple[tuple[str, int], ...] = ()
     again_seconds: float = 0.25
+    answered: int = 0
+    answers: tuple[AnswerLength, ...] = ()
 
 
 class RegistryPort(Protocol):
@@ -89,8 +98,8 @@ class RegistryPort(Protocol):
         ...
 
     async def share_use(self, uses: tuple[RouterUse, ...]) -> RouterUse:
-        """Passes on what clients have spent at other routers. Returns what they have spent at this
-        one."""
+        """Passes on what clients have spent at other routers, and lengths of answers. Returns those
+        of this router."""
         ...
 
     async def deregister(self, name: str, boot_id: int) -> None: ...

@@ -161,8 +161,8 @@ class Router:
                     membership,
                     tokens,
                     self._reach,
-                    lambda uses: spending.exchange(
-                        uses, self._clock.now(), len(membership.cards())
+                    lambda uses: path.placer.lengths.exchange(
+                        uses, spending.exchange(uses, self._clock.now(), len(membership.cards()))
                     ),
                 ),
                 cluster_roles_service(elastic, tokens),

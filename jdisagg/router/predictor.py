@@ -2,15 +2,18 @@
 
 `LearnedLengths` predicts a quantile of the recent lengths in the same class: the tenant and the
 prompt's length, rounded to a power of two. If a class has too few samples, all answers of the
-tenant are used. If these are too few, the answers of all tenants are used. `MaxTokens` predicts the
-request's max_tokens, the upper bound of all predictions. An answer that max_tokens cut off counts
-with the length at the cut. Each call costs O(log n). No clock is used."""
+tenant are used. If these are too few, the answers of all tenants are used. The request's max_tokens
+is the upper bound of all predictions. An answer that max_tokens cut off counts with the length at
+the cut. Each call costs O(log n). No clock is used."""
 
 import bisect
 from collections import deque
-from collections.abc import Hashable
-from typing import Protocol, TypeVar
+from collections.abc import Hashable, Sequence
+from typing import TypeVar
 
+import msgspec
+
+from jdisagg.messages.registry import AnswerLength, RouterUse
 from jdisagg.router.quantiles import of_sorted
 
 Key = TypeVar("Key", bound=Hashable)
@@ -19,57 +22,37 @@ WINDOW = 256
 FEWEST = 16
 # Prediction while there are too few samples: max_tokens of clients is mostly far too high.
 COLD_TOKENS = 512
-
-
-class LengthPredictor(Protocol):
-    """Predicts and records lengths of answers, in tokens."""
-
-    def predict(self, tenant: str, prompt_tokens: int, most_tokens: int) -> int: ...
-
-    def observe(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        """Records the length of an answer that ended by itself or was cut off at max_tokens."""
-        ...
-
-    @property
-    def typical_tokens(self) -> float:
-        """Mean length of recent answers of all tenants, in tokens."""
-        ...
-
-
-class MaxTokens:
-    """Predicts the request's max_tokens as the length of each answer. `typical_tokens` is learned
-    from past answers."""
-
-    def __init__(self) -> None:
-        self._all = _Lengths()
-
-    def predict(self, tenant: str, prompt_tokens: int, most_tokens: int) -> int:
-        return most_tokens
-
-    def observe(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        self._all.add(output_tokens)
-
-    @property
-    def typical_tokens(self) -> float:
-        return self._all.mean
+SHARED = 64  # answers in each report to other routers; more since the last report are left out
+MOST_ROUTERS = 64  # whose counts are kept; each process of a router counts anew
 
 
 class LearnedLengths:
-    """Predicts a quantile of the lengths of past answers.
+    """Predicts a quantile of the lengths of past answers, and shares these lengths with other
+    routers through the workers, as `Spending` shares what clients have spent. Each router reports
+    its last answers and their total number. A router records the answers of another router that it
+    has not recorded before, and does not pass them on. A router that has just started therefore
+    predicts from the answers of others.
 
     Args:
-        quantile: Share of answers that should not exceed the prediction.
+        quantile: Share of answers that should not exceed the prediction. None predicts the
+            request's max_tokens, and past answers only determine `typical_tokens`.
         classes: Cap on the number of stored classes. The least recently observed class is evicted.
     """
 
-    def __init__(self, quantile: float = 0.75, classes: int = 4096) -> None:
+    def __init__(self, quantile: float | None = 0.75, classes: int = 4096) -> None:
         self._quantile = quantile
         self._most = classes
         self._all = _Lengths()
         self._tenants: dict[str, _Lengths] = {}
         self._classes: dict[tuple[str, int], _Lengths] = {}
+        self._own: deque[AnswerLength] = deque(maxlen=SHARED)
+        self._count = 0
+        self._counts: dict[int, int] = {}  # of other routers, the latest last
 
     def predict(self, tenant: str, prompt_tokens: int, most_tokens: int) -> int:
+        """Predicts the length of an answer of at most `most_tokens` tokens."""
+        if self._quantile is None:
+            return most_tokens
         for lengths in (
             self._classes.get((tenant, prompt_tokens.bit_length())),
             self._tenants.get(tenant),
@@ -80,13 +63,32 @@ class LearnedLengths:
         return min(most_tokens, COLD_TOKENS)
 
     def observe(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        self._all.add(output_tokens)
-        _kept(self._tenants, tenant, self._most).add(output_tokens)
-        _kept(self._classes, (tenant, prompt_tokens.bit_length()), self._most).add(output_tokens)
+        """Records the length of an answer that ended by itself or was cut off at max_tokens."""
+        answer = tenant, prompt_tokens, output_tokens
+        self._own.append(answer)
+        self._count += 1
+        self._record(*answer)
+
+    def exchange(self, uses: Sequence[RouterUse], own: RouterUse) -> RouterUse:
+        """Records the answers of other routers. Returns `own` with this router's last answers."""
+        for use in uses:
+            more = use.answered - self._counts.pop(use.router, 0)
+            self._counts[use.router] = use.answered - min(0, more)
+            for answer in use.answers[-more:] if more > 0 and use.router != own.router else ():
+                self._record(*answer)
+        while len(self._counts) > MOST_ROUTERS:
+            del self._counts[next(iter(self._counts))]
+        return msgspec.structs.replace(own, answered=self._count, answers=tuple(self._own))
 
     @property
     def typical_tokens(self) -> float:
+        """Mean length of recent answers of all tenants, in tokens."""
         return self._all.mean
+
+    def _record(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
+        self._all.add(output_tokens)
+        _kept(self._tenants, tenant, self._most).add(output_tokens)
+        _kept(self._classes, (tenant, prompt_tokens.bit_length()), self._most).add(output_tokens)
 
 
 class _Lengths:

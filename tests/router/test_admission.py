@@ -1,6 +1,7 @@
 """Quotas, the speed of the queue, breakers, and learned lengths: small pure parts of admission and
 placement."""
 
+import itertools
 import random
 from collections import Counter
 
@@ -8,9 +9,10 @@ import pytest
 
 from jdisagg.config import RoutingConfig
 from jdisagg.errors import ConfigError, OverloadedError
+from jdisagg.messages.registry import RouterUse
 from jdisagg.router.admission import Drain, Lateness, Quotas, admit, limit_seconds
 from jdisagg.router.breaker import FAILURES, Breaker, BreakerState
-from jdisagg.router.predictor import COLD_TOKENS, FEWEST, LearnedLengths, MaxTokens
+from jdisagg.router.predictor import COLD_TOKENS, FEWEST, MOST_ROUTERS, SHARED, LearnedLengths
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 BACKOFF = DEFAULT_TIMEOUTS.request.breaker
@@ -160,9 +162,41 @@ def test_a_thousand_tenants_do_not_grow_it_without_bound() -> None:
 
 
 def test_without_learning_the_clients_word_is_taken() -> None:
-    predictor = MaxTokens()
+    predictor = LearnedLengths(None)
     predictor.observe("t", 10, 5)
     assert predictor.predict("t", 10, 300) == 300 and predictor.typical_tokens == 5
+
+
+def test_routers_predict_from_the_answers_of_all_and_record_each_once_in_whatever_order() -> None:
+    """The oracle is one predictor that observes all answers. The third router starts last."""
+    draw, whole, reports = random.Random(0), LearnedLengths(0.5), list[RouterUse]()
+    routers = [LearnedLengths(0.5) for _ in range(3)]
+    for turn in range(60):
+        for number, router in enumerate(routers[: 2 if turn < 40 else 3]):
+            answer = draw.choice("ab"), draw.choice((50, 5000)), draw.randrange(1, 100)
+            router.observe(*answer)
+            whole.observe(*answer)
+            late = reports[-9:]  # some of them its own
+            reports.append(router.exchange(draw.sample(late, len(late)), RouterUse(number)))
+    for number, router in enumerate(routers):
+        router.exchange(reports[-3:], RouterUse(number))
+        assert sorted(router._all._latest) == sorted(whole._all._latest)
+        for tenant, prompt in itertools.product("ab", (50, 5000)):
+            assert router.predict(tenant, prompt, 10**6) == whole.predict(tenant, prompt, 10**6)
+
+
+def test_a_router_that_missed_many_answers_records_the_last_and_only_those() -> None:
+    one, two = LearnedLengths(0.5), LearnedLengths(0.5)
+    for length in range(1, 1 + 10 * SHARED):
+        one.observe("t", 50, length)
+    report = one.exchange((), RouterUse(1))
+    assert (report.answered, len(report.answers)) == (10 * SHARED, SHARED)
+    for _ in range(2):
+        assert two.exchange((report,), RouterUse(2)).answers == (), "it does not pass them on"
+    assert list(two._all._latest) == [*range(9 * SHARED + 1, 10 * SHARED + 1)]
+    for restarted in range(3, 3 + 2 * MOST_ROUTERS):
+        two.exchange((RouterUse(restarted, answered=1, answers=(("t", 50, 7),)),), RouterUse(2))
+    assert len(two._counts) == MOST_ROUTERS
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews
 from jdisagg.messages.registry import ModelCard, RouterUse, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
+from jdisagg.router.predictor import FEWEST, LearnedLengths
 from jdisagg.service.internal import registry, rpc
 from jdisagg.service.internal.registry import RegistryClient, Share, registry_service
 from jdisagg.service.server import GrpcServer
@@ -98,6 +99,24 @@ async def test_a_client_of_two_routers_gets_its_rate_once_through_their_worker()
         seconds = clock.now() - began
     once = rate * (BURST_SECONDS + seconds)
     assert once - 1 <= let_in <= once + 8, "8: what both let in before they exchange"
+
+
+async def test_lengths_of_answers_at_one_router_are_predicted_at_another_through_their_worker() -> (
+    None
+):
+    learned = [LearnedLengths(0.5) for _ in range(2)]
+    shares = [
+        lambda uses, number=number: learned[number].exchange(uses, RouterUse(number))
+        for number in range(2)
+    ]
+    for _ in range(FEWEST):
+        learned[0].observe("t", 50, 7)
+    async with (
+        router(share=shares[0]) as (one, _),
+        router(share=shares[1]) as (two, _),
+        worker(one, two),
+    ):
+        await eventually(lambda: learned[1].predict("t", 50, 100) == 7)
 
 
 async def test_a_router_that_does_not_share_what_clients_spend_keeps_its_workers() -> None:
