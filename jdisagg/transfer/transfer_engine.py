@@ -29,6 +29,7 @@ Failure modes of the engine and the countermeasures (see test_engine_dangers.py)
 
 import ctypes
 import datetime
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -115,7 +116,7 @@ class EngineOutlet(Outlet):
     def __init__(self, options: EngineOptions) -> None:
         self._error_seconds = options.timeouts.error_seconds
         self._server = options.start_server()
-        self._withdrew = False
+        self._withdrew, self._errors_until = False, 0.0
         self._tick = jax.device_put(np.zeros(1, np.uint8), jax.local_devices()[0])
         self.address = self._server.address()
 
@@ -148,10 +149,12 @@ class EngineOutlet(Outlet):
 
     def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
         """Posts `leaves` error arrays under the id. If the receiver expects more arrays, its pull
-        fails with the engine's own error text."""
+        fails with the engine's own error text. The engine may be sending the error arrays until
+        they expire."""
         error = transfer.make_error_array(
             jax.ShapeDtypeStruct((1,), np.uint8, sharding=self._tick.sharding), reason
         )
+        self._errors_until = time.monotonic() + self._error_seconds
         self._server.await_pull(pull_id, [error] * leaves, timeout=_in(self._error_seconds))
 
     def tick(self) -> None:
@@ -162,7 +165,7 @@ class EngineOutlet(Outlet):
         The engine's threads end when the receiver has closed its connection, too."""
         # There is no public way, and an open connection would keep the postings alive.
         self._server._reset_rendevous_table()  # pyright: ignore[reportAttributeAccessIssue]
-        if in_flight or self._withdrew:
+        if in_flight or self._withdrew or time.monotonic() < self._errors_until:
             _keep_for_ever(self._server)
         del self._server
 

@@ -32,14 +32,9 @@ MODEL = ModelCard("toy", "toy", 89, 64, "float32", 64, "f00")
 
 
 @contextlib.asynccontextmanager
-async def routed(workers: Served) -> AsyncIterator[tuple[str, int]]:
-    """A router over these workers, until it is signalled; what it listens on, and its HTTP port."""
-    port, http_port = free_ports("127.0.0.1", 2)
-    service = ServiceConfig(port=port, http_port=http_port, served_model_name="org/mine")
-    running = asyncio.create_task(
-        Router(RouterConfig(service=service), byte_tokenizer(), "toy").run()
-    )
-    address, links = f"127.0.0.1:{port}", []
+async def registered(workers: Served, *routers: str) -> AsyncIterator[None]:
+    """Keeps the workers registered with these routers."""
+    links: list[RegistryClient] = []
     for worker, role, at in zip(
         (workers.cluster.prefill, workers.cluster.decode),
         (WorkerRole.PREFILL, WorkerRole.DECODE),
@@ -47,20 +42,31 @@ async def routed(workers: Served) -> AsyncIterator[tuple[str, int]]:
         strict=True,
     ):
         card = WorkerCard(worker.name, worker.boot_id, role, at, Layout(), MODEL)
-        links.append(
-            RegistryClient(
-                (address,), card, worker.status, timeouts=MembershipTimeouts(heartbeat_seconds=0.02)
-            )
-        )
+        timeouts = MembershipTimeouts(heartbeat_seconds=0.02)
+        links.append(RegistryClient(routers, card, worker.status, timeouts=timeouts))
         links[-1].start()
     try:
-        await eventually(lambda: all(link.registered for link in links))
-        yield address, http_port
+        await eventually(lambda: all(link.registered == {*routers} for link in links))
+        yield
     finally:
-        os.kill(os.getpid(), signal.SIGTERM)  # the router has taken the signals over
-        await running
         for link in links:
             await link.leave()
+
+
+@contextlib.asynccontextmanager
+async def routed(workers: Served) -> AsyncIterator[tuple[str, int]]:
+    """A router over these workers, until it is signalled; what it listens on, and its HTTP port."""
+    port, http_port = free_ports("127.0.0.1", 2)
+    service = ServiceConfig(port=port, http_port=http_port, served_model_name="org/mine")
+    running = asyncio.create_task(
+        Router(RouterConfig(service=service), byte_tokenizer(), "toy").run()
+    )
+    address = f"127.0.0.1:{port}"
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(lambda: running)
+        stack.callback(os.kill, os.getpid(), signal.SIGTERM)  # which the router has taken over
+        await stack.enter_async_context(registered(workers, address))
+        yield address, http_port
 
 
 async def healthy(http_port: int) -> bool:

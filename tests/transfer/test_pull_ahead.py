@@ -3,6 +3,7 @@ happens, nothing stays in the engine."""
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Iterator
 
 import jax
@@ -23,7 +24,7 @@ from jdisagg.transfer import transfer_engine
 from jdisagg.transfer.boxes import mesh_card
 from jdisagg.transfer.channel import BlockStamp, Pull, PullTarget
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
-from jdisagg.transfer.transfer_engine import EngineInlet, EngineOptions
+from jdisagg.transfer.transfer_engine import EngineInlet, EngineOptions, EngineOutlet
 from tests.transfer.conformance import (
     LONG_SECONDS,
     Case,
@@ -367,6 +368,29 @@ def test_what_was_refused_is_not_withdrawn_too(bench: Bench, loopback: Loopback)
         finished(bench.pull(7)).arrays()
     at_rest(loopback)
     assert (bench.count(Refused), bench.count(Withdraw)) == (1, 0)
+
+
+@pytest.mark.parametrize("expired", [False, True])
+def test_the_server_of_a_refusal_is_deleted_only_after_the_refusal_has_expired(
+    bench: Bench, loopback: Loopback, monkeypatch: pytest.MonkeyPatch, expired: bool
+) -> None:
+    """To delete it earlier crashed the process in one of some hundred tries (JAX 0.12)."""
+    kept, keep = list[object](), transfer_engine._keep_for_ever
+    monkeypatch.setattr(
+        transfer_engine, "_keep_for_ever", lambda server: [keep(server), kept.append(server)]
+    )
+    bench.ends.sender.offer(7, bench.block.block, 0)
+    bench.ends.sender.release(7)
+    with pytest.raises(HandoffError, match="was released"):
+        finished(bench.pull(7)).arrays()
+    at_rest(loopback)
+    sender = loopback.channels[SENDER]._sender
+    outlet = sender._peers[RECEIVER].outlet
+    assert isinstance(outlet, EngineOutlet) and outlet._errors_until > time.monotonic()
+    if expired:
+        outlet._errors_until = time.monotonic()
+    sender.close()
+    assert bool(kept) is not expired
 
 
 def test_a_forged_opening_or_one_of_an_older_connection_changes_nothing(

@@ -1,0 +1,68 @@
+"""Two routers as processes of their own over the same toy workers."""
+
+import asyncio
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jdisagg.client import AsyncClient
+from jdisagg.errors import QuotaExceededError
+from tests import time_scale
+from tests.end_to_end.clusters import LLAMA
+from tests.launch.test_router_readiness import registered
+from tests.service.test_cluster_over_grpc import served
+
+ROOT = Path(__file__).resolve().parents[2]
+BURST_SECONDS = 2e6  # 2,000 tokens: 40 requests of 48 or more, which do not come back
+FLAGS = [
+    "--set=routing.tenant_quotas=free=0.001",
+    f"--set=routing.quota_burst_seconds={BURST_SECONDS:.0f}",
+]
+
+
+def start(port: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "launch.router", f"--model={LLAMA}", "--http_port=-1"]
+    command += ["--host=127.0.0.1", f"--port={port}", "--canary_seconds=0", *FLAGS]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def address(router: "subprocess.Popen[str]") -> str:
+    assert router.stdout is not None
+    while "listens on" not in (line := router.stdout.readline()):
+        assert line, "the router ended"
+    return re.findall(r"127\.0\.0\.1:\d+", line)[0]
+
+
+async def let_in(client: AsyncClient, pause: float = 0.0) -> int:
+    """Returns how many requests of a tenant are served before one is refused."""
+    count = 0
+    while True:
+        try:
+            await client.complete(token_ids=[1] * 40, max_tokens=4, ignore_eos=True, tenant="free")
+        except QuotaExceededError as error:
+            assert error.retry_after_seconds
+            return count
+        count += 1
+        await asyncio.sleep(pause)
+
+
+@pytest.mark.ci
+async def test_a_tenant_that_has_spent_its_quota_at_one_router_is_refused_at_the_other() -> None:
+    routers = [start(0), start(0)]
+    try:
+        async with asyncio.timeout(time_scale.seconds(120)), served() as workers:
+            one, two = [await asyncio.to_thread(address, router) for router in routers]
+            async with (
+                registered(workers, one, two),
+                AsyncClient(one) as here,
+                AsyncClient(two) as there,
+            ):
+                assert (spent := await let_in(here)) >= 40
+                assert await let_in(there, pause=0.25) < spent / 2, "it would be as many"
+    finally:
+        for router in routers:
+            router.kill()
+            router.wait()
