@@ -9,11 +9,18 @@ import pytest
 
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from tests.hosts.hosts import missing
-from tests.hosts.lab import PYTHON, START_SECONDS, WORKER_FLAGS, Lab, lab, wait_until
+from tests.hosts.lab import (
+    DEADLINE_SECONDS,
+    PYTHON,
+    START_SECONDS,
+    WORKER_FLAGS,
+    Lab,
+    lab,
+    wait_until,
+)
 from tests.service.test_credentials import OPENSSL, certificates_in
 
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(bool(missing()), reason=missing())]
-DEADLINE_SECONDS = 90.0
 
 
 def kv_paths(cluster: Lab) -> str:

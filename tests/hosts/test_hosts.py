@@ -10,11 +10,20 @@ import pytest
 
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from tests.hosts.hosts import hosts, missing
-from tests.hosts.lab import PORT, PYTHON, START_SECONDS, WORKER_FLAGS, Lab, Load, lab, wait_until
+from tests.hosts.lab import (
+    DEADLINE_SECONDS,
+    PORT,
+    PYTHON,
+    START_SECONDS,
+    WORKER_FLAGS,
+    Lab,
+    Load,
+    lab,
+    wait_until,
+)
 from tests.hosts.newer_tree import newer_tree
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing())]
-DEADLINE_SECONDS = 90.0
 Fault = Callable[["Lab"], object]
 
 

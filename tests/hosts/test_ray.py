@@ -51,7 +51,8 @@ def node(made: Hosts, at: int, cpus: int) -> Process:
         *(f"--node-ip-address={made.address(at)}", f"--num-cpus={cpus}"),
         f"--object-store-memory={100 << 20}",
     ]
-    started = made.run(at, ["env", f"PYTHONPATH={ROOT}", *command])
+    patience = f"RAY_raylet_start_wait_time_s={START_SECONDS:.0f}"
+    started = made.run(at, ["env", f"PYTHONPATH={ROOT}", patience, *command])
     started.wait_for("Ray runtime started", START_SECONDS)
     return started
 
@@ -129,4 +130,11 @@ def test_workers_are_actors_that_move_to_another_node_when_theirs_is_lost(tmp_pa
         moved = {name: made.address(3) for name in WORKERS}
         wait_until(lambda: driver.where() == moved, "both serve on the third", START_SECONDS)
         wait_until(lambda: all_free(driver.client, WORKERS), "pages are free", START_SECONDS)
+        driver.answers()
+
+
+def test_workers_of_several_processes_serve_from_two_nodes(tmp_path: Path) -> None:
+    """Each of the nodes has room for half of the processes."""
+    layouts = ("--prefill=tp=2", "--decode=tp=2", "--processes_per_instance=2")
+    with hosts(3, tmp_path) as made, cluster(made, tmp_path, 3, *layouts) as driver:
         driver.answers()

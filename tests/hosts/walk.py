@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.hosts.hosts import missing
-from tests.hosts.lab import Lab, Load, lab
+from tests.hosts.lab import DEADLINE_SECONDS, Lab, Load, lab
 
-DEADLINE_SECONDS = 90.0
 ROUND_FAULTS = 6
 Strike = Callable[[Lab, random.Random], object]
 

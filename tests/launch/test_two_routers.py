@@ -1,9 +1,11 @@
 """Two routers as processes of their own over the same toy workers."""
 
 import asyncio
+import contextlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,15 +25,20 @@ FLAGS = [
 ]
 
 
-def start(port: int) -> "subprocess.Popen[str]":
+@contextlib.contextmanager
+def router() -> "Iterator[subprocess.Popen[str]]":
     command = [sys.executable, "-m", "launch.router", f"--model={LLAMA}", "--http_port=-1"]
-    command += ["--host=127.0.0.1", f"--port={port}", "--canary_seconds=0", *FLAGS]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    command += ["--host=127.0.0.1", "--port=0", "--canary_seconds=0", *FLAGS]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
-def address(router: "subprocess.Popen[str]") -> str:
-    assert router.stdout is not None
-    while "listens on" not in (line := router.stdout.readline()):
+def address(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    while "listens on" not in (line := process.stdout.readline()):
         assert line, "the router ended"
     return re.findall(r"127\.0\.0\.1:\d+", line)[0]
 
@@ -51,10 +58,9 @@ async def let_in(client: AsyncClient, pause: float = 0.0) -> int:
 
 @pytest.mark.ci
 async def test_a_tenant_that_has_spent_its_quota_at_one_router_is_refused_at_the_other() -> None:
-    routers = [start(0), start(0)]
-    try:
+    with router() as first, router() as second:
         async with asyncio.timeout(time_scale.seconds(120)), served() as workers:
-            one, two = [await asyncio.to_thread(address, router) for router in routers]
+            one, two = [await asyncio.to_thread(address, each) for each in (first, second)]
             async with (
                 registered(workers, one, two),
                 AsyncClient(one) as here,
@@ -62,7 +68,3 @@ async def test_a_tenant_that_has_spent_its_quota_at_one_router_is_refused_at_the
             ):
                 assert (spent := await let_in(here)) >= 40
                 assert await let_in(there, pause=0.25) < spent / 2, "it would be as many"
-    finally:
-        for router in routers:
-            router.kill()
-            router.wait()
