@@ -50,7 +50,6 @@ from jdisagg.ops.image_attention import SCORES
 from jdisagg.scheduler.blocks import stage_layers
 from jdisagg.scheduler.executor import LONGEST_RUN
 from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
-from jdisagg.scheduler.ngram import MOST_BYTES
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE
 from jdisagg.worker.given_kv import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE, MOST_GIVEN_WITH_STATE
 from jdisagg.worker.host_tier import MOST_SNAPSHOTS_WRITING
@@ -400,16 +399,16 @@ def device_memory(
 
 
 def check_host_cache(
-    prefix: PrefixConfig, device: Device, fraction: float | None, sharers: int = 1, indices: int = 0
+    prefix: PrefixConfig, device: Device, fraction: float | None, sharers: int = 1
 ) -> None:
     """Checks that host memory has room for `prefix.host_gib` of KV for each of `sharers` workers,
-    in addition to the `fraction` that virtual devices use and to the n-gram `indices`, in bytes.
+    in addition to the `fraction` that virtual devices use.
 
     Raises:
         ConfigError: There is too little memory. The message lists the parts.
     """
     part, whole = _device_part(device, fraction), host_memory()
-    room = host_room(device, fraction, indices) // sharers
+    room = host_room(device, fraction) // sharers
     if prefix.host_bytes > room:
         raise ConfigError(
             f"prefix.host_gib={prefix.host_gib:g} does not fit: this host has {_gigabytes(whole)},"
@@ -419,17 +418,10 @@ def check_host_cache(
         )
 
 
-def host_room(device: Device, fraction: float | None, indices: int = 0) -> int:
+def host_room(device: Device, fraction: float | None) -> int:
     """Returns the bytes of host memory that all workers together may fill with KV, in addition to
-    the `fraction` that virtual devices use and to the n-gram `indices`, in bytes."""
-    room = int(host_memory() * max(0.0, MOST_OF_HOST - _device_part(device, fraction)))
-    return max(0, room - indices)
-
-
-def index_bytes(decode: InstanceConfig) -> int:
-    """Returns the bytes of host memory of the n-gram indices of a decode instance's sequences."""
-    drafts = decode.speculate in ("auto", "ngram")
-    return decode.layout.dp * decode.slots_per_rank * MOST_BYTES if drafts else 0
+    the `fraction` that virtual devices use."""
+    return int(host_memory() * max(0.0, MOST_OF_HOST - _device_part(device, fraction)))
 
 
 def _device_part(device: Device, fraction: float | None) -> float:

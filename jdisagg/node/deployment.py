@@ -31,7 +31,6 @@ from jdisagg.engine.memory_plan import (
     fit_engine,
     host_room,
     host_sharers,
-    index_bytes,
 )
 from jdisagg.engine.prefix_defaults import engine_defaults, fit_with_defaults
 from jdisagg.engine.replica import Loaded, LoadModel
@@ -168,10 +167,9 @@ class Deployment:
     ) -> None:
         devices = jax.devices()
         host, given = (devices[0], memory_fraction(config)), config.prefix
-        indices = index_bytes(config.decode)
-        config = engine_defaults(config, host_room(*host, indices))
+        config = engine_defaults(config, host_room(*host))
         memory = device_memory(devices[: devices_of(config)], memory_fraction(config))
-        check_host_cache(config.prefix, *host, host_sharers(config), indices)
+        check_host_cache(config.prefix, *host, host_sharers(config))
         config, plans = fit_with_defaults(
             config, given, lambda whole: fit_engine(whole, model.geometry, memory)
         )

@@ -30,7 +30,6 @@ from jdisagg.engine.memory_plan import (
     device_memory,
     fit_worker,
     host_room,
-    index_bytes,
     tier_room,
 )
 from jdisagg.engine.prefix_defaults import fit_with_defaults, worker_defaults
@@ -176,7 +175,7 @@ class WorkerRuntime:
     def __init__(self, state: WorkerProcessState) -> None:
         self._state, spec = state, state.spec
         fraction = state.config.instance.memory_fraction
-        room = host_room(state.devices[0], fraction, _index_bytes(state))
+        room = host_room(state.devices[0], fraction)
         self._config = worker_defaults(
             state.config, spec.role, spec.sharers, state.group.processes, room
         )
@@ -262,8 +261,7 @@ class WorkerRuntime:
         fraction = config.instance.memory_fraction
         if self._host_bytes:
             check_disk_cache(config.prefix, config.instance.layout, self._state.group.processes)
-            host = self._state.devices[0], fraction, spec.sharers
-            check_host_cache(config.prefix, *host, _index_bytes(self._state))
+            check_host_cache(config.prefix, self._state.devices[0], fraction, spec.sharers)
         if spec.geometry is None:
             return config
         devices = self._state.devices[: config.instance.layout.devices]
@@ -551,13 +549,6 @@ class WorkerRuntime:
             except UnavailableError as error:
                 return error
             await self._state.clock.sleep(LOOK_SECONDS)
-
-
-def _index_bytes(state: WorkerProcessState) -> int:
-    """Returns the bytes of the n-gram indices of all workers on this host, taken to be alike."""
-    if state.spec.role is WorkerRole.PREFILL:
-        return 0
-    return state.spec.sharers * index_bytes(state.config.instance)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

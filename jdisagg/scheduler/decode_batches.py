@@ -17,6 +17,7 @@ sequences have page room for, and returns fewer tokens if it is interrupted.
 Invariants: a slot has at most one sequence; a sequence is decoded only up to its limit and within
 its pages; tokens of a child are accepted once, in order."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from jdisagg.config import InstanceConfig
@@ -77,15 +78,18 @@ class DecodeBatches:
         self.forced_tokens = 0  # tokens of forced runs that needed no step of their own
 
     @classmethod
-    def of(cls, state: DecodeState, config: InstanceConfig, spans: bool) -> "DecodeBatches":
-        """Returns the planner of an instance's decode steps."""
+    def of(
+        cls, state: DecodeState, config: InstanceConfig, spans: bool, clock: Callable[[], float]
+    ) -> "DecodeBatches":
+        """Returns the planner of an instance's decode steps. `clock` returns the processor seconds
+        of the calling thread."""
         return cls(
             state,
             config.growth_tokens,
             config.steps_per_dispatch,
             config.stream_tokens,
             spans,
-            Speculation.of(state.limits),
+            Speculation.of(state.limits, clock),
         )
 
     def take_drafts(self) -> list[tuple[str, int, int]]:

@@ -4,10 +4,12 @@ Pure.
 A mesh that verifies drafts must not be slower than one that verifies none. So drafts begin only
 after steps without drafts were measured, and after a trial of a few steps. Steps with drafts are
 charged to a credit: the time that they took beyond the steps that they saved. Without credit no
-step has drafts, so that wrong expectations cost little. Credit grows by a small part of the time
-without drafts. Once it is full, drafts that lost are tried again. While drafts pay, a step without
-drafts is measured from time to time. Predictions themselves cost the host time, so most steps make
-none while they do not pay."""
+step has drafts, so that wrong expectations cost little. Steps are charged at their median time, as
+soon as a few are measured, so that one slow step does not end drafts. The first ones are not
+measured, because they may run their program for the first time. Credit grows by a small part of the
+time without drafts. Once it is full, drafts that lost are tried again. While drafts pay, a step
+without drafts is measured from time to time. Predictions themselves cost the host time, so most
+steps make none while they do not pay."""
 
 import statistics
 from collections import deque
@@ -16,14 +18,15 @@ from dataclasses import dataclass, field
 LEAST_GAIN = 1.05  # tokens a second with drafts, relative to without
 SAMPLES = 9  # step times of which the median counts
 LEAST_SAMPLES = 3
+# First steps with drafts, which are not measured: one runs the program for the first time, and the
+# next one is issued meanwhile.
+COLD = 2
 # Steps with drafts after which a step without drafts is measured again.
 REMEASURE = 512
 # Steps without drafts whose time drafts may lose at most, at first and in later trials.
 MOST_CREDIT = 8.0
 LEAST_REST = 64  # steps without drafts before they are tried again
 CREDIT_SHARE = 0.004  # of the time of steps without drafts, by which credit grows
-# Making the predictions for a sequence takes the host about this time, on a busy server.
-PREDICTION_SECONDS = 40e-6
 PREDICTION_SHARE = 0.005  # largest part of all time that predictions take while they do not pay
 RESTS = (8, 256)  # fewest and most steps between predictions then
 _FADE = 0.95  # of expected and accepted drafts, at each step
@@ -38,6 +41,8 @@ class DraftWorth:
         since_plain: Steps with drafts since the last one without.
         rested: Steps without drafts since the last one with.
         credit: Time that drafts may lose, in steps without drafts.
+        cold: First steps with drafts that are still to come.
+        uncharged: Steps that each step with drafts saved, of those not yet charged to the credit.
     """
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
@@ -47,6 +52,8 @@ class DraftWorth:
     credit: float = MOST_CREDIT
     expected: float = 0.0
     accepted: float = 0.0
+    cold: int = COLD
+    uncharged: list[float] = field(default_factory=list[float])
 
     def took(
         self, seconds: float, expected: float | None, accepted: int = 0, saved: float = 0.0
@@ -64,12 +71,20 @@ class DraftWorth:
             self.plain.append(seconds)
             self.since_plain = 0
             return
-        self.drafted.append(seconds)
         self.since_plain, self.rested = self.since_plain + 1, 0
+        if self.cold:
+            self.cold -= 1
+            return
+        self.drafted.append(seconds)
+        self.uncharged.append(saved)
         self.expected = self.expected * _FADE + expected
         self.accepted = self.accepted * _FADE + accepted
-        if self.plain and (plain := statistics.median(self.plain)):
-            self._add_credit(1 + saved - statistics.median(self.drafted) / plain)
+        if len(self.drafted) < LEAST_SAMPLES or not self.plain:
+            return
+        if plain := statistics.median(self.plain):
+            cost = statistics.median(self.drafted) / plain
+            self._add_credit(sum(1 + saved - cost for saved in self.uncharged))
+        self.uncharged.clear()
 
     def earn(self, steps: int) -> None:
         """Records that `steps` have no drafts, which adds to the credit."""
@@ -85,15 +100,16 @@ class DraftWorth:
         rested = self.rested >= LEAST_REST and self.credit >= MOST_CREDIT
         return rested and len(self.drafted) >= LEAST_SAMPLES
 
-    def rest(self, sequences: int) -> int:
-        """Returns the number of steps that make no predictions, after predictions for this number
-        of sequences were repeatedly not worth it. 0 until steps without drafts are measured."""
+    def rest(self, predicting: float) -> int:
+        """Returns the number of steps that make no predictions, after predictions that took the
+        host `predicting` seconds were repeatedly not worth it. 0 until steps without drafts are
+        measured."""
         if len(self.plain) < LEAST_SAMPLES:
             return 0
         seconds = statistics.median(self.plain)
         if not seconds:
             return RESTS[0]
-        steps = sequences * PREDICTION_SECONDS / (PREDICTION_SHARE * seconds)
+        steps = predicting / (PREDICTION_SHARE * seconds)
         return max(RESTS[0], min(int(steps), RESTS[1]))
 
     def pays(self, gain: float) -> bool:

@@ -14,7 +14,7 @@ from jdisagg.plain import plain
 from jdisagg.request import FinishReason, Request, TokenLogprobs
 from jdisagg.scheduler.acceptance import Acceptance
 from jdisagg.scheduler.handoff import Handoff
-from jdisagg.scheduler.ngram import NgramIndex
+from jdisagg.scheduler.ngram import NgramSearch
 from jdisagg.scheduler.priorities import head_start, yields
 from jdisagg.scheduler.residency import Chain
 
@@ -68,8 +68,8 @@ class Sequence:
             to another worker.
         told: Number of leading tokens of `generated` that were reported.
         held_logprobs: Log-probabilities of the unreported tokens.
-        ngrams, acceptance: N-gram index of the sequence, and acceptance rate of its draft tokens
-            (speculation.py).
+        ngrams, acceptance: Search for the sequence's n-grams, and acceptance rate of its draft
+            tokens (speculation.py).
         drafting: Number of the sequence's draft tokens in steps in flight.
         drafted: Number of the last planned step in which the mesh drafted its next tokens.
         predicted: Latest prediction that is not counted yet: its kind, the number of generated
@@ -94,7 +94,7 @@ class Sequence:
     issued_limit: int = 0
     told: int = 0
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    ngrams: NgramIndex | None = None
+    ngrams: NgramSearch | None = None
     acceptance: list[Acceptance] = field(default_factory=list)
     drafting: int = 0
     drafted: int = -1

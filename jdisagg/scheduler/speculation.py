@@ -12,6 +12,7 @@ most.
 Draft tokens change no stream (`executor/draft_rows.py`), so wrong predictions or estimates cost
 only time."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import NamedTuple, Protocol
 
@@ -19,11 +20,15 @@ from jdisagg.messages.step_commands import NO_TOKEN, DraftRow
 from jdisagg.scheduler.acceptance import OVERALL_FADE, Acceptance
 from jdisagg.scheduler.draft_worth import DraftWorth
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.ngram import SIZES, NgramIndex
+from jdisagg.scheduler.ngram import SIZES, NgramSearch
 from jdisagg.scheduler.sequences import Sequence
 
 # Tokens that a mesh drafts for a sequence in each step, with the checkpoint's next-token layer.
 CHAIN = 3
+# Host time of a sequence's predictions before any is measured, and the weight of each measurement
+# in their running mean.
+PREDICTION_SECONDS = 40e-6
+_WEIGHT = 0.1
 
 
 class Draft(NamedTuple):
@@ -62,7 +67,7 @@ class NgramDrafter:
 
     def draft(self, child: Sequence, most: int) -> Draft | None:
         if child.ngrams is None:
-            child.ngrams = NgramIndex(child.group.request.prompt_token_ids)
+            child.ngrams = NgramSearch(child.group.request.prompt_token_ids)
         found = child.ngrams.predict(child.generated, most)
         return None if found is None else Draft(*found)
 
@@ -90,18 +95,27 @@ class Planned(NamedTuple):
     expected: float
 
 
+# A sequence's place, the sequence, its prediction, its extra rows and the number of drafts that are
+# expected to be accepted.
+Share = tuple[tuple[int, int], Sequence, Draft, int, float]
 StepKind = tuple[int, bool, bool, bool]  # batch size, and variant: shaped, sampled, masked
 
 
 class Speculation:
     """Plans the drafts of decode steps on one mesh.
 
+    Args:
+        clock: Function that returns the processor seconds of the thread that plans.
+
     Attributes:
         drafted, accepted: Number of drafts verified and accepted so far.
     """
 
-    def __init__(self, limits: MeshLimits, drafter: Drafter) -> None:
-        self._limits, self._drafter = limits, drafter
+    def __init__(
+        self, limits: MeshLimits, drafter: Drafter, clock: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._limits, self._drafter, self._clock = limits, drafter, clock
+        self._predicting = PREDICTION_SECONDS  # running mean for a sequence
         self._worth: dict[StepKind, DraftWorth] = {}
         self._overall = self._unmeasured()
         self.drafted = self.accepted = 0
@@ -113,11 +127,12 @@ class Speculation:
         self._steps = 0  # steps planned
 
     @staticmethod
-    def of(limits: MeshLimits) -> "Speculation | None":
-        """Returns the speculation of a mesh; None if it verifies no drafts."""
+    def of(limits: MeshLimits, clock: Callable[[], float]) -> "Speculation | None":
+        """Returns the speculation of a mesh; None if it verifies no drafts. `clock` is as in the
+        constructor."""
         runs = limits.speculates and limits.longest_run > 1
         drafter = NextTokenDrafter(limits.draft_layer) if limits.draft_layer else NgramDrafter()
-        return Speculation(limits, drafter) if runs else None
+        return Speculation(limits, drafter, clock) if runs else None
 
     @property
     def source(self) -> str:
@@ -142,37 +157,46 @@ class Speculation:
     def plan(self, active: Rows[Rows[Sequence]], kind: StepKind) -> dict[tuple[int, int], Planned]:
         """Returns the drafts of the next step, which does not rest, for the running sequences
         `active` of each rank, by rank and row. Empty if they are not worth their time."""
-        worth = self._worth_of(kind)
+        worth, sequences, began = self._worth_of(kind), sum(map(len, active)), self._clock()
         if self._drafter.on_mesh and worth.due:
             self._forget(active)
-        shares: list[tuple[tuple[int, int], Sequence, Draft, int, float]] = []
-        token_time, sequences = 0.0, sum(map(len, active))
+        shares, gain = self._shares(active, self._limits.extra_rows(kind[0]))
+        if not (shares and worth.pays(gain)):
+            # Predictions that are used have a cost, too, but it is small beside what they save.
+            mean = (self._clock() - began) / sequences
+            self._predicting += (mean - self._predicting) * _WEIGHT
+            rest = worth.rest(sequences * self._predicting)
+            self._looked = self._skips = min(2 * self._looked or 1, rest)
+            worth.earn(1 + self._skips)
+            return {}
+        self._looked = 0
+        rows: dict[tuple[int, int], Planned] = {}
+        for share in shares:
+            rows |= self._planned(*share)
+        if self._drafter.on_mesh:
+            for child in (child for children in active for child in children):
+                child.drafted = self._steps
+        return rows
+
+    def _shares(self, active: Rows[Rows[Sequence]], room: int) -> tuple[list[Share], float]:
+        """Predicts tokens of the running sequences, and divides each rank's `room` extra rows among
+        them. Returns the shares, and how many times the tokens of a step without drafts are
+        expected."""
+        shares: list[Share] = []
+        token_time = 0.0
         for rank, children in enumerate(active):
             found = [self._draft(child) for child in children]
             if not any(found):
                 token_time += len(children)
                 continue
-            counts, gains = self._share(
-                found, list(map(self._ahead, children)), self._limits.extra_rows(kind[0])
-            )
+            counts, gains = self._share(found, list(map(self._ahead, children)), room)
             token_time += sum([1 / (1 + gain) for gain in gains])
             shares += [
                 ((rank, row), children[row], one[1], counts[row], gains[row])
                 for row, one in enumerate(found)
                 if one is not None
             ]
-        if shares and worth.pays(sequences / token_time):
-            self._looked = 0
-            rows: dict[tuple[int, int], Planned] = {}
-            for share in shares:
-                rows |= self._planned(*share)
-            if self._drafter.on_mesh:
-                for child in (child for children in active for child in children):
-                    child.drafted = self._steps
-            return rows
-        self._looked = self._skips = min(2 * self._looked or 1, worth.rest(sequences))
-        worth.earn(1 + self._skips)
-        return {}
+        return shares, sum(map(len, active)) / token_time
 
     def _worth_of(self, kind: StepKind) -> DraftWorth:
         if (worth := self._worth.get(kind)) is None:

@@ -10,6 +10,7 @@ of KV fails, the reservation waits for another source. `_settle` runs after each
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -99,7 +100,9 @@ class DecodeWorker(MeshWorker):
         self._reservations = Reservations(
             state, config.growth_tokens, config.ahead_sequences, computes=computes
         )
-        self._batches = DecodeBatches.of(state, config, self._interruptible is not None)
+        self._batches = DecodeBatches.of(
+            state, config, self._interruptible is not None, time.thread_time
+        )
         self._prefills = OwnPrefills(state, context.ids, context.clock.now, counters)
         can_prefill = computes or mesh.append_buckets
         self._chunk_tokens = mesh.computed.chunk_buckets[-1] if can_prefill else 0

@@ -23,14 +23,11 @@ from jdisagg.engine.memory_plan import (
     device_memory,
     fit_engine,
     fit_instance,
-    host_room,
-    index_bytes,
 )
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.recipes import load_recipe
-from jdisagg.scheduler.ngram import MOST_OF_PROMPT
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE
 from launch.cost_inputs import find_geometry
 from launch.model import as_kept, loader
@@ -303,25 +300,6 @@ def test_a_host_keeps_no_more_kv_than_it_has_memory_for_beside_its_devices() -> 
         check_host_cache(PrefixConfig(True, host_gib=0.41 * whole), device, None)
     with pytest.raises(ConfigError, match="each of 2 workers"):
         check_host_cache(PrefixConfig(True, host_gib=0.3 * whole), device, None, sharers=2)
-
-
-@pytest.mark.parametrize(
-    ("speculate", "searches"), [("auto", True), ("ngram", True), ("off", False), ("mtp", False)]
-)
-def test_the_indices_of_drafts_take_host_memory_from_cached_kv(
-    speculate: str, searches: bool
-) -> None:
-    """Each of the 24 sequences of an instance may have a full index."""
-    instance = InstanceConfig(layout=Layout(dp=2), slots_per_rank=12, speculate=speculate)
-    indices, device = index_bytes(instance), jax.devices("cpu")[0]
-    assert (indices > 24 * MOST_OF_PROMPT * 250) == searches == bool(indices)
-    room = host_room(device, None)
-    assert host_room(device, None, indices) == room - indices
-    kept = PrefixConfig(True, host_gib=(room - indices // 2) / (1 << 30))
-    check_host_cache(kept, device, None)
-    if searches:
-        with pytest.raises(ConfigError, match="does not fit"):
-            check_host_cache(kept, device, None, indices=indices)
 
 
 @pytest.mark.parametrize(

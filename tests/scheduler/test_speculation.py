@@ -13,7 +13,7 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.draft_worth import LEAST_REST, LEAST_SAMPLES, MOST_CREDIT, REMEASURE
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
-from jdisagg.scheduler.ngram import MOST_INDEXED, MOST_OF_PROMPT, PART, NgramIndex
+from jdisagg.scheduler.ngram import MOST_SEARCHED, NgramSearch
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import Sequence
 from jdisagg.scheduler.speculation import CHAIN, Draft, NgramDrafter, Speculation
@@ -24,51 +24,47 @@ LIMITS = replace(toy_limits(context_tokens=400, pages_per_rank=400), speculates=
 
 
 def test_the_tokens_after_an_earlier_occurrence_are_the_prediction() -> None:
-    index = NgramIndex([7, 1, 2, 3, 4, 5, 6, 1, 2, 3])
+    index = NgramSearch([7, 1, 2, 3, 4, 5, 6, 1, 2, 3])
     assert index.predict([4], 3) == (0, (5, 6, 1)), "four tokens occurred before"
     assert index.predict([4, 9], 3) is None
     assert index.predict([4, 9, 5, 6], 2) == (1, (1, 2)), "two did"
 
 
 def test_the_latest_occurrence_counts_and_longer_ones_come_first() -> None:
-    assert NgramIndex([1, 2, 3, 1, 2, 4, 1, 2]).predict([], 2) == (1, (4, 1))
-    index = NgramIndex([9, 8, 1, 2, 3, 1, 2, 4, 9, 8, 1])
+    assert NgramSearch([1, 2, 3, 1, 2, 4, 1, 2]).predict([], 2) == (1, (4, 1))
+    index = NgramSearch([9, 8, 1, 2, 3, 1, 2, 4, 9, 8, 1])
     assert index.predict([2], 1) == (0, (3,))
 
 
 def test_a_prediction_beyond_the_end_goes_on_with_its_own_tokens() -> None:
-    assert NgramIndex([1, 2, 1, 2, 1]).predict([], 5) == (1, (2, 1, 2, 1, 2))
-    assert NgramIndex([5, 5]).predict([5], 4) == (1, (5, 5, 5, 5))
+    assert NgramSearch([1, 2, 1, 2, 1]).predict([], 5) == (1, (2, 1, 2, 1, 2))
+    assert NgramSearch([5, 5]).predict([5], 4) == (1, (5, 5, 5, 5))
 
 
-def test_of_a_long_prompt_the_end_is_indexed_a_part_at_a_time() -> None:
-    middle = list(range(100, 100 + MOST_OF_PROMPT))
-    index = NgramIndex([1, 2, 3, *middle])
-    assert index.predict([1, 2], 1) is None
-    assert index.predict([1, 2, 100, 101], 1) == (1, (102,))
-    later = 100 + MOST_INDEXED + 9
-    index = NgramIndex([1, 2, 3, *middle])
-    assert index.predict([later, later + 1], 1) is None, "not indexed yet"
-    assert index.predict([later, later + 1], 1) == (1, (later + 2,))
-
-
-def test_an_index_forgets_its_oldest_tokens_so_that_it_does_not_grow() -> None:
+@pytest.mark.parametrize("prompt_tokens", [4, 9000])
+def test_only_the_newest_tokens_are_searched_and_kept(prompt_tokens: int) -> None:
     tokens = list(range(40_000))
-    index = NgramIndex(tokens[:9000])
-    for end in range(9000, len(tokens), MOST_INDEXED // 2):
-        index.predict(tokens[9000:end], 1)
-    recent = len(tokens) - MOST_OF_PROMPT
-    generated = [*tokens[9000:], recent, recent + 1]
-    assert index.predict(generated, 2) == (1, (recent + 2, recent + 3))
-    assert index.predict([*generated, 20_000, 20_001], 1) is None, "too old"
-    held = sum(len(ends) for part in index._parts for ends in part)
-    assert held <= 2 * (MOST_OF_PROMPT + PART) and len(index._tokens) <= MOST_OF_PROMPT + 2 * PART
+    search = NgramSearch(tokens[:prompt_tokens])
+    for end in range(prompt_tokens, len(tokens), 512):
+        assert search.predict(tokens[prompt_tokens:end], 1) is None
+    recent = len(tokens) + 2 - MOST_SEARCHED
+    generated = [*tokens[prompt_tokens:], recent, recent + 1]
+    assert search.predict(generated, 2) == (1, (recent + 2, recent + 3))
+    assert search.predict([*generated, recent - 20, recent - 19], 1) is None, "too old"
+    assert len(search._tokens) == 4 * MOST_SEARCHED
+
+
+def test_bytes_that_begin_within_a_token_are_no_occurrence() -> None:
+    """The bytes of 0x100 and 0x1 are in those of 0x10001 and 0x0, a byte later."""
+    assert NgramSearch([0x10001, 0x100, 0, 7, 8]).predict([0x100, 0x1], 1) is None
+    inside = [0x100, 1, 9, 0x10000, 0x100, 1 << 8, 7, 0x100]
+    assert NgramSearch(inside).predict([1], 1) == (1, (9,))
 
 
 def test_predictions_are_those_of_a_search_through_all_tokens() -> None:
     rng = random.Random(3)
     tokens = [rng.randrange(4) for _ in range(400)]
-    index = NgramIndex(tokens[:50])
+    index = NgramSearch(tokens[:50])
     for end in range(50, 400):
         found, known = index.predict(tokens[50:end], 1), tokens[:end]
         wanted = None
@@ -268,13 +264,34 @@ def test_a_large_batch_without_drafts_makes_no_predictions_for_some_steps() -> N
     assert drafter.calls == 16 * 7, "in steps 1 to 4, 6, 9 and 14"
 
 
+@pytest.mark.parametrize(("seconds", "least", "most"), [(1e-6, 30, 40), (2e-3, 8, 18)])
+def test_predictions_that_take_long_are_made_less_often(
+    seconds: float, least: int, most: int
+) -> None:
+    """A step takes 10 ms. Predictions may take 0.5 % of the time: 2 ms is that of 40 steps."""
+
+    class Slow(NgramDrafter):
+        now, calls = 0.0, 0
+
+        def draft(self, child: Sequence, most: int) -> Draft | None:
+            self.now, self.calls = self.now + seconds, self.calls + 1
+            return None
+
+    bench, drafter = Bench(text=list(range(300))), Slow()
+    bench.batches._speculation = Speculation(LIMITS, drafter, lambda: drafter.now)
+    bench.ready(1, [300, 301])
+    for _ in range(270):
+        bench.run(bench.plan(), 1e-2)
+    assert least <= drafter.calls <= most
+
+
 class MeshBench(Bench):
     """A mesh that drafts by itself, of whose drafts the first `right` are accepted."""
 
     def __init__(self, right: int) -> None:
         limits = replace(LIMITS, draft_layer="mtp")
         super().__init__(limits, range(300))
-        speculation = Speculation.of(limits)
+        speculation = Speculation.of(limits, lambda: 0.0)
         assert speculation is not None and speculation.source == "mtp"
         self.speculation = self.batches._speculation = speculation
         self.right = right
