@@ -193,6 +193,7 @@ def build(case: Case, report: Report) -> MeshExecutor:
         slots_per_rank=case.slots,
         chunk_tokens=case.chunk,
         min_chunk_tokens=min(case.chunk, 512),
+        speculate="ngram" if "drafts" in case.what else "off",
     )
     apart = model.kv_spec.can_part
     limits = mesh_limits(
@@ -238,6 +239,13 @@ def _decode(executor: MeshExecutor, case: Case) -> None:
         executor.warm_decode(case.batch, variant)
 
 
+def _drafts(executor: MeshExecutor, case: Case) -> None:
+    """Compiles the steps that verify drafts."""
+    for variant in executor.variants:
+        if not variant.masked:
+            executor.warm_drafts(case.batch, variant)
+
+
 def _greedy(executor: MeshExecutor, case: Case) -> None:
     executor.warm_decode(case.batch, executor.variants[0])
 
@@ -269,6 +277,7 @@ def _blocks(executor: MeshExecutor, case: Case) -> None:
 
 _STEPS: dict[str, Callable[[MeshExecutor, Case], None]] = {
     "decode": _decode,
+    "drafts": _drafts,
     "greedy": _greedy,
     "updates": _updates,
     "prefill": _prefill,
