@@ -19,7 +19,7 @@ from jdisagg.errors import ConfigError
 
 AUTO, NONE = "auto", "none"
 
-TOOL_PARSERS: dict[str, Callable[[Schemas], ToolParser]] = {
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "deepseek_v3": DeepSeekParser,
     "glm45": GlmParser,
     "hermes": HermesParser,
@@ -58,8 +58,6 @@ _TOOL_SIGNS = (
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": ', "llama3_json"),
 )
-# Constants of the parsers that hold the first marker of calls.
-_FIRST_MARKS = ("OUTER", "SECTION", "OPEN", "TAG", "CALL")
 _REASONING_SIGNS = (
     (CHANNEL, HARMONY_REASONING),
     *((REASONING[name].end, name) for name in ("seed_oss", "kimi", "mistral", "qwen3")),
@@ -105,8 +103,8 @@ class AnswerFormat:
     @property
     def call_mark(self) -> str:
         """The text with which calls begin, or "" without calls, or if they begin in a header."""
-        kind = TOOL_PARSERS.get(self.tools or "")
-        return next(filter(None, (getattr(kind, name, "") for name in _FIRST_MARKS)), "")
+        parser = TOOL_PARSERS.get(self.tools or "")
+        return "" if parser is None else parser.first_mark
 
     @property
     def plain_calls(self) -> bool:

@@ -84,6 +84,7 @@ class DeepSeekParser(MarkedParser):
 
     SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     CALL, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    first_mark = SECTION
     SEPARATOR = "<｜tool▁sep｜>"
 
     def _name(self, before: str, after: str) -> str:
@@ -96,6 +97,7 @@ class KimiParser(MarkedParser):
 
     SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     CALL, END = "<|tool_call_begin|>", "<|tool_call_end|>"
+    first_mark = SECTION
     SEPARATOR = "<|tool_call_argument_begin|>"
 
     def _name(self, before: str, after: str) -> str:

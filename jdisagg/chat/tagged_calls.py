@@ -157,6 +157,7 @@ class GlmParser(TaggedParser):
     <arg_value>1</arg_value>."""
 
     CALL, NAME_END, END = "<tool_call>", "\n", "</tool_call>"
+    first_mark = CALL
     KEY, KEY_END = "<arg_key>", "</arg_key>"
     VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 
@@ -166,6 +167,7 @@ class QwenCoderParser(TaggedParser):
     </tool_call>, with tags and values on lines of their own."""
 
     OUTER, OUTER_END = "<tool_call>", "</tool_call>"
+    first_mark = OUTER
     CALL, NAME_END, END = "<function=", ">", "</function>"
     KEY, KEY_END, VALUE_END = "<parameter=", ">", "</parameter>"
 
@@ -178,12 +180,14 @@ class SeedParser(QwenCoderParser):
     """Parses Seed-OSS's calls: Qwen3-Coder's format with another outer tag."""
 
     OUTER, OUTER_END = "<seed:tool_call>", "</seed:tool_call>"
+    first_mark = OUTER
 
 
 class MiniMaxParser(QwenCoderParser):
     """Parses MiniMax M2's calls: Qwen3-Coder's format with other tags."""
 
     OUTER, OUTER_END = "<minimax:tool_call>", "</minimax:tool_call>"
+    first_mark = OUTER
     CALL, NAME_END, END = '<invoke name="', '">', "</invoke>"
     KEY, KEY_END = '<parameter name="', '">'
 

@@ -6,6 +6,7 @@ of the tools, it becomes content. Once a call has begun, its arguments are emitt
 writes them."""
 
 from collections.abc import Callable, Collection
+from typing import ClassVar
 
 from jdisagg.chat.answer import LONGEST_SPACE, AnswerDelta, Collected, beginning_held
 from jdisagg.chat.call_names import resolved
@@ -16,7 +17,13 @@ LONGEST_NAME = 256  # characters of a tool's name, including the text around it
 
 class ToolParser:
     """Base class of the parsers of tool calls. It stores text that was not parsed yet, from which
-    `_step` consumes as much as possible. `tools`: Names of the available tools."""
+    `_step` consumes as much as possible. `tools`: Names of the available tools.
+
+    Attributes:
+        first_mark: Marker with which the calls of an answer begin.
+    """
+
+    first_mark: ClassVar[str]
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         self._tools = frozenset(tools)
@@ -153,6 +160,7 @@ class HermesParser(JsonToolParser):
     (Hermes 2 and 3, Qwen 2.5 and 3)."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    first_mark = OPEN
     _closes = False
 
     def _step(self) -> bool:
@@ -200,6 +208,7 @@ class LlamaParser(JsonToolParser):
     <|python_tag|>, several joined by ; (Llama 3.1 to 3.3)."""
 
     TAG = "<|python_tag|>"
+    first_mark = TAG
     _words = False  # whether the text is content up to the next tag
 
     def _step(self) -> bool:
@@ -244,6 +253,7 @@ class MistralParser(JsonToolParser):
     tokenizer, [TOOL_CALLS]f[ARGS]{"x": 1} with one marker per call (Mistral)."""
 
     OPEN, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+    first_mark = OPEN
     _in_list = False
     _called = False  # the marker was seen
     _held = ""  # text that becomes content if no call follows

@@ -9,6 +9,7 @@ Invariant: every request has a concrete seed, a deadline, and room for at least 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -114,6 +115,8 @@ class Frontend:
         self._running: dict[tuple[str, str], asyncio.Event] = {}
         self.key_use = KeyUse()
         self._clock = MonotonicClock()
+        # Lark expressions of the answer format's markers
+        self._marker: Callable[[str], str] = functools.cache(lambda text: _marker(self.prompts.codec, text))
 
     @property
     def model(self) -> ModelInfo:
@@ -232,15 +235,6 @@ class Frontend:
             await self._check_grammar(made, "")
             return made
         return grammar
-
-    def _marker(self, text: str) -> str:
-        codec = self.prompts.codec
-        found = [
-            token_id
-            for token_id in codec.encode(text, add_special_tokens=False)
-            if codec.decode([token_id], skip_special_tokens=False) == text
-        ]
-        return marker(text, found[0] if found else None)
 
     def _check_option_ids(self, options: SamplingOptions) -> None:
         biased = bias_pairs(options.get("logit_bias") or ())[: MAX_LOGIT_BIAS + 1]
@@ -406,6 +400,16 @@ class Frontend:
                 raise
             fault = error.message.removeprefix("grammar: ")
             raise InvalidRequestError(f"{origin}: its grammar: {fault}") from None
+
+
+def _marker(codec: ChatTokenizer, text: str) -> str:
+    """Returns the Lark expression of a marker: its token, if the tokenizer has one, or its text."""
+    found = [
+        token_id
+        for token_id in codec.encode(text, add_special_tokens=False)
+        if codec.decode([token_id], skip_special_tokens=False) == text
+    ]
+    return marker(text, found[0] if found else None)
 
 
 def _check_name(name: str, text: str) -> None:
