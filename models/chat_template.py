@@ -7,6 +7,7 @@ template refuses raise InvalidRequestError."""
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
@@ -221,12 +222,11 @@ _REFUSALS = (
 def _continued(messages: list[dict[str, object]]) -> str:
     """Appends a marker to the last message's content, in place, and returns the marker. The prompt
     is cut where the marker appears in the rendered text, because the content itself may occur
-    several times. The marker ends with a space, which shows whether the template strips content."""
+    several times. The marker is a number that clients cannot guess, which filters such as `upper`
+    and `escape` leave as it is. It ends with a space, which shows whether the template strips
+    content."""
     content = messages[-1].get("content") if messages else None
-    number = 0
-    while f"<<continue-{number}>>" in str(messages):
-        number += 1
-    mark = f"<<continue-{number}>> "
+    mark = f"{secrets.randbelow(10**20):020} "
     if isinstance(content, list) and content:
         if content[-1]["type"] != "text":
             raise InvalidRequestError(
@@ -247,7 +247,9 @@ def _before_the_mark(text: str, mark: str) -> str:
             "continue_final_message is not possible: the model's chat template does not display the"
             " content of the last message; send a prompt instead of messages"
         )
-    return text[:at] if text[at:].startswith(mark) else text[:at].rstrip()
+    before = text[:at] if text[at:].startswith(mark) else text[:at].rstrip()
+    # Some templates display the last message elsewhere, too.
+    return before.replace(mark, "").replace(mark.rstrip(), "")
 
 
 def _raise(message: str) -> None:

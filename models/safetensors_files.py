@@ -94,20 +94,25 @@ class SafetensorsFiles:
     @classmethod
     def from_directory(cls, directory: Path) -> "SafetensorsFiles":
         """Reads all headers. An index, if present, gives the file of each tensor. Other copies of a
-        tensor, and tensors that are not in the index, are ignored."""
+        tensor, and tensors that are not in the index, are ignored. A tensor that its file lacks is
+        missing only if the model needs it."""
         weight_map = _weight_map(directory)
         if weight_map is None:
             return cls(_read_header(directory / _SINGLE))
         headers = {file: _read_header(directory / file) for file in set(weight_map.values())}
-        if absent := sorted(name for name, file in weight_map.items() if name not in headers[file]):
-            raise CheckpointError(
-                f"{weight_map[absent[0]]} does not hold tensor {absent[0]!r}, which {_INDEX} places"
-                f" there ({len(absent)} tensors in all); fetch the checkpoint again"
+        held = {n: headers[file][n] for n, file in weight_map.items() if n in headers[file]}
+        if absent := sorted(weight_map.keys() - held.keys()):
+            _log.warning(
+                "%s does not hold tensor %r, which %s places there (%d tensors in all)",
+                directory / weight_map[absent[0]],
+                absent[0],
+                _INDEX,
+                len(absent),
             )
-        ignored = sum(map(len, headers.values())) - len(weight_map)
+        ignored = sum(map(len, headers.values())) - len(held)
         if ignored:
             _log.warning("%s: ignored %d tensors that its index does not name", directory, ignored)
-        return cls({name: headers[file][name] for name, file in weight_map.items()})
+        return cls(held)
 
     @classmethod
     def of_file(cls, path: Path) -> "SafetensorsFiles":
@@ -202,7 +207,7 @@ def _text_name(name: str) -> str:
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
     """Returns file names by tensor name from the index, or None for a single file without an
-    index."""
+    index, or beside the index of files that are all gone (their tensors were merged)."""
     index_path = directory / _INDEX
     if not index_path.is_file():
         if (directory / _SINGLE).is_file():
@@ -214,11 +219,15 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
     try:
         index = json.loads(index_path.read_text(encoding="utf-8"))
         weight_map = dict(index["weight_map"])
-        missing = [x for x in sorted(set(weight_map.values())) if not (directory / x).is_file()]
+        files = set(weight_map.values())
+        missing = [x for x in sorted(files) if not (directory / x).is_file()]
     except _UNREADABLE as error:
         raise CheckpointError(
             f"{index_path} has no readable 'weight_map' ({error}); fetch it again"
         ) from error
+    if len(missing) == len(files) and (directory / _SINGLE).is_file():
+        _log.warning("%s is ignored: none of its files are there; reading %s", index_path, _SINGLE)
+        return None
     if missing:
         raise CheckpointError(
             f"{index_path} names files that are missing: {', '.join(missing)}; fetch them"

@@ -191,8 +191,8 @@ def _shown(message: ChatMessage) -> Json:
         ]
     shown: Json = {"role": message.role, "content": content}
     if message.reasoning:
-        shown["reasoning_content"] = message.reasoning
-        if not message.content:  # gpt-oss's name for reasoning; its template refuses both
+        shown["reasoning_content"] = shown["reasoning"] = message.reasoning
+        if not (message.content and message.tool_calls):  # gpt-oss's template refuses this
             shown["thinking"] = message.reasoning
     if message.tool_call_id:
         shown["tool_call_id"] = message.tool_call_id

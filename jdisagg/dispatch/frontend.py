@@ -116,7 +116,9 @@ class Frontend:
         self.key_use = KeyUse()
         self._clock = MonotonicClock()
         # Lark expressions of the answer format's markers
-        self._marker: Callable[[str], str] = functools.cache(lambda text: _marker(self.prompts.codec, text))
+        self._marker: Callable[[str], str] = functools.cache(
+            lambda text: _marker(self.prompts.codec, text)
+        )
 
     @property
     def model(self) -> ModelInfo:

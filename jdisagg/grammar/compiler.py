@@ -11,6 +11,7 @@ llguidance releases Python's global interpreter lock."""
 
 import asyncio
 import contextlib
+import json
 import signal
 import sys
 import threading
@@ -225,12 +226,31 @@ def _usable(grammar: Grammar, found: llguidance.LLMatcher | str) -> llguidance.L
 
 def _loaded(text: TokenizerText) -> llguidance.LLTokenizer:
     """Reads a tokenizer. Model ids that are missing in the tokenizer are added as tokens without
-    text."""
-    ends = list(text.eos_ids)
+    text. Raises InvalidRequestError for a tokenizer that llguidance cannot read."""
+    ends, written = list(text.eos_ids), _readable(text.json)
     if text.vocabulary:
         with contextlib.suppress(ValueError):  # the tokenizer has more tokens than the model
-            return llguidance.LLTokenizer(text.json, n_vocab=text.vocabulary, eos_token=ends)
-    return llguidance.LLTokenizer(text.json, eos_token=ends)
+            return llguidance.LLTokenizer(written, n_vocab=text.vocabulary, eos_token=ends)
+    try:
+        return llguidance.LLTokenizer(written, eos_token=ends)
+    except ValueError as error:
+        raise InvalidRequestError(
+            "grammar: structured output cannot use the model's tokenizer"
+            f" ({_first_line(str(error))}); omit the grammar"
+        ) from None
+
+
+def _readable(written: str) -> str:
+    """Returns the text of a tokenizer with a `Metaspace` decoder, which llguidance cannot read,
+    replaced by an equal sequence of decoders. The space that it drops from the beginning of a text
+    does not matter, because a grammar restricts the bytes of tokens."""
+    fields = json.loads(written)
+    decoder = fields.get("decoder")
+    if decoder is None or decoder["type"] != "Metaspace":
+        return written
+    space = {"type": "Replace", "pattern": {"String": decoder["replacement"]}, "content": " "}
+    steps = [space, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    return json.dumps({**fields, "decoder": {"type": "Sequence", "decoders": steps}})
 
 
 async def validate(text: str, vocabulary: bytes, seconds: float) -> str:

@@ -66,6 +66,12 @@ class _Vocabulary:
         self._ids = {byte: int(token_id) for token_id, byte in read["single"].items()}
         for token_id, text in read["special"].items():
             self.tokens[int(token_id)] = text.encode("latin-1")
+        # The model writes other bytes within longer tokens. Ids of such tokens stand for them here,
+        # because llguidance tokenizes text that a grammar forces.
+        taken = {*self.special_token_ids, *self._ids.values()}
+        free = (token_id for token_id in range(read["ids"]) if token_id not in taken)
+        missing = (byte for byte in range(256) if byte not in self._ids)
+        self._ids |= dict(zip(missing, free, strict=False))
         for byte, token_id in self._ids.items():
             self.tokens[token_id] = bytes([byte])
 

@@ -6,7 +6,7 @@ import pytest
 
 from jdisagg.chat.call_arguments import arguments_object
 from jdisagg.chat.call_ids import with_ids
-from jdisagg.chat.messages import ChatMessage, ToolCall
+from jdisagg.chat.messages import ChatMessage, ToolCall, shown_messages
 
 
 @pytest.mark.parametrize(
@@ -85,3 +85,14 @@ def test_a_template_that_requires_ids_gets_them() -> None:
     ours = history("abcdefgh1", "abcdefgh2", "abcdefgh2", "abcdefgh1")
     assert with_ids(ours, "mistral") == ours
     assert with_ids(history("", ""), "hermes") == history("", "")
+
+
+@pytest.mark.parametrize("words", ["", "Let me look."])
+@pytest.mark.parametrize("calls", [(), (ToolCall("f", "{}"),)])
+def test_a_thought_has_the_names_that_templates_give_it(
+    words: str, calls: tuple[ToolCall, ...]
+) -> None:
+    (shown,) = shown_messages([ChatMessage("assistant", words, tool_calls=calls, reasoning="hm")])
+    assert shown["reasoning_content"] == shown["reasoning"] == "hm"
+    # gpt-oss's template refuses words and a thought beside calls
+    assert ("thinking" in shown) == (not (words and calls))

@@ -219,6 +219,43 @@ async def test_an_id_without_a_token_comes_only_where_it_is_named() -> None:
         assert {int(one) for one in np.flatnonzero(bits) if one >= 1280} == expected
 
 
+def _without_byte_tokens(form: str) -> str:
+    """The text of a tokenizer, most of whose bytes are parts of longer tokens only."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    texts = ["<unk>", "</s>", "▁yes", "▁", *'{}":ayes', *(f"x{at}" for at in range(300))]
+    backend = tokenizers.Tokenizer(models.Unigram([(text, -1.0) for text in texts], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace() if form == "metaspace" else decoders.WordPiece()
+    backend.add_special_tokens(["</s>"])
+    return backend.to_str()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.of_choices(["yes", "xes"]),
+        Grammar(GrammarKind.REGEX, "(yes|x1)+"),
+        Grammar(GrammarKind.JSON_SCHEMA, '{"properties": {"a": {"const": "x1"}}}'),
+        Grammar(GrammarKind.LARK, "start: <[311]> <[0-310]>*"),
+        Grammar(GrammarKind.LARK, 'start: </s> " yes"'),
+    ],
+)
+async def test_a_grammar_is_judged_also_where_most_bytes_have_no_token(grammar: Grammar) -> None:
+    compilers = GrammarCompiler(lambda: TokenizerText(_without_byte_tokens("metaspace"), (1,)))
+    await compilers.admit(grammar, seconds(60))
+    mask = np.zeros(mask_words(312), np.uint32)
+    compilers.matcher(grammar, SamplingParams(grammar=grammar), (1,), []).fill(mask)
+    assert mask.any()
+
+
+async def test_a_tokenizer_that_grammars_cannot_use_is_said() -> None:
+    compilers = GrammarCompiler(lambda: TokenizerText(_without_byte_tokens("other"), (1,)))
+    with pytest.raises(InvalidRequestError, match="cannot use the model's tokenizer"):
+        await compilers.admit(Grammar(GrammarKind.REGEX, "a"), seconds(60))
+
+
 def chain(rules: int, middle: str) -> str:
     """Rules of which each asks for the next."""
     some = "\n".join(middle.format(this=f"r{at}", next=f"r{at + 1}") for at in range(rules))

@@ -418,10 +418,51 @@ def test_the_index_decides_which_file_a_tensor_is_read_from(
         np.testing.assert_array_equal(files.read(name, (slice(None),) * tensor.ndim), tensor)
     assert "ignored 2 tensors" in caplog.text
     _load(checkpoint)
-    index["absent"] = "second.safetensors"
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(CheckpointError, match=r"second\.safetensors does not hold tensor 'absent'"):
+
+
+def _index(checkpoint: Path, **files: str) -> None:
+    index = {"metadata": None, "weight_map": files}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_tensor_that_its_file_lacks_is_missing_if_the_model_needs_it(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, needed: bool
+) -> None:
+    own = load_file(checkpoint / "model.safetensors")
+    absent = "model.norm.weight" if needed else "model.layers.0.self_attn.rotary_emb.inv_freq"
+    own.pop(absent, None)
+    save_file(own, checkpoint / "model.safetensors")
+    _index(checkpoint, **dict.fromkeys([*own, absent], "model.safetensors"))
+    if needed:
+        with pytest.raises(CheckpointError, match=r"1 missing: model\.norm\.weight"):
+            _load(checkpoint)
+    else:
         _load(checkpoint)
+    assert f"model.safetensors does not hold tensor '{absent}'" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["folder", "link", "strange types", "another file", "merged"])
+def test_files_are_read_as_their_index_says(checkpoint: Path, form: str) -> None:
+    expected, file = _load(checkpoint), "model.safetensors"
+    own = load_file(checkpoint / file)
+    if form in ("folder", "link"):
+        (checkpoint / "text").mkdir()
+        (checkpoint / file).rename(checkpoint / "text" / "a.safetensors")
+        file = "./text/a.safetensors"
+    if form == "link":  # as a hub's cache has them
+        (checkpoint / "b.safetensors").symlink_to("text/a.safetensors")
+        file = "b.safetensors"
+    if form == "strange types":
+        strange = {"mask": np.ones(3, bool), "many": np.ones(2, np.uint64), "f64": np.ones(2)}
+        save_file({**own, **strange}, checkpoint / file)
+    if form == "another file":
+        save_file({name: one + 1 for name, one in own.items()}, checkpoint / "other.safetensors")
+        (checkpoint / "broken.safetensors").write_bytes(b"x")
+    if form == "merged":  # the index of the files before
+        file = "model-00001-of-00002.safetensors"
+    _index(checkpoint, **dict.fromkeys(own, file))
+    _assert_same(_load(checkpoint), expected)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,30 @@ def test_a_conversation_may_end_within_its_last_message(directory: Path) -> None
         text("a time", "e")
 
 
+@pytest.mark.parametrize(
+    ("source", "last", "ends"),
+    [
+        ("{{ messages[-1].content }};[{{ messages[-1].content }}]", "once ", "once ;[once "),
+        ("{{ documents[0].text }}[{{ messages[-1].content }}] {{ documents[0].text }}", "x", "x[x"),
+        ("[{{ messages[-1].content | upper }}]", "once", "[ONCE"),
+        ("[{{ messages[-1].content | escape }}]", "a<b ", "[a&lt;b "),
+        ("[{{ messages[-1].content | tojson }}]", 'a"b 12', '["a\\"b 12'),
+        ("[{{ messages[-1].content.split('</think>')[-1] }}]", "<think>x</think>y", "[y"),
+    ],
+)
+def test_a_prompt_ends_with_the_last_message_whatever_the_template_makes_of_it(
+    directory: Path, source: str, last: str, ends: str
+) -> None:
+    (directory / "chat_template.jinja").write_text(source)
+    text = Tokenizer.from_directory(directory).apply_chat_template(
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": last}],
+        continue_final_message=True,
+        add_generation_prompt=False,
+        arguments={"documents": [{"text": "x"}]},
+    )
+    assert text == ends
+
+
 PARTS = [{"type": "text", "text": "once"}, {"type": "text", "text": "upon"}]
 FORMS = {
     "{{ m.content }}": ("once", "once\nupon"),

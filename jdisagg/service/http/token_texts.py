@@ -88,7 +88,10 @@ class TextOfTokens:
 
     def whole(self, prompt: Sequence[int], echo: str) -> list[Placed]:
         """Places the tokens of a prompt in its text `echo`, after which answer tokens follow."""
-        places = self.add(prompt, echo, last=False)
+        text = b"".join(map(self._pieces.given, prompt))
+        # Decoding may drop the first of several spaces.
+        dropped = text[:1] == b" " and text[1:] == echo.encode()
+        places = self.add(prompt, echo.lstrip(" ") if dropped else echo, last=False)
         if self._offset != len(echo):  # the tokenizer changed the text
             names = list(map(self._pieces.name, prompt))
             places = [

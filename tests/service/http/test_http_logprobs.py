@@ -3,17 +3,20 @@ characters of several tokens, streamed, whole and echoed, in chats, completions 
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
+from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.request import FinishReason, Request, StreamEvent, TokenLogprobs, Usage
+from jdisagg.service.server import GenerationServer
 from models.token_bytes import TokenBytes
 from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import LLAMA
-from tests.service.doors import EOS, FakePath, scores_of
-from tests.service.http_doors import HttpDoor, events, http_door
+from tests.service.doors import EOS, MODEL, TEMPLATE, FakePath, make_frontend, scores_of
+from tests.service.http_doors import HttpDoor, events, http_door, running
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TEXT = "aé漢😀 b\n"
@@ -200,6 +203,104 @@ def test_the_bytes_of_a_models_tokens_are_its_text() -> None:
         assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
     (bos, *_) = tokenizer.encode("x")
     assert tokenizer.token_bytes(bos) == b"<s>" and tokenizer.token_bytes(10**9) == b""
+
+
+def _sentencepiece() -> Tokenizer:
+    import tokenizers
+    from tokenizers import decoders, models, normalizers
+
+    texts = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁", *"abé", "▁ab"]
+    texts += ["xST", "O", "P", "ab"]
+    merges = [("▁", "▁"), ("a", "b"), ("▁", "ab")]
+    backend = tokenizers.Tokenizer(
+        models.BPE({text: at for at, text in enumerate(texts)}, merges=merges, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["</s>", "<|end|>"])
+    return Tokenizer(backend, eos_ids=(1,), special_tokens={}, chat_templates={"default": TEMPLATE})
+
+
+@dataclass
+class Decoded(FakePath):
+    """Says tokens of `codec`, some an event, until a stop string is complete."""
+
+    codec: Tokenizer = field(default_factory=_sentencepiece)
+    says: tuple[int, ...] = ()
+    size: int = 1
+
+    async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
+        text, asks = TokenStream.of(self.codec, request), request.sampling.prompt_logprobs
+        for first in range(0, len(self.says), self.size):
+            made = text.push(self.says[first : first + self.size])
+            some = self.says[first : first + self.size][: made.tokens_kept]
+            last = made.stopped or first + self.size >= len(self.says)
+            yield StreamEvent(
+                0,
+                first,
+                some,
+                made.text + (text.finish() if last else ""),
+                tuple(TokenLogprobs(-0.5, ((one, -0.5),)) for one in some),
+                FinishReason.STOP if last else None,
+                Usage(len(request.prompt_token_ids), first + len(some)) if last else None,
+                prompt_logprobs=scores_of(request) if asks is not None and first == 0 else None,
+            )
+            if last:
+                return
+
+
+SAID = {
+    "words": ["▁ab", "▁▁", "ab"],
+    "bytes of characters": ["▁", *(f"<0x{byte:02X}>" for byte in "漢😀".encode()), "a"],
+    "bytes of line breaks": ["<0x0A>", "a", "<0x0A>"],
+    "a special token": ["a", "<|end|>", "<0xC3>", "<0xA9>"],
+    "several spaces": ["▁▁", "▁▁", "é"],
+    "a stop string": ["a", "é", "xST", "O", "P", "a"],
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_rows_of_a_sentencepiece_model_are_its_text(
+    said: str, size: int, stream: bool
+) -> None:
+    codec = _sentencepiece()
+    ids = tuple(codec.token_to_id(one) or 0 for one in SAID[said])
+    path = Decoded(codec=codec, says=ids, size=size)
+    model = replace(MODEL, vocabulary=512)
+    frontend = make_frontend(path, model, codec=codec)
+    server = GenerationServer(frontend, replace(ServiceConfig(), port=0, http_port=0))
+    async with running(path, server, frontend) as door:
+        asked: dict[str, Any] = {"stop": ["STOP"], "stream": stream}
+        chat = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True}
+        some = await choices(door, CHATS, **asked, **chat)
+        text = "".join(
+            (one.get("delta") or one.get("message") or {}).get("content") or "" for one in some
+        )
+        rows = [row for one in some if one["logprobs"] for row in one["logprobs"]["content"]]
+        # The rows of a stop string's tokens are there, and the text ends before it.
+        assert b"".join(bytes(row["bytes"]) for row in rows).decode() == text + (
+            "STOP" if said == "a stop string" else ""
+        )
+        echoed = await choices(door, COMPLETIONS, **asked, prompt=" ab é", logprobs=0, echo=True)
+        whole = "".join(one["text"] for one in echoed)
+        found = [one["logprobs"] for one in echoed if one["logprobs"]]
+        tokens = [token for row in found for token in row["tokens"]]
+        offsets = [offset for row in found for offset in row["text_offset"]]
+        places = [whole[a:b] for a, b in zip(offsets, [*offsets[1:], len(whole)], strict=True)]
+        assert "".join(places) == whole == " ab é" + text
+        kept = [(place, token) for place, token in zip(places, tokens, strict=True) if place]
+        assert said == "a stop string" or all(place == token for place, token in kept)
 
 
 @pytest.mark.parametrize("kind", ["fallback", "metaspace"])
