@@ -197,8 +197,9 @@ function drawAdvice(advice, asked) {
       { class: "hint" },
       "The rates are the planner's arithmetic, with 90 % of the requests within the objectives " +
         `(first token ${seconds(asked.ttft_seconds)}, each token ${seconds(asked.tpot_seconds)}). ` +
-        "A mode is advised if it carries the rate and its simulation below agrees. " +
-        "`jdisagg plan` searches layouts and numbers of instances, too.",
+        "A mode is advised if it carries the rate and its simulation below agrees. ",
+      el("code", {}, "jdisagg plan"),
+      " searches layouts and numbers of instances, too.",
     ),
   );
 }

@@ -27,6 +27,7 @@ export function drawKv(place, facts, asked, names) {
     el("p", { class: "hint" }, formulaText(facts)),
     el("p", { class: "verdict" }, sentence(facts, row, used, names[asked.link])),
     bars(row, asked.link, names, facts),
+    el("p", { class: "hint" }, "The lengths of the bars are logarithmic."),
     el("h3", {}, "Seconds against prompt length"),
     chart,
     figures(
