@@ -11,12 +11,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jdisagg.client import Client
+from tests import time_scale
 from tests.hosts.hosts import ROOT, Hosts, Process, hosts, missing
 from tests.hosts.lab import (
     NEW_TOKENS,
@@ -30,6 +32,8 @@ from tests.hosts.lab import (
 )
 
 PORT, RAY_PORT = 19400, 6380
+# On a busy machine `ray start` may wait for ever: its raylet ends if the agent takes over 15 s.
+TRY_SECONDS = time_scale.seconds(60.0)
 WORKERS = ["prefill-0", "decode-0"]
 RAY = Path(sys.executable).parent / "ray"
 ABSENT = "" if importlib.util.find_spec("ray") and RAY.exists() else "Ray is not installed"
@@ -52,9 +56,16 @@ def node(made: Hosts, at: int, cpus: int) -> Process:
         f"--object-store-memory={100 << 20}",
     ]
     patience = f"RAY_raylet_start_wait_time_s={START_SECONDS:.0f}"
-    started = made.run(at, ["env", f"PYTHONPATH={ROOT}", patience, *command])
-    started.wait_for("Ray runtime started", START_SECONDS)
-    return started
+    until = time.monotonic() + START_SECONDS
+    while True:
+        started = made.run(at, ["env", f"PYTHONPATH={ROOT}", patience, *command])
+        try:
+            started.wait_for("Ray runtime started", TRY_SECONDS)
+            return started
+        except AssertionError:
+            started.kill()
+            if time.monotonic() > until:
+                raise
 
 
 class Driver:
