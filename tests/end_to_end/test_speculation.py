@@ -354,4 +354,4 @@ async def test_repeated_text_is_drafted_from_the_sequence_itself() -> None:
             done.append(await run.complete_all(asked))
             accepted = counted(run, "accepted")
     assert streams(done[1]) == streams(done[0])
-    assert accepted > 80
+    assert accepted > 30
