@@ -25,6 +25,9 @@ COLD = 2
 REMEASURE = 512
 # Steps without drafts whose time drafts may lose at most, at first and in later trials.
 MOST_CREDIT = 8.0
+# Steps without drafts that one with drafts is charged at most: it has up to 8 rows for a sequence.
+# What takes longer is other work on the machine.
+MOST_COST = 8.0
 LEAST_REST = 64  # steps without drafts before they are tried again
 CREDIT_SHARE = 0.004  # of the time of steps without drafts, by which credit grows
 PREDICTION_SHARE = 0.005  # largest part of all time that predictions take while they do not pay
@@ -82,7 +85,7 @@ class DraftWorth:
         if len(self.drafted) < LEAST_SAMPLES or not self.plain:
             return
         if plain := statistics.median(self.plain):
-            cost = statistics.median(self.drafted) / plain
+            cost = min(statistics.median(self.drafted) / plain, MOST_COST)
             self._add_credit(sum(1 + saved - cost for saved in self.uncharged))
         self.uncharged.clear()
 

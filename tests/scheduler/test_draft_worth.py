@@ -8,11 +8,13 @@ import pytest
 from jdisagg.scheduler.draft_worth import (
     COLD,
     CREDIT_SHARE,
+    LEAST_REST,
     LEAST_SAMPLES,
     MOST_CREDIT,
     PREDICTION_SHARE,
     REMEASURE,
     RESTS,
+    SAMPLES,
     DraftWorth,
 )
 
@@ -115,6 +117,18 @@ def test_a_few_slow_steps_do_not_end_drafts_that_pay(slow: list[int]) -> None:
     for number in range(60):
         assert worth.pays(3.0), number
         worth.took(5e4 if number in slow else 1.2, 2.0, 2, 2.0)
+
+
+def test_drafts_that_pay_come_back_soon_after_the_machine_was_busy() -> None:
+    """Steps without drafts were last measured before, so the times cannot be compared."""
+    mesh = Mesh(1.2, 7, 7)
+    mesh.run(60)
+    mesh.cost = 100.0
+    mesh.run(SAMPLES)
+    mesh.cost = 1.2
+    mesh.drafted.clear()
+    mesh.run(2 * LEAST_REST)
+    assert 2 * LEAST_REST - 1 in mesh.drafted and 0 not in mesh.drafted
 
 
 def test_without_an_expected_gain_nothing_is_tried() -> None:
