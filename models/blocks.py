@@ -26,11 +26,12 @@ from models.gated_delta import GatedDeltaNet
 from models.indexer import BlockIndexer
 from models.kv_scales import scale_parameters
 from models.latent_attention import MultiHeadLatentAttention
+from models.lightning import LightningAttention
 from models.linear import AdapterStack, Linear, Norm, own_heads, rows_of
 from models.mamba2 import Mamba2
 from models.short_convolution import ShortConvolution
 
-Recurrent = GatedDeltaNet | Mamba2 | ShortConvolution
+Recurrent = GatedDeltaNet | Mamba2 | ShortConvolution | LightningAttention
 
 
 class Attention(nnx.Module):
@@ -181,6 +182,8 @@ def _mixer(
         return Mamba2(make, config, layer.mamba, form)
     if layer.convolution:
         return ShortConvolution(make, config, layer.convolution, form)
+    if layer.lightning:
+        return LightningAttention(make, config, layer.lightning, form)
     kind = MultiHeadLatentAttention if config.attention.latent else Attention
     return kind(make, config, layer, form)
 
@@ -207,7 +210,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm("before", feeds and not self.side_by_side)
         self.mlp = feed_forward(make, config, layer, form) if feeds else None
         self.mlp_post_norm = norm("after", feeds)
-        self.scale = config.residual_scale
+        self.scale, self.factors = config.residual_scale, layer.factors
         self.layer_scale = (
             parameter(make((1,), "norm", 1), ("head",)) if config.layer_scales else None
         )
@@ -231,7 +234,11 @@ class DecoderLayer(nnx.Module):
             if not y_RD.shape[0]:
                 return y_RD
             normed_RD = rows_of(into_TD, rows_R) if self.side_by_side else None
-            x_RD = x_RD + self._added(y_RD, self.attention_post_norm)
+            y_RD = self._added(y_RD, self.attention_post_norm)
+            if self.factors is None:
+                x_RD = x_RD + y_RD
+            else:
+                x_RD = _combined(rows_of(into_TD, rows_R), y_RD, self.factors[0])
         if self.mlp is None or not x_RD.shape[0]:
             return self._scaled(x_RD)
         valid_R = valid_T if rows_R is None else rows_R >= 0
@@ -241,6 +248,8 @@ class DecoderLayer(nnx.Module):
             y_RD = self.mlp(into_RD, x_RD, of_R, valid_R)
         else:
             y_RD = self.mlp(into_RD, of_R, valid_R)
+        if self.factors is not None:
+            return _combined(into_RD, y_RD, self.factors[1])
         return self._scaled(x_RD + self._added(y_RD, self.mlp_post_norm))
 
     def adapted(self, adapters: AdapterSize, make: MakeStack) -> "DecoderLayer":
@@ -281,6 +290,12 @@ class DecoderLayer(nnx.Module):
         norm and an optional constant factor."""
         y = _normed(y, norm)
         return y if self.scale == 1 else (y.astype(jnp.float32) * self.scale).astype(y.dtype)
+
+
+def _combined(x: jax.Array, y: jax.Array, factors: tuple[float, float]) -> jax.Array:
+    """Returns the weighted sum of a block's input x and output y."""
+    first, second = (jnp.asarray(factor, jnp.float32) for factor in factors)
+    return (x.astype(jnp.float32) * first + y.astype(jnp.float32) * second).astype(x.dtype)
 
 
 def _normed(x: jax.Array, norm: Norm | None) -> jax.Array:

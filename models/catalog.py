@@ -21,6 +21,7 @@ from models import (
     llama,
     llama4,
     mimo_v2,
+    minimax,
     minimax_m2,
     minimax_m3,
     ministral,
@@ -111,6 +112,9 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": Family("NemotronHForCausalLM", nemotron_h.read_config),
     "mimo_v2_flash": Family("MiMoV2FlashForCausalLM", mimo_v2.read_config),
     "step3p5": Family("Step3p5ForCausalLM", step3p5.read_config),
+    "minimax": Family("MiniMaxForCausalLM", minimax.read_config),
+    "minimax_text_01": Family("MiniMaxText01ForCausalLM", minimax.read_published_config),
+    "minimax_m1": Family("MiniMaxM1ForCausalLM", minimax.read_published_config),
     "minimax_m2": Family("MiniMaxM2ForCausalLM", minimax_m2.read_config),
     "minimax_m3_vl_text": Family("MiniMaxM3VLForCausalLM", minimax_m3.read_config),
 }

@@ -47,9 +47,10 @@ from models.quantized_sources import planned_reads, quantized_sources
 from models.safetensors_files import CheckpointTensors, SafetensorsFiles
 
 # Buffers that no forward pass here reads: stored by some checkpoints, or scales of attention's
-# inputs. Those of KV are read separately (`kv_scales.py`).
+# inputs, or decays in the model's type. Scales of KV are read separately (`kv_scales.py`).
 _HARMLESS = re.compile(
-    r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias|[qkv]_scale|prob_scale)$"
+    r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias|[qkv]_scale|prob_scale|slope_rate"
+    r"|(query|key|diagonal)_decay)$"
 )
 _LISTED = 8
 _EMBEDDING, _HEAD = STEM["embedding"], STEM["head.kernel"]

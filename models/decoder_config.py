@@ -160,6 +160,19 @@ class ConvolutionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LightningConfig:
+    """Sizes of lightning attention: linear attention whose state, a matrix [dim, dim] for each of
+    `heads` heads, decays by a constant of the head and layer."""
+
+    heads: int
+    dim: int
+
+    def state(self) -> tuple[KVComponent, ...]:
+        """Components of the state that each sequence has."""
+        return (KVComponent("recurrent", self.heads, self.dim**2, "float32"),)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionConfig:
     """Configuration of a layer's attention.
 
@@ -266,11 +279,15 @@ class LayerConfig:
         rotated: Whether the layer has rotary positions.
         rope, attention: Configuration for this layer. None means the configuration of the whole
             model.
-        delta, mamba, convolution: Sizes of the recurrent module that replaces attention, or None.
+        delta, mamba, convolution, lightning: Sizes of the recurrent module that replaces attention,
+            or None.
         index: Sizes of the indexer that selects blocks of positions, or None.
         gate: Gate function of the layer's dense block or shared expert, if it is not the model's.
         parts: Whether the layer has a mixer (attention or a recurrent layer), a feed-forward block,
             or both. Nemotron's layers have only one of the two.
+        factors: If not None, the residual stream continues from the normalised input of each
+            block: input x first + output x second factor, for the mixer and for the feed-forward
+            block (MiniMax-Text-01).
     """
 
     window: int | None = None
@@ -281,14 +298,16 @@ class LayerConfig:
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
     convolution: ConvolutionConfig | None = None
+    lightning: LightningConfig | None = None
     index: BlockIndexConfig | None = None
     gate: ExpertGate | None = None
     parts: Literal["both", "mixer", "ffn"] = "both"
+    factors: tuple[tuple[float, float], tuple[float, float]] | None = None
 
     @property
-    def recurrent(self) -> DeltaConfig | MambaConfig | ConvolutionConfig | None:
+    def recurrent(self) -> DeltaConfig | MambaConfig | ConvolutionConfig | LightningConfig | None:
         """Sizes of the layer's recurrent module, or None if the layer has none."""
-        return self.delta or self.mamba or self.convolution
+        return self.delta or self.mamba or self.convolution or self.lightning
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,6 +501,9 @@ class DecoderConfig:
             heads = self.attention.query_heads
             sizes = layers, short.heads, heads, 0, short.channels // heads, short.taps
             return LinearAttention(*sizes, corrects=False, short=True)
+        if lightning := next((one.lightning for one in self.layers if one.lightning), None):
+            heads, dim = lightning.heads, lightning.dim
+            return LinearAttention(layers, heads, heads, dim, dim, taps=1, corrects=False)
         return None
 
     def kv_spec(self, dtype: str) -> KVSpec:

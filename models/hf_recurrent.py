@@ -12,12 +12,16 @@ step per head), one for the convolution over x, b and c, and one for each other 
 parameters order b and c by group, b before c.
 
 LFM2's short convolution (`models/short_convolution.py`) has one tensor for its three inputs, one
-after the other, and one for each other parameter."""
+after the other, and one for each other parameter.
+
+Lightning attention (`models/lightning.py`) has one tensor for each parameter except the decays,
+which are computed. Tensors of decays, which transformers saves in the model's type, are not
+read."""
 
 from collections.abc import Mapping
 
-from models.decoder_config import DecoderConfig, DeltaConfig, MambaConfig
-from models.hf_sources import JoinedHeads, OneDimension, Rows, SomeRows, Source, Whole
+from models.decoder_config import DecoderConfig, DeltaConfig, LightningConfig, MambaConfig
+from models.hf_sources import Computed, JoinedHeads, OneDimension, Rows, SomeRows, Source, Whole
 from models.parameter_tree import ParameterShape
 
 DELTA_PREFIX = "linear_attn."
@@ -193,6 +197,28 @@ def mamba_source(
     return SomeRows(
         start + "in_proj.weight", (size, config.width), tuple(rows), not parameter.transposed
     )
+
+
+LIGHTNING_TENSORS = {
+    "attention.qkv.kernel": "qkv_proj.weight",
+    "attention.gate.kernel": "output_gate.weight",
+    "attention.norm.weight": "norm.weight",
+    "attention.o.kernel": "out_proj.weight",
+}
+
+
+def lightning_source(
+    layer: int, key: str, lightning: LightningConfig, layers: int, parameter: ParameterShape
+) -> Source:
+    """Returns where one parameter of the lightning attention in layer number `layer` of `layers` is
+    stored. Heads decay at rates of a geometric sequence, and later layers slower."""
+    if key == "attention.decay":
+        slower = 1 - layer / (layers - 1 + 1e-5) + 1e-5
+        rates = (2 ** (-8 * (head + 1) / lightning.heads) for head in range(lightning.heads))
+        return Computed(tuple(rate * slower for rate in rates))
+    flipped = key.endswith(".kernel") and not parameter.transposed
+    shape = parameter.shape[::-1] if flipped else parameter.shape
+    return Whole(f"model.layers.{layer}.self_attn.{LIGHTNING_TENSORS[key]}", shape, flipped)
 
 
 def _shared(mamba: MambaConfig, first: int) -> tuple[int, ...]:

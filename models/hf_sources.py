@@ -49,6 +49,19 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """A vector of float32 values that no tensor holds."""
+
+    values: tuple[float, ...]
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        return np.array(self.values, np.float32)[index]
+
+
+@dataclass(frozen=True, slots=True)
 class OneDimension:
     """A parameter that is dimension `axis` of a tensor whose other dimensions have size one."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from models.decoder_config import DecoderConfig, EagleConfig
-from models.hf_recurrent import convolution_source, delta_source, mamba_source
+from models.hf_recurrent import convolution_source, delta_source, lightning_source, mamba_source
 from models.hf_sources import EverySecond, Fused, HeadRows, PerExpert, Rows, SomeRows, Source, Whole
 from models.parameter_tree import ParameterShape
 
@@ -278,6 +278,8 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
         return mamba_source(prefix, key, config, found, parameter)
     if config.layers[int(path[1])].convolution and key.startswith("attention."):
         return convolution_source(prefix, key, config.width, parameter)
+    if (lightning := config.layers[int(path[1])].lightning) and key.startswith("attention."):
+        return lightning_source(int(path[1]), key, lightning, len(config.layers), parameter)
     if config.attention.gated and key in ("attention.q.kernel", "attention.gate.kernel"):
         return _gated_queries(prefix + LAYER["attention.q.kernel"][0], key, config, parameter)
     if key in LAYER:

@@ -163,6 +163,7 @@ def _kind(layer: LayerConfig, config: DecoderConfig) -> str:
     if layer.recurrent:
         seen = "gated delta net" if layer.delta else "Mamba-2"
         seen = "short convolution" if layer.convolution else seen
+        seen = "lightning attention" if layer.lightning else seen
         seen = "Kimi Delta Attention" if layer.delta and layer.delta.rank else seen
     elif latent := config.attention.latent:
         seen = f"attention to {latent.index.top:,} selected positions," if latent.index else seen

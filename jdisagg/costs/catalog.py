@@ -139,6 +139,12 @@ CATALOG: dict[str, CostGeometry] = {
             experts=Experts(512, 10, 1024, 1024, True), expert_layers=60, context_tokens=262144,
             linear=LinearAttention(45, 16, 64, 128, 128, 4),
         ),
+        # MiniMaxAI/MiniMax-Text-01: every eighth layer has attention, the others are recurrent
+        CostGeometry(
+            "minimax-text-01", 6144, 80, 200064, GroupedAttention(64, 8, 128), 9216,
+            experts=Experts(32, 2, 9216), expert_layers=80, context_tokens=10240000,
+            linear=LinearAttention(70, 64, 64, 128, 128, 1, corrects=False),
+        ),
         # MiniMaxAI/MiniMax-M2.5
         CostGeometry(
             "minimax-m2.5", 3072, 62, 200064, GroupedAttention(48, 8, 128), 1536,

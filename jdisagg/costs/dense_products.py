@@ -68,7 +68,7 @@ def dense_products(
     if linear := shape.linear:
         keys = linear.key_channels / (1 if linear.key_copies else shards)
         channels, scalars = linear.values / shards + keys, linear.scalars / shards
-        taps = channels * linear.taps
+        taps = channels * linear.taps if linear.convolution else 0
         wide = (1 + linear.short) * channels + scalars + linear.values / tp
         plain = shape.width * scalars + taps
         into = shape.width * wide

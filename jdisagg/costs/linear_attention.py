@@ -1,5 +1,6 @@
 """Sizes and costs of recurrent layers: Gated DeltaNet (arXiv 2412.06464), Kimi Delta Attention
-(arXiv 2510.26692), Mamba-2 (arXiv 2405.21060) and short convolutions (LFM2).
+(arXiv 2510.26692), Mamba-2 (arXiv 2405.21060), short convolutions (LFM2) and lightning attention
+(arXiv 2501.08313).
 
 The state of a sequence has constant size: a float32 matrix for each value head, and the last inputs
 of a short convolution. Must not depend on hardware or layout."""
@@ -19,7 +20,8 @@ class LinearAttention(Message, frozen=True):
       layers: Number of recurrent layers.
       key_heads: Number of key heads, which Mamba-2 calls groups. Each serves value_heads /
         key_heads value heads.
-      taps: Number of tokens that the convolution covers.
+      taps: Number of tokens that the convolution covers. 1 in lightning attention, which has
+        neither a convolution nor scalars.
       corrects: Whether an update first reads the state at the key (delta rule). In Mamba-2 an
         update only adds.
       key_copies: Number of shards that each hold all key heads and their convolution inputs; 0 if
@@ -59,7 +61,12 @@ class LinearAttention(Message, frozen=True):
     def scalars(self) -> int:
         """Number of scalars that a layer computes for each token. Each value head has an update
         strength and a gate (Gated DeltaNet), or a step size (Mamba-2)."""
-        return 0 if self.short else (1 + self.corrects) * self.value_heads
+        return 0 if self.short or self.taps == 1 else (1 + self.corrects) * self.value_heads
+
+    @property
+    def convolution(self) -> int:
+        """Number of parameters of the convolution."""
+        return self.channels * self.taps if self.taps > 1 else 0
 
     @property
     def values(self) -> int:
@@ -72,8 +79,8 @@ class LinearAttention(Message, frozen=True):
         if rank := self.gate_rank:
             into = self.channels + self.value_heads + 2 * rank
             gates = rank * (self.value_heads * self.key_dim + self.values)
-            return width * (into + self.values) + gates + self.channels * self.taps
-        return width * (into + self.values) + self.channels * self.taps
+            return width * (into + self.values) + gates + self.convolution
+        return width * (into + self.values) + self.convolution
 
     def state_bytes(self, value_bytes: int) -> int:
         """Returns the bytes of one sequence's state in one layer."""

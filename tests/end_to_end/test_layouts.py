@@ -141,6 +141,7 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         pytest.param("granite4_moe", "tp=2", "dp=2,tp=1", 16, marks=ci),
         pytest.param("lfm2", "tp=4", "dp=2", 16, marks=ci),
         pytest.param("lfm2", "dp=2", "tp=2", 64, marks=slow),
+        pytest.param("minimax", "tp=4", "dp=2", 16, marks=ci),
         pytest.param("granite4_hybrid", "tp=1", "tp=4", 16, marks=slow),
         pytest.param("nemotron_h_moe", "tp=1", "tp=2", 16, marks=ci),
         pytest.param("nemotron_h", "dp=2", "tp=4", 16, marks=slow),

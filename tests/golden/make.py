@@ -26,9 +26,11 @@ from transformers import (
 
 from tests.golden.mxfp4 import draw_mxfp4, kept_experts, to_mxfp4
 from tests.golden.published import (
+    mend,
     to_legacy,
     to_published_kimi,
     to_published_kimi_linear,
+    to_published_minimax,
     to_published_minimax_m3,
 )
 
@@ -283,6 +285,8 @@ GRANITE_HYBRID = {
     "mamba_d_state": 12,
     "mamba_chunk_size": 8,
 }
+MINIMAX = {"head_dim": 12, "block_size": 8, "num_local_experts": 4, "intermediate_size": 24, "layer_types": [LINEAR, FULL],  # noqa: E501
+           "full_attn_alpha_factor": 1.5, "linear_attn_alpha_factor": 1.2, "mlp_alpha_factor": 1.3}  # fmt: skip  # noqa: E501
 VARIANTS: dict[str, Variant] = {
     "llama_tied": Variant("llama", {"tie_word_embeddings": True}, torch.float32),
     "llama_biased": Variant("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}, torch.float16, legacy=True),  # noqa: E501
@@ -348,6 +352,9 @@ VARIANTS: dict[str, Variant] = {
     "apertus": Variant("apertus", {"attention_bias": True, "rope_parameters": LLAMA3}),
     "glm4_moe": Variant("glm4_moe", GLM_MOE | {"num_hidden_layers": 3, "use_qk_norm": True}),
     "glm4_moe_groups": Variant("glm4_moe", GLM_MOE | {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "attention_bias": True}),  # noqa: E501
+    "minimax": Variant("minimax", MINIMAX | {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "mlp_beta_factor": 0.8}),  # noqa: E501
+    "minimax_text_01": Variant("minimax", MINIMAX | {"linear_attn_beta_factor": 0.7}, called="minimax_text_01"),  # noqa: E501
+    "minimax_m1": Variant("minimax", MINIMAX, called="minimax_m1"),
     "minimax_m2": Variant("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 12, "rotary_dim": 6, "intermediate_size": 24}),  # noqa: E501
     "mimo_v2_flash": Variant("mimo_v2_flash", GLM_MOE | MIMO_V2),
     "step3p7": Variant("step3p7", STEP3P5),
@@ -394,18 +401,12 @@ EYES: dict[str, dict[str, object]] = {
                  "num_attention_heads": 2, "image_size": 4, "patch_size": 2},
 }  # fmt: skip
 EYES["gemma3"] = {
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 4,
-    "patch_size": 2,
-}
+    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 4, "patch_size": 2,
+}  # fmt: skip
 EYES["gemma4"] = EYES["gemma3"] | {
-    "head_dim": 4,
-    "num_key_value_heads": 2,
-    "position_embedding_size": 16,
-}
+    "head_dim": 4, "num_key_value_heads": 2, "position_embedding_size": 16,
+}  # fmt: skip
 EYES["qwen2_vl"] = {
     "depth": 1,
     "embed_dim": 8,
@@ -426,13 +427,9 @@ EYES["qwen2_5_vl"] = {
 EYES["glm4v"] = EYES["qwen2_5_vl"] | {"image_size": 4}
 EYES["internvl"] = EYES["gemma3"] | {"image_size": [4, 4], "patch_size": [2, 2]}
 EYES["voxtral"] = {
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_mel_bins": 4,
-    "max_source_positions": 4,
-}
+    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_mel_bins": 4, "max_source_positions": 4,
+}  # fmt: skip
 EYES["qwen3_vl_moe"] = EYES["qwen3_vl"]
 EYES["minimax_m3_vl"] = EYES["gemma3"] | {"spatial_merge_size": 1}
 EYES["llama4"] = EYES["gemma3"] | {
@@ -486,6 +483,8 @@ def make(name: str, variant: Variant) -> None:
         to_published_minimax_m3(directory)
     if "linear_attn_config" in variant.fields:
         to_published_kimi_linear(directory)
+    if variant.called.startswith("minimax"):
+        to_published_minimax(directory)
     if variant.called:
         path = directory / "config.json"
         path.write_text(path.read_text().replace(f'"{variant.family}"', f'"{variant.called}"'))
@@ -529,12 +528,7 @@ def random_model(variant: Variant, seed: int, gain: float = 1.6) -> torch.nn.Mod
             VoxtralForConditionalGeneration if speech else AutoModelForImageTextToText.from_config
         )
         model = made(config).eval()
-    if variant.family == "nemotron_h":
-        # transformers 5.23 bounds steps from below by time_step_min in prompts, and not in steps;
-        # published code has time_step_limit (huggingface/transformers pull request 48989).
-        for module in model.modules():
-            if hasattr(module, "time_step_limit"):
-                module.time_step_limit = tuple(config.time_step_limit)
+    mend(model)
     stored = ("correction_bias", "layer_scalar")
     buffers = [each for each in model.named_buffers() if each[0].endswith(stored)]
     added_to_one = variant.family.startswith(("gemma", "minimax_m3", "step3p"))

@@ -1,11 +1,27 @@
 """Rewrites a checkpoint that transformers saved into the form in which its family is published, or
-which earlier versions of transformers wrote."""
+which earlier versions of transformers wrote. Mends models where transformers departs from published
+code."""
 
 import json
 import re
 from pathlib import Path
 
+import torch  # pyright: ignore[reportMissingImports]
 from safetensors.torch import load_file, save_file
+from transformers.models.minimax.modeling_minimax import MiniMaxCache  # pyright: ignore[reportMissingImports]
+
+
+def mend(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        # transformers 5.23 bounds steps from below by time_step_min in prompts, and not in steps;
+        # published code has time_step_limit (huggingface/transformers pull request 48989).
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = tuple(model.config.time_step_limit)
+    # transformers 5.24 counts the keys of the first layer, which has none in MiniMax-Text-01, so
+    # that each cached step is at position 0.
+    MiniMaxCache.get_seq_length = lambda self, layer_idx=0: max(
+        (layer.get_seq_length() for layer in self.layers), default=0
+    )
 
 
 def to_published_kimi(directory: Path) -> None:
@@ -19,6 +35,27 @@ def to_published_kimi(directory: Path) -> None:
     fields = json.loads(path.read_text())
     fields["architectures"] = ["KimiK25ForConditionalGeneration"]
     fields["text_config"] |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def to_published_minimax(directory: Path) -> None:
+    """Names and fields of MiniMax-Text-01 and M1 as MiniMaxAI has them, without decays."""
+    path = directory / "model.safetensors"
+    decays = re.compile(r"(slope_rate|_decay)$")
+    kept = {name: each for name, each in load_file(path).items() if not decays.search(name)}
+    save_file(kept, path, {"format": "pt"})
+    path = directory / "config.json"
+    fields = json.loads(path.read_text())
+    for name in [name for name in fields if name.endswith("_factor")]:
+        own = name.removesuffix("_factor").replace("_attn_", "_attention_")
+        fields[f"layernorm_{own}"] = fields.pop(name)
+    kinds = fields.pop("layer_types")
+    fields["attn_type_list"] = [int(kind == "full_attention") for kind in kinds]
+    fields["rope_theta"] = fields.pop("rope_parameters")["rope_theta"]
+    del fields["block_size"]
+    fields |= {"postnorm": True, "rotary_dim": fields["head_dim"], "shared_moe_mode": "sigmoid"}
+    called = {"minimax_m1": "MiniMaxM1ForCausalLM"}.get(directory.name, "MiniMaxText01ForCausalLM")
+    fields |= {"shared_intermediate_size": 0, "architectures": [called]}
     path.write_text(json.dumps(fields, indent=2) + "\n")
 
 

@@ -401,6 +401,21 @@ def dots1(draw: Draw) -> Fields:
     return fields | windows | {"first_k_dense_replace": draw.random.randint(0, draw.layers - 1)}
 
 
+def minimax(draw: Draw) -> Fields:
+    fields = draw.base() | draw.experts("num_local_experts")
+    fields |= {"intermediate_size": fields.pop("moe_intermediate_size")}
+    kinds = (("full", 1.5), ("linear", 1.3))
+    factors = {
+        f"{kind}_attn_{part}_factor": draw.one_of(1.0, most)
+        for kind, most in kinds
+        for part in ("alpha", "beta")
+    }
+    factors |= {"mlp_alpha_factor": draw.one_of(1.0, 2.0), "mlp_beta_factor": draw.one_of(1.0, 0.7)}
+    rope = {"rope_parameters": draw.rope("default", "linear", "yarn")}
+    layers = {"layer_types": draw.kinds(LINEAR, FULL), "block_size": draw.one_of(8, 64, 256)}
+    return fields | factors | rope | layers
+
+
 def lfm2(draw: Draw) -> Fields:
     fields = draw.base(own_head_dim=False) | {"rope_parameters": draw.rope("default", "yarn")}
     fields.pop("head_dim", None)
@@ -563,6 +578,7 @@ CONFIGS: dict[str, Callable[[Draw], Fields]] = {
     "gpt_oss": gpt_oss,
     "hy_v3": hy_v3,
     "nemotron_h": nemotron_h,
+    "minimax": minimax,
     "minimax_m2": minimax_m2,
     "mimo_v2_flash": mimo_v2_flash,
     "step3p7": step3p7,

@@ -48,6 +48,8 @@ LAYOUTS = {
     "granite4_moe": ["dp=2,tp=2,ep=2"],
     "nemotron_h": ["tp=4"],
     "lfm2": ["tp=4"],
+    # one norm over the heads of all devices
+    "minimax": ["tp=4"],
     "minimax_m3": ["tp=4", "dp=2,tp=2,ep=4"],
     "llama4": ["dp=2,tp=2,ep=4"],
     "mimo_v2_flash": ["tp=4"],

@@ -39,6 +39,7 @@ def _changed(directory: Path, to: Path, **fields: object) -> Path:
         ("kimi_linear", "tp=4"),
         ("minimax_m3", "tp=2"),
         ("lfm2", "tp=4"),
+        ("minimax", "tp=4"),
     ],
 )
 def test_bytes_of_a_device_are_those_that_it_holds(name: str, layout: str) -> None:
@@ -63,6 +64,8 @@ def test_bytes_of_a_device_are_those_that_it_holds(name: str, layout: str) -> No
         a_state = 2 * (2 * (2 * 16 + 12 * 16) + 2 * 2 * 12) * 4
     if name == "minimax_m3":  # half of the keys and values, and in three layers a whole index key
         a_token = (4 * 2 * 12 + 3 * 8) * 4
+    if name == "minimax":  # one of three layers has KV, two state: of two of the four heads
+        a_token, a_state = 2 * 12 * 4, 2 * 2 * 12 * 12 * 4
     if name == "lfm2":  # one of four layers has KV; tp=4 keeps one of two heads twice
         a_token, a_state = 2 * 8 * 4, 3 * 2 * 16 * 4
     if name == "kimi_linear":  # one layer has latents, three have state: half of four heads
@@ -84,6 +87,10 @@ def test_bytes_of_a_device_are_those_that_it_holds(name: str, layout: str) -> No
             ],
         ),
         ("lfm2", [("short convolution, dense", 3), ("full attention, dense", 1)]),
+        (
+            "minimax",
+            [("lightning attention, 2 of 4 experts", 2), ("full attention, 2 of 4 experts", 1)],
+        ),
         (
             "kimi_linear",
             [

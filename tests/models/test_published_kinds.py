@@ -158,6 +158,39 @@ LFM2 = {
     "use_pos_enc": True,
     "vocab_size": 65536,
 }
+# MiniMaxAI/MiniMax-Text-01
+MINIMAX_TEXT_01 = {
+    "architectures": ["MiniMaxText01ForCausalLM"],
+    "model_type": "minimax_text_01",
+    "attention_dropout": 0.0,
+    "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "intermediate_size": 9216,
+    "layernorm_full_attention_alpha": 3.5565588200778455,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_alpha": 3.5565588200778455,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_alpha": 3.5565588200778455,
+    "layernorm_mlp_beta": 1.0,
+    "max_position_embeddings": 10240000,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "postnorm": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000000,
+    "rotary_dim": 64,
+    "router_jitter_noise": 0.0,
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 200064,
+}
 # XiaomiMiMo/MiMo-V2-Flash
 MIMO_V2 = {
     "architectures": ["MiMoV2FlashForCausalLM"],
@@ -305,10 +338,11 @@ LLAMA_4 = {
     [
         (COMMAND_R7B, 8.03, 8.03, 32 * 2 * 8 * 128 * 2),
         (LFM2, 1.17, 1.17, 6 * 2 * 8 * 64 * 2),
+        (MINIMAX_TEXT_01, 456, 45.9 + 2.5, 10 * 2 * 8 * 128 * 2),  # published without embeddings
         (MIMO_V2, 309, 15, (9 * 4 + 39 * 8) * (192 + 128) * 2),
         (LLAMA_4, 107.8, 17.2, 48 * 2 * 8 * 128 * 2),
     ],
-    ids=["command-r7b", "lfm2-1.2b", "mimo-v2-flash", "llama-4-scout"],
+    ids=["command-r7b", "lfm2-1.2b", "minimax-text-01", "mimo-v2-flash", "llama-4-scout"],
 )
 def test_parameters_and_kv_are_those_published(
     fields: dict[str, object], billions: float, active: float, kv: int
@@ -329,6 +363,11 @@ def test_windows_and_contexts_of_published_configs_are_as_transformers_reads_the
     assert sum(layer.window is None for layer in mimo.layers) == 9
     assert {layer.rope.head_dim for layer in mimo.layers if layer.rope} == {64}
     assert read_config(HfConfig(LFM2)).ffn == 8192
+    minimax = read_config(HfConfig(MINIMAX_TEXT_01))
+    assert minimax.attention.rope.head_dim == 64 and minimax.attention.head_dim == 128
+    assert [layer.lightning is None for layer in minimax.layers] == ([False] * 7 + [True]) * 10
+    assert {layer.factors for layer in minimax.layers} == {((3.5565588200778455, 1.0),) * 2}
+    assert minimax.cost_geometry("minimax-text-01") == CATALOG["minimax-text-01"]
     step = read_config(HfConfig(STEP_3_5))
     heads = [(step.attention_of(layer).query_heads, layer.window) for layer in step.layers]
     assert heads == ([(64, None), *[(96, 512)] * 3] * 12)[:45]
