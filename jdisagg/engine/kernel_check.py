@@ -29,8 +29,10 @@ from jdisagg.ops.optional_kernels import (
     BLOCK_EXPERTS,
     CUDNN_ATTENTION,
     KERNELS,
+    KERNELS_OF,
     LATENT_ATTENTION,
     PAGED_ATTENTION,
+    TPU_PREFILL,
     WGMMA_EXPERTS,
     switch_off,
 )
@@ -43,6 +45,13 @@ BOUND = 0.02
 SECONDS = 120.0  # for one kernel: its compilation, and the start of the process
 CHILD = (sys.executable, "-m", "jdisagg.engine.kernel_check")
 DRIVER = Path("/proc/driver/nvidia/version")
+# A TPU's child takes one chip of its host, and waits for no other host of the slice.
+CHILD_ENVIRONMENT = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "TPU_VISIBLE_CHIPS": os.environ.get("TPU_VISIBLE_CHIPS", "0").split(",")[0],
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+    "TPU_PROCESS_BOUNDS": "1,1,1",
+}
 
 _failed: dict[str, str] = {}  # by this process's check
 
@@ -50,13 +59,14 @@ Probe = Callable[[], float]
 """Runs a kernel and its XLA form. Returns the largest relative difference."""
 
 
-def choose_kernels(choice: str, *, accelerator: bool, folder: str = "") -> dict[str, str]:
+def choose_kernels(choice: str, *, accelerator: str, folder: str = "") -> dict[str, str]:
     """Switches off the kernels that are not chosen or fail their check.
 
     Args:
-        choice: "auto" checks all kernels, "xla" switches off all, and a list of names separated by
-            commas switches off all others without a check.
-        accelerator: Whether the process uses an accelerator. Without one, no kernel is used.
+        choice: "auto" checks the accelerator's kernels, "xla" switches off all, and a list of names
+            separated by commas switches off all others without a check.
+        accelerator: JAX platform of the accelerator that the process uses, "gpu" or "tpu"; empty
+            for none. Without one, no kernel is used.
         folder: Folder for the results of checks; empty for none.
 
     Returns:
@@ -73,7 +83,8 @@ def choose_kernels(choice: str, *, accelerator: bool, folder: str = "") -> dict[
         return {}
     if not accelerator:
         return {}
-    failed = _stored(folder, check_kernels)
+    names_of = KERNELS_OF[accelerator]
+    failed = _stored(folder, partial(check_kernels, names_of), names_of)
     switch_off(failed)
     _failed.update(failed)
     for name, reason in failed.items():
@@ -121,7 +132,7 @@ def check_kernels(
 
 def _child(command: list[str], seconds: float) -> tuple[str, str]:
     """Runs the child process. Returns its output, and a text about its end."""
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = {**os.environ, **CHILD_ENVIRONMENT}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -149,14 +160,16 @@ def run_probes(names: Sequence[str], probes: Mapping[str, Probe]) -> None:
         print(json.dumps({"kernel": name, "reason": reason}), flush=True)
 
 
-def _stored(folder: str, check: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """Returns the stored result for these versions. If there is none, runs `check` and stores its
-    result."""
+def _stored(
+    folder: str, check: Callable[[], dict[str, str]], names: Sequence[str]
+) -> dict[str, str]:
+    """Returns the stored result for these kernels and versions. If there is none, runs `check` and
+    stores its result."""
     if not folder:
         return check()
     driver = DRIVER.read_text() if DRIVER.exists() else ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    key = hashlib.sha256(f"{jax.__version__} {driver} {visible} {KERNELS}".encode())
+    key = hashlib.sha256(f"{jax.__version__} {driver} {visible} {names}".encode())
     path = Path(folder).expanduser() / f"kernels-{key.hexdigest()[:16]}.json"
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_text())
@@ -237,6 +250,33 @@ def prefill_attention(*, platform: str = "gpu") -> float:
     return _difference(kernel, reference)
 
 
+def tpu_prefill(*, interpret: bool = False) -> float:
+    """Compares the TPU's kernel for prefill attention with plain XLA, for a chunk of two prompts of
+    which the first continues."""
+    from jdisagg.ops.kv_pages import PastPages
+    from jdisagg.ops.prefill_attention import first_key
+    from jdisagg.ops.prefill_attention import prefill_attention as attend
+    from jdisagg.ops.prefill_attention_tpu import attend as by_kernel
+
+    segment_T = jnp.where(jnp.arange(256) < 160, 0, 1).astype(jnp.int32)
+    positions_T = jnp.arange(256, dtype=jnp.int32) + jnp.where(segment_T == 0, 150, -160)
+    table_RN = jnp.array([[0, 2, 4], [1, 3, 5]], jnp.int32)
+    rows = (table_RN, jnp.array([150, 0], jnp.int32), jnp.int32(1))
+    differences: list[float] = []
+    for width, window in ((128, 100), (64, None)):
+        past = PastPages(_random(6, 2, 64, width, seed=3), _random(6, 2, 64, width, seed=4), *rows)
+        keys = (_random(256, 2, width, seed=1), _random(256, 2, width, seed=2))
+        shared = (_random(256, 8, width, seed=0), *keys, segment_T, positions_T)
+        how = {"scale": 0.1, "window": window, "sinks_N": _random(8, seed=5)}
+        first_T = first_key(segment_T, window)
+        kernel = by_kernel(
+            *shared, first_T, past, cap=0.0, marked=False, interpret=interpret, **how
+        )
+        reference = attend(*shared, past, platform="tpu", rows=2, **how)
+        differences.append(_difference(kernel, reference))
+    return max(differences)
+
+
 def expert_products(*, wgmma: bool = False, interpret: bool = False) -> float:
     """Compares the kernel for expert products with plain XLA, for eight experts and two per
     token."""
@@ -261,6 +301,7 @@ PROBES: dict[str, Probe] = {
     CUDNN_ATTENTION: prefill_attention,
     WGMMA_EXPERTS: partial(expert_products, wgmma=True),
     BLOCK_EXPERTS: expert_products,
+    TPU_PREFILL: tpu_prefill,
 }
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class PlatformTraits:
             (8, 128) of an array's last two axes: rows of another shape are a copy of the pool.
         decode_attention: Form of decode attention in plain XLA.
         experts: Form of the experts' products in plain XLA.
-        kernels: Whether hand-written GPU kernels and cuDNN apply.
+        kernels: Which hand-written kernels apply: the GPU's with cuDNN, the TPU's, or none.
         inserts_whole: A received block is written by one scatter, not run by run.
         sharded_logits: Each device keeps the logits of its part of the vocabulary.
         least_batch: Rows of the smallest decode batch.
@@ -46,7 +46,7 @@ class PlatformTraits:
     whole_pages: bool = False
     decode_attention: Literal["loop", "gather", "pages"] = "loop"
     experts: Literal["blocks", "ragged"] = "blocks"
-    kernels: bool = False
+    kernels: Literal["", "gpu", "tpu"] = ""
     inserts_whole: bool = False
     sharded_logits: bool = False
     least_batch: int = 1
@@ -69,7 +69,7 @@ _TRAITS = {
         float32_precision="highest",  # the default is TF32, with a mantissa of 10 bits
         decode_attention="gather",
         experts="ragged",
-        kernels=True,
+        kernels="gpu",
         inserts_whole=True,
         sharded_logits=True,
         least_batch=8,  # a single row takes another kernel, with other rounding
@@ -85,6 +85,7 @@ _TRAITS = {
         whole_pages=True,
         decode_attention="pages",
         experts="ragged",
+        kernels="tpu",
         inserts_whole=True,
         sharded_logits=True,
         least_batch=8,  # rows of a tile; fewer programs to compile

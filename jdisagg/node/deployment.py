@@ -42,6 +42,7 @@ from jdisagg.model_api import Device
 from jdisagg.node.gpus import DEVICE_FRACTION, gpus_of_host, set_memory_fraction
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.recording import embedded_recorder
+from jdisagg.node.tpus import chips_of_host
 from jdisagg.node.warm_up import WarmedBefore, progress_bar
 from jdisagg.observe.observer import Observer
 from jdisagg.router.cluster_state import Description
@@ -111,8 +112,9 @@ def prepare_runtime(
             f" restart the process (a notebook's kernel){keep}"
         ) from error
     keep_freed_memory()
-    gpus = bool(gpus_of_host(os.environ))
-    choose_kernels(kernels, accelerator=gpus, folder=compilation_cache)
+    tpus = chips_of_host(os.environ)
+    accelerator = "gpu" if gpus_of_host(os.environ) else "tpu" if tpus else ""
+    choose_kernels(kernels, accelerator=accelerator, folder=compilation_cache)
     use_compilation_cache(compilation_cache)
 
 

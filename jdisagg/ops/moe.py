@@ -155,10 +155,10 @@ def routed_experts(
     local_TJ = jnp.where((local_TJ >= 0) & (local_TJ < held), local_TJ, held)
     rows = block_rows(local_TJ.size, experts)
     traits = traits_of(shards.platform)
-    if traits.kernels and usable(BLOCK_EXPERTS) and adapted is None:
+    if traits.kernels == "gpu" and usable(BLOCK_EXPERTS) and adapted is None:
         y_TJD = gpu_products(x_TD, local_TJ, weights, shards.device_kind, clamp)
     elif traits.experts == "ragged":
-        at_once = None if traits.kernels else pairs_at_once(local_TJ.size, held, experts)
+        at_once = None if traits.kernels == "gpu" else pairs_at_once(local_TJ.size, held, experts)
         y_TJD = _ragged_products(x_TD, local_TJ, weights, rows, clamp, adapted, at_once)
     else:
         y_TJD = block_products(x_TD, local_TJ, weights, rows, clamp, adapted)

@@ -101,7 +101,9 @@ def paged_attention(
             return selected_attention(q_TNH, *pages, table_BN, positions_BQ, index, latent, **how)
         q_TNH = absorb(q_TNH, latent)
         traits = traits_of(platform)
-        kernel = traits.kernels and latent_attention_pallas.applies(q_TNH, k_pages_PKSH, rank)
+        kernel = traits.kernels == "gpu" and latent_attention_pallas.applies(
+            q_TNH, k_pages_PKSH, rank
+        )
         usual = "pallas" if kernel else traits.decode_attention
         attend = {
             "loop": _loop,
@@ -144,7 +146,7 @@ def paged_attention(
 
 def _default(platform: str, q_TNH: jax.Array, k_pages_PKSH: jax.Array) -> Implementation:
     traits = traits_of(platform)
-    kernel = traits.kernels and paged_attention_pallas.applies(q_TNH, k_pages_PKSH)
+    kernel = traits.kernels == "gpu" and paged_attention_pallas.applies(q_TNH, k_pages_PKSH)
     return "pallas" if kernel else traits.decode_attention
 
 

@@ -10,7 +10,8 @@ On CPU *self* is cut into query blocks. A block computes dense scores over its c
 fit the CPU's cache. Otherwise it loops over key blocks from a traced first block, which skips other
 segments and keys outside the window. *past* loops over the rows with earlier tokens and their page
 columns. Loop bounds are traced, so lengths need no buckets, and chunks without earlier tokens cost
-no extra work. On GPU both parts use cuDNN (`prefill_attention_cudnn`).
+no extra work. On GPU both parts use cuDNN (`prefill_attention_cudnn`), on TPU one kernel
+(`prefill_attention_tpu`).
 
 Latent attention takes the expanded form among the chunk's tokens and the absorbed form for the
 past, whose keys would otherwise be recomputed for each chunk (`ops/latent_attention.py`). On a GPU
@@ -27,7 +28,7 @@ from jax import lax
 
 from jdisagg.layout.platforms import traits_of
 from jdisagg.model_api import Index, Latent
-from jdisagg.ops import prefill_attention_cudnn
+from jdisagg.ops import prefill_attention_cudnn, prefill_attention_tpu
 from jdisagg.ops.block_attention import chosen_from_blocks
 from jdisagg.ops.kv_pages import PastPages as PastPages
 from jdisagg.ops.kv_pages import as_read, gather_columns, gather_pages
@@ -114,6 +115,23 @@ def prefill_attention(
             rows=rows,
             sinks_N=sinks_N,
         )
+    elif index is None and prefill_attention_tpu.applies(
+        q_TNH, k_TKH, past, platform=platform, device_kind=device_kind, latent=latent is not None
+    ):
+        o_TNH = prefill_attention_tpu.attend(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            segment_T,
+            positions_T,
+            first_key(segment_T, window),
+            past,
+            scale=scale,
+            window=window,
+            cap=cap,
+            sinks_N=sinks_N,
+            marked=latent is not None,
+        )
     else:
         o_TNH = _blocks(
             q_TNH,
@@ -167,7 +185,7 @@ def _blocks(
     heads = k_TKH.shape[1]
     q_KGTH = q_TNH.reshape(tokens, heads, query_heads // heads, width).transpose(1, 2, 0, 3)
     k_KTH, v_KTH = k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1)
-    start_T = _first_key(segment_T, window)
+    start_T = first_key(segment_T, window)
     masked = packed or window is not None
     q_past_TNH = absorb(q_TNH, latent) if latent is not None and past is not None else q_TNH
     past_heads = heads if latent is None else 1
@@ -228,7 +246,7 @@ def _released(cached: Softmax, latent: Latent) -> Softmax:
     return Softmax(top, total, mixed_NQV[:, None])
 
 
-def _first_key(segment_T: jax.Array, window: int | None) -> jax.Array:
+def first_key(segment_T: jax.Array, window: int | None) -> jax.Array:
     """Returns the chunk index of the first key that each token attends to. The index never
     decreases along the chunk."""
     index_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)

@@ -36,7 +36,7 @@ def applies(q_TNH: jax.Array, *, platform: str, device_kind: str = "") -> bool:
     width = q_TNH.shape[-1]
     largest = LARGEST_HEAD_ON_HOPPER if is_hopper(device_kind) else LARGEST_HEAD
     half = q_TNH.dtype in (jnp.bfloat16, jnp.float16)
-    platform_fits = traits_of(platform).kernels and usable(CUDNN_ATTENTION)
+    platform_fits = traits_of(platform).kernels == "gpu" and usable(CUDNN_ATTENTION)
     return platform_fits and half and width % 8 == 0 and width <= largest
 
 

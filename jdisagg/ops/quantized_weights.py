@@ -58,7 +58,7 @@ class KernelForm:
     def packed(self, *, experts: bool = False) -> bool:
         """Whether two int4 inputs are packed into one byte."""
         traits = traits_of(self.platform)
-        by_kernels = experts and traits.kernels and usable(BLOCK_EXPERTS)
+        by_kernels = experts and traits.kernels == "gpu" and usable(BLOCK_EXPERTS)
         return self.weights == "int4" and (traits.stores_bits or by_kernels)
 
     def role(self, *, experts: bool = False) -> Role:

@@ -14,6 +14,7 @@ from jdisagg.ops import optional_kernels
 from jdisagg.ops.optional_kernels import (
     BLOCK_EXPERTS,
     KERNELS,
+    KERNELS_OF,
     LATENT_ATTENTION,
     PAGED_ATTENTION,
     usable,
@@ -89,18 +90,18 @@ def test_kernels_are_checked_on_accelerators_only_and_the_result_is_stored(
         checks.append(1)
         return {PAGED_ATTENTION: "refused by the driver"}
 
-    monkeypatch.setattr(kernel_check, "check_kernels", check)
-    assert choose_kernels("auto", accelerator=False, folder=str(tmp_path)) == {}
+    monkeypatch.setattr(kernel_check, "check_kernels", lambda names: check())
+    assert choose_kernels("auto", accelerator="", folder=str(tmp_path)) == {}
     assert not checks and all(map(usable, KERNELS))
     for _ in range(2):
-        choose_kernels("auto", accelerator=True, folder=str(tmp_path))
+        choose_kernels("auto", accelerator="gpu", folder=str(tmp_path))
     assert checks == [1]
     assert [name for name in KERNELS if not usable(name)] == [PAGED_ATTENTION]
     assert kernel_check.failed_kernels() == (f"{PAGED_ATTENTION}: refused by the driver",)
     assert "replaced by its XLA form: refused by the driver" in caplog.text
     (stored,) = tmp_path.glob("kernels-*.json")
     stored.write_text("broken")
-    choose_kernels("auto", accelerator=True, folder=str(tmp_path))
+    choose_kernels("auto", accelerator="gpu", folder=str(tmp_path))
     assert checks == [1, 1] and json.loads(stored.read_text())
 
 
@@ -109,13 +110,13 @@ def test_kernels_are_checked_on_accelerators_only_and_the_result_is_stored(
     [("xla", ()), (f"{BLOCK_EXPERTS}, {LATENT_ATTENTION}", (BLOCK_EXPERTS, LATENT_ATTENTION))],
 )
 def test_kernels_chosen_by_hand_are_not_checked(choice: str, left: tuple[str, ...]) -> None:
-    assert choose_kernels(choice, accelerator=True) == {}
+    assert choose_kernels(choice, accelerator="gpu") == {}
     assert {name for name in KERNELS if usable(name)} == set(left)
 
 
 def test_an_unknown_kernel_is_refused_with_the_names() -> None:
     with pytest.raises(ConfigError, match="no kernel named flash; give auto, xla, or names of pag"):
-        choose_kernels("flash", accelerator=True)
+        choose_kernels("flash", accelerator="gpu")
 
 
 def test_probes_compare_the_kernels_with_their_xla_forms() -> None:
@@ -127,11 +128,22 @@ def test_probes_compare_the_kernels_with_their_xla_forms() -> None:
     assert set(kernel_check.PROBES) == set(KERNELS)
 
 
+@pytest.mark.parametrize("accelerator", ["gpu", "tpu"])
+def test_the_kernels_of_the_accelerator_are_checked(
+    accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(kernel_check, "check_kernels", lambda names: checked.extend(names) or {})
+    choose_kernels("auto", accelerator=accelerator)
+    assert tuple(checked) == KERNELS_OF[accelerator]
+
+
 def test_a_kernel_that_is_switched_off_is_not_chosen() -> None:
     import jax.numpy as jnp
 
     from jdisagg.ops import grouped_products_gpu, latent_attention_pallas, paged_attention_pallas
     from jdisagg.ops import prefill_attention_cudnn as cudnn
+    from jdisagg.ops import prefill_attention_tpu as tpu
     from jdisagg.ops.quantized_weights import KernelForm
 
     q_BNH, pages = jnp.zeros((2, 8, 128), jnp.bfloat16), jnp.zeros((4, 2, 64, 128), jnp.bfloat16)
@@ -143,10 +155,11 @@ def test_a_kernel_that_is_switched_off_is_not_chosen() -> None:
             paged_attention_pallas.applies(q_BNH, pages),
             latent_attention_pallas.applies(latent, cached, 512),
             cudnn.applies(q_BNH, platform="gpu"),
+            tpu.applies(q_BNH, q_BNH, None, platform="tpu", device_kind="TPU v6e", latent=False),
             grouped_products_gpu.wgmma_applies(q_BNH[0], 256, "H100"),
             int4.packed(experts=True),
         ]
 
     assert all(chosen())
-    choose_kernels("xla", accelerator=True)
+    choose_kernels("xla", accelerator="gpu")
     assert not any(chosen())

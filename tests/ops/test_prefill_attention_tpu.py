@@ -1,0 +1,98 @@
+"""The TPU's kernel of prefill attention, interpreted on a CPU, against dense attention in
+float64."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdisagg.ops import prefill_attention_tpu as kernel
+from jdisagg.ops.kv_pages import PastPages
+from jdisagg.ops.prefill_attention import first_key
+from tests.ops.test_prefill_attention import Chunk
+
+pytestmark = pytest.mark.one_device
+SINKS_N = np.array([-3, 0, 1.5, 4, 60, -90], np.float32)  # the fifth leaves next to nothing
+
+
+def run(chunk: Chunk, dtype: str = "float32", *, past: bool, **how: Any) -> np.ndarray:
+    def attend(q_TNH, k_TKH, v_TKH, segment_T, positions_T, earlier) -> jax.Array:
+        assert kernel.supports(q_TNH, k_TKH, earlier, latent=False)
+        shared = (q_TNH, k_TKH, v_TKH, segment_T, positions_T)
+        first_T = first_key(segment_T, how.get("window"))
+        options = {"window": None, "cap": 0.0, "sinks_N": None, "marked": False, **how}
+        return kernel.attend(
+            *shared, first_T, earlier, scale=chunk.scale, interpret=True, **options
+        )
+
+    out = jax.jit(attend)(*arrays(chunk, dtype), earlier(chunk, dtype) if past else None)
+    assert out.dtype == dtype
+    return np.asarray(out, np.float32)
+
+
+def arrays(chunk: Chunk, dtype: str) -> tuple[jax.Array, ...]:
+    heads = [jnp.asarray(part, dtype) for part in (chunk.q, chunk.k, chunk.v)]
+    return (*heads, jnp.asarray(chunk.segment), jnp.asarray(chunk.positions))
+
+
+def earlier(chunk: Chunk, dtype: str) -> PastPages:
+    pages = chunk.past
+    assert pages.v_pages_PKSH is not None
+    return pages._replace(
+        k_pages_PKSH=pages.k_pages_PKSH.astype(dtype), v_pages_PKSH=pages.v_pages_PKSH.astype(dtype)
+    )
+
+
+@pytest.mark.parametrize("past", [False, pytest.param(True, marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"window": 30, "cap": 0.7, "sinks_N": SINKS_N}],
+    ids=["plain", "window, cap and sinks"],
+)
+def test_packed_sequences_see_their_own_tokens_and_pages(past: bool, how: dict[str, Any]) -> None:
+    rows = [(200, 30), (9, 50), (1, 1), (0, 25)] if past else [(0, 1), (0, 40), (0, 60)]
+    chunk = Chunk(rows, width=64, slots=64)
+    real = chunk.segment >= 0
+    want = chunk.expected(**how)[real]
+    np.testing.assert_allclose(run(chunk, past=past, **how)[real], want, atol=1e-5)
+
+
+def test_a_rank_without_tokens_has_one_item() -> None:
+    q_TNH, k_TKH = jnp.zeros((256, 2, 64)), jnp.zeros((256, 1, 64))
+    padding_T = jnp.full(256, -1, jnp.int32)
+    first_T, sizes = first_key(padding_T, None), kernel._sizes(q_TNH, k_TKH, None)
+    items, count = kernel._items(padding_T, padding_T, first_T, None, sizes, None)
+    assert int(count) == 1 and int(items.row[0]) == -1
+    assert int(items.block[0]) in (0, 1) and int(items.own[0]) == 0
+
+
+def test_key_blocks_without_a_visible_key_have_no_item() -> None:
+    """Two sequences of 1024 tokens in blocks of 512 (two heads a kv head): the second sees nothing
+    of the first, and a window of one token leaves a block with itself."""
+    segment_T = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 1024)
+    q_TNH, k_TKH = (jnp.zeros((2048, heads, 64), jnp.bfloat16) for heads in (2, 1))
+    sizes = kernel._sizes(q_TNH, k_TKH, None)
+    assert (sizes.queries, sizes.keys) == (512, 512)
+    all_seen, themselves = [(0, 0), (1, 0), (1, 1), (2, 2), (3, 2), (3, 3)], range(4)
+    for window, blocks in ((None, all_seen), (1, [(block, block) for block in themselves])):
+        first_T = first_key(segment_T, window)
+        items, count = kernel._items(segment_T, segment_T, first_T, None, sizes, window)
+        found = list(zip(items.block.tolist(), items.own.tolist(), strict=True))
+        assert found[: int(count)] == blocks
+        assert set(items.block.tolist()[int(count) :]) <= {-1}
+
+
+def test_the_kernel_is_for_tpus_and_for_sizes_that_it_has() -> None:
+    def applies(q: tuple[int, ...], heads: int, dtype: str = "bfloat16", **how: Any) -> bool:
+        k_TKH = jnp.zeros((q[0], heads, q[2]), dtype)
+        options = {"platform": "tpu", "device_kind": "TPU v6 lite", "latent": False, **how}
+        return kernel.applies(jnp.zeros(q, dtype), k_TKH, None, **options)
+
+    assert applies((512, 8, 128), 2) and applies((512, 8, 64), 2)
+    assert not applies((512, 8, 64), 2, "float32")
+    assert not applies((512, 8, 128), 2, platform="gpu")
+    assert not applies((512, 8, 128), 2, device_kind="")
+    assert not applies((512, 8, 80), 2)
+    assert not applies((512, 128, 64), 1)
