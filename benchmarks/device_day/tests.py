@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.device_day.day import Day, Figures
 
-WORKERS = 4
+WORKERS = 8
 # small: enough to show that the marker selects and the summary is read
 SMALL = ("tests/ops/test_rope.py", "tests/ops/test_kv_pages.py")
 
@@ -25,7 +25,7 @@ def tests(day: Day) -> Figures:
         environment |= {
             "JAX_PLATFORMS": "tpu,cpu" if day.tpu else "cuda,cpu",
             "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": ".1",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05",
         }
     log = day.out / "tests.log"
     with log.open("w") as output:
