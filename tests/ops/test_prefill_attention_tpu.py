@@ -1,6 +1,7 @@
-"""The TPU's kernel of prefill attention, interpreted on a CPU, against dense attention in
-float64."""
+"""The TPU's kernel of prefill attention, interpreted on a CPU, against dense attention in float64
+and against the form in plain XLA."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from jdisagg.ops import prefill_attention_tpu as kernel
-from jdisagg.ops.kv_pages import PastPages
-from jdisagg.ops.prefill_attention import first_key
+from jdisagg.ops.kv_pages import PastPages, as_kept
+from jdisagg.ops.prefill_attention import first_key, prefill_attention
+from jdisagg.ops.quarantine import MARKER
 from tests.ops.test_prefill_attention import Chunk
 
 pytestmark = pytest.mark.one_device
@@ -40,6 +42,8 @@ def arrays(chunk: Chunk, dtype: str) -> tuple[jax.Array, ...]:
 def earlier(chunk: Chunk, dtype: str) -> PastPages:
     pages = chunk.past
     assert pages.v_pages_PKSH is not None
+    if pages.k_pages_PKSH.dtype == jnp.uint8:
+        return pages
     return pages._replace(
         k_pages_PKSH=pages.k_pages_PKSH.astype(dtype), v_pages_PKSH=pages.v_pages_PKSH.astype(dtype)
     )
@@ -57,6 +61,61 @@ def test_packed_sequences_see_their_own_tokens_and_pages(past: bool, how: dict[s
     real = chunk.segment >= 0
     want = chunk.expected(**how)[real]
     np.testing.assert_allclose(run(chunk, past=past, **how)[real], want, atol=1e-5)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("window", [1, 7, 600])
+@pytest.mark.parametrize("past", [False, True])
+def test_chunks_of_several_blocks_leave_out_keys_outside_the_window(
+    past: bool, window: int
+) -> None:
+    """Blocks of 128 queries (two heads a kv head), and of 256 keys, in the chunk and in pages."""
+    chunk = Chunk(
+        [(1100 if past else 0, 700), (300 if past else 0, 450)],
+        heads=1, groups=2, width=64, slots=128,
+    )  # fmt: skip
+    real = chunk.segment >= 0
+    got = run(chunk, past=past, window=window)[real]
+    np.testing.assert_allclose(got, chunk.expected(window)[real], atol=1e-5)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("width", [64, 128])
+def test_bfloat16_differs_from_the_xla_form_by_its_rounding(width: int) -> None:
+    chunk = Chunk([(40, 60), (0, 70)], width=width, slots=32)
+    attend = functools.partial(prefill_attention, scale=chunk.scale, platform="tpu")
+    want = jax.jit(attend)(*arrays(chunk, "bfloat16"), earlier(chunk, "bfloat16"))
+    real = chunk.segment >= 0
+    got = run(chunk, "bfloat16", past=True)[real]
+    np.testing.assert_allclose(got, np.asarray(want, np.float32)[real], atol=2e-2)
+    np.testing.assert_allclose(got, chunk.expected()[real], atol=4e-2)
+
+
+@pytest.mark.ci
+def test_pages_of_fp8_are_read_as_the_xla_form_reads_them() -> None:
+    chunk = Chunk([(100, 30), (0, 40)], width=64, slots=32)
+    _, v_pages, *_ = chunk.past
+    assert v_pages is not None
+    k_PKSH, v_PKSH = (
+        as_kept(part, jnp.dtype("uint8")) for part in (chunk.past.k_pages_PKSH, v_pages)
+    )
+    chunk.past = chunk.past._replace(k_pages_PKSH=k_PKSH, v_pages_PKSH=v_PKSH)
+    attend = functools.partial(prefill_attention, scale=chunk.scale, platform="tpu")
+    want = jax.jit(attend)(*arrays(chunk, "float32"), chunk.past)
+    real = chunk.segment >= 0
+    np.testing.assert_allclose(run(chunk, past=True)[real], np.asarray(want)[real], atol=1e-5)
+    assert np.abs(np.asarray(want) - chunk.expected())[real].max() > 1e-3, "fp8 took effect"
+
+
+@pytest.mark.ci
+def test_latent_keys_with_the_marker_of_another_sequence_change_nothing() -> None:
+    """Values are narrower than keys, as in the expanded form of latent attention."""
+    chunk = Chunk([(0, 40), (0, 50)], width=128)
+    chunk.v = chunk.v[..., :64]
+    chunk.k[:40], chunk.v[:40] = MARKER, MARKER
+    got = run(chunk, past=False, marked=True)
+    np.testing.assert_allclose(got[40:90], chunk.expected()[40:90, :, :64], atol=1e-5)
+    assert (got[:40] > 1e15).all(), "the faulty sequence shows"
 
 
 def test_a_rank_without_tokens_has_one_item() -> None:
