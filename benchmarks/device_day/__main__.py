@@ -32,11 +32,13 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="On the CPU, in small sizes.")
     parser.add_argument("--minutes", type=float, default=8.0, help="After which no row is begun.")
     parser.add_argument("--programs", help="Folder of compiled programs; without: DIR/xla.")
+    parser.add_argument("--only", default="", help="Regular expression of the rows to run.")
     given = parser.parse_args()
     if given.part == "all":
         return max(_alone(part, sys.argv[1:]) for part in PARTS)
     programs = given.programs or str(given.out / "xla")
-    return _run(given.part, given.out, given.small, 60 * given.minutes, programs)
+    limits = (60 * given.minutes, given.only)
+    return _run(given.part, given.out, given.small, *limits, programs)
 
 
 def _alone(part: str, arguments: list[str]) -> int:
@@ -48,7 +50,7 @@ def _alone(part: str, arguments: list[str]) -> int:
     ).returncode
 
 
-def _run(part: str, out: Path, small: bool, seconds: float, programs: str) -> int:
+def _run(part: str, out: Path, small: bool, seconds: float, only: str, programs: str) -> int:
     """Runs a part. Returns 0 if no row failed."""
     if small:
         os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, for children too
@@ -56,7 +58,7 @@ def _run(part: str, out: Path, small: bool, seconds: float, programs: str) -> in
     from jdisagg.engine.compilation import use_compilation_cache
 
     use_compilation_cache(programs)
-    day = Day(part, out, small, seconds)
+    day = Day(part, out, small, seconds, only)
     module = importlib.import_module(f"benchmarks.device_day.{part}")
     if part not in ("handoff", "tests", "serve"):  # their children need the device whole
         from benchmarks.measure import machine

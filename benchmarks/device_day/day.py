@@ -3,6 +3,7 @@ fails."""
 
 import json
 import os
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -25,12 +26,14 @@ class Day:
         part: Name of the part.
         out: Folder for `PART.json` and other files of the part.
         small: Whether to use sizes for a CPU, so that every row can be tried on any machine.
-        seconds: Time after which no further row is started."""
+        seconds: Time after which no further row is started.
+        only: Regular expression; rows whose names do not match it are left out."""
 
     part: str
     out: Path
     small: bool
     seconds: float
+    only: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
@@ -57,6 +60,8 @@ class Day:
             gpu: The row has a meaning on a GPU only.
             shares: Two processes share the device, which a TPU does not allow.
         """
+        if not re.search(self.only, name):
+            return None
         if gpu and (self.small or self.tpu):
             return self._keep(name, 0.0, {"skipped": "only on a GPU"})
         if shares and self.tpu:

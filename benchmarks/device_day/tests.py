@@ -19,7 +19,17 @@ def run(day: Day) -> None:
 def tests(day: Day) -> Figures:
     where = SMALL if day.small else ()
     several = () if day.small or day.tpu else ("-n", str(WORKERS), "--dist", "loadfile")
-    command = (sys.executable, "-m", "pytest", "-m", "one_device", "-p", "no:cacheprovider")
+    command = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "one_device",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+    )
     environment = dict(os.environ)
     if not day.small:
         environment |= {
