@@ -8,7 +8,9 @@ from pathlib import Path
 
 from jdisagg.address import parse_host_port
 from jdisagg.config import EngineConfig, Mode, override
-from jdisagg.node.recipes import BOTH_SIDES, load_recipe, of_both_sides
+from jdisagg.node.gpus import gpus_of_host
+from jdisagg.node.recipes import BOTH_SIDES, for_accelerators, load_recipe, of_both_sides
+from jdisagg.node.tpus import chips_of_host
 from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.service.internal.connection import Credentials
@@ -66,7 +68,7 @@ def engine_config(given: Given, weights: bool = True) -> EngineConfig:
     Raises:
         ConfigError, LayoutError, CheckpointError: A value cannot work; the message names the value.
     """
-    recipe = load_recipe(given.config)
+    recipe = _recipe(given)
     changes: list[str] = []
     said = given.given()
     if said.get("http_port") == -1:
@@ -94,6 +96,18 @@ def engine_config(given: Given, weights: bool = True) -> EngineConfig:
         changes += [f"{side}.min_chunk_tokens={least}" for side in BOTH_SIDES]
     fields = [text for text in given.set if not text.startswith("elastic.")]
     return override(recipe, [*changes, *of_both_sides(fields)])
+
+
+def _recipe(given: Given) -> EngineConfig:
+    """Returns the recipe of --config. The default recipe is for virtual devices of a CPU, so that
+    a command that serves in one process replaces its layouts on a host with accelerators."""
+    recipe = load_recipe(given.config)
+    if not {"devices", "prefill", "decode"}.issubset(given.names):
+        return recipe
+    if any(map(given.present, ("config", "prefill", "decode"))):
+        return recipe
+    devices = len(gpus_of_host(os.environ)) or len(chips_of_host(os.environ))
+    return for_accelerators(recipe, devices) if devices else recipe
 
 
 def recipe_defaults(names: Sequence[str]) -> dict[str, object]:

@@ -1,12 +1,15 @@
 """The rows of one part. Each row is run, measured and written to the file at once, even if it
 fails."""
 
+import contextlib
 import json
 import os
 import re
+import signal
+import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +101,27 @@ class Day:
         text = json.dumps({"machine": self._machine, "rows": self.rows}, indent=1, default=str)
         with _replaced(self.path) as file:
             file.write_text(text + "\n")
+
+
+def run_whole(
+    command: Sequence[str], environment: Mapping[str, str], seconds: float, log: Path
+) -> int:
+    """Runs a command whose output goes to `log`, and returns its exit status. Ends the command's
+    own children too, which would otherwise keep the device's memory.
+
+    Raises:
+        subprocess.TimeoutExpired: The command runs longer than `seconds`.
+    """
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env=dict(environment), stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            return process.wait(timeout=max(1.0, seconds))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 @contextmanager

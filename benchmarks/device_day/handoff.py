@@ -5,14 +5,13 @@ before this process uses the device."""
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from functools import partial
 
 from msgspec.structs import replace
 
-from benchmarks.device_day.day import Day, Figures
+from benchmarks.device_day.day import Day, Figures, run_whole
 from benchmarks.device_day.engine import GREEDY, Engine, Sizes
 from jdisagg.messages.step_commands import (
     ConnectPeer,
@@ -68,19 +67,20 @@ def lent(day: Day, allocator: str) -> Figures:
         *(sys.executable, "-m", "benchmarks.device_day.lent"),
         *(f"--megabytes={1 if day.small else 1024}", f"--allocator={allocator}"),
     )
-    return json.loads(said(day, command).splitlines()[-1])
+    lines = said(day, command).splitlines()
+    return json.loads(next(line for line in reversed(lines) if line.startswith("{")))
 
 
 def said(day: Day, command: tuple[str, ...]) -> str:
     """Runs a command that leaves room on the device for a second process, and returns its
     output."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": ".4"}
-    ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=max(1.0, day.left)
-    )
-    if ended.returncode:
-        raise RuntimeError(f"{command[2]} ended with {ended.returncode}: {ended.stderr[-1500:]}")
-    return ended.stdout
+    log = day.out / "handoff.log"
+    status = run_whole(command, environment, day.left, log)
+    text = log.read_text()
+    if status:
+        raise RuntimeError(f"{command[2]} ended with {status}: {text[-1500:]}")
+    return text
 
 
 def blocks_of(engine: Engine, tokens: int) -> list[OfferSpec]:

@@ -2,10 +2,9 @@
 
 import os
 import re
-import subprocess
 import sys
 
-from benchmarks.device_day.day import Day, Figures
+from benchmarks.device_day.day import Day, Figures, run_whole
 
 WORKERS = 8
 # small: enough to show that the marker selects and the summary is read
@@ -19,17 +18,8 @@ def run(day: Day) -> None:
 def tests(day: Day) -> Figures:
     where = SMALL if day.small else ()
     several = () if day.small or day.tpu else ("-n", str(WORKERS), "--dist", "loadfile")
-    command = (
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "one_device",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-    )
+    options = "-m one_device -p no:cacheprovider -p no:benchmark"
+    command = (sys.executable, "-m", "pytest", *options.split())
     environment = dict(os.environ)
     if not day.small:
         environment |= {
@@ -38,11 +28,7 @@ def tests(day: Day) -> Figures:
             "XLA_PYTHON_CLIENT_MEM_FRACTION": ".05",
         }
     log = day.out / "tests.log"
-    with log.open("w") as output:
-        code = subprocess.run(
-            (*command, *several, *where), env=environment, stdout=output, stderr=output,
-            timeout=max(1.0, day.left),
-        ).returncode  # fmt: skip
+    code = run_whole((*command, *several, *where), environment, day.left, log)
     lines = log.read_text().splitlines()
     counted = {
         kind: int(number)

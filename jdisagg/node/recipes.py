@@ -11,7 +11,7 @@ import importlib.util
 import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -254,3 +254,19 @@ def _call(value: ModelConfig | InstanceConfig, defaults: ModelConfig | InstanceC
 def _layout(layout: Layout) -> str:
     stages = f", pp={layout.pp}" if layout.pp > 1 else ""
     return f"Layout(dp={layout.dp}, tp={layout.tp}, ep={layout.ep}{stages})"
+
+
+def for_accelerators(recipe: EngineConfig, devices: int) -> EngineConfig:
+    """Returns a recipe with layouts and sizes for one process with all accelerators of a host. Two
+    or more are divided into a prefill mesh (tp) and a decode mesh (dp) of equal size, a power of
+    two. A single one prefills and decodes in the same steps (mode chunked).
+
+    Args:
+        devices: Number of accelerators, at least 1.
+    """
+    sizes = InstanceConfig(slots_per_rank=32, chunk_tokens=1024, min_chunk_tokens=256)
+    if devices == 1:
+        return replace(recipe, mode=Mode.CHUNKED, prefill=sizes, decode=sizes)
+    half = 1 << ((devices // 2).bit_length() - 1)
+    prefill, decode = (replace(sizes, layout=one) for one in (Layout(tp=half), Layout(dp=half)))
+    return replace(recipe, mode=Mode.DISAGGREGATED, prefill=prefill, decode=decode)

@@ -20,6 +20,9 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.recipes import ClusterShape, load_recipe, load_shape, recipe_text, worker_config
+from launch import generate, serve
+from launch.flags import Given
+from launch.settings import engine_config
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT = "from jdisagg.config import EngineConfig, InstanceConfig"
@@ -192,3 +195,35 @@ def test_a_shape_that_serves_nobody_is_refused(tmp_path: Path):
     path.write_text("def get_cluster(): return (1, 2)")
     with pytest.raises(ConfigError, match="must return a ClusterShape, got tuple"):
         load_shape(str(path))
+
+
+@pytest.mark.parametrize(
+    ("visible", "flags", "layouts"),
+    [
+        ("", (), (Mode.DISAGGREGATED, "tp=2", "dp=2")),  # virtual devices of the CPU
+        ("0", (), (Mode.CHUNKED, "", "")),
+        ("0", ("--mode=unified",), (Mode.UNIFIED, "", "")),
+        ("0,1", (), (Mode.DISAGGREGATED, "", "")),
+        ("0,1,2,3,4,5,6,7", (), (Mode.DISAGGREGATED, "tp=4", "dp=4")),
+        ("0,1,2", ("--prefill=tp=2",), (Mode.DISAGGREGATED, "tp=2", "dp=2")),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_a_process_without_layouts_uses_the_gpus_of_its_host(
+    command: str,
+    visible: str,
+    flags: tuple[str, ...],
+    layouts: tuple[Mode, str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    given = Given({"serve": serve, "generate": generate}[command].flags.names, ())
+    given.values(["jdisagg", *flags])
+    config = engine_config(given)
+    mode, prefill, decode = layouts
+    assert (config.mode, config.prefill.layout, config.decode.layout) == (
+        mode,
+        Layout.parse(prefill) if prefill else Layout(),
+        Layout.parse(decode) if decode else Layout(),
+    )
