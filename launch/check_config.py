@@ -26,7 +26,6 @@ from jdisagg.engine.memory_plan import (
     device_memory,
     fit_engine,
     host_sharers,
-    index_bytes,
 )
 from jdisagg.engine.prefix_defaults import engine_defaults, fit_with_defaults
 from jdisagg.errors import JdisaggError
@@ -108,8 +107,7 @@ def _plans(config: EngineConfig, found: Inspection) -> list[str]:
     else:
         prepare_engine(config, None)
         devices = jax.devices()[: devices_of(config)]
-        host, indices = (devices[0], memory_fraction(config)), index_bytes(config.decode)
-        check_host_cache(config.prefix, *host, host_sharers(config), indices)
+        check_host_cache(config.prefix, devices[0], memory_fraction(config), host_sharers(config))
         memory = device_memory(devices, memory_fraction(config))
     plans = fit_with_defaults(config, given, lambda whole: fit_engine(whole, geometry, memory))[1]
     sides = [config.prefill, config.decode] if len(plans) > 1 else [config.decode]
