@@ -142,10 +142,3 @@ def test_workers_are_actors_that_move_to_another_node_when_theirs_is_lost(tmp_pa
         wait_until(lambda: driver.where() == moved, "both serve on the third", START_SECONDS)
         wait_until(lambda: all_free(driver.client, WORKERS), "pages are free", START_SECONDS)
         driver.answers()
-
-
-def test_workers_of_several_processes_serve_from_two_nodes(tmp_path: Path) -> None:
-    """Each of the nodes has room for half of the processes."""
-    layouts = ("--prefill=tp=2", "--decode=tp=2", "--processes_per_instance=2")
-    with hosts(3, tmp_path) as made, cluster(made, tmp_path, 3, *layouts) as driver:
-        driver.answers()
