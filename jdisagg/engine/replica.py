@@ -4,6 +4,9 @@ Worker processes and embedded clusters use this module. The caller passes the fu
 weights (`LoadModel`) and the channel that transfers KV (`Channel`). This module must import neither
 gRPC nor a model family."""
 
+import asyncio
+import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -272,6 +275,7 @@ async def warm_up(
     *,
     beside: bool = False,
     turn: Callable[[], None] = lambda: None,
+    together: int | None = None,
 ) -> None:
     """Compiles and runs the programs of replicas, except those that are loaded later
     (`Replica.load_later`), and measures their times.
@@ -281,6 +285,8 @@ async def warm_up(
         beside: Whether the replicas serve requests meanwhile. Each program is then loaded when they
             are idle, or have been busy for `BUSY_SECONDS`, and nothing is measured.
         turn: Function that is called before each program that is loaded beside requests.
+        together: Number of programs that are compiled at a time; None is half of the processor's
+            cores. It is 1 where an instance spans processes, which must run programs in one order.
     """
     steps = [
         (one.executor, step)
@@ -289,6 +295,10 @@ async def warm_up(
         if step.capability is None or one.readiness.ready(step.capability)
     ]
     steps += more
+    together = together or max(1, len(os.sched_getaffinity(0)) // 2)
+    if not beside and together > 1 and not any(one[0].programs.spans_processes for one in steps):
+        await _compile(steps, together, progress)
+        progress = None
     for done, (executor, step) in enumerate(steps):
         if beside:
             for replica in replicas:
@@ -301,6 +311,27 @@ async def warm_up(
             progress(done + 1, len(steps))
     for replica in () if beside else replicas:
         await replica.measure()
+
+
+async def _compile(
+    steps: Sequence[tuple[MeshExecutor, WarmUpStep]], together: int, progress: Progress | None
+) -> None:
+    """Compiles the programs of steps, `together` at a time, by running each step once."""
+    places, apart = asyncio.Semaphore(together), dict.fromkeys(steps)
+    done = itertools.count(1)
+
+    async def compile_one(executor: MeshExecutor, step: WarmUpStep) -> None:
+        async with places:
+            await executor.on_compiled(step.run)
+        if progress:
+            progress(next(done), len(apart))
+
+    tasks = [asyncio.create_task(compile_one(*one)) for one in apart]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def load_rest(replicas: Sequence[Replica]) -> None:

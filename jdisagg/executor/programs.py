@@ -88,6 +88,7 @@ class Programs:
         self._by_rank = NamedSharding(mesh, RANK)
         self._built: dict[Hashable, Callable[..., Any]] = {}
         self._lock = threading.Lock()
+        self._building: dict[Hashable, threading.Lock] = {}
         self._this_thread = threading.local()
 
     @property
@@ -184,11 +185,16 @@ class Programs:
         if program is None:
             if getattr(self._this_thread, "only_compiled", False):
                 raise MissingProgram(lambda: self.get(key, build))
-            with _short_turns:
-                built = build()
             with self._lock:
-                program = self._built.setdefault(key, built)
-                self._compilations += program is built
+                building = self._building.setdefault(key, threading.Lock())
+            with building:  # a thread that needs the same program waits for it
+                program = self._built.get(key)
+                if program is None:
+                    with _short_turns:
+                        program = build()
+                    with self._lock:
+                        self._built[key] = program
+                        self._compilations += 1
         return program
 
     def adopt(self, earlier: "Programs") -> None:

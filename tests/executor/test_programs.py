@@ -3,6 +3,9 @@ threads."""
 
 import itertools
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -62,3 +65,18 @@ def test_other_threads_get_the_interpreter_soon_while_a_program_is_built() -> No
     with pytest.raises(ValueError, match="no program"):
         programs.get("broken", lambda: (_ for _ in ()).throw(ValueError("no program")))
     assert sys.getswitchinterval() == usual
+
+
+def test_threads_that_need_one_program_compile_it_once_and_others_meanwhile() -> None:
+    programs = Programs(jax.make_mesh((1, 1), ("dp", "kv")))
+    both, built = threading.Barrier(2), []
+
+    def build(key: str) -> Callable[[], str]:
+        built.append(key)
+        both.wait(10.0)  # only if both programs are built at once
+        return lambda: key
+
+    with ThreadPoolExecutor(6) as threads:
+        keys = ["a", "b"] * 3
+        found = list(threads.map(lambda key: programs.get(key, lambda: build(key))(), keys))
+    assert found == keys and sorted(built) == ["a", "b"] and programs.compilations == 2
