@@ -19,8 +19,11 @@ PARTLY_ROTATED = {
     "glm4",
     "glm4v_text",
     "glm4_moe",
+    "minimax",
+    "minimax_m1",
     "minimax_m2",
     "minimax_m3_vl_text",
+    "minimax_text_01",
     "mimo_v2_flash",
     "qwen3_next",
     "qwen3_5_text",
@@ -29,12 +32,15 @@ PARTLY_ROTATED = {
 
 
 ROPE_BY_LAYER = {"olmo3", "gemma3_text", "gemma4_text", "mimo_v2_flash", "step3p5"}
+MINIMAX: dict[str, object] = {"postnorm": True, "attn_type_list": [0, 1] * 2}
 # What a family's config must say beside it.
 BESIDE: dict[str, dict[str, object]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "minimax_m1": MINIMAX,
     "minimax_m3_vl_text": {"index_n_heads": 2},
+    "minimax_text_01": MINIMAX,
     "nemotron_h": {"hybrid_override_pattern": "ME*-", "mamba_num_heads": 8, "n_groups": 2},
     # by default the last layer must be one without a window, and there are six to a pattern
     "gemma4_text": {
