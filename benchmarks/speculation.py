@@ -134,7 +134,7 @@ class Switch:
         self.begin(0, [])
 
     def begin(self, batch: int, orders: list[bool]) -> None:
-        """Begins a wave of requests. `orders` tells for each pair whether drafts come first."""
+        """Begins a wave. `orders`: for each pair of blocks, whether drafts come first."""
         self._batch, self._orders = batch, orders
         self.pairs: list[tuple[Block, Block]] = []
         self._step, self._edge, self._half = 0, self._now(), dict[str, Block]()

@@ -275,18 +275,17 @@ async def warm_up(
     *,
     beside: bool = False,
     turn: Callable[[], None] = lambda: None,
-    together: int | None = None,
 ) -> None:
     """Compiles and runs the programs of replicas, except those that are loaded later
-    (`Replica.load_later`), and measures their times.
+    (`Replica.load_later`), and measures their times. Compiles half as many programs at a time as
+    the processor has cores, or one where an instance spans processes, which must run programs in
+    one order.
 
     Args:
         more: Further steps, after those of the replicas.
         beside: Whether the replicas serve requests meanwhile. Each program is then loaded when they
             are idle, or have been busy for `BUSY_SECONDS`, and nothing is measured.
         turn: Function that is called before each program that is loaded beside requests.
-        together: Number of programs that are compiled at a time; None is half of the processor's
-            cores. It is 1 where an instance spans processes, which must run programs in one order.
     """
     steps = [
         (one.executor, step)
@@ -295,7 +294,7 @@ async def warm_up(
         if step.capability is None or one.readiness.ready(step.capability)
     ]
     steps += more
-    together = together or max(1, len(os.sched_getaffinity(0)) // 2)
+    together = len(os.sched_getaffinity(0)) // 2
     if not beside and together > 1 and not any(one[0].programs.spans_processes for one in steps):
         await _compile(steps, together, progress)
         progress = None

@@ -85,16 +85,17 @@ class AskedAgain:
 
     Args:
         most: Number of evicted blocks whose names are remembered.
+        always: Whether every copy counts as worth its time.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, always: bool = False) -> None:
+        self._most, self._always = most, always
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # oldest first
         self._share = 1.0
 
     @property
     def worth_copying(self) -> bool:
-        return self._share >= LEAST_ASKED
+        return self._always or self._share >= LEAST_ASKED
 
     def evicted(self, name: bytes) -> None:
         """Records that the pages of a block are about to be reused."""

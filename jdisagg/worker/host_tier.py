@@ -80,13 +80,13 @@ class HostTier(KvSource):
         self.blocks = HostBlocks(capacity, bound=room.rank_bound)
         # under the names of their blocks
         self.snapshots = HostBlocks(of_snapshots // self.snapshot_bytes if of_snapshots else 0)
-        self._asked = AskedAgain(capacity)
-        self._snapshots_asked = AskedAgain(self.snapshots.capacity)
+        self._asked = AskedAgain(capacity, room.always)
+        self._snapshots_asked = AskedAgain(self.snapshots.capacity, room.always)
         self.on = self.blocks.capacity > 0
         self.ready: Callable[[], bool] = lambda: True
         self._room_bytes, self._lent_bytes = of_blocks, 0
         self._most_writing = most_writing
-        self.prices, self._always = Prices(room.always), room.always
+        self.prices = Prices(room.always)
         self._kept = kept
         self._loop = loop
         self._limits = limits
@@ -149,14 +149,14 @@ class HostTier(KvSource):
 
     def _evicted(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
         self._asked.evicted(name)
-        if self._always or self._asked.worth_copying:
+        if self._asked.worth_copying:
             self._copy_out(rank, name, index, pages)
         elif name not in self.blocks:
             self._counters.add("host_blocks_declined")
 
     def _snapshot_evicted(self, rank: int, name: bytes, slot: int, tokens: int) -> None:
         self._snapshots_asked.evicted(name)
-        if self._always or self._snapshots_asked.worth_copying:
+        if self._snapshots_asked.worth_copying:
             self._copy_snapshot(rank, name, slot, tokens)
         elif name not in self.snapshots:
             self._counters.add("host_snapshots_declined")
