@@ -86,6 +86,7 @@ async def until_all_free(run: Running) -> None:
         ("lfm2", "", "tp=1", "dp=2"),
         ("qwen3_next", "", "tp=2", "dp=2"),
         ("kimi_linear", "", "tp=2", "dp=2,ep=2"),
+        ("minimax", "", "tp=2", "dp=2,ep=2"),
         ("qwen3_5_images", "", "tp=2", "dp=2"),
         ("mistral3_images", "", "dp=2", "tp=2"),
         ("gpt_oss", "", "tp=1", "dp=2"),
