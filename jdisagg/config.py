@@ -134,7 +134,7 @@ class InstanceConfig:
     block_bytes: int | None = None
     steps_per_dispatch: int = 1
     stream_tokens: int = 1
-    speculate: str = "off"
+    speculate: str = "auto"
     queue_limit: int = 1024
     growth_tokens: int = 256
     ahead_sequences: int | None = None

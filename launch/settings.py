@@ -77,8 +77,6 @@ def engine_config(given: Given, weights: bool = True) -> EngineConfig:
         changes.append(f"service.http_port={given.http_port}")
     if "model" in said:
         said["model"] = str(local_model(str(said["model"]), given.revision, weights))
-    if said.get("draft") and not said.get("speculate"):
-        said["speculate"] = "auto"
     if said.get("peer_fetch") is not None:
         changes.append(f"routing.peer_fetch={said['peer_fetch']}")
     asked = "dtype" in given.names and ("model" in said or "dtype" in said)
