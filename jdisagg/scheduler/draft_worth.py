@@ -29,8 +29,8 @@ MOST_CREDIT = 8.0
 # What takes longer is other work on the machine.
 MOST_COST = 8.0
 LEAST_REST = 64  # steps without drafts before they are tried again
-CREDIT_SHARE = 0.004  # of the time of steps without drafts, by which credit grows
-PREDICTION_SHARE = 0.005  # largest part of all time that predictions take while they do not pay
+CREDIT_SHARE = 0.002  # of the time of steps without drafts, by which credit grows
+PREDICTION_SHARE = 0.003  # largest part of all time that predictions take while they do not pay
 RESTS = (8, 256)  # fewest and most steps between predictions then
 _FADE = 0.95  # of expected and accepted drafts, at each step
 _PRIOR = 4.0  # drafts that are taken to have come as expected

@@ -78,7 +78,7 @@ def test_drafts_that_lose_are_tried_again_when_steps_without_have_made_up_for_th
     cost: float,
 ) -> None:
     mesh = Mesh(cost, 0.4, 0)
-    mesh.run(4000)
+    mesh.run(8000)
     first, *later = mesh.trials
     assert LEAST_SAMPLES <= first < 2 * LEAST_SAMPLES
     assert len(later) >= 2 and len(mesh.drafted) <= 6 * len(mesh.trials)
