@@ -37,6 +37,8 @@ _OTHERS = {
 }
 _KNOWN = _DTYPES | _OTHERS
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_LISTED = 8
 # The names in transformers 5, and in earlier versions.
 _TEXT = (("model.language_model.", "model."), ("language_model.", ""))
 _EYES = re.compile(
@@ -95,10 +97,12 @@ class SafetensorsFiles:
     def from_directory(cls, directory: Path) -> "SafetensorsFiles":
         """Reads all headers. An index, if present, gives the file of each tensor. Other copies of a
         tensor, and tensors that are not in the index, are ignored. A tensor that its file lacks is
-        missing only if the model needs it."""
+        missing only if the model needs it. Without an index, the directory must have
+        model.safetensors or a complete set of shards."""
         weight_map = _weight_map(directory)
         if weight_map is None:
-            return cls(_read_header(directory / _SINGLE))
+            parts = [_read_header(directory / file) for file in _files_without_index(directory)]
+            return cls({name: tensor for part in parts for name, tensor in part.items()})
         headers = {file: _read_header(directory / file) for file in set(weight_map.values())}
         held = {n: headers[file][n] for n, file in weight_map.items() if n in headers[file]}
         if absent := sorted(weight_map.keys() - held.keys()):
@@ -206,16 +210,11 @@ def _text_name(name: str) -> str:
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """Returns file names by tensor name from the index, or None for a single file without an
-    index, or beside the index of files that are all gone (their tensors were merged)."""
+    """Returns file names by tensor name from the index, or None without an index, or if a single
+    file is beside the index of files that are all gone (their tensors were merged)."""
     index_path = directory / _INDEX
     if not index_path.is_file():
-        if (directory / _SINGLE).is_file():
-            return None
-        raise CheckpointError(
-            f"{directory} holds neither {_SINGLE} nor {_INDEX}; other weight formats are not"
-            " supported"
-        )
+        return None
     try:
         index = json.loads(index_path.read_text(encoding="utf-8"))
         weight_map = dict(index["weight_map"])
@@ -233,6 +232,33 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
             f"{index_path} names files that are missing: {', '.join(missing)}; fetch them"
         )
     return weight_map
+
+
+def _files_without_index(directory: Path) -> list[str]:
+    """Returns the single file, or all shards of the set that the names of the shards describe."""
+    if (directory / _SINGLE).is_file():
+        return [_SINGLE]
+    found = {path.name for path in directory.glob("model-*") if _SHARD.fullmatch(path.name)}
+    counts = sorted({name.removesuffix(".safetensors").rpartition("-")[2] for name in found})
+    if not counts:
+        raise CheckpointError(
+            f"{directory} holds neither {_SINGLE} nor {_INDEX}; other weight formats are not"
+            " supported"
+        )
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"{directory} holds no {_INDEX} and shards of several sets (of {', '.join(counts)});"
+            " remove all but one set"
+        )
+    count, digits = int(counts[0]), len(counts[0])
+    names = [f"model-{i:0{digits}}-of-{counts[0]}.safetensors" for i in range(1, count + 1)]
+    if missing := [name for name in names if name not in found]:
+        more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+        raise CheckpointError(
+            f"{directory} holds no {_INDEX}, and of {count} shards these are missing:"
+            f" {', '.join(missing[:_LISTED])}{more}; fetch them"
+        )
+    return names
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:

@@ -467,6 +467,23 @@ def test_files_are_read_as_their_index_says(checkpoint: Path, form: str) -> None
     _assert_same(_load(checkpoint), expected)
 
 
+def test_a_complete_set_of_shards_needs_no_index(checkpoint: Path) -> None:
+    expected = _load(checkpoint)
+    names = list(own := load_file(checkpoint / "model.safetensors"))
+    (checkpoint / "model.safetensors").unlink()
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    for first, shard in enumerate(shards):
+        save_file({name: own[name] for name in names[first::3]}, checkpoint / shard)
+    _assert_same(_load(checkpoint), expected)
+    for shard in shards[:2]:
+        (checkpoint / shard).rename(checkpoint / f"old-{shard}")
+    with pytest.raises(CheckpointError, match=f"missing: {shards[0]}, {shards[1]}; fetch"):
+        _load(checkpoint)
+    shutil.copy(checkpoint / shards[2], checkpoint / "model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"several sets \(of 00001, 00003\)"):
+        _load(checkpoint)
+
+
 @pytest.mark.parametrize(
     "index",
     ['{"weight_map": {"a": 5}}', '{"weight_map": {"a": null}}', "[" * 100_000],
