@@ -20,7 +20,6 @@ their nodes, and starts them on others when a node is lost (docs/deployment.md#r
 and token files apply to all processes. KV itself is not encrypted (docs/security.md)."""
 
 import asyncio
-import os
 import sys
 import tempfile
 from dataclasses import replace
@@ -29,12 +28,12 @@ from pathlib import Path
 from jdisagg.config import EngineConfig
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.accelerators import accelerators_of_host
 from jdisagg.node.cluster import Cluster
 from jdisagg.node.cluster_log import ClusterLog
 from jdisagg.node.cluster_plan import ClusterConfig, ClusterPlan, plan_cluster
-from jdisagg.node.gpus import gpus_of_host, parse_gpus
+from jdisagg.node.gpus import parse_gpus
 from jdisagg.node.recipes import ClusterShape, load_shape, worker_config
-from jdisagg.node.tpus import chips_of_host
 from jdisagg.observe.logs import start_logging
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import StartMember, start_here
@@ -89,7 +88,7 @@ def _run_on_ray(config: ClusterConfig, folder: Path) -> int:
 def _gpus() -> tuple[int | str, ...]:
     if flags.gpus is not None:
         return parse_gpus("gpus", flags.gpus)
-    return gpus_of_host(os.environ) or chips_of_host(os.environ)
+    return accelerators_of_host().devices
 
 
 async def _run(planned: ClusterPlan, start_child: StartMember) -> int:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from jdisagg.address import parse_host_port
 from jdisagg.config import EngineConfig, Mode, override
-from jdisagg.node.gpus import gpus_of_host
+from jdisagg.node.accelerators import accelerators_of_host
 from jdisagg.node.recipes import BOTH_SIDES, for_accelerators, load_recipe, of_both_sides
-from jdisagg.node.tpus import chips_of_host
 from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.service.internal.connection import Credentials
@@ -104,7 +103,7 @@ def _recipe(given: Given) -> EngineConfig:
         return recipe
     if any(map(given.present, ("config", "prefill", "decode"))):
         return recipe
-    devices = len(gpus_of_host(os.environ)) or len(chips_of_host(os.environ))
+    devices = len(accelerators_of_host().devices)
     return for_accelerators(recipe, devices) if devices else recipe
 
 

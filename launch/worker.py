@@ -24,13 +24,14 @@ from jdisagg.engine.host_settings import hand_over_quickly
 from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.platforms import libtpu_variables
 from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.accelerators import accelerators_of_host
 from jdisagg.node.deployment import prepare_runtime
 from jdisagg.node.gpus import VISIBLE, parse_gpus
 from jdisagg.node.recipes import worker_config
 from jdisagg.node.run_files import ProcessPlace, WorkerProcessConfig, read_config
 from jdisagg.node.signals import end_at_once
-from jdisagg.node.tpus import chips_of_host, show_chips
 from jdisagg.node.worker import worker_spec
 from jdisagg.node.worker_process import WorkerProcess, join
 from jdisagg.observe.logs import start_logging
@@ -65,10 +66,9 @@ def main() -> None:
         check_certificate(config.worker.service)
         if flags.gpus is not None:
             own = parse_gpus("gpus", flags.gpus, several=False)
-            if chips_of_host(os.environ):
-                show_chips(own)
-            else:
-                os.environ[VISIBLE] = ",".join(map(str, own))
+            on_tpu = accelerators_of_host().kind == "tpu"
+            visible = ",".join(map(str, own))
+            os.environ.update(libtpu_variables(own) if on_tpu else {VISIBLE: visible})
         fraction = config.worker.instance.memory_fraction
         worker = config.worker
         prepare_runtime(config.devices, worker.compilation_cache, fraction, worker.kernels)

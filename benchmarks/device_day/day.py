@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jdisagg.node.tpus import chips_of_host
+from jdisagg.node.accelerators import accelerators_of_host
 
 Figures = Mapping[str, Any]
 ERROR_CHARACTERS = 2000
@@ -52,7 +52,7 @@ class Day:
     @property
     def tpu(self) -> bool:
         """Whether the device is a TPU. Opens no device, because children need it whole."""
-        return not self.small and bool(chips_of_host(os.environ))
+        return not self.small and accelerators_of_host().kind == "tpu"
 
     def row(
         self, name: str, measure: Callable[[], Figures], *, gpu: bool = False, shares: bool = False

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.errors import ConfigError
+from jdisagg.layout.platforms import TPU_CHIPS, libtpu_variables
 from jdisagg.ops.optional_kernels import (
     BLOCK_EXPERTS,
     CUDNN_ATTENTION,
@@ -45,13 +46,6 @@ BOUND = 0.02
 SECONDS = 120.0  # for one kernel: its compilation, and the start of the process
 CHILD = (sys.executable, "-m", "jdisagg.engine.kernel_check")
 DRIVER = Path("/proc/driver/nvidia/version")
-# A TPU's child takes one chip of its host, and waits for no other host of the slice.
-CHILD_ENVIRONMENT = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "TPU_VISIBLE_CHIPS": os.environ.get("TPU_VISIBLE_CHIPS", "0").split(",")[0],
-    "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
-    "TPU_PROCESS_BOUNDS": "1,1,1",
-}
 
 _failed: dict[str, str] = {}  # by this process's check
 
@@ -132,7 +126,9 @@ def check_kernels(
 
 def _child(command: list[str], seconds: float) -> tuple[str, str]:
     """Runs the child process. Returns its output, and a text about its end."""
-    environment = {**os.environ, **CHILD_ENVIRONMENT}
+    chip = os.environ.get(TPU_CHIPS, "0").split(",")[0]
+    environment = {**os.environ, **libtpu_variables([chip])}
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:

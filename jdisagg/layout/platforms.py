@@ -1,7 +1,8 @@
-"""What each JAX platform needs of programs, arrays and batches: the one table of what differs
-between a CPU, a GPU and a TPU. benchmarks/LOG.md has the measurements behind the entries for CPUs
-and GPUs, benchmarks/results/tpu_programs.json those of the programs compiled for TPUs."""
+"""What each JAX platform needs of programs, arrays, batches and processes: the one table of what
+differs between a CPU, a GPU and a TPU. benchmarks/LOG.md has the measurements behind the entries
+for CPUs and GPUs, benchmarks/results/tpu_programs.json those of the programs compiled for TPUs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,6 +96,27 @@ _TRAITS = {
         least_page=32,  # rows of a tile of 8-bit values
     ),
 }
+
+
+TPU_CHIPS = "TPU_VISIBLE_CHIPS"
+# libtpu's form of a process's part of a host, by its number of chips
+_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+
+
+def libtpu_variables(chips: Sequence[int | str]) -> dict[str, str]:
+    """Returns the environment variables of a process that has some of a host's TPU chips and waits
+    for no other process. Raises ConfigError if libtpu cannot divide a host so."""
+    if len(chips) not in _BOUNDS:
+        raise ConfigError(
+            f"--gpus: a worker's number of TPU chips must be one of"
+            f" {', '.join(map(str, _BOUNDS))}, got {len(chips)}; choose another layout, or set"
+            " --gpus_per_worker"
+        )
+    return {
+        TPU_CHIPS: ",".join(map(str, chips)),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": _BOUNDS[len(chips)],
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+    }
 
 
 def traits_of(platform: str) -> PlatformTraits:

@@ -17,6 +17,7 @@ from jdisagg.config import EngineConfig, ServiceConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.accelerators import accelerators_of_host
 from jdisagg.node.gpus import DEVICE_FRACTION, assign_gpus, gpu_environment
 from jdisagg.node.recipes import ClusterShape, worker_config
 from jdisagg.node.router import RouterConfig
@@ -26,7 +27,7 @@ from jdisagg.node.run_files import (
     WorkerProcessConfig,
     write_config,
 )
-from jdisagg.node.tpus import chip_environment, chips_of_host
+from jdisagg.node.tpus import chip_environment
 from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.supervisor.child_process import Command
@@ -249,7 +250,7 @@ class ClusterPlan:
         arguments = (sys.executable, "-u", "-m", "jdisagg", command, f"--config_file={path}")
         if name not in self.gpus:
             return Command(name, arguments)
-        if chips_of_host(os.environ):
+        if accelerators_of_host().kind == "tpu":
             chips = chip_environment(os.environ, self.gpus[name], self.config.gpus)
             return Command(name, arguments, chips)
         fraction = (

@@ -3,7 +3,6 @@ generate text in one process."""
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,10 +38,10 @@ from jdisagg.executor.weight_swaps import WeightsSource
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
-from jdisagg.node.gpus import DEVICE_FRACTION, gpus_of_host, set_memory_fraction
+from jdisagg.node.accelerators import accelerators_of_host
+from jdisagg.node.gpus import DEVICE_FRACTION, set_memory_fraction
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.recording import embedded_recorder
-from jdisagg.node.tpus import chips_of_host
 from jdisagg.node.warm_up import WarmedBefore, progress_bar
 from jdisagg.observe.observer import Observer
 from jdisagg.router.cluster_state import Description
@@ -112,9 +111,7 @@ def prepare_runtime(
             f" restart the process (a notebook's kernel){keep}"
         ) from error
     keep_freed_memory()
-    tpus = chips_of_host(os.environ)
-    accelerator = "gpu" if gpus_of_host(os.environ) else "tpu" if tpus else ""
-    choose_kernels(kernels, accelerator=accelerator, folder=compilation_cache)
+    choose_kernels(kernels, accelerator=accelerators_of_host().kind, folder=compilation_cache)
     use_compilation_cache(compilation_cache)
 
 

@@ -2,17 +2,13 @@
 chip to one process. This module imports neither JAX nor libtpu."""
 
 import importlib.util
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jdisagg.errors import ConfigError
+from jdisagg.layout.platforms import TPU_CHIPS, libtpu_variables
 from jdisagg.node.gpus import may_use
-
-VISIBLE = "TPU_VISIBLE_CHIPS"
-# libtpu's form of a process's part of a host, by its number of chips
-_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 def has_libtpu() -> bool:
@@ -25,7 +21,7 @@ def chips_of_host(environment: Mapping[str, str], devices: Path = Path("/dev")) 
     TPU_VISIBLE_CHIPS. Returns none without libtpu, or if JAX is configured for other platforms."""
     if not has_libtpu() or not may_use(environment, "tpu"):
         return ()
-    if visible := environment.get(VISIBLE):
+    if visible := environment.get(TPU_CHIPS):
         return tuple(int(part) for part in visible.split(",") if part.strip().isdigit())
     files = list(devices.glob("accel[0-9]*"))
     if not files and (devices / "vfio").is_dir():
@@ -47,21 +43,4 @@ def chip_environment(
             f"--gpus: TPU chip {shared[0]} is given to two workers, and a chip belongs to one"
             " process; start fewer workers, or choose smaller layouts"
         )
-    if len(chips) not in _BOUNDS:
-        raise ConfigError(
-            f"--gpus: a worker's number of TPU chips must be one of"
-            f" {', '.join(map(str, _BOUNDS))}, got {len(chips)}; choose another layout, or set"
-            " --gpus_per_worker"
-        )
-    return {
-        **environment,
-        VISIBLE: ",".join(map(str, chips)),
-        "TPU_CHIPS_PER_PROCESS_BOUNDS": _BOUNDS[len(chips)],
-        "TPU_PROCESS_BOUNDS": "1,1,1",
-    }
-
-
-def show_chips(chips: Sequence[int]) -> None:
-    """Limits this process to some of the host's chips. Must be called before JAX first uses a
-    device."""
-    os.environ.update(chip_environment({}, chips, chips))
+    return {**environment, **libtpu_variables(chips)}

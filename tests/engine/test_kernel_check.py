@@ -81,6 +81,12 @@ def test_a_child_that_cannot_start_fails_every_kernel() -> None:
     assert set(failed) == {"good", "later"} and "status 3" in failed["good"]
 
 
+def test_a_child_gets_the_first_chip_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_VISIBLE_CHIPS", "4,5")
+    code = "import os, sys; sys.exit('chip ' + os.environ['TPU_VISIBLE_CHIPS'])"
+    assert "(chip 4)" in check_kernels(("good",), (sys.executable, "-c", code))["good"]
+
+
 def test_kernels_are_checked_on_accelerators_only_and_the_result_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

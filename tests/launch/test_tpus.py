@@ -7,6 +7,7 @@ import pytest
 from jdisagg.config import EngineConfig, InstanceConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.platforms import TPU_CHIPS
 from jdisagg.node import tpus
 from jdisagg.node.cluster_plan import ClusterConfig, plan_cluster
 from jdisagg.node.recipes import ClusterShape
@@ -18,7 +19,7 @@ FOUR = InstanceConfig(layout=Layout(tp=4))
 def a_tpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpus, "has_libtpu", lambda: True)
     monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
-    monkeypatch.setenv(tpus.VISIBLE, "0,1,2,3,4,5,6,7")
+    monkeypatch.setenv(TPU_CHIPS, "0,1,2,3,4,5,6,7")
 
 
 def test_two_workers_share_out_the_chips_of_a_host(tmp_path: Path) -> None:
