@@ -25,21 +25,19 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from jdisagg.config import EngineConfig
+from jdisagg.config import Mode
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.node.accelerators import accelerators_of_host
 from jdisagg.node.cluster import Cluster
 from jdisagg.node.cluster_log import ClusterLog
 from jdisagg.node.cluster_plan import ClusterConfig, ClusterPlan, plan_cluster
-from jdisagg.node.gpus import parse_gpus
 from jdisagg.node.recipes import ClusterShape, load_shape, worker_config
 from jdisagg.observe.logs import start_logging
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import StartMember, start_here
 from launch.console import run
 from launch.flags import ENGINE, HTTP, OBSERVE, SERVICE, define
-from launch.settings import elastic_config, engine_config, observe_config
+from launch.settings import accelerators_of, elastic_config, engine_config, observe_config
 from launch.shipped import SHIPPED_MODEL
 from models.catalog import read_config
 from models.hf_config import HfConfig
@@ -85,12 +83,6 @@ def _run_on_ray(config: ClusterConfig, folder: Path) -> int:
         return asyncio.run(_run(planned, processes.start))
 
 
-def _gpus() -> tuple[int | str, ...]:
-    if flags.gpus is not None:
-        return parse_gpus("gpus", flags.gpus)
-    return accelerators_of_host().devices
-
-
 async def _run(planned: ClusterPlan, start_child: StartMember) -> int:
     live = sys.stderr.isatty() if flags.table is None else flags.table
     title = f"jdisagg on {planned.address}"
@@ -101,10 +93,12 @@ async def _run(planned: ClusterPlan, start_child: StartMember) -> int:
 def cluster_config() -> ClusterConfig:
     """Builds the configuration of the cluster before any process starts. Raises ConfigError for a
     model, layout, size or address that cannot work."""
-    engine = engine_config(flags)
-    shape = _shape(engine)
-    directory = engine.model.directory or SHIPPED_MODEL
     by_ray = flags.on == "ray"
+    gpus = () if by_ray else accelerators_of(flags)
+    count = _shape(Mode(flags.mode) if flags.mode else None).instances
+    engine = engine_config(flags, meshes=min(count, len(gpus)))
+    shape = _shape(engine.mode)
+    directory = engine.model.directory or SHIPPED_MODEL
     geometry = read_config(HfConfig.from_directory(Path(directory))).geometry
     for role in WorkerRole:
         if getattr(shape, role.value):
@@ -121,7 +115,7 @@ def cluster_config() -> ClusterConfig:
         observe_config(flags),
         flags.record,
         flags.decision_log,
-        () if by_ray else _gpus(),
+        gpus,
         None if by_ray else flags.gpus_per_worker,
     )
 
@@ -134,8 +128,9 @@ def plan(config: ClusterConfig, folder: Path) -> ClusterPlan:
     return planned
 
 
-def _shape(engine: EngineConfig) -> ClusterShape:
-    """Returns the number of workers of each role, from the flags or else from the recipe."""
+def _shape(mode: Mode | None) -> ClusterShape:
+    """Returns the number of workers of each role, from the flags or else from the recipe. If `mode`
+    is None, the recipe's mode is used."""
     given = {role.value: getattr(flags, f"{role.value}_workers") for role in WorkerRole}
     mixed, others = given["mixed"], [given["prefill"], given["decode"]]
     if mixed and any(others):
@@ -143,7 +138,7 @@ def _shape(engine: EngineConfig) -> ClusterShape:
             f"--mixed_workers={mixed} excludes --prefill_workers and --decode_workers; give one"
             " kind, or all three in a recipe's get_cluster()"
         )
-    shape = ClusterShape(mixed=1) if mixed else load_shape(flags.config, engine.mode)
+    shape = ClusterShape(mixed=1) if mixed else load_shape(flags.config, mode)
     counts = {role: count for role, count in given.items() if count is not None}
     return replace(shape, **counts)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from jdisagg.address import parse_host_port
 from jdisagg.config import EngineConfig, Mode, override
 from jdisagg.node.accelerators import accelerators_of_host
+from jdisagg.node.gpus import parse_gpus
 from jdisagg.node.recipes import BOTH_SIDES, for_accelerators, load_recipe, of_both_sides
 from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
@@ -50,10 +51,11 @@ _FIELDS = {
     "advertise_host": "service.advertise_host",
     **{name: f"service.{name}" for name in (*SERVICE, *HTTP)},
 }
+_SET_LAYOUTS = {"config", "prefill", "decode", "layout", "gpus_per_worker"}
 _FILES = ("tls_certificate", "tls_key", "tls_client_ca", "token_file", "cluster_token_file")
 
 
-def engine_config(given: Given, weights: bool = True) -> EngineConfig:
+def engine_config(given: Given, weights: bool = True, meshes: int = 2) -> EngineConfig:
     """Returns the configuration: the recipe of --config, changed by --set and by the other flags
     that were given.
 
@@ -63,11 +65,13 @@ def engine_config(given: Given, weights: bool = True) -> EngineConfig:
     Args:
         given: Flags of a command.
         weights: Whether the weights are needed if --model is downloaded.
+        meshes: Number of meshes that share the host's accelerators if no flag gives a recipe or
+            layouts. 0 keeps the recipe's layouts.
 
     Raises:
         ConfigError, LayoutError, CheckpointError: A value cannot work; the message names the value.
     """
-    recipe = _recipe(given)
+    recipe = _recipe(given, meshes)
     changes: list[str] = []
     said = given.given()
     if said.get("http_port") == -1:
@@ -95,16 +99,21 @@ def engine_config(given: Given, weights: bool = True) -> EngineConfig:
     return override(recipe, [*changes, *of_both_sides(fields)])
 
 
-def _recipe(given: Given) -> EngineConfig:
+def accelerators_of(given: Given) -> tuple[int | str, ...]:
+    """Returns the accelerators of --gpus, by default those of the host."""
+    if "gpus" in given.names and given.gpus is not None:
+        return parse_gpus("gpus", given.gpus)
+    return accelerators_of_host().devices
+
+
+def _recipe(given: Given, meshes: int) -> EngineConfig:
     """Returns the recipe of --config. The default recipe is for virtual devices of a CPU, so that
-    a command that serves in one process replaces its layouts on a host with accelerators."""
+    its layouts are replaced on a host with accelerators."""
     recipe = load_recipe(given.config)
-    if not {"devices", "prefill", "decode"}.issubset(given.names):
+    if not meshes or given.given().keys() & _SET_LAYOUTS:
         return recipe
-    if any(map(given.present, ("config", "prefill", "decode"))):
-        return recipe
-    devices = len(accelerators_of_host().devices)
-    return for_accelerators(recipe, devices) if devices else recipe
+    devices = len(accelerators_of(given))
+    return for_accelerators(recipe, devices, meshes) if devices else recipe
 
 
 def recipe_defaults(names: Sequence[str]) -> dict[str, object]:

@@ -109,7 +109,8 @@ def _of_flags() -> WorkerProcessConfig:
         raise ConfigError(f"--router=host:port is required for a {role.value} worker")
     for text in routers:
         check_target(text.strip(), "--router")
-    worker = worker_config(engine_config(flags), role)
+    # The layout of several processes spans accelerators of other hosts.
+    worker = worker_config(engine_config(flags, meshes=int(flags.num_processes == 1)), role)
     layout = Layout.parse(flags.layout) if flags.layout else worker.instance.layout
     port = worker.service.port if flags.present("port") else 0
     worker = replace(

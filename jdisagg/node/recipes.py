@@ -46,6 +46,10 @@ class ClusterShape:
                 " mixed ones"
             )
 
+    @property
+    def instances(self) -> int:
+        return self.prefill + self.decode + self.mixed
+
 
 def load_recipe(path: str) -> EngineConfig:
     """Runs or reads a recipe file and returns its configuration. Raises ConfigError if the file is
@@ -256,17 +260,16 @@ def _layout(layout: Layout) -> str:
     return f"Layout(dp={layout.dp}, tp={layout.tp}, ep={layout.ep}{stages})"
 
 
-def for_accelerators(recipe: EngineConfig, devices: int) -> EngineConfig:
-    """Returns a recipe with layouts and sizes for one process with all accelerators of a host. Two
-    or more are divided into a prefill mesh (tp) and a decode mesh (dp) of equal size, a power of
-    two. A single one prefills and decodes in the same steps (mode chunked).
+def for_accelerators(recipe: EngineConfig, devices: int, meshes: int = 2) -> EngineConfig:
+    """Returns a recipe with layouts and sizes for the accelerators of a host. They are divided into
+    meshes of equal size, a power of two: tp of a prefill mesh, dp of a decode mesh. If there are
+    fewer accelerators than meshes, one mesh prefills and decodes in the same steps (mode chunked).
 
     Args:
         devices: Number of accelerators, at least 1.
     """
     sizes = InstanceConfig(slots_per_rank=32, chunk_tokens=1024, min_chunk_tokens=256)
-    if devices == 1:
-        return replace(recipe, mode=Mode.CHUNKED, prefill=sizes, decode=sizes)
-    half = 1 << ((devices // 2).bit_length() - 1)
-    prefill, decode = (replace(sizes, layout=one) for one in (Layout(tp=half), Layout(dp=half)))
-    return replace(recipe, mode=Mode.DISAGGREGATED, prefill=prefill, decode=decode)
+    each = 1 << (max(1, devices // meshes).bit_length() - 1)
+    prefill, decode = (replace(sizes, layout=one) for one in (Layout(tp=each), Layout(dp=each)))
+    mode = Mode.CHUNKED if devices < meshes else recipe.mode
+    return replace(recipe, mode=mode, prefill=prefill, decode=decode)

@@ -4,6 +4,7 @@ cluster."""
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -20,7 +21,7 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.recipes import ClusterShape, load_recipe, load_shape, recipe_text, worker_config
-from launch import generate, serve
+from launch import check_config, cluster, generate, serve, worker
 from launch.flags import Given
 from launch.settings import engine_config
 
@@ -208,9 +209,9 @@ def test_a_shape_that_serves_nobody_is_refused(tmp_path: Path):
         ("0,1,2", ("--prefill=tp=2",), (Mode.DISAGGREGATED, "tp=2", "dp=2")),
     ],
 )
-@pytest.mark.parametrize("command", ["serve", "generate"])
+@pytest.mark.parametrize("command", [serve, generate, check_config])
 def test_a_process_without_layouts_uses_the_gpus_of_its_host(
-    command: str,
+    command: ModuleType,
     visible: str,
     flags: tuple[str, ...],
     layouts: tuple[Mode, str, str],
@@ -218,7 +219,7 @@ def test_a_process_without_layouts_uses_the_gpus_of_its_host(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
-    given = Given({"serve": serve, "generate": generate}[command].flags.names, ())
+    given = Given(command.flags.names, ())
     given.values(["jdisagg", *flags])
     config = engine_config(given)
     mode, prefill, decode = layouts
@@ -226,4 +227,60 @@ def test_a_process_without_layouts_uses_the_gpus_of_its_host(
         mode,
         Layout.parse(prefill) if prefill else Layout(),
         Layout.parse(decode) if decode else Layout(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        (("--role=prefill",), "tp=8"),
+        (("--role=decode",), "dp=8"),
+        (("--role=mixed", "--mode=unified"), "dp=8"),
+        (("--role=prefill", "--gpus=2,3,6"), "tp=2"),
+        (("--role=prefill", "--layout=dp=2"), "dp=2"),
+        (("--role=prefill", "--num_processes=2"), "tp=2"),  # the default recipe's
+    ],
+)
+def test_a_worker_without_a_layout_uses_all_gpus_of_its_host(
+    flags: tuple[str, ...], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    given = Given(worker.flags.names, ())
+    given.values(["jdisagg", "--router=localhost:8700", *flags])
+    monkeypatch.setattr(worker, "flags", given)
+    assert worker._of_flags().worker.instance.layout == Layout.parse(layout)
+
+
+@pytest.mark.parametrize(
+    ("visible", "flags", "layouts", "instances"),
+    [
+        ("", (), ("tp=2", "dp=2"), 2),  # virtual devices of the CPU
+        ("0", (), ("", ""), 2),
+        ("0", ("--gpus=0,0",), ("", ""), 2),
+        ("0,1,2,3,4,5,6,7", (), ("tp=4", "dp=4"), 2),
+        ("0,1,2,3,4,5,6,7", ("--decode_workers=2",), ("tp=2", "dp=2"), 3),
+        ("0,1,2,3,4,5,6,7", ("--mode=chunked",), ("tp=8", "dp=8"), 1),
+        ("0,1,2,3,4,5,6,7", ("--mixed_workers=2",), ("tp=4", "dp=4"), 2),
+        ("0,1,2,3,4,5,6,7", ("--gpus_per_worker=2",), ("tp=2", "dp=2"), 2),
+        ("0,1,2,3", ("--on=ray",), ("tp=2", "dp=2"), 2),
+    ],
+)
+def test_the_workers_of_a_cluster_without_layouts_share_the_gpus_of_the_host(
+    visible: str,
+    flags: tuple[str, ...],
+    layouts: tuple[str, str],
+    instances: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    given = Given(cluster.flags.names, ())
+    given.values(["jdisagg", *flags])
+    monkeypatch.setattr(cluster, "flags", given)
+    config = cluster.cluster_config()
+    found = (config.engine.prefill.layout, config.engine.decode.layout)
+    assert found == tuple(Layout.parse(text) if text else Layout() for text in layouts)
+    assert config.shape.instances == instances and config.engine.mode.value == (
+        given.mode or "disaggregated"
     )
