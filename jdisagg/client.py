@@ -40,7 +40,6 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from jdisagg.address import canonical
 from jdisagg.chat.images import ChatImage
 from jdisagg.chat.messages import ChatMessage, ChatTool, ToolCall
 from jdisagg.dispatch.prompts import ModelInfo
@@ -58,7 +57,7 @@ from jdisagg.service.internal.connection import (
     NO_CREDENTIALS,
     RECONNECT_OPTIONS,
     Credentials,
-    check_target,
+    channel_of,
     open_channel,
 )
 from jdisagg.trace_context import outgoing
@@ -115,8 +114,7 @@ class AsyncClient(WeightsCalls):
         token: str = "",
         credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
-        check_target(target)
-        self._target = canonical(target)
+        self._target = target
         self._connect_seconds = connect_seconds
         self._timeout_seconds = timeout_seconds
         self._resume_seconds = resume_seconds
@@ -439,9 +437,8 @@ class _BlockingClient(AsyncClient):
     """An `AsyncClient` whose coroutines block instead of suspending."""
 
     def _open(self, credentials: Credentials, options: Options) -> "_Calls":
-        if credentials.tls:
-            return _BlockingCalls(grpc.secure_channel(self._target, credentials.channel(), options))
-        return _BlockingCalls(grpc.insecure_channel(self._target, options))
+        makers = grpc.secure_channel, grpc.insecure_channel
+        return _BlockingCalls(channel_of(*makers, self._target, credentials, options))
 
 
 def _each(events: AsyncGenerator[StreamEvent, None]) -> Generator[StreamEvent, None, None]:

@@ -15,7 +15,7 @@ import pathlib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -38,6 +38,7 @@ LONGEST_SECONDS = 1e9
 
 _BLOCKS = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----")
 
+Channel = TypeVar("Channel")
 Unary = Callable[..., Awaitable[bytes]]
 
 PING_OPTIONS: list[tuple[str, int]] = [
@@ -137,21 +138,27 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """Opens a grpc.aio channel. Call it on the event loop that will use it. Raises ConfigError for
     an empty address."""
-    check_target(address)
     keep_grpc_alive()
-    address = canonical(address)
-    if credentials.tls:
-        return grpc.aio.secure_channel(address, credentials.channel(), options)
-    return grpc.aio.insecure_channel(address, options)
+    makers = grpc.aio.secure_channel, grpc.aio.insecure_channel
+    return channel_of(*makers, address, credentials, options)
 
 
-def check_target(target: str) -> None:
-    """Raises ConfigError for an empty address. Without this check gRPC would wait for a
-    connection."""
-    if not isinstance(target, str) or not target.strip():
+def channel_of(
+    secure: Callable[..., Channel],
+    insecure: Callable[..., Channel],
+    address: str,
+    credentials: Credentials,
+    options: Sequence[tuple[str, int | str]],
+) -> Channel:
+    """Opens a channel with one of two functions of gRPC. Raises ConfigError for an empty address,
+    for which gRPC would wait for a connection."""
+    if not isinstance(address, str) or not address.strip():
         raise ConfigError(
-            f"target must be an address, got {target!r}; give host:port, such as localhost:8700"
+            f"target must be an address, got {address!r}; give host:port, such as localhost:8700"
         )
+    if credentials.tls:
+        return secure(canonical(address), credentials.channel(), options)
+    return insecure(canonical(address), options)
 
 
 def read_pem(subject: str, path: str, kind: str = "CERTIFICATE") -> bytes:
