@@ -139,7 +139,6 @@ def attend(
     """
     tokens, query_heads, width = q_TNH.shape
     heads, out_width = v_TKH.shape[1:]
-    groups = query_heads // heads
     sizes = _sizes(q_TNH, k_TKH, past)
     room = sizes.tokens - tokens
     q_TNH, k_TKH, v_TKH = (
@@ -149,46 +148,11 @@ def attend(
     start_T = jnp.pad(start_T, (0, room), constant_values=tokens)
     positions_T = jnp.pad(positions_T, (0, room))
     items, count = _items(segment_T, positions_T, start_T, past, sizes, window)
-    sinks_N = None if sinks_N is None else sinks_N.astype(jnp.float32)
-
-    by_query = lambda k, i, s: (s.block[i], 0)  # noqa: E731
-    own_keys = lambda k, i, s: (k, s.own[i], 0)  # noqa: E731
-
-    def page(number: int) -> Any:
-        def index(k: Any, i: Any, s: _Items) -> tuple[Any, ...]:
-            column = s.group[i] * sizes.pages + number
-            return s.table[s.pages_row[i] * (sizes.groups * sizes.pages) + column], k, 0, 0
-
-        return index
-
-    def spec(shape: tuple[int | None, ...], index: Any) -> pl.BlockSpec:
-        return pl.BlockSpec(shape, lambda k, i, *s: index(k, i, _Items(*s[: len(_Items._fields)])))
-
-    columns = [spec((sizes.queries, 1), by_query)] * 3
-    per_head = spec((None, groups, sizes.queries, width), lambda k, i, s: (k, 0, s.block[i], 0))
-    out = spec((None, groups, sizes.queries, out_width), lambda k, i, s: (k, 0, s.block[i], 0))
-    arrays: list[jax.Array] = [
-        start_T[:, None],
-        segment_T[:, None],
-        positions_T[:, None],
-        q_TNH.reshape(sizes.tokens, heads, groups, width).transpose(1, 2, 0, 3),
-        k_TKH.swapaxes(0, 1),
-        v_TKH.swapaxes(0, 1),
-    ]
-    specs = [
-        *columns,
-        per_head,
-        spec((None, sizes.keys, width), own_keys),
-        spec((None, sizes.keys, out_width), own_keys),
-    ]
-    if past is not None:
-        for pages_PKSH in (past.k_pages_PKSH, past.v_pages_PKSH):
-            assert pages_PKSH is not None
-            arrays += [pages_PKSH] * sizes.pages
-            block = (None, None, *pages_PKSH.shape[2:])
-            specs += [spec(block, page(number)) for number in range(sizes.pages)]
-    scalars = [*items, *([] if sinks_N is None else [sinks_N])]
-    rows = (groups, sizes.queries)
+    scalars = [*items, *([] if sinks_N is None else [sinks_N.astype(jnp.float32)])]
+    columns = [start_T[:, None], segment_T[:, None], positions_T[:, None]]
+    operands = _operands(columns, q_TNH, k_TKH, v_TKH, past, sizes)
+    rows = (query_heads // heads, sizes.queries)
+    out_shape = (heads, rows[0], sizes.tokens, out_width)
     o_KGTH = pl.pallas_call(
         partial(
             _kernel,
@@ -199,12 +163,12 @@ def attend(
             marked=marked,
             sinks=sinks_N is not None,
         ),
-        out_shape=jax.ShapeDtypeStruct((heads, groups, sizes.tokens, out_width), q_TNH.dtype),
+        out_shape=jax.ShapeDtypeStruct(out_shape, q_TNH.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(heads, count),
-            in_specs=specs,
-            out_specs=out,
+            in_specs=[spec for _, spec in operands],
+            out_specs=_by_query_block(*rows, out_width),
             scratch_shapes=[
                 pltpu.VMEM((*rows, 1), jnp.float32),
                 pltpu.VMEM((*rows, 1), jnp.float32),
@@ -215,8 +179,48 @@ def attend(
         cost_estimate=_cost(sizes, query_heads, width + out_width, q_TNH.dtype.itemsize),
         interpret=interpret,
         name="jdisagg_prefill_attention",
-    )(*scalars, *arrays)
+    )(*scalars, *(array for array, _ in operands))
     return o_KGTH.transpose(2, 0, 1, 3).reshape(sizes.tokens, query_heads, out_width)[:tokens]
+
+
+def _operands(
+    columns: list[jax.Array],
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    past: PastPages | None,
+    sizes: _Sizes,
+) -> list[tuple[jax.Array, pl.BlockSpec]]:
+    """Returns the kernel's arrays with the block of each that an item reads."""
+    heads, groups = k_TKH.shape[1], q_TNH.shape[1] // k_TKH.shape[1]
+    q_KGTH = q_TNH.reshape(sizes.tokens, heads, groups, -1).transpose(1, 2, 0, 3)
+    operands = [
+        *((part, _spec((sizes.queries, 1), lambda k, i, s: (s.block[i], 0))) for part in columns),
+        (q_KGTH, _by_query_block(groups, sizes.queries, q_TNH.shape[2])),
+    ]
+    for part in (k_TKH, v_TKH):
+        own = _spec((None, sizes.keys, part.shape[2]), lambda k, i, s: (k, s.own[i], 0))
+        operands.append((part.swapaxes(0, 1), own))
+
+    def page(number: int, k: Any, i: Any, s: _Items) -> tuple[Any, ...]:
+        column = s.group[i] * sizes.pages + number
+        return s.table[s.pages_row[i] * (sizes.groups * sizes.pages) + column], k, 0, 0
+
+    for pages_PKSH in () if past is None else (past.k_pages_PKSH, past.v_pages_PKSH):
+        assert pages_PKSH is not None
+        block = (None, None, *pages_PKSH.shape[2:])
+        operands += [(pages_PKSH, _spec(block, partial(page, n))) for n in range(sizes.pages)]
+    return operands
+
+
+def _by_query_block(groups: int, queries: int, width: int) -> pl.BlockSpec:
+    """Returns the block of an item's queries, in an array of [K, G, T, H]."""
+    return _spec((None, groups, queries, width), lambda k, i, s: (k, 0, s.block[i], 0))
+
+
+def _spec(shape: tuple[int | None, ...], index: Any) -> pl.BlockSpec:
+    """Returns a block, whose index is a function of kv head, item and `_Items`."""
+    return pl.BlockSpec(shape, lambda k, i, *s: index(k, i, _Items(*s[: len(_Items._fields)])))
 
 
 def _sizes(q_TNH: jax.Array, k_TKH: jax.Array, past: PastPages | None) -> _Sizes:
