@@ -89,65 +89,35 @@ def paged_attention(
     Returns:
         o_TNH in q's dtype.
     """
+    traits, values = traits_of(platform), v_pages_PKSH
     positions_BQ = positions if positions.ndim == 2 else positions[:, None]
-    if latent is not None:
-        assert not cap and sinks_N is None, "no family has both"
-        rank = latent.keys_NRH.shape[1]
-        table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
-        if index is not None and table_BN.shape[1] * k_pages_PKSH.shape[2] > index.positions:
-            assert index_pages_PKSH is not None and window is None
-            pages, at_once = (k_pages_PKSH, index_pages_PKSH), traits_of(platform).without_loops
-            how = {"scale": scale, "at_once": at_once}
-            return selected_attention(q_TNH, *pages, table_BN, positions_BQ, index, latent, **how)
-        q_TNH = absorb(q_TNH, latent)
-        traits = traits_of(platform)
-        kernel = traits.kernels == "gpu" and latent_attention_pallas.applies(
-            q_TNH, k_pages_PKSH, rank
-        )
-        usual = "pallas" if kernel else traits.decode_attention
-        attend = {
-            "loop": _loop,
-            "pages": partial(_loop, whole=True),
-            "gather": gather_attention,
-            "pallas": latent_attention_pallas.latent_attention,
-        }[implementation or usual]
-        mixed_TNR = attend(
-            q_TNH, k_pages_PKSH, rank, table_BN, positions_BQ, scale=scale, window=window
-        )
-        return release(mixed_TNR, latent)
-    assert v_pages_PKSH is not None
     table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
     if index is not None and table_BN.shape[1] * k_pages_PKSH.shape[2] > index.positions:
         assert index_pages_PKSH is not None and window is None and not cap and sinks_N is None
-        pages, at_once = (k_pages_PKSH, v_pages_PKSH), traits_of(platform).without_loops
-        how = {"scale": scale, "at_once": at_once}
-        return attention_to_blocks(
-            q_TNH, *pages, index_pages_PKSH, table_BN, positions_BQ, index, **how
-        )
-    implementation = implementation or _default(platform, q_TNH, k_pages_PKSH)
+        how = {"scale": scale, "at_once": traits.without_loops}
+        if latent is not None:
+            pages, rest = (k_pages_PKSH, index_pages_PKSH), (index, latent)
+            return selected_attention(q_TNH, *pages, table_BN, positions_BQ, *rest, **how)
+        assert v_pages_PKSH is not None
+        pages = (k_pages_PKSH, v_pages_PKSH, index_pages_PKSH)
+        return attention_to_blocks(q_TNH, *pages, table_BN, positions_BQ, index, **how)
+    kernel = partial(paged_attention_pallas.paged_attention, cap=cap, sinks_N=sinks_N)
+    applies = paged_attention_pallas.applies
+    if latent is not None:
+        assert not cap and sinks_N is None, "no family has both"
+        q_TNH, values = absorb(q_TNH, latent), latent.keys_NRH.shape[1]
+        kernel = latent_attention_pallas.latent_attention
+        applies = partial(latent_attention_pallas.applies, rank=values)
+    assert values is not None
+    by_kernel = traits.kernels == "gpu" and applies(q_TNH, k_pages_PKSH)
     attend = {
-        "loop": _loop,
-        "pages": partial(_loop, whole=True),
-        "gather": gather_attention,
-        "pallas": paged_attention_pallas.paged_attention,
-    }[implementation]
-    return attend(
-        q_TNH,
-        k_pages_PKSH,
-        v_pages_PKSH,
-        table_BN,
-        positions_BQ,
-        scale=scale,
-        window=window,
-        cap=cap,
-        sinks_N=sinks_N,
-    )
-
-
-def _default(platform: str, q_TNH: jax.Array, k_pages_PKSH: jax.Array) -> Implementation:
-    traits = traits_of(platform)
-    kernel = traits.kernels == "gpu" and paged_attention_pallas.applies(q_TNH, k_pages_PKSH)
-    return "pallas" if kernel else traits.decode_attention
+        "loop": partial(_loop, cap=cap, sinks_N=sinks_N),
+        "pages": partial(_loop, cap=cap, sinks_N=sinks_N, whole=True),
+        "gather": partial(gather_attention, cap=cap, sinks_N=sinks_N),
+        "pallas": kernel,
+    }[implementation or ("pallas" if by_kernel else traits.decode_attention)]
+    o_TNH = attend(q_TNH, k_pages_PKSH, values, table_BN, positions_BQ, scale=scale, window=window)
+    return o_TNH if latent is None else release(o_TNH, latent)
 
 
 def _loop(
