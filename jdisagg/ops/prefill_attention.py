@@ -21,6 +21,7 @@ with sinks."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,55 +102,28 @@ def prefill_attention(
     by_cudnn = by_cudnn and prefill_attention_cudnn.applies(
         q_TNH, platform=platform, device_kind=device_kind
     )
-
+    chunk = (q_TNH, k_TKH, v_TKH, segment_T)
+    how: dict[str, Any] = {"scale": scale, "window": window, "sinks_N": sinks_N}
     if by_cudnn:
-        o_TNH = prefill_attention_cudnn.attend(
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            segment_T,
-            past,
-            scale=scale,
-            window=window,
-            packed=packed,
-            rows=rows,
-            sinks_N=sinks_N,
-        )
+        o_TNH = prefill_attention_cudnn.attend(*chunk, past, packed=packed, rows=rows, **how)
     elif index is None and prefill_attention_tpu.applies(
         q_TNH, k_TKH, past, platform=platform, device_kind=device_kind, latent=latent is not None
     ):
-        o_TNH = prefill_attention_tpu.attend(
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            segment_T,
-            positions_T,
-            first_key(segment_T, window),
-            past,
-            scale=scale,
-            window=window,
-            cap=cap,
-            sinks_N=sinks_N,
-            marked=latent is not None,
-        )
+        start_T, how["marked"] = first_key(segment_T, window), latent is not None
+        o_TNH = prefill_attention_tpu.attend(*chunk, positions_T, start_T, past, cap=cap, **how)
     else:
         o_TNH = _blocks(
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            segment_T,
+            *chunk,
             positions_T,
             past,
             latent,
             index,
-            scale=scale,
-            window=window,
             cap=cap,
-            sinks_N=sinks_N,
             query_block=query_block,
             packed=packed,
             at_once=traits_of(platform).without_loops,
             gather=gather_pages if traits_of(platform).whole_pages else gather_columns,
+            **how,
         )
     return jnp.where((segment_T >= 0)[:, None, None], o_TNH, jnp.zeros((), q_TNH.dtype))
 
