@@ -9,6 +9,7 @@ embedding of OPT are not counted. Must not depend on hardware or layout."""
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.errors import ConfigError
@@ -422,82 +423,11 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
     Raises:
       ConfigError: A field is missing or not a positive integer; the message names the field.
     """
-
-    def count(*names: str, default: int | None = None, least: int = 1) -> int:
-        for given in names:
-            value = fields.get(given)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(
-                    f"{name}: {given} must be an integer of at least {least}, got {_short(value)};"
-                    " correct it"
-                )
-            return value
-        if default is None:
-            raise ConfigError(
-                f"{name}: needed field {names[0]!r} is missing; take it from the model's published"
-                " config.json"
-            )
-        return default
-
+    count = partial(_count, fields, name)
     family = fields.get("model_type")
     width, layers = count("hidden_size", "n_embed"), count("num_hidden_layers", "n_layer")
-    heads = count("num_attention_heads", "n_head")
-    attention: GroupedAttention | LatentAttention
-    if fields.get("kv_lora_rank") is not None:
-        attention = LatentAttention(
-            heads,
-            count("q_lora_rank", default=0, least=0),
-            count("kv_lora_rank"),
-            count("qk_rope_head_dim"),
-            count("qk_nope_head_dim"),
-            count("v_head_dim"),
-            count("index_n_heads", default=0, least=0),
-            count("index_head_dim", default=0, least=0),
-            count("index_topk", default=0, least=0),
-        )
-    else:
-        head_dim = count("head_dim", default=max(1, width // heads))
-        # Qwen families use the window only if a flag enables it; others use a window that is given.
-        on = fields.get("use_sliding_window", not str(family).startswith("qwen"))
-        window = count("sliding_window", default=0, least=0) if on else 0
-        windowed = _windowed_layers(fields, layers, count) if window else 0
-        attention = GroupedAttention(
-            heads, _kv_heads(fields, heads, count), head_dim, window or None, windowed
-        )
-    experts_count = count(
-        "num_experts", "num_local_experts", "n_routed_experts", default=0, least=0
-    )
-    experts, expert_layers = None, 0
-    if experts_count:
-        expert_ffn = count("moe_intermediate_size", default=count("intermediate_size"))
-        shared = count(
-            "shared_expert_intermediate_size",
-            default=count("n_shared_experts", default=0, least=0) * expert_ffn,
-            least=0,
-        )
-        gated = fields.get("shared_expert_intermediate_size") is not None
-        grouped = count("n_group", default=1) > 1
-        experts = Experts(
-            experts_count,
-            count("num_experts_per_tok"),
-            expert_ffn,
-            shared,
-            gated,
-            groups_of_token=count("topk_group", default=0, least=0) if grouped else 0,
-        )
-        dense_first = count("first_k_dense_replace", default=0, least=0)
-        dense_only = fields.get("mlp_only_layers")
-        dense_only = dense_only if isinstance(dense_only, list) else []
-        step, frequency = (
-            count("decoder_sparse_step", default=1),
-            count("moe_layer_freq", default=1),
-        )
-        expert_layers = sum(
-            (layer + 1) % step == 0 and layer % frequency == 0 and layer not in dense_only
-            for layer in range(dense_first, layers)
-        )
+    attention = _attention(fields, width, layers, count)
+    experts, expert_layers = _experts(fields, layers, count)
     return CostGeometry(
         name=name,
         width=width,
@@ -510,6 +440,84 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
         experts=experts,
         expert_layers=expert_layers,
         context_tokens=count("max_position_embeddings", "seq_length", default=2048),
+    )
+
+
+def _count(
+    fields: Mapping[str, object], name: str, *names: str, default: int | None = None, least: int = 1
+) -> int:
+    """Returns the first field of `names` that is given, or the default. Raises ConfigError."""
+    for given in names:
+        value = fields.get(given)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(
+                f"{name}: {given} must be an integer of at least {least}, got {_short(value)};"
+                " correct it"
+            )
+        return value
+    if default is None:
+        raise ConfigError(
+            f"{name}: needed field {names[0]!r} is missing; take it from the model's published"
+            " config.json"
+        )
+    return default
+
+
+def _attention(
+    fields: Mapping[str, object], width: int, layers: int, count: Callable[..., int]
+) -> GroupedAttention | LatentAttention:
+    heads = count("num_attention_heads", "n_head")
+    if fields.get("kv_lora_rank") is not None:
+        return LatentAttention(
+            heads,
+            count("q_lora_rank", default=0, least=0),
+            count("kv_lora_rank"),
+            count("qk_rope_head_dim"),
+            count("qk_nope_head_dim"),
+            count("v_head_dim"),
+            count("index_n_heads", default=0, least=0),
+            count("index_head_dim", default=0, least=0),
+            count("index_topk", default=0, least=0),
+        )
+    head_dim = count("head_dim", default=max(1, width // heads))
+    # Qwen families use the window only if a flag enables it; others use a window that is given.
+    qwen = str(fields.get("model_type")).startswith("qwen")
+    window = 0
+    if fields.get("use_sliding_window", not qwen):
+        window = count("sliding_window", default=0, least=0)
+    windowed = _windowed_layers(fields, layers, count) if window else 0
+    return GroupedAttention(
+        heads, _kv_heads(fields, heads, count), head_dim, window or None, windowed
+    )
+
+
+def _experts(
+    fields: Mapping[str, object], layers: int, count: Callable[..., int]
+) -> tuple[Experts | None, int]:
+    """Returns the experts, and the number of layers that have them."""
+    number = count("num_experts", "num_local_experts", "n_routed_experts", default=0, least=0)
+    if not number:
+        return None, 0
+    ffn = count("moe_intermediate_size", default=count("intermediate_size"))
+    shared = count(
+        "shared_expert_intermediate_size",
+        default=count("n_shared_experts", default=0, least=0) * ffn,
+        least=0,
+    )
+    gated = fields.get("shared_expert_intermediate_size") is not None
+    groups = count("topk_group", default=0, least=0) if count("n_group", default=1) > 1 else 0
+    experts = Experts(
+        number, count("num_experts_per_tok"), ffn, shared, gated, groups_of_token=groups
+    )
+    dense = fields.get("mlp_only_layers")
+    dense = dense if isinstance(dense, list) else []
+    step, frequency = count("decoder_sparse_step", default=1), count("moe_layer_freq", default=1)
+    first = count("first_k_dense_replace", default=0, least=0)
+    return experts, sum(
+        (layer + 1) % step == 0 and layer % frequency == 0 and layer not in dense
+        for layer in range(first, layers)
     )
 
 
