@@ -51,21 +51,7 @@ def rope_of(
     def number(key: str, default: float | None = None) -> float:
         return checked_number(given.get(key), default, f"{field}.{key}", hf.where)
 
-    for key, value in given.items():
-        if isinstance(value, dict):
-            raise wrong(
-                f"must be one set of parameters, but {key!r} holds another",
-                "per-layer rope is not supported in this family",
-            )
-        if key not in _KNOWN:
-            raise wrong(f"contains {key}={short(value)}, which is not supported")
-    kind = given.get("rope_type") or given.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # the name in the first Phi-3 of 128k
-    if kind not in _TYPES:
-        raise wrong(
-            f"has rope_type {kind!r}, which is not one of {', '.join(_TYPES)}",
-            "use a checkpoint without it",
-        )
+    kind = _kind(given, wrong)
     if kind == "proportional":
         return _proportional(hf, number, head_dim, defaults)
     rotated = _rotated(number("partial_rotary_factor", 0.0), hf, head_dim, defaults)
@@ -125,6 +111,27 @@ def rope_of(
     if rope.factor <= 0 or rope.theta <= 0 or rope.original_tokens < 0:
         raise wrong("must have a positive factor, rope_theta and original_max_position_embeddings")
     return rope
+
+
+def _kind(given: Mapping[str, object], wrong: Callable[..., CheckpointError]) -> str:
+    """Returns the type of a set of rotary parameters whose fields are all known."""
+    for key, value in given.items():
+        if isinstance(value, dict):
+            raise wrong(
+                f"must be one set of parameters, but {key!r} holds another",
+                "per-layer rope is not supported in this family",
+            )
+        if key not in _KNOWN:
+            raise wrong(f"contains {key}={short(value)}, which is not supported")
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind == "su":  # the name in the first Phi-3 of 128k
+        return "longrope"
+    if kind not in _TYPES:
+        raise wrong(
+            f"has rope_type {kind!r}, which is not one of {', '.join(_TYPES)}",
+            "use a checkpoint without it",
+        )
+    return str(kind)
 
 
 def extended_context(context: int, rope: Rope) -> int:
