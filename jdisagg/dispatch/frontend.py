@@ -33,7 +33,14 @@ from jdisagg.dispatch.options import (
     utf8_bytes,
     within_room,
 )
-from jdisagg.dispatch.prompts import ChatTokenizer, ModelInfo, Prompt, PromptEncoder, chat_of
+from jdisagg.dispatch.prompts import (
+    ChatTokenizer,
+    Encoded,
+    ModelInfo,
+    Prompt,
+    PromptEncoder,
+    chat_of,
+)
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.dispatch.served_adapters import ServedAdapters
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
@@ -169,36 +176,9 @@ class Frontend:
             raise InvalidRequestError(
                 f"priority must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority}"
             )
-        if deadline_seconds is None:
-            deadline_seconds = self._limits.default_deadline_seconds
-        elif not (deadline_seconds > 0 and math.isfinite(deadline_seconds)):
-            raise InvalidRequestError(
-                f"deadline_seconds must be positive and finite, got {deadline_seconds}"
-            )
-        self._check_option_ids(options)
-        size_bytes = self.prompts.check(prompt)
-        chat = chat_of(prompt)
-        options, origin = restricted(chat, options, self.prompts.codec.eos_ids)
-        sampling = sampling_params(options, self.model.sampling, self.model.context_tokens)
-        if sampling.grammar is not None:
-            await self._check_grammar(sampling.grammar, origin)
-        encoded = await self.prompts.encode(prompt, size_bytes, within_context=True)
+        deadline_seconds = self._deadline(deadline_seconds)
+        encoded, sampling = await self._encoded(prompt, options, within_context)
         token_ids = encoded.token_ids
-        firm = None if within_context else options.get("max_tokens")
-        room_tokens = self.prompts.room(len(token_ids), firm)
-        sampling = within_room(sampling, SamplingOptions(max_tokens=firm), room_tokens)
-        check_prompt_numbers(prompt_numbers(len(token_ids), sampling))
-        if chat is not None and self._answers.takes_apart(chat.callable_tools):
-            if origin == "bad_words":
-                raise InvalidRequestError(
-                    "bad_words cannot be used in a chat whose answers are parsed for tool calls or"
-                    " reasoning; leave them out"
-                )
-            # The parser needs the markers, which may be special tokens.
-            sampling = dataclasses.replace(sampling, skip_special_tokens=False)
-            if sampling.grammar is not None and not origin and not self._answers.in_headers:
-                opened = await self._opened(chat, sampling.grammar, token_ids)
-                sampling = dataclasses.replace(sampling, grammar=opened)
         if resumption is not None:
             self._check_resumption(resumption, len(token_ids), sampling)
         ends = (
@@ -219,6 +199,44 @@ class Frontend:
             adapter=adapter,
             images=images,
         )
+
+    def _deadline(self, seconds: float | None) -> float:
+        if seconds is None:
+            return self._limits.default_deadline_seconds
+        if not (seconds > 0 and math.isfinite(seconds)):
+            raise InvalidRequestError(
+                f"deadline_seconds must be positive and finite, got {seconds}"
+            )
+        return seconds
+
+    async def _encoded(
+        self, prompt: Prompt, options: SamplingOptions, within_context: bool
+    ) -> tuple[Encoded, SamplingParams]:
+        """Returns the tokens of the prompt, and the sampling parameters that fit them."""
+        self._check_option_ids(options)
+        size_bytes = self.prompts.check(prompt)
+        chat = chat_of(prompt)
+        options, origin = restricted(chat, options, self.prompts.codec.eos_ids)
+        sampling = sampling_params(options, self.model.sampling, self.model.context_tokens)
+        if sampling.grammar is not None:
+            await self._check_grammar(sampling.grammar, origin)
+        encoded = await self.prompts.encode(prompt, size_bytes, within_context=True)
+        firm = None if within_context else options.get("max_tokens")
+        room_tokens = self.prompts.room(len(encoded.token_ids), firm)
+        sampling = within_room(sampling, SamplingOptions(max_tokens=firm), room_tokens)
+        check_prompt_numbers(prompt_numbers(len(encoded.token_ids), sampling))
+        if chat is not None and self._answers.takes_apart(chat.callable_tools):
+            if origin == "bad_words":
+                raise InvalidRequestError(
+                    "bad_words cannot be used in a chat whose answers are parsed for tool calls or"
+                    " reasoning; leave them out"
+                )
+            # The parser needs the markers, which may be special tokens.
+            sampling = dataclasses.replace(sampling, skip_special_tokens=False)
+            if sampling.grammar is not None and not origin and not self._answers.in_headers:
+                opened = await self._opened(chat, sampling.grammar, encoded.token_ids)
+                sampling = dataclasses.replace(sampling, grammar=opened)
+        return encoded, sampling
 
     async def _opened(
         self, chat: ChatPrompt, grammar: Grammar, prompt_ids: Sequence[int]
