@@ -134,23 +134,9 @@ class Router:
             observer.metrics.watch_counters("path", path.counters)
             observer.metrics.watch_cluster(path.status)
             observer.metrics.model = self._name
-        info = self._model_info(membership)
         outcomes = OutcomeTap(self._clock, controller.outcome)
-        frontend = Frontend(
-            through(ServingPath, wrap.path(path, observer), outcomes),
-            self._tokenizer,
-            info,
-            limits,
-            path.routing,
-            self._grammars,
-            AnswerFormat.of(
-                self._tokenizer.chat_template, service.tool_parser, service.reasoning_parser
-            ),
-        )
-        path.read_images_with(frontend.prompts.images.pixels)
+        frontend = self._frontend(path, outcomes, self._model_info(membership))
         frontend.key_use = KeyUse(spending)
-        frontend.adapters = ServedAdapters(self._check_adapter, path.status)
-        frontend.adapters.name_all(service.lora_modules)
         weights = frontend.weights = WeightsControl(path, self._clock, path.counters)
         tokens = read_tokens(service.cluster_token_file)
         server = GenerationServer(
@@ -189,6 +175,22 @@ class Router:
             if self._canary:
                 await self._canary.stop()
             membership.close()
+
+    def _frontend(self, path: RequestPath, outcomes: OutcomeTap, info: ModelInfo) -> Frontend:
+        tokenizer, service = self._tokenizer, self._config.service
+        frontend = Frontend(
+            through(ServingPath, wrap.path(path, self._observer), outcomes),
+            tokenizer,
+            info,
+            self._config.limits,
+            path.routing,
+            self._grammars,
+            AnswerFormat.of(tokenizer.chat_template, service.tool_parser, service.reasoning_parser),
+        )
+        path.read_images_with(frontend.prompts.images.pixels)
+        frontend.adapters = ServedAdapters(self._check_adapter, path.status)
+        frontend.adapters.name_all(service.lora_modules)
+        return frontend
 
     def _elastic(
         self, membership: Membership, path: RequestPath
