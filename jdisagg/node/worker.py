@@ -352,38 +352,8 @@ class WorkerRuntime:
         Args:
             later: Programs to load while the worker serves, or None.
         """
-        state, spec = self._state, self._state.spec
-        context = WorkerContext(
-            spec.name,
-            state.clock,
-            random_id,
-            spec.fingerprint,
-            self._address,
-            later.loading.seconds if later else float,
-            BlockNames.of(
-                self._config.prefix,
-                block_secret(self._service),
-                f"{spec.fingerprint} {instance.loaded.model.kv_spec}",
-            ),
-            self._tiers(),
-            self._kv_channels,
-            lambda: instance.times,
-            failed_kernels(),
-            instance.readiness,
-            state.weights,
-        )
-        config, prefix = self._config, self._config.prefix
-        worker = build_worker(
-            spec.role,
-            context,
-            executor,
-            config.instance,
-            config.limits,
-            wrap.peers(spec.name, self._peers.find, state.observer),
-            worker_mode(spec.role, config.mode),
-            fetches=fetched_tokens(spec.role, prefix, config.instance.page_size) > 0,
-        )
-        worker.constrain(spec.grammars)
+        state, spec, prefix = self._state, self._state.spec, self._config.prefix
+        worker = self._worker(instance, executor, later.loading.seconds if later else float)
         tokens = read_tokens(self._service.cluster_token_file)
         services = (
             *worker_services(worker, tokens, instance.loaded.model.vocabulary, state.observer),
@@ -427,6 +397,42 @@ class WorkerRuntime:
                 await state.clock.sleep(state.config.limits.timeouts.call.last_words_seconds)
         state.roles.drained()
         return status
+
+    def _worker(
+        self, instance: Replica, executor: Executor, loading_seconds: Callable[[], float]
+    ) -> Worker:
+        state, spec, config = self._state, self._state.spec, self._config
+        context = WorkerContext(
+            spec.name,
+            state.clock,
+            random_id,
+            spec.fingerprint,
+            self._address,
+            loading_seconds,
+            BlockNames.of(
+                config.prefix,
+                block_secret(self._service),
+                f"{spec.fingerprint} {instance.loaded.model.kv_spec}",
+            ),
+            self._tiers(),
+            self._kv_channels,
+            lambda: instance.times,
+            failed_kernels(),
+            instance.readiness,
+            state.weights,
+        )
+        worker = build_worker(
+            spec.role,
+            context,
+            executor,
+            config.instance,
+            config.limits,
+            wrap.peers(spec.name, self._peers.find, state.observer),
+            worker_mode(spec.role, config.mode),
+            fetches=fetched_tokens(spec.role, config.prefix, config.instance.page_size) > 0,
+        )
+        worker.constrain(spec.grammars)
+        return worker
 
     def _observe(
         self, worker: Worker, instance: Replica, cleanup: contextlib.AsyncExitStack
