@@ -220,20 +220,7 @@ def decodes_of(
         waiting = np.maximum(0.0, waiting - yielding[2])
         staying = 1.0 - np.minimum(1.0, yielding[0] / np.maximum(1.0, here))
     busy = here > 0
-    sequences = table["best_sequences"] + _each(ours, ranks) + work.children
-    contexts = (
-        table["best_contexts"] + _each(table["own_contexts"], ranks) + work.children * work.tokens
-    )
-    sequences, contexts = (
-        np.maximum(sequences, table["most_sequences"]),
-        np.maximum(contexts, table["most_contexts"]),
-    )
-    if side.speed is not None and len(rows):
-        step = side.speed.step_seconds(sequences, contexts)
-    else:
-        step = np.empty(len(rows))
-        for speed, _, which in alike(state, side, table, chunks=False):
-            step[which] = speed.step_seconds(sequences[which], contexts[which])
+    step = _step_seconds(state, side, table, work, ranks)
     page = (
         max(1.0, side.page_size)
         if side.page_size is not None
@@ -277,6 +264,24 @@ def decodes_of(
     if np.count_nonzero(waits):
         queue = np.where(waits, np.ceil(leaving) * query.typical_tokens * step / some, queue)
     return DecodeCosts(rows, queue, step, busy)
+
+
+def _step_seconds(
+    state: ClusterState, side: Side, table: Table, work: Work, ranks: Array | int
+) -> Array:
+    """Returns the time of a decode step of each worker with the request."""
+    sequences = table["best_sequences"] + _each(table["own_sequences"], ranks) + work.children
+    contexts = (
+        table["best_contexts"] + _each(table["own_contexts"], ranks) + work.children * work.tokens
+    )
+    sequences = np.maximum(sequences, table["most_sequences"])
+    contexts = np.maximum(contexts, table["most_contexts"])
+    if side.speed is not None and len(sequences):
+        return side.speed.step_seconds(sequences, contexts)
+    step = np.empty(len(sequences))
+    for speed, _, which in alike(state, side, table, chunks=False):
+        step[which] = speed.step_seconds(sequences[which], contexts[which])
+    return step
 
 
 def transfers_of(
