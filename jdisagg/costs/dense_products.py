@@ -3,8 +3,13 @@
 import math
 from dataclasses import dataclass
 
+from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, LatentAttention
 from jdisagg.layout.axes import Layout
+
+# Parameters, layers, devices that share them, columns of the result on one device, and parameters
+# that are never quantized.
+Part = tuple[float, int, int, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +55,11 @@ def dense_products(
     tp = layout.tp
     attention = shape.attention
     dense = shape.dense_layers
-    # (parameters, layers, devices that share them, columns of the result on one device,
-    # parameters that are never quantized)
     if isinstance(attention, LatentAttention):
         down = shape.width * (attention.query_rank + attention.kv_values)
         index = attention.index_heads * (attention.query_rank * attention.index_dim + shape.width)
         up = attention.parameters(shape.width) - down - index
-        parts = [
+        parts: list[Part] = [
             (down, shape.attention_layers, 1, down / shape.width, 0),
             (up, shape.attention_layers, tp, shape.width, attention.unpacking_parameters),
         ]
@@ -65,22 +68,8 @@ def dense_products(
             parts.append((index, shape.layers, 1, wide, 0))
     else:
         parts = _projections(shape, tp, shards)
-    if linear := shape.linear:
-        keys = linear.key_channels / (1 if linear.key_copies else shards)
-        channels, scalars = linear.values / shards + keys, linear.scalars / shards
-        taps = channels * linear.taps if linear.convolution else 0
-        wide = (1 + linear.short) * channels + scalars + linear.values / tp
-        plain = shape.width * scalars + taps
-        into = shape.width * wide
-        if rank := linear.gate_rank:  # two products in place of one, for gates and output gate
-            gates, inner = linear.value_heads * linear.key_dim / shards, linear.values / tp
-            wide = channels + linear.value_heads / shards + 2 * rank + gates + inner
-            plain = shape.width * linear.value_heads / shards + rank * (shape.width + gates) + taps
-            into = shape.width * (wide - gates - inner) + rank * (gates + inner)
-        parts += [
-            (into + taps, linear.layers, 1, wide, plain),
-            (shape.width * linear.values, linear.layers, tp, shape.width, 0),
-        ]
+    if shape.linear:
+        parts += _recurrent(shape.linear, shape.width, tp, shards)
     if dense:
         wide = shape.ffn * (shape.matrices - 1)
         parts += [
@@ -105,15 +94,31 @@ def dense_products(
     return tuple(products)
 
 
-def _projections(
-    shape: CostGeometry, tp: int, shards: int
-) -> list[tuple[float, int, int, float, float]]:
+def _recurrent(linear: LinearAttention, width: int, tp: int, shards: int) -> list[Part]:
+    keys = linear.key_channels / (1 if linear.key_copies else shards)
+    channels, scalars = linear.values / shards + keys, linear.scalars / shards
+    taps = channels * linear.taps if linear.convolution else 0
+    wide = (1 + linear.short) * channels + scalars + linear.values / tp
+    plain = width * scalars + taps
+    into = width * wide
+    if rank := linear.gate_rank:  # two products in place of one, for gates and output gate
+        gates, inner = linear.value_heads * linear.key_dim / shards, linear.values / tp
+        wide = channels + linear.value_heads / shards + 2 * rank + gates + inner
+        plain = width * linear.value_heads / shards + rank * (width + gates) + taps
+        into = width * (wide - gates - inner) + rank * (gates + inner)
+    return [
+        (into + taps, linear.layers, 1, wide, plain),
+        (width * linear.values, linear.layers, tp, width, 0),
+    ]
+
+
+def _projections(shape: CostGeometry, tp: int, shards: int) -> list[Part]:
     """Returns the sizes of the attention projections of each kind of layer, for
     `dense_products`.
 
     If layers with fewer kv heads limit the sharding, a device computes the queries of all kv
     heads that the device holds (`models/blocks.py`)."""
-    parts: list[tuple[float, int, int, float, float]] = []
+    parts: list[Part] = []
     for kind, layers in shape.attention_kinds:
         assert not isinstance(kind, LatentAttention)
         queries = tp if kind.kv_heads == most_kv_shards(shape) else shards
