@@ -414,45 +414,13 @@ class DecoderConfig:
 
     def cost_geometry(self, name: str) -> CostGeometry:
         """Returns the model's sizes in the form that the cost model needs."""
-        attention, experts = self.attention, self.experts
-        windows = [layer.window for layer in self.layers if layer.window]
-        full = next((layer.attention for layer in self.layers if layer.attention), None)
-        latent = attention.latent
-        indexed = [layer.index for layer in self.layers if layer.index]
-        blocks = indexed[0] if indexed else None
+        experts = self.experts
         return CostGeometry(
             name=name,
             width=self.width,
             layers=len(self.layers),
             vocabulary=self.vocabulary,
-            attention=(
-                LatentAttention(
-                    attention.query_heads,
-                    latent.query_rank,
-                    latent.rank,
-                    latent.rope_dim,
-                    latent.nope_dim,
-                    latent.value_dim,
-                    *((index.heads, index.dim, index.top) if (index := latent.index) else ()),
-                )
-                if latent
-                else GroupedAttention(
-                    attention.query_heads,
-                    attention.kv_heads,
-                    attention.head_dim,
-                    windows[0] if windows else None,
-                    len(windows),
-                    attention.gated,
-                    full.kv_heads if full else 0,
-                    full.head_dim if full else 0,
-                    full.keys_are_values if full else attention.keys_are_values,
-                    len(indexed),
-                    *((blocks.dim, blocks.top * blocks.block) if blocks else (0, 0)),
-                    attention.value_dim,
-                    full.query_heads if full else 0,
-                    attention.head_gates,
-                )
-            ),
+            attention=self._attention_costs,
             ffn=self.ffn,
             gated=self.activation not in UNGATED,
             tied=self.tied,
@@ -477,6 +445,40 @@ class DecoderConfig:
             kv_dtype=KEPT_DTYPES.get(self.kv_dtype, ""),
             next_token_layers=int(self.can_draft),
             images=self.vision.costs if self.vision else None,
+        )
+
+    @property
+    def _attention_costs(self) -> GroupedAttention | LatentAttention:
+        attention = self.attention
+        if latent := attention.latent:
+            return LatentAttention(
+                attention.query_heads,
+                latent.query_rank,
+                latent.rank,
+                latent.rope_dim,
+                latent.nope_dim,
+                latent.value_dim,
+                *((index.heads, index.dim, index.top) if (index := latent.index) else ()),
+            )
+        windows = [layer.window for layer in self.layers if layer.window]
+        full = next((layer.attention for layer in self.layers if layer.attention), None)
+        indexed = [layer.index for layer in self.layers if layer.index]
+        blocks = indexed[0] if indexed else None
+        return GroupedAttention(
+            attention.query_heads,
+            attention.kv_heads,
+            attention.head_dim,
+            windows[0] if windows else None,
+            len(windows),
+            attention.gated,
+            full.kv_heads if full else 0,
+            full.head_dim if full else 0,
+            full.keys_are_values if full else attention.keys_are_values,
+            len(indexed),
+            *((blocks.dim, blocks.top * blocks.block) if blocks else (0, 0)),
+            attention.value_dim,
+            full.query_heads if full else 0,
+            attention.head_gates,
         )
 
     @property
