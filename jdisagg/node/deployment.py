@@ -189,25 +189,10 @@ class Deployment:
         self.cluster.constrain(model.grammars)
         self.cluster.read_weights_with(model.weights)
         self.cluster.describe(_descriptions(config, model.geometry))
-        info = ModelInfo(
-            name=model.name,
-            family=model.family,
-            vocabulary=self.cluster.model.vocabulary,
-            context_tokens=self.cluster.context_tokens,
-            dtype=config.model.dtype,
-            mode=config.mode,
-            prefill_layout=config.prefill.layout if config.mode is Mode.DISAGGREGATED else None,
-            decode_layout=config.decode.layout,
-            kv_bytes_per_token=self.cluster.kv_spec.bytes_per_token,
-            version=model_fingerprint(
-                model.directory, config.model.dtype, config.model.weights, config.model.kv_dtype
-            ),
-            sampling=tokenizer.sampling_defaults,
-        )
         self.frontend = Frontend(
             self.cluster.observed_path,
             self.tokenizer,
-            info,
+            self._model_info(model),
             config.limits,
             self.cluster.path.routing,
             model.grammars,
@@ -221,6 +206,22 @@ class Deployment:
         self.frontend.weights = self.cluster.weights
         self._loading: asyncio.Task[None] | None = None
         self._began = 0.0
+
+    def _model_info(self, model: ModelSource) -> ModelInfo:
+        config, kept = self.config, self.config.model
+        return ModelInfo(
+            name=model.name,
+            family=model.family,
+            vocabulary=self.cluster.model.vocabulary,
+            context_tokens=self.cluster.context_tokens,
+            dtype=kept.dtype,
+            mode=config.mode,
+            prefill_layout=config.prefill.layout if config.mode is Mode.DISAGGREGATED else None,
+            decode_layout=config.decode.layout,
+            kv_bytes_per_token=self.cluster.kv_spec.bytes_per_token,
+            version=model_fingerprint(model.directory, kept.dtype, kept.weights, kept.kv_dtype),
+            sampling=self.tokenizer.sampling_defaults,
+        )
 
     async def start(self, *, at_once: bool = False) -> None:
         """Warms up and then starts the workers. Shows a progress bar on stderr if warm-up takes
