@@ -33,9 +33,9 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointLoader:
-    """Loads the checkpoint `directory` onto given devices, and other weights of the same model.
-    Implements `LoadModel` and `WeightsSource`. What `speculate` drafts with and the checkpoint's
-    vision encoder are loaded, too."""
+    """Loads the checkpoint `directory` onto given devices, and new weights of the same model.
+    Implements `LoadModel` and `WeightsSource`. Also loads the layer or head that `speculate` drafts
+    with, and the checkpoint's vision encoder."""
 
     def __init__(
         self,
@@ -138,10 +138,10 @@ def loader(
     draft: str = "",
     service: ServiceConfig | None = None,
 ) -> CheckpointLoader:
-    """Returns a function that loads the checkpoint onto given devices each time it is called. It
-    loads what drafts tokens, too: an EAGLE-3 head from the folder `draft`, or the checkpoint's
-    next-token layer. Raises ConfigError if `speculate` requires one that is not there. `service`
-    has the credentials for weights that other processes offer."""
+    """Returns a function that loads the checkpoint onto given devices each time it is called. The
+    function also loads the EAGLE-3 head in the folder `draft`, or the checkpoint's next-token
+    layer, if `speculate` drafts with it. Raises ConfigError if `speculate` requires one that is
+    missing. `service` has the credentials for weights that other processes offer."""
     if speculate == "eagle" and not draft:
         raise ConfigError("speculate=eagle: give the folder of the EAGLE-3 head with --draft")
     return CheckpointLoader(directory, dtype, weights, kv_dtype, speculate, draft, service)

@@ -1,9 +1,9 @@
-"""Frees the weights and KV pages of workers, which take no requests until `jdisagg wake`.
+"""Frees the weights and KV pages of workers, which accept no requests until `jdisagg wake`.
 
     jdisagg sleep --target=localhost:8700 --sleep_level=2
 
-Level 1 keeps the weights in host memory, level 2 reads them again at the end of the sleep
-(docs/weights.md)."""
+Level 1 keeps the weights in host memory. Level 2 drops them, and the worker reads them again when
+it wakes (docs/weights.md)."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def workers_of(chosen: Given) -> tuple[str, ...]:
-    """Returns the names of the workers that --worker chooses; () is all."""
+    """Returns the names of the workers that --worker chooses; () means all."""
     return () if chosen.worker is None else (chosen.worker,)
 
 

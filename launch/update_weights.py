@@ -2,10 +2,10 @@
 
     jdisagg update_weights --target=localhost:8700 --model=/checkpoints/100 --weights_version=100
 
-All workers read the checkpoint while they serve, and then take it at the same time
+All workers read the checkpoint while they serve, and then switch to it at the same time
 (docs/weights.md). --update_mode states what happens to running requests: recompute (their KV is
-computed anew with the new weights), drain (they end before) or keep (they keep their KV). Exit
-status 1: no worker took the weights, and all serve as before, or some could not take them."""
+computed again with the new weights), drain (the update waits until they end) or keep (they keep
+their KV). Exit status 1: all workers serve the old weights, or some could not switch."""
 
 import asyncio
 import sys

@@ -297,8 +297,8 @@ class CostModel:
         return (matrices + experts + embedded) / self.stages
 
     def update_seconds(self, link: Link) -> float:
-        """Predicts how long other weights take to arrive, if each device gets its part over a link
-        of its own."""
+        """Predicts the seconds to transfer new weights, if each device receives its part over its
+        own link."""
         return link.seconds(self.weight_bytes_per_device)
 
     def stage_weight_bytes(self, layers: int) -> float:

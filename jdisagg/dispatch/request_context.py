@@ -46,7 +46,7 @@ class ClusterPorts:
             from the workers.
         accounts: Snapshot of the workers that a `Membership` maintains. None means that the path
             requests statuses before each placement.
-        weights: Ports by which workers take other weights, by name.
+        weights: Ports by which weights are updated, by worker name.
         reported: Stores a status that a worker has sent in reply to a call.
     """
 

@@ -1,10 +1,11 @@
-"""Gives a cluster's workers other weights, and lets them sleep.
+"""Updates the weights of a cluster's workers, and lets workers sleep.
 
-An update has two phases. All workers stage the weights while requests run; if one cannot, all drop
-them and serve the old ones. Then placement pauses, decode workers commit, and prefill workers after
-them. A worker without memory for a second copy sleeps while placement pauses, stages, commits and
-wakes. A worker that fails to commit keeps its old weights, and the router pairs it with none of the
-others. It gets the weights later, as a worker that joins does (`catch_up`)."""
+An update has two phases. First, all workers stage the new weights while requests run. If one worker
+cannot, all drop them and serve the old weights. Then placement pauses, decode workers commit, and
+after them prefill workers. A worker without memory for a second copy sleeps during the pause: it
+stages, commits and wakes. A worker that fails to commit keeps its old weights, and the router pairs
+it with no worker that has the new ones. `catch_up` later loads the new weights into it, and into
+workers that join."""
 
 import asyncio
 import contextlib
@@ -44,8 +45,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """When a worker that could not take the last weights is tried again, and for how long it was
-    not."""
+    """When the router again tries to load the last weights into a worker that failed to load them,
+    and the wait before."""
 
     until: float = 0.0
     seconds: float = FIRST_WAIT_SECONDS / 2
@@ -89,15 +90,15 @@ class WeightsControl:
         mode: UpdateMode = UpdateMode.RECOMPUTE,
         deadline_seconds: float | None = None,
     ) -> WeightsReport:
-        """Serves the checkpoint in `folder` on all workers.
+        """Replaces the weights of all workers by those in `folder`.
 
         Args:
             folder: Path on the hosts of all workers, with the served model's configuration, or the
                 name of an offer.
-            version: Text that names the weights in answers. By default a part of their hash.
+            version: Text that identifies the weights in replies. By default a part of their hash.
             mode: What happens to running requests.
-            deadline_seconds: Time limit of the wait for another change of weights, of the reading,
-                and of the drain.
+            deadline_seconds: Time limit of each phase: waiting for another update, reading,
+                draining.
 
         Raises:
             InvalidRequestError: A worker cannot serve the folder. All serve the old weights.
@@ -111,7 +112,7 @@ class WeightsControl:
         async with turn(self._changing, seconds, "the update"):
             ports = dict(self._ports)
             if not ports:
-                raise UnavailableError("weights: no worker is there to take them; try again later")
+                raise UnavailableError("weights: no worker is registered; try again later")
             call, began = StageCall(folder, version, seconds), self._clock.now()
             staged = await self._stage(ports, call)
             stage_seconds = self._clock.now() - began
@@ -149,8 +150,8 @@ class WeightsControl:
 
     @contextlib.asynccontextmanager
     async def _asleep(self, some: Mapping[str, WeightsPort], seconds: float) -> AsyncIterator[None]:
-        """Lets workers that have no memory for two copies of their weights sleep. At the end they
-        wake, with new weights or with their old ones, which they read again."""
+        """Context in which workers without memory for two copies of their weights sleep. At its end
+        they wake with the new weights, or read their old weights again."""
         if not some:
             yield
             return
@@ -168,8 +169,8 @@ class WeightsControl:
                     self._path.cluster.reported(outcome)
 
     async def catch_up(self) -> None:
-        """Gives the weights of the last update to workers that do not have them. A worker that
-        cannot take them is tried again after a while, which doubles with each failure."""
+        """Loads the weights of the last update into workers that lack them. If a worker fails, it
+        is tried again after a wait that doubles with each failure."""
         wanted, ports = self._wanted, self._ports
         if wanted is None or self._changing.locked() or self._path.cluster.statuses is None:
             return
@@ -201,8 +202,8 @@ class WeightsControl:
     async def _give(
         self, wanted: StageCall, some: Mapping[str, WeightsPort], having: Sequence[str]
     ) -> None:
-        """Gives workers the weights of the last update, from where it had them, or else from a
-        worker of `having`."""
+        """Loads the weights of the last update into workers: from the update's folder or offer, or
+        else from a worker of `having`."""
         async with turn(self._changing, wanted.deadline_seconds, "the update of a late worker"):
             call, seconds = wanted, wanted.deadline_seconds
             try:
@@ -225,10 +226,10 @@ class WeightsControl:
     async def sleep(
         self, level: int = 1, workers: tuple[str, ...] = (), deadline_seconds: float = SLEEP_SECONDS
     ) -> tuple[WorkerStatus, ...]:
-        """Frees pages and weights of workers, by default of all. Their sequences go on at other
-        workers, or wait. Raises InvalidRequestError for an unknown worker,
-        DeadlineExceededError if another change of weights runs for `deadline_seconds`, and the
-        errors of `WeightsPort.sleep`."""
+        """Frees pages and weights of workers, by default of all. Their sequences continue on other
+        workers, or wait. Raises InvalidRequestError for an unknown worker, DeadlineExceededError if
+        an update or sleep in progress lasts longer than `deadline_seconds`, and the errors of
+        `WeightsPort.sleep`."""
         call = SleepCall(level, deadline_seconds)
         return await self._each(workers, "sleep", lambda port: port.sleep(call), deadline_seconds)
 
@@ -264,7 +265,8 @@ class WeightsControl:
     async def _stage(
         self, ports: Mapping[str, WeightsPort], call: StageCall
     ) -> dict[str, StagedWeights]:
-        """Stages weights on all workers. If one fails, all drop them, and its error is raised."""
+        """Stages weights on all workers. If one worker fails, all drop the staged weights, and the
+        worker's error is raised."""
         try:
             staged = _raised(await _all(ports, lambda port: port.stage_weights(call)))
             _one_identity(call.folder, staged)
@@ -277,7 +279,7 @@ class WeightsControl:
     async def _change(
         self, ports: Mapping[str, WeightsPort], call: StageCall, commit: CommitCall
     ) -> tuple[list[str], list[str]]:
-        """Commits, and remembers the weights that all workers are to have. Returns the result of
+        """Commits, and records the weights that all workers should have. Returns the result of
         `_commit`."""
         done, failed = await self._commit(ports, commit)
         if done:
@@ -287,8 +289,8 @@ class WeightsControl:
     async def _commit(
         self, ports: Mapping[str, WeightsPort], call: CommitCall
     ) -> tuple[list[str], list[str]]:
-        """Commits on decode workers, then on prefill workers, whose prompts then have no receiver
-        any more. Returns the workers that have the weights, and the failures."""
+        """Commits on decode workers, then on prefill workers, because their prompts then have no
+        receiver. Returns the workers that have the new weights, and the failures."""
         decodes = self._path.cluster.decode
         done: list[str] = []
         failed: list[str] = []
@@ -322,8 +324,8 @@ def positive_seconds(seconds: float) -> float:
 
 
 def _one_identity(folder: str, staged: Mapping[str, StagedWeights]) -> str:
-    """Returns the identity that all workers have staged, of those that had room. Raises
-    InvalidRequestError if they differ."""
+    """Returns the identity of the weights that workers with room have staged. Raises
+    InvalidRequestError if the workers' identities differ."""
     found = {one.weights for one in staged.values() if not one.missing_bytes}
     if len(found) > 1:
         raise _differs(folder, found)

@@ -248,8 +248,8 @@ class EmbeddedCluster:
             worker.constrain(grammars)
 
     def read_weights_with(self, source: WeightsSource | None) -> None:
-        """Sets the reader of other weights. Must be called before `start`. With None, updates are
-        refused."""
+        """Sets the reader of new weights, for updates. Must be called before `start`. With None,
+        updates are refused."""
         for replica in self.replicas:
             replica.executor.swaps.source = source
 

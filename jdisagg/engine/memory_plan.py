@@ -107,7 +107,7 @@ class MemoryPlan:
 
     @property
     def stages_weights(self) -> bool:
-        """Whether other weights fit beside the present ones, so that they are read while requests
+        """Whether a second copy of the weights fits, so that new weights are read while requests
         run. Otherwise the worker sleeps while it reads them."""
         return self.second_copy > 0 or self.memory.bytes - self.total >= self.weights
 
@@ -128,7 +128,7 @@ class MemoryPlan:
             (self.rings, "of sliding windows"),
             (self.adapters, "of adapter slots"),
             (self.images, "of encoded images"),
-            (self.second_copy, "for other weights"),
+            (self.second_copy, "for new weights"),
         )
         return (
             f"{_gigabytes(self.weights)} of weights, {_gigabytes(self.activations)} for"
@@ -140,9 +140,9 @@ class MemoryPlan:
         update = "while requests run" if self.stages_weights else "while the worker sleeps"
         return (
             f"{self.instance}, each device: {self.parts}, {_gigabytes(self.pages)} of KV pages"
-            f" ({self.tokens_per_rank:,} tokens a rank); {_gigabytes(self.total)} of"
+            f" ({self.tokens_per_rank:,} tokens per rank); {_gigabytes(self.total)} of"
             f" {_gigabytes(self.memory.bytes)}"
-            f" ({self.memory.what}); context {self.context_tokens:,} tokens; other weights are read"
+            f" ({self.memory.what}); context {self.context_tokens:,} tokens; new weights are read"
             f" {update}"
         )
 

@@ -2,10 +2,10 @@
 
 A thread reads a checkpoint onto the instance's devices, so that running steps go on. `PutWeights`
 then replaces the arrays of every part between two steps. Programs get all weights as arguments, so
-that none is compiled anew; this requires equal shapes and an equal configuration, which are checked
-when the weights are read. Whatever is derived from a checkpoint (matrices in another order,
-quantized matrices and scales, KV scales, the next-token layer) is made by the reading. Adapters in
-their slots are leaves of their own and stay."""
+that no program is compiled again. This requires equal shapes and an equal configuration, which are
+checked when the weights are read. Everything derived from a checkpoint (reordered and quantized
+matrices, KV scales, the next-token layer) is computed while it is read. Adapters are separate
+arrays and stay in their slots."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +54,7 @@ class WeightsSource(Protocol):
         cut: StageCut | None = None,
         check: Callable[[], None] = ...,
     ) -> tuple[str, Model]:
-        """Reads weights onto devices, in the form in which they are served.
+        """Reads weights onto devices, in their served form.
 
         Args:
             folder: Checkpoint folder, or name of an offer.
@@ -62,11 +62,11 @@ class WeightsSource(Protocol):
             check: Called often. Raises to end the reading.
 
         Returns:
-            The fingerprint of their content, and the model.
+            The fingerprint of the content, and the model.
 
         Raises:
-            JdisaggError: They cannot be served, differ from their checksums, or have changed while
-                they were read.
+            JdisaggError: The weights cannot be served, differ from their checksums, or changed
+                during the reading.
         """
         ...
 
@@ -85,7 +85,7 @@ MakeOffer = Callable[[Mapping[str, jax.Array], float, str], WeightsOffer]
 
 @dataclass
 class _Staged:
-    """Weights that were read: fingerprint, model, its parts without adapters, and bytes on this
+    """Staged weights: fingerprint, model, the model's parts without adapters, and bytes on this
     process's devices."""
 
     content: str
@@ -137,8 +137,8 @@ class WeightsReading:
 
 @dataclass
 class _Resting:
-    """A sleeping mesh: the values of the model's arrays on the host, or None for each array that
-    was dropped, and of the adapters' stacks."""
+    """State of a sleeping mesh: the copies in host memory of the model's arrays (None for a dropped
+    array) and of the adapters' stacks."""
 
     model: "list[_HostArray] | None"
     stacks: "list[list[_HostArray]]"
@@ -152,8 +152,8 @@ class WeightSwaps:
         stages: Programs, weights and pools of each pipeline stage.
 
     Attributes:
-        source: Reader of other weights. None refuses all.
-        make_offer: Offers the weights to other workers. None refuses to.
+        source: Reader of new weights. With None, updates are refused.
+        make_offer: Function that offers the weights to other workers, or None if the worker cannot.
         free_bytes: Returns the free memory of a device, or None if it is not limited.
     """
 
@@ -185,7 +185,7 @@ class WeightSwaps:
         self._thread = ThreadPoolExecutor(1, f"{self._platform}-weights")
 
     def read(self, command: ReadWeights) -> WeightsReading:
-        """Starts to read a folder. Drops weights that were read before."""
+        """Starts to read a folder. Drops weights that were staged before."""
         self.drop()
         dropped = threading.Event()
         staged = self._thread.submit(self._read, command.folder, dropped)
@@ -219,7 +219,7 @@ class WeightSwaps:
         self._offers.clear()
 
     def drop(self) -> None:
-        """Frees weights that were read, and ends a reading in progress."""
+        """Frees staged weights, and ends a reading in progress."""
         if self._reading is not None:
             self._reading.dropped.set()
         self._reading = None
@@ -241,7 +241,7 @@ class WeightSwaps:
         self._end_offers()
         self._thread.shutdown(wait=False)
 
-    # ---- other weights
+    # ---- new weights
 
     def _read(self, folder: str, dropped: threading.Event) -> _Staged:
         if self.source is None:
@@ -308,8 +308,8 @@ class WeightSwaps:
             )
 
     def _put(self, number: int) -> None:
-        """Replaces the weights. Waits for the reading where commands are replayed without waiting
-        for results."""
+        """Replaces the weights. Waits until they are read, because a replay issues this command
+        without waiting for the result of `ReadWeights`."""
         reading, self._reading = self._reading, None
         assert reading is not None and reading.number == number, "the worker read them before"
         self._end_offers()
@@ -343,8 +343,8 @@ class WeightSwaps:
             pools.drop()
 
     def _wake(self) -> None:
-        """Allocates pages and, if they are on the host, weights. Dropped weights were put before
-        this command."""
+        """Allocates pages, and copies weights back from host memory. Dropped weights were read and
+        put by earlier commands."""
         resting, self._resting = self._resting, None
         if resting is None:
             return
@@ -389,8 +389,8 @@ class _HostArray:
 
 
 def _merged(part: Part, base: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns the leaves of a part: those of `base`, which has no adapters, around the part's
-    stacks."""
+    """Returns the arrays of a part: those of `base`, which lacks adapters, together with the part's
+    adapter stacks."""
     stacks = {place.leaf for place in part.stacks}
     rest = iter(base)
     return tuple(

@@ -33,8 +33,8 @@ class KeptScheme(Message, frozen=True):
     block_tokens: int
 
     def with_weights(self, weights: str) -> "KeptScheme":
-        """Returns the scheme of a worker whose weights have this identity; "" are those of its
-        start."""
+        """Returns the scheme of a worker that serves weights of this identity; "" are its initial
+        weights."""
         return KeptScheme(named_model(self.model, weights), self.grain_tokens, self.block_tokens)
 
 

@@ -341,14 +341,12 @@ class PutAdapter(Message, frozen=True):
 
 
 class ReadWeights(Message, frozen=True):
-    """Reads other weights of the same model from the checkpoint folder `folder` into device memory,
-    without blocking the mesh. The mesh serves its present weights meanwhile.
-
-    `folder` may be the name of an offer, instead.
+    """Reads new weights of the same model into device memory, while the mesh serves its present
+    weights. `folder` is a checkpoint folder or the name of an offer.
 
     The `DiskResult` has an error if the weights cannot be served on this mesh. Otherwise its only
     name is the fingerprint of the folder's content. `staged` identifies the weights in later
-    commands. Weights that were read before and not put are dropped."""
+    commands. Weights that were staged before but not put are dropped."""
 
     step: int
     staged: int
@@ -357,14 +355,14 @@ class ReadWeights(Message, frozen=True):
 
 class PutWeights(Message, frozen=True):
     """Replaces the mesh's weights by those that the `ReadWeights` number `staged` has read.
-    Adapters in their slots stay."""
+    Adapters stay in their slots."""
 
     step: int
     staged: int
 
 
 class DropWeights(Message, frozen=True):
-    """Frees weights that were read and not put."""
+    """Frees weights that were staged but not put."""
 
     step: int
 

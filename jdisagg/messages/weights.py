@@ -1,9 +1,9 @@
-"""Calls by which workers take other weights of their model, and sleep, without a restart.
+"""Calls that update the weights of workers, or let workers sleep, without a restart.
 
 An update has two phases. All workers stage the new weights while they serve the present ones; then
 all commit. Weights are identified by `VERSION@FINGERPRINT`, where the version is the caller's text
 and the fingerprint a hash of the checkpoint's files. The identity is part of the names of cached KV
-and of each hand-off, so that KV of one identity never serves another."""
+and of each hand-off, so that KV is never used with other weights than those that computed it."""
 
 import enum
 from typing import Protocol
@@ -19,11 +19,10 @@ UPDATE_SECONDS, SLEEP_SECONDS = 600.0, 60.0
 
 
 class UpdateMode(enum.Enum):
-    """What happens to running requests at an update.
-
-    `RECOMPUTE`: they keep their accepted tokens, and their KV is computed anew with the new
-    weights. `DRAIN`: they end with the old weights before, while new requests wait. `KEEP`:
-    sequences that decode continue with the KV of the old weights, which is not cached."""
+    """What happens to running requests at an update. `RECOMPUTE`: they keep their accepted tokens,
+    and their KV is computed again with the new weights. `DRAIN`: the update waits until they have
+    ended, while new requests wait. `KEEP`: sequences that decode continue with the KV of the old
+    weights, which is not cached."""
 
     RECOMPUTE = "recompute"
     DRAIN = "drain"
@@ -48,8 +47,8 @@ OFFER_PREFIX = "offer:"
 
 
 class OfferedTensor(Message, frozen=True):
-    """One array of an offer. `boxes` has the part of the array that each device of the offering
-    process holds, once for each replica."""
+    """One array of an offer. `boxes` lists the part of the array that each device of the offering
+    process holds; replicas are listed separately."""
 
     name: str
     dtype: str
@@ -61,7 +60,7 @@ class OfferCard(Message, frozen=True):
     """The arrays that one process offers.
 
     Attributes:
-        content: Hash of their values.
+        content: Hash of the arrays' values.
         parameters: Whether they are a worker's parameters in the form in which it serves them,
             rather than the tensors of a checkpoint.
         end, transports: Endpoint of the process for transfers, and the number of connections of its
@@ -93,8 +92,8 @@ class PreparedBlock(Message, frozen=True):
 
 
 class OfferPort(Protocol):
-    """What a process that offers weights answers to workers. All methods raise InvalidRequestError
-    for an offer that is closed or whose lease has ended."""
+    """Calls of workers to a process that offers weights. All methods raise InvalidRequestError if
+    the offer is closed or its lease has ended."""
 
     async def describe(self, name: str) -> OfferCard: ...
 
@@ -105,8 +104,8 @@ class OfferPort(Protocol):
     async def prepare(
         self, name: str, blocks: tuple[tuple[OfferedPart, ...], ...], deadline_seconds: float
     ) -> tuple[PreparedBlock, ...]:
-        """Offers the parts of each block, one after the other as bytes, on the process's channel,
-        for at most `deadline_seconds`."""
+        """Offers blocks on the process's channel for at most `deadline_seconds`. Each block is the
+        bytes of its parts, one after the other."""
         ...
 
     async def release(self, offer_ids: tuple[int, ...]) -> None:
@@ -130,11 +129,11 @@ class StageCall(Message, frozen=True):
 
 
 class StagedWeights(Message, frozen=True):
-    """Weights that a worker has staged: their identity, and the bytes that the worker's devices
-    hold for them. 0 bytes if the worker serves them already.
+    """Weights that a worker has staged: their identity, and the bytes that they take on the
+    worker's devices. 0 bytes if the worker serves them already.
 
-    With `missing_bytes`, nothing is staged: a device lacks this many bytes for the weights beside
-    the present ones. The worker has room for them while it sleeps."""
+    If `missing_bytes` is set, nothing is staged, because a device lacks this many bytes for a
+    second copy of the weights. The worker has room while it sleeps."""
 
     weights: str
     bytes: int = 0
@@ -142,16 +141,16 @@ class StagedWeights(Message, frozen=True):
 
 
 class CommitCall(Message, frozen=True):
-    """Replaces the weights by the staged ones with the identity `weights`. With `keep`, sequences
-    that decode keep their KV."""
+    """Replaces the weights by the staged weights with the identity `weights`. With `keep`,
+    sequences that decode keep their KV."""
 
     weights: str
     keep: bool = False
 
 
 class SleepCall(Message, frozen=True):
-    """Frees KV pages and weights. Level 1 copies the weights to host memory; level 2 drops them,
-    and they are read again at the end of the sleep."""
+    """Frees KV pages and weights. Level 1 copies the weights to host memory. Level 2 drops them,
+    and the worker reads them again when it wakes."""
 
     level: int
     deadline_seconds: float
@@ -194,12 +193,12 @@ class WeightsReport(Message, frozen=True):
 
     Attributes:
         weights: Identity of the new weights.
-        workers: Workers that serve them now.
-        failed: Text "NAME: reason" for each worker that staged the weights and could not commit. No
-            request is placed on it together with workers that serve them.
-        bytes: Bytes that all workers' devices hold for the weights.
-        stage_seconds: Duration of the reading, during which workers served the old weights.
-        pause_seconds: Time for which no request was placed.
+        workers: Workers that serve the new weights now.
+        failed: Text "NAME: reason" for each worker that staged the new weights but failed to
+            commit. The router does not pair it with workers that serve them.
+        bytes: Bytes that the weights take on all workers' devices.
+        stage_seconds: Duration of staging, during which workers served the old weights.
+        pause_seconds: Time during which placement was paused.
     """
 
     weights: str
@@ -216,10 +215,10 @@ def identity_of(version: str, fingerprint: str) -> str:
 
 
 def version_of(identity: str) -> str:
-    """Returns the version in an identity, or "" for the weights of the start."""
+    """Returns the version in an identity, or "" for the initial weights."""
     return identity.rpartition("@")[0]
 
 
 def fingerprint_of(identity: str) -> str:
-    """Returns the fingerprint in an identity, or "" for the weights of the start."""
+    """Returns the fingerprint in an identity, or "" for the initial weights."""
     return identity.rpartition("@")[2]

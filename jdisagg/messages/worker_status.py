@@ -84,7 +84,7 @@ class WorkerStatus(Message, frozen=True):
             (copies to and from host memory, disk and other workers), "drafts" (decode steps that
             verify drafts).
         weights: Identity of the weights that the worker serves, "VERSION@FINGERPRINT". Empty for
-            those of its start.
+            its initial weights.
         asleep: Whether the worker has freed its weights and pages, and takes no requests.
         images: Whether the worker takes requests with images.
     """

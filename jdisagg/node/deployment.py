@@ -61,7 +61,7 @@ class ModelSource:
         relayout: Function that reshards loaded weights to another layout.
         grammars: Grammar compiler for the checkpoint's tokenizer. None if there is no tokenizer.
         check_adapter: Function that checks the folder of a LoRA adapter.
-        weights: Reader of other weights of the model, while it is served.
+        weights: Reader of new weights of the model, for updates.
     """
 
     directory: str

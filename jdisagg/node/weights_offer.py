@@ -84,6 +84,6 @@ class OfferServer:
         if name != self.name:
             raise InvalidRequestError(
                 f"weights {name!r}: the process at {self._endpoint.end.control} has no such offer;"
-                " it offers other weights now"
+                " it offers new weights now"
             )
         self._offered.check()

@@ -103,7 +103,7 @@ class WorkerSpec:
         place, geometry, hardware: Location, model geometry and hardware that the worker publishes
             (`WorkerCard`, `ModelCard`).
         sharers: Number of workers on this host that share its memory, including this one.
-        weights: Reader of other weights of the model, or None to refuse them.
+        weights: Reader of new weights of the model, or None to refuse updates.
     """
 
     name: str

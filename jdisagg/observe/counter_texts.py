@@ -16,7 +16,7 @@ _OF_PATH = {
     "requests_held": "Requests that waited at the router because all workers were full.",
     "requests_resumed": "Suspended requests that were resumed.",
     "requests_suspended": "Requests that were suspended.",
-    "weights_updated": "Updates after which workers serve other weights.",
+    "weights_updated": "Updates after which workers serve new weights.",
     "weights_updates_asleep": "Updates in which workers slept, for lack of memory for two copies.",
     "weights_updates_failed": "Updates of weights after which all workers serve the old ones.",
     "waits_for_overloaded_workers": "Waits of a request because the chosen worker was full.",

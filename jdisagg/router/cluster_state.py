@@ -532,7 +532,7 @@ def _form(status: WorkerStatus) -> object:
 
 
 def _code(weights: str) -> int:
-    """Returns a number that identifies weights; 0 for those of a worker's start."""
+    """Returns a number that identifies weights; 0 for a worker's initial weights."""
     digest = hashlib.blake2b(weights.encode(), digest_size=6).digest()
     return int.from_bytes(digest, "little") + 1 if weights else 0
 

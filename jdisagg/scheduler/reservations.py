@@ -164,7 +164,7 @@ class Reservations:
         return ticket
 
     def rename(self) -> None:
-        """Names the blocks of all waiting requests anew, after the mesh's weights changed."""
+        """Renames the blocks of all waiting requests, after the mesh's weights changed."""
         for waiting in self._queue:
             if waiting.chain:
                 known = waiting.request.prompt_token_ids + waiting.children[0][1]

@@ -67,7 +67,7 @@ class BlockNames:
             of the largest chunk, a cache hit runs the same programs on the same rows as a miss, so
             results are bit-identical. If set, KV of decode steps is not cached, because prefill
             rounds differently.
-        weights: Identity of the worker's weights, if they replaced those of its start.
+        weights: Identity of the worker's weights; "" for its initial weights.
     """
 
     secret: bytes
@@ -287,14 +287,14 @@ class Residency:
 
     @property
     def scheme(self) -> KeptScheme | None:
-        """Description of this mesh's block names for routers, with the weights of the worker's
-        start; None if the cache is off."""
+        """Description of this mesh's block names for routers, with the worker's initial weights;
+        None if the cache is off."""
         if self._names is None:
             return None
         return KeptScheme(self._names.model, self._names.grain_tokens, self.block_tokens)
 
     def rename(self, weights: str) -> None:
-        """Names later blocks by other weights. The cache must have been cleared."""
+        """Names later blocks by new weights. The cache must have been cleared."""
         if self._names is not None:
             self._names = replace(self._names, weights=weights)
 

@@ -90,7 +90,7 @@ class MeshWorker(ABC):
     """Base class of prefill and decode workers. Answers calls of other workers (`PeerPort`).
 
     Attributes:
-        weights: Calls by which the worker takes other weights, or sleeps.
+        weights: Implements the calls that update the worker's weights or let it sleep.
 
     Args:
         shortest_lease_seconds: Length of the shortest lease. The check for expired leases runs at
@@ -306,8 +306,8 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _end_old(self, keep: bool) -> None:
-        """Ends sequences whose KV is of earlier weights, so that other attempts compute it anew.
-        With `keep`, sequences that decode continue."""
+        """Ends sequences with KV of earlier weights, so that other attempts compute it again. With
+        `keep`, sequences that decode continue."""
 
     @abstractmethod
     def _hand_on(self) -> None:

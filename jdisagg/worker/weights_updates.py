@@ -1,8 +1,8 @@
-"""Other weights for a running worker, and its sleep. Implements `WeightsPort`.
+"""Updates the weights of a running worker, and lets it sleep. Implements `WeightsPort`.
 
-Weights are read beside the serving mesh and replaced by a command in the mesh's order. In the same
-turn of the event loop, sequences that must not mix weights end as preempted, cached KV is dropped
-in all tiers, and later KV gets other names: no plan for a step comes between."""
+New weights are read while the mesh serves, and replace the old ones by a command in the mesh's
+order. Without an await in between, sequences that must not mix weights end as preempted, cached KV
+is dropped in all tiers, and later KV gets other names. So no step is planned in between."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -48,9 +48,9 @@ class ServedWeights:
     """The weights that a worker serves. A role change keeps them.
 
     Attributes:
-        identity: Identity of the weights; "" for those of the start.
-        folder: Folder from which they were read; "" for that of the start.
-        start_folder: Folder of the weights of the start, or "" if unknown.
+        identity: Identity of the weights; "" for the initial weights.
+        folder: Folder from which the weights were read; "" for the initial folder.
+        start_folder: Folder of the initial weights, or "" if unknown.
     """
 
     identity: str = ""
@@ -67,7 +67,7 @@ class _Staged:
 
 
 class WorkerOfWeights(Protocol):
-    """The part of a worker that other weights and sleep concern."""
+    """The part of a worker that updates of weights and sleep use."""
 
     name: str
 
@@ -111,7 +111,7 @@ class WeightsUpdates:
         self._reading = False
         self._changing = asyncio.Lock()
 
-    # ---- other weights
+    # ---- new weights
 
     async def stage_weights(self, call: StageCall) -> StagedWeights:
         if not call.folder:
@@ -161,7 +161,7 @@ class WeightsUpdates:
                 self._drop()
 
     def expire(self) -> None:
-        """Frees staged weights whose caller has not committed them in time."""
+        """Frees staged weights that the caller has not committed in time."""
         if self._staged is not None and self._staged.until < self._now():
             self._staged = None
             self._drop()
@@ -183,8 +183,7 @@ class WeightsUpdates:
             name, content = self._worker.name, fingerprint_of(self.served.identity)
             if self.asleep or not content:
                 raise InvalidRequestError(
-                    f"worker {name!r} sleeps, or serves the weights of its start; update from a"
-                    " folder"
+                    f"worker {name!r} sleeps, or serves its initial weights; update from a folder"
                 )
             number = self._loop.next_number()
             making = self._loop.submit(OfferWeights(number, content, lease_seconds))
@@ -200,8 +199,8 @@ class WeightsUpdates:
             return OfferName(result.names[0].decode())
 
     async def _read(self, folder: str, seconds: float) -> tuple[int, str, int]:
-        """Reads weights. Returns their number, the fingerprint of their content and their bytes, or
-        "" and the missing bytes if there is no room for them."""
+        """Reads weights. Returns the number of the `ReadWeights` command, the fingerprint of the
+        content and the bytes; or, without room, "" and the missing bytes."""
         number = self._loop.next_number()
         reading = self._loop.submit(ReadWeights(number, number, folder))
         self._reading = True
@@ -293,6 +292,6 @@ class WeightsUpdates:
             self._drop()
             raise InvalidRequestError(
                 f"weights {folder!r}: the files changed since they were served; restore them, or"
-                " update the sleeping worker to other weights"
+                " update the sleeping worker to new weights"
             )
         self._put(number)

@@ -77,7 +77,7 @@ def test_memory_for_a_second_copy_of_the_weights_is_kept_free_if_it_is_configure
     page = 128 * 16 * 2 * 8 * 64 * 2
     assert plain.pages - keeping.pages == pytest.approx(plain.weights, abs=2 * page)
     assert fitted(SMALL, 200).stages_weights, "pages leave enough"
-    with pytest.raises(ConfigError, match="2.47 GB for other weights"):
+    with pytest.raises(ConfigError, match="2.47 GB for new weights"):
         fitted(replace(SMALL, stage_weights=True), 5)
 
 

@@ -31,12 +31,12 @@ class WeightsCalls:
         mode: str = "recompute",
         deadline_seconds: float = UPDATE_SECONDS,
     ) -> WeightsReport:
-        """Replaces the weights of all workers by those of another checkpoint of the same model.
+        """Replaces the weights of all workers by another checkpoint of the same model.
 
         Args:
             folder: Checkpoint on the hosts of all workers, with the served model's config.json, or
                 the name of an offer (`jdisagg.weights.offer`).
-            version: Text that names the weights in answers. By default a part of their hash.
+            version: Text that identifies the weights in replies. By default a part of their hash.
             mode: What happens to running requests. "recompute": they keep their tokens, and their
                 KV is computed again. "drain": the update waits until they have ended with the old
                 weights. "keep": they keep their KV.
@@ -64,7 +64,7 @@ class WeightsCalls:
         *,
         deadline_seconds: float = SLEEP_SECONDS,
     ) -> tuple[WorkerStatus, ...]:
-        """Frees pages and weights of workers, by default of all. They take no requests until
+        """Frees pages and weights of workers, by default of all. They accept no requests until
         `wake`.
 
         Args:
