@@ -1,10 +1,10 @@
 """The LoRA adapter slots of an instance: reads adapters into device memory, and writes them into
 slots.
 
-A thread reads the files and puts each device's shards on the device, so that running steps go on.
-`PutAdapter` then writes one slot of every layer's stacks, between two steps. Stacks are leaves of
-the layers' parts (`executor/weights.py`), so that every program gets them with the weights. The
-slots' shapes are fixed, so that no program is compiled for an adapter."""
+A thread reads the files and puts each device's shards on the device, while steps run. `PutAdapter`
+then writes the adapter into one slot of every layer, between two steps. The slots of a matrix are
+stacked in one array, which programs receive with the weights (`executor/weights.py`). The arrays'
+shapes are fixed, so that no program is compiled for an adapter."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,8 +75,8 @@ class AdapterSlots:
         return AdapterReading(command.step, reading)
 
     def put(self, command: PutAdapter) -> None:
-        """Writes an adapter that was read into its slot. Waits for the read where commands are
-        replayed without waiting for results."""
+        """Writes an adapter that was read into its slot. Waits until it is read, because a replay
+        issues this command without waiting for the result of `ReadAdapter`."""
         self._put_all(self._reads.pop(command.digest).result(), command.slot)
 
     def warm_up(self) -> None:
@@ -147,7 +147,8 @@ class AdapterSlots:
 
 
 def _of_one_slot(spec: PartitionSpec, axis: int) -> PartitionSpec:
-    """Returns the placement of one slot of a stack, which lacks the slots' dimension."""
+    """Returns the placement of one slot of a stack: that of the stack without the dimension of
+    slots."""
     return PartitionSpec(*spec[:axis], *spec[axis + 1 :])
 
 

@@ -77,7 +77,7 @@ def found_spec(programs: Programs) -> PartitionSpec:
 @dataclass(frozen=True, slots=True)
 class Found:
     """The checksum of a block on the whole mesh, and whether the block is intact. The checksum
-    covers one replica. A block is not intact if its replicas differ."""
+    counts each replicated value once. A block whose replicas differ is not intact."""
 
     checksum: int
     intact: bool

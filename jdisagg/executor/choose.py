@@ -1,10 +1,10 @@
 """Chooses tokens from hidden states at the end of the prefill and decode programs: logits, shaping,
 sampling, log-probabilities.
 
-Each variant is a separate program, so that a batch does not pay the cost of features that it does
-not use: GREEDY (argmax), SAMPLED (temperature and filters), SHAPED (also penalties, bias, minimum
-length, log-probabilities), and MASKED variants of the last two for batches in which some row has a
-grammar. A row's token does not depend on the variant."""
+Each variant is a separate program, so that a batch pays only for the features that it uses: GREEDY
+(argmax), SAMPLED (temperature and filters), SHAPED (also penalties, bias, minimum length,
+log-probabilities), and MASKED variants of the last two, if some row has a grammar. A row's token
+does not depend on the variant."""
 
 import enum
 from dataclasses import replace
@@ -52,8 +52,8 @@ class Variant(enum.Enum):
 
 
 class Chosen(NamedTuple):
-    """The tokens chosen for the B rows of a batch. Only shaped variants fill fields other than
-    `token`.
+    """The tokens chosen for the B rows of a batch. Fields other than `token` are set only in SHAPED
+    variants.
 
     Attributes:
         token: int32 [B]. NO_TOKEN if the row is not active, BROKEN_TOKEN if its logits are not

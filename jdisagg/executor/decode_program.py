@@ -63,8 +63,8 @@ class EarlierStages(Protocol):
     """The pipeline stages before the last one."""
 
     def run(self, slots: Slots, bucket: int, plan: DraftPlan | None) -> jax.Array:
-        """Issues the part of a step in these stages. Returns the activations [ranks, b + E, D]
-        before the last stage, on its mesh."""
+        """Issues a step's computation in these stages. Returns the activations [ranks, b + E, D]
+        that enter the last stage, on its mesh."""
         ...
 
 
@@ -72,8 +72,8 @@ class DecodePrograms:
     """Builds and runs the decode programs for the layers of one mesh, and owns the slot state.
     Used by the dispatch thread only.
 
-    Of pipeline stages, the last one chooses the tokens (`step`), and the others compute their
-    `part` of its steps.
+    With pipeline stages, the last stage chooses the tokens (`step`). The other stages compute their
+    `part` of each step.
 
     Attributes:
         earlier: The stages before this one. None if the mesh has the embedding.
@@ -131,7 +131,7 @@ class DecodePrograms:
         accepted, and NO_TOKEN after its last one. Q is 1 without drafts.
 
         Args:
-            guesses: Drafts to verify. Those without an extra row are dropped.
+            guesses: Drafts to verify. Drafts without an extra row are dropped.
         """
         width = max(1, max(len(row) for row in slots))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
@@ -151,13 +151,14 @@ class DecodePrograms:
 
     @property
     def hot(self) -> jax.Array:
-        """Token and position of each slot after the issued steps. The next step donates it."""
+        """Token and position of each slot after the issued steps. The next step donates this
+        array."""
         return self._state.hot
 
     def part(
         self, slots: Slots, bucket: int, plan: DraftPlan | None, hot: jax.Array, x: Any
     ) -> jax.Array:
-        """Issues the part of a step in this stage, which is not the last one.
+        """Issues a step's computation in this stage, which is not the last one.
 
         Args:
             hot: Token and position of the step's slots, on this mesh.
@@ -184,11 +185,11 @@ class DecodePrograms:
         return () if self._weights.begins else RANK
 
     def step_with(self, slots: Slots, variant: Variant, forward: Forward) -> Chosen:
-        """Issues one decode step without drafts, whose forward pass another program computes.
+        """Issues one decode step without drafts. `forward` computes its forward pass.
 
         Args:
-            forward: Function that issues the forward pass. It has the arguments of `_step_body`
-                and the batch size, and returns the page pools and the logits.
+            forward: Function that issues the forward pass. Its arguments are those of `_step_body`
+                and the batch size. It returns the page pools and the logits.
 
         Returns:
             As `step`.
@@ -215,7 +216,8 @@ class DecodePrograms:
         plan: DraftPlan | None,
         forward: Forward | None = None,
     ) -> Chosen:
-        """Issues a step as a forward pass and a choice. Calls may transfer the plan and masks."""
+        """Issues a step as two programs: a forward pass, and a choice of tokens. Calls may transfer
+        the plan and masks."""
         bucket, planned = batch.shape[1], self._programs.argument(plan.array) if plan else None
         x = self._before(slots, bucket, plan)
         hot, ints, floats, counts = self._state
@@ -312,11 +314,11 @@ class DecodePrograms:
         return self._programs.get(("decode", bucket, variant), build)
 
     def _forward(self, arguments: tuple[Any, ...], bucket: int) -> Any:
-        """Issues the forward pass of a step that runs as two programs. Its arguments are those of
-        `_step_body`, with the array of a `DraftPlan`, if any, and the drafts of the mesh itself, if
-        it makes any. It returns the page pools, the logits [ranks, b + E, V], and, if the mesh
-        drafts, the hidden states [ranks, b + E, D]. A stage that is not the last one returns its
-        activations [ranks, b + E, D] in place of logits."""
+        """Issues the forward pass of a step that runs as two programs. Arguments: those of
+        `_step_body`, the array of a `DraftPlan`, and the drafts that the mesh made; each only if
+        present. Results: the page pools, the logits [ranks, b + E, V], and, if the mesh drafts, the
+        hidden states [ranks, b + E, D]. Stages before the last one return activations [ranks, b +
+        E, D] instead of logits."""
         drafts = arguments[-2]
 
         def build() -> Any:
@@ -332,12 +334,12 @@ class DecodePrograms:
         return self._programs.get(("forward", bucket, len(drafts) > 0), build)(*arguments)
 
     def _choice(self, arguments: tuple[Any, ...], variant: Variant) -> Any:
-        """Issues the second program of a step that runs as two programs. This program chooses the
-        tokens, and drafts the next ones. Its arguments are hot, counts, ints, floats, logits,
-        batch, drafts as in `_forward`, and masks (uint32 [ranks, b + E, W]) or (). If the mesh
-        drafts, the weights and the KV of the next-token layer, and hidden states follow. It returns
-        hot, the choice, counts, and, if the mesh drafts, the layer's KV, the drafts of all slots,
-        and those of the batch for the host, if the grammars need them."""
+        """Issues the second program of a step that runs as two programs: it chooses the tokens, and
+        drafts the next ones. Arguments: hot, counts, ints, floats, logits, batch, drafts as in
+        `_forward`, masks (uint32 [ranks, b + E, W]) or (); if the mesh drafts, also the weights and
+        the KV of the drafting layer, and hidden states. Results: hot, the choice, counts; if the
+        mesh drafts, also the layer's KV, the drafts of all slots, and, if grammars need them, the
+        batch's drafts for the host."""
         programs, ending, drafter = self._programs, self._ending(variant), self._next_tokens
         counts_spec = RANK if variant.shaped else ()
         batch, drafts, _, _, _, *y_TD = arguments[5:]
@@ -428,9 +430,9 @@ class DecodePrograms:
         return end
 
     def _step_body(self, variant: Variant | None) -> Any:
-        """Returns the function that `shard_map` runs for a step. `variant` are the features that
-        the rows need. None computes only the forward pass. The function of a stage that is not the
-        last one returns pages and activations."""
+        """Returns the function that `shard_map` runs for a step. `variant` has the features that
+        the rows need; None computes only the forward pass. In stages before the last one, the
+        function returns pages and activations."""
         layers = [self._weights.layers[index] for index in self._layers]
         weights, common, rows = self._weights, self._shards, self._rows
         ending = None if variant is None else self._ending(variant)

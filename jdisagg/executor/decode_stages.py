@@ -1,17 +1,18 @@
 """Runs decode steps of an instance with pipeline stages.
 
-A step runs through the stages in order. So that all stages work at the same time, the slots are
-divided into as many batches as there are stages, which take turns: while one stage computes the
-first batch, the stage before it computes the second. The batch of a slot is its number modulo the
-number of stages, so that it never changes.
+A step runs through the stages in order. The slots are divided into as many batches as there are
+stages, so that all stages work at the same time: while one stage computes the first batch, the
+stage before it computes the second. A slot belongs to the batch (slot number) modulo (number of
+stages), which never changes.
 
 The state of the slots is on the last stage, which chooses the tokens. After each step of a batch
 the last stage's tokens and positions are copied to the devices of the earlier stages, where the
-batch's next step begins. No host reads or waits. Admissions and growth update page tables on every
-stage. A batch begins its next step with the copy that was made after its own last step. So it waits
-for no other batch, unless a sequence was admitted to the batch meanwhile.
+batch's next step begins. The host neither reads these arrays nor waits. Admissions and growth
+update the page tables of every stage. A batch begins its next step with the copy made after its own
+last step, so it does not wait for other batches, unless a sequence was admitted to the batch
+meanwhile.
 
-An instance without stages is one with a single stage, and one batch."""
+An instance without pipeline stages has a single stage and one batch."""
 
 from collections.abc import Sequence
 
@@ -55,7 +56,8 @@ class _Earlier:
         self._hot[self.turn] = [programs.receive(self._newest.hot) for programs, _ in self._stages]
 
     def forget(self, turn: int) -> None:
-        """Makes a batch's next step begin with the newest tokens and positions."""
+        """Drops the copy of a batch, so that its next step begins with the newest tokens and
+        positions."""
         self._hot.pop(turn, None)
 
 

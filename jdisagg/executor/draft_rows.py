@@ -8,9 +8,9 @@ child and position alone, so that a stream is the same with and without drafts. 
 drafts lies after the slot's new position. This KV is not read, and is overwritten later.
 
 A step has B rows for the slots, and E extra rows, which the slots share. A slot has at most Q rows.
-A guess is stored by position, because the host plans a step before it reads the previous step's
-tokens. The step uses the drafts that follow the slot's actual position. A guess without tokens
-stands for the tokens that the mesh itself drafted (`next_tokens.py`)."""
+A guess (the drafts of one slot) is stored by position, because the host plans a step before it
+reads the previous step's tokens. The step uses the drafts that follow the slot's actual position. A
+guess without tokens means the drafts of the mesh itself (`next_tokens.py`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Guess(NamedTuple):
 
     Attributes:
         start: Position of the first token.
-        tokens: Tokens of successive positions. Empty: those that the mesh drafted.
+        tokens: Tokens of successive positions. Empty for the drafts of the mesh itself.
         count: Number of extra rows of the slot, the largest number of drafts that it verifies.
     """
 
@@ -60,7 +60,7 @@ class DraftPlan:
 
     @staticmethod
     def of(guesses: Guesses, ranks: int, rows: int, extra: int, longest: int) -> "DraftPlan":
-        """Packs guesses, which need at most `extra` rows per rank and `longest` - 1 rows per
+        """Packs guesses. They need at most `extra` rows per rank and `longest` - 1 rows per
         slot."""
         array = np.zeros((ranks, 2 * extra + rows * (1 + guessed(longest))), np.int32)
         array[:, :extra] = rows
@@ -84,8 +84,9 @@ class DraftPlan:
 
 
 def guessed(longest: int) -> int:
-    """Returns how many tokens are guessed for a slot whose steps have up to `longest` rows. The
-    step before may still run, and accept up to `longest` tokens of the guess itself."""
+    """Returns the number of tokens to guess for a slot with up to `longest` rows per step. The
+    previous step may still be running, and may accept up to `longest` tokens of the guess
+    itself."""
     return 2 * longest - 1
 
 
@@ -116,8 +117,8 @@ class DraftRows(NamedTuple):
         drafts_SG: jax.Array | None = None,
     ) -> "DraftRows":
         """Builds a step's rows from a rank's part of `DraftPlan.array`, or from None without
-        drafts. `drafts_SG` are the guesses that the mesh drafted for each slot: the position of the
-        first, and tokens. They apply to slots for which the plan has none."""
+        drafts. `drafts_SG` has the mesh's own drafts of each slot: the position of the first, and
+        tokens. They apply to slots without tokens in the plan."""
         own, count = rows.batch(slot_B, hot_S2, ints_SI, floats_SF), slot_B.shape[0]
         own_B = jnp.arange(count, dtype=jnp.int32)
         if plan is None:

@@ -7,13 +7,14 @@ tokens of step n and makes the masks while the device computes. The device there
 mask only if making it takes longer than a forward pass.
 
 If the grammar allows exactly one token, the matcher consumes this token before the device chooses
-it, and finds the forced tokens that follow. They are drafts of the next step (`draft_rows.py`). The
-mask of each of their positions allows one token, so that all are accepted. A forced token does not
-depend on the logits, so a stream does not depend on whether its run was computed at once.
+it, and finds the forced tokens that follow. The forced tokens are drafts of the next step
+(`draft_rows.py`). The mask of each of their positions allows one token, so that all are accepted. A
+forced token does not depend on the logits, so a stream does not depend on whether its run was
+computed at once.
 
-Drafts that the scheduler predicts have masks, too: a copy of the matcher consumes the drafts, up to
-the first one that its mask forbids. A slot with a known run does not take such drafts. The drafts
-that the mesh itself makes are read back with the tokens of the step that makes them.
+Drafts of the scheduler have masks, too: a copy of the matcher consumes the drafts, up to the first
+draft that its mask forbids. A slot with a run uses no such drafts. Drafts of the mesh itself are
+read back with the tokens of the step that makes them.
 
 Every process of an instance computes the same masks and runs, because these depend only on the
 commands and the sampled tokens."""
@@ -56,7 +57,7 @@ class _Row:
         taken: Number of forced tokens that are drafts of the step being issued.
         guess: Predicted drafts of the step being issued.
         drafted: Whether the mesh's drafts for the slot are read back with the last issued step.
-        drafts: These drafts, once they are read: position of the first, and tokens.
+        drafts: The mesh's drafts, once they are read: position of the first, and tokens.
     """
 
     matcher: TokenMatcher | None

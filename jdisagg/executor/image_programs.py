@@ -1,14 +1,14 @@
-"""Encodes images on the mesh that prefills them, and puts their activations in place of the
-embeddings of image tokens.
+"""Encodes the images of prompts on the prefilling mesh, and replaces the embeddings of image tokens
+by the encoder's output.
 
-The result of an image stays on the device, so that its prompt's later chunks and other prompts with
-the image do not compute it again. `ImageStore` decides which rows of one array hold which image;
-the least recently used image gives its rows away. Only commands change it, so that all processes of
-an instance decide alike.
+The activations of an image stay on the device, so that later chunks and other prompts with this
+image do not compute them again. `ImageStore` decides which rows of an array hold which image, and
+evicts the least recently used image. Only commands change the store, so that all processes of an
+instance make the same decisions.
 
-A chunk without images runs the programs of a model without a vision encoder. Each dp rank encodes
-its own images; the devices of a rank all compute the same. An image is padded to the next of
-`patch_buckets`. Layers of the encoder share one program for each size."""
+A chunk without images runs the same programs as in a model without a vision encoder. Each dp rank
+encodes its own images; all devices of a rank repeat the computation. An image is padded to the next
+size in `patch_buckets`. The encoder's layers share one program per size."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -29,12 +29,13 @@ LEAST_PATCHES = 256
 
 
 def patch_buckets(form: ImageFormat) -> tuple[int, ...]:
-    """Returns the numbers of patches for which programs of the encoder are compiled."""
+    """Returns the numbers of patches for which the encoder's programs are compiled."""
     return buckets(min(LEAST_PATCHES, form.most_patches), form.most_patches)
 
 
 class ImageStore:
-    """Rows of one rank's array of activations, by the digest of the image that they hold."""
+    """Assigns the rows of one rank's array of activations to images, which are identified by
+    digest."""
 
     def __init__(self, rows: int) -> None:
         self._free = list(range(rows))[::-1]
@@ -49,8 +50,8 @@ class ImageStore:
         return self._held[digest]
 
     def take(self, digest: bytes, rows: int, used: set[bytes]) -> bool:
-        """Gives rows to an image, unless it has some. Takes them from the images that were used
-        longest ago, but none from those in `used`. Returns whether the image must be encoded."""
+        """Assigns rows to an image, unless it has some. Evicts the least recently used images,
+        except images in `used`. Returns whether the image must be encoded."""
         if digest in self._held:
             self._held.move_to_end(digest)
             return False
@@ -68,17 +69,18 @@ class ImageStore:
 
 
 class _Pass(NamedTuple):
-    """Images of a chunk, by dp rank, that fit into the store together."""
+    """A group of a chunk's images, by dp rank, that fits into the store."""
 
     rows: list[list[tuple[PrefillRow, PromptImage]]]
 
 
 class ImagePrograms:
-    """Builds and runs the programs of images. Used by the dispatch thread only.
+    """Builds and runs the programs that encode and place images. Used by the dispatch thread only.
 
     Attributes:
         encoded: Number of images encoded since the start.
-        depth: Number of layers of the text model after which activations of images are added.
+        depth: Number of first layers of the text model after which image activations are added
+            (deepstack).
     """
 
     def __init__(
@@ -98,8 +100,8 @@ class ImagePrograms:
         return self._programs.zeros(shape, self._dtype, RANK)
 
     def change(self, command: StepCommand) -> None:
-        """Forgets all images, because a command changes the weights of the mesh. Holds no device
-        memory while the mesh sleeps."""
+        """Drops all images before a command that changes the mesh's weights. Frees the store's
+        device memory while the mesh sleeps."""
         for store in self._stores:
             store.clear()
         if isinstance(command, SleepMesh):
@@ -116,8 +118,8 @@ class ImagePrograms:
 
         Returns:
             The new embeddings.
-            What is added to the activations of the chunk after the first layers, [ranks, T, depth,
-                D], or () if the model adds nothing.
+            Activations to add after the first layers of the text model, [ranks, T, depth, D], or
+                () if the model adds none.
         """
         deep = self.nothing_added(x.shape[1])
         for images in self._passes(rows):
@@ -126,7 +128,8 @@ class ImagePrograms:
         return x, deep
 
     def nothing_added(self, width: int) -> Any:
-        """Returns zeros to add after the first layers of a chunk of `width` tokens, or ()."""
+        """Returns zeros in the form of `run`'s second result, for a chunk of `width` tokens; or
+        ()."""
         if not self.depth:
             return ()
         shape, dtype = (1, width, self.depth, self._width), self._dtype
@@ -134,8 +137,8 @@ class ImagePrograms:
         return self._programs.get(("nothing added", width), build)()
 
     def warm_encoder(self, patches: int) -> None:
-        """Compiles the programs that encode an image of `patches` patches, by encoding nothing.
-        Blocks that share a program run once."""
+        """Compiles the programs that encode an image of `patches` patches, by running them on an
+        empty batch. Blocks that share a program run once."""
         self._encode_batch([None] * self._ranks, patches, warming=True)
 
     def warm_place(self, width: int) -> None:
@@ -148,7 +151,7 @@ class ImagePrograms:
     # ---- which images
 
     def _passes(self, rows: Sequence[PrefillRow]) -> Iterator[_Pass]:
-        """Divides the images of a chunk into groups that fit into the store together."""
+        """Divides the images of a chunk into groups that each fit into the store."""
         queues: list[list[tuple[PrefillRow, PromptImage]]] = [[] for _ in range(self._ranks)]
         for row in rows:
             queues[row.rank] += [(row, image) for image in row.images]
@@ -187,8 +190,8 @@ class ImagePrograms:
             self.encoded += sum(image is not None for image in batch)
 
     def _index(self, images: _Pass, width: int) -> np.ndarray:
-        """Returns the store's row that each token of the chunk takes, int32 [ranks, T], -1 for
-        none."""
+        """Returns the store's row for each token of the chunk, int32 [ranks, T]; -1 for text
+        tokens."""
         index = np.full((self._ranks, width), -1, np.int32)
         for rank, (store, of_rank) in enumerate(zip(self._stores, images.rows, strict=True)):
             for row, image in of_rank:
@@ -204,7 +207,7 @@ class ImagePrograms:
     def _encode_batch(
         self, batch: Sequence[PromptImage | None], patches: int, warming: bool = False
     ) -> None:
-        """Encodes at most one image a rank and writes the results to the ranks' stores."""
+        """Encodes at most one image per rank and writes the results to the ranks' stores."""
         form, ranks = self.form, self._ranks
         pixels = np.zeros((ranks, patches, 3 * form.patch**2), np.uint8)
         place = np.zeros((ranks, patches, 2), np.int32)
@@ -257,7 +260,7 @@ class ImagePrograms:
         return self._programs.get(("image block", x.shape, part.structure), build)(*arguments)
 
     def _merge(self, part: Part, column: int, x: jax.Array, target: jax.Array) -> jax.Array:
-        """Writes activations of tokens to the rows `target` of the store, and returns it."""
+        """Writes the activations of tokens to the rows `target` of the store. Returns the store."""
         shards, dtype = self._shards, self._dtype
 
         def body(leaves: Any, store: Any, x: Any, target: Any) -> jax.Array:
@@ -272,7 +275,8 @@ class ImagePrograms:
         return self._programs.get(("image rows", column, x.shape), build)(*arguments)
 
     def _place(self, index: np.ndarray, x: jax.Array, deep: Any) -> tuple[jax.Array, Any]:
-        """Replaces the embeddings `x`, and what is added later, where `index` is not -1."""
+        """Replaces the embeddings `x`, and the activations to add after the first layers, where
+        `index` is not -1."""
 
         def body(store: Any, x: Any, deep: Any, index: Any) -> tuple[jax.Array, Any]:
             rows_TCD = jnp.take(store[0], index[0], axis=0, mode="clip")
@@ -291,8 +295,8 @@ class ImagePrograms:
 
 
 def patches_of(image: PromptImage, form: ImageFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the pixels of each patch of an image, uint8 [P, patch * patch * 3], and its row and
-    column, int32 [P, 2]. Patches that form a token are neighbours."""
+    """Returns the pixels of each patch of an image, uint8 [P, patch * patch * 3], and the patch's
+    row and column, int32 [P, 2]. Patches of the same token are adjacent."""
     _, height, width = image.grid
     merge, patch = form.merge, form.patch
     down, right = height // merge, width // merge

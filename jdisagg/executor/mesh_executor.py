@@ -1,9 +1,9 @@
 """The JAX executor: runs step commands on one mesh, in order, on two threads. With pipeline stages,
-each stage has a mesh, and all are driven by the same two threads.
+the two threads drive the meshes of all stages.
 
-Commands identify pages, slots and offers by number. Only the scheduler tracks which sequence owns
-each. An instance prefills, decodes, or does both, and builds only the programs that its role needs.
-All device state (pages, slots, offered and pulled blocks) belongs to the dispatch thread."""
+Commands identify pages, slots and offers by number. Only the scheduler tracks their owners. An
+instance prefills, decodes, or does both, and builds only the programs that its role needs. All
+device state (pages, slots, offered and pulled blocks) belongs to the dispatch thread."""
 
 import asyncio
 import contextlib
@@ -211,9 +211,9 @@ class MeshExecutor:
         return self._threads.submit(issue, beside=True)
 
     async def on_compiled(self, work: Callable[[], object]) -> None:
-        """Runs `work` between commands, as `on_dispatch_thread`. Programs that are not compiled are
-        compiled on another thread, so that no command waits for a compilation. `work` is then run
-        again, so it must be harmless to run its beginning several times."""
+        """Runs `work` between commands, like `on_dispatch_thread`. If `work` needs a program that
+        is not compiled, the program is compiled on another thread, so that no command waits, and
+        `work` runs again from its beginning. `work` must therefore be repeatable."""
         missing: list[MissingProgram] = []
 
         def attempt() -> None:
@@ -265,8 +265,8 @@ class MeshExecutor:
         return tuple(variant for variant in Variant if masked or not variant.masked)
 
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
-        """Compiles the programs of a prefill chunk, apart from those of grammars, by running a
-        chunk of padding and every cut of blocks that a hand-off may need."""
+        """Compiles the programs of a prefill chunk, except those for grammars, by running a chunk
+        of padding and every cut of blocks that a hand-off may need."""
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         x, blocks, _ = self._prefill.run(chunk)
         for groups, tokens in self.limits.block_shapes() if blocks else ():
@@ -284,15 +284,15 @@ class MeshExecutor:
         self._sampler.warm_up(variant, self._prefill.run(chunk)[0])
 
     def warm_pictured(self, width: int, form: ChunkForm) -> None:
-        """Compiles the programs of a prefill chunk to whose first layers activations of images are
-        added, by running a chunk of padding."""
+        """Compiles the programs of a prefill chunk with images (deepstack models), by running a
+        chunk of padding."""
         assert self.images is not None
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         self._prefill.run(chunk, self.images.nothing_added(width))[0].block_until_ready()
 
     def warm_decode(self, size: int, variant: Variant) -> None:
         """Compiles the program of a decode step, by running a step of `size` empty slots. With
-        grammars also that of a step with forced tokens."""
+        grammars, also compiles the step with forced tokens."""
         assert self._decode is not None
         empty = (self.limits.slots_per_rank,) * size
         chosen = self._decode.step((empty,) * self.limits.ranks, variant)
@@ -301,13 +301,13 @@ class MeshExecutor:
             self._decode.warm_drafts(size, variant)
 
     def warm_drafts(self, size: int, variant: Variant) -> None:
-        """Compiles the programs of a decode step with drafts, by running one of empty slots."""
+        """Compiles the programs of a decode step with drafts, by running a step of empty slots."""
         assert self._decode is not None
         self._decode.warm_drafts(size, variant)
 
     def warm_mixed(self, width: int, form: ChunkForm, size: int, variant: Variant) -> None:
-        """Compiles the program of a prefill chunk with a decode step, by running a chunk of padding
-        with a step of `size` empty slots."""
+        """Compiles the program that runs a prefill chunk and a decode step together, by running it
+        on padding and `size` empty slots."""
         assert self._mixed is not None
         slots = ((self.limits.slots_per_rank,) * size,) * self.limits.ranks
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form)
@@ -322,7 +322,7 @@ class MeshExecutor:
 
     def warm_insert(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
         """Compiles the programs that insert a block, by running them on an empty block in the form
-        that peers send. Recurrent states are sent without a codec."""
+        that peers send. Recurrent state is sent without a codec."""
         codec = NO_CODEC if kind is KvKind.STATE else self.role.codec
         blanks = bool(self.card.ends) and self.platform == "gpu" and kind is not KvKind.STATE
         self.blocks.warm_insert(groups, tokens, kind, codec, blanks)
@@ -478,15 +478,15 @@ def _stages(programs: Programs, model: Model, layout: Layout, limits: MeshLimits
 def _image_programs(
     first: _Stage, shards: Shards, limits: MeshLimits, role: MeshRole
 ) -> ImagePrograms | None:
-    """Returns the programs of images of a mesh that computes prompts with images."""
+    """Returns the image programs of a mesh that computes prompts with images, else None."""
     if limits.images is None or not (role.prefill or limits.append_buckets):
         return None
     return ImagePrograms(first.programs, first.weights, shards, limits.images, limits.image_rows)
 
 
 def _part_of_instance(mesh: jax.sharding.Mesh, stages: int) -> str:
-    """Returns what else determines how blocks are cut: this process's place among the processes of
-    the mesh, and the number of pipeline stages, if there are several."""
+    """Returns a text that identifies how the mesh's blocks are cut: this process's index among the
+    processes of the mesh, and the number of pipeline stages; "" if both are one."""
     processes = {device.process_index for device in mesh.devices.flat}
     place = f" {jax.process_index()}/{len(processes)}" if len(processes) > 1 else ""
     return place + (f" {stages} stages" if stages > 1 else "")

@@ -1,20 +1,20 @@
 """Runs a prefill chunk and one decode step in one program.
 
 Embedding, projections, MLPs, experts and norms are computed once over the T tokens of the chunk
-followed by the B rows of the step, so that weights are read once. Attention is split: the chunk's
-tokens and the step's rows attend by the same functions as apart. KV of both is written before
-either attends. The last layer is computed for the rows that leave it: the last token of each prompt
-that ends in the chunk, and the step's rows. The program returns logits of the step's rows, whose
-tokens are chosen by the second program of a step in two (`decode_program.py`), and the activations
-of the prompts, whose first tokens are sampled as after any chunk (`prefill_sampler.py`). So there
-is one program for each pair of sizes of chunk and batch.
+followed by the B rows of the step, so that weights are read once. Attention is split: chunk and
+step use the same attention functions as in separate programs. KV of both is written before either
+attends. The last layer is computed only for the last token of each prompt that ends in the chunk,
+and for the step's rows. The program returns the logits of the step's rows and the activations of
+the ended prompts. Tokens are chosen by other programs: those of the step as in a step of two
+programs (`decode_program.py`), first tokens of prompts as after any chunk (`prefill_sampler.py`).
+So there is one program for each pair of chunk size and batch size.
 
-With a next-token layer the last layer is computed for all tokens of the chunk, whose KV in the
-next-token layer follows from them. The step's rows have no entry there, which costs acceptance.
+With a next-token layer the last layer is computed for all tokens of the chunk, because the
+next-token layer's KV is computed from its output. The step's rows get no KV in the next-token
+layer, which lowers the acceptance of drafts.
 
-A token of a stream does not depend on whether its step had a chunk, because each row has its own
-sums. Models with recurrent state and instances with pipeline stages run chunk and step one after
-the other."""
+A chunk does not change the step's tokens, because each row has its own sums. Models with recurrent
+state and instances with pipeline stages run chunk and step one after the other."""
 
 import dataclasses
 from typing import Any, Unpack
@@ -47,14 +47,14 @@ from jdisagg.scheduler.executor import MeshLimits
 
 
 def mixed_forms(limits: MeshLimits, platform: str) -> tuple[ChunkForm, ...]:
-    """Returns the forms of chunks for which mixed programs are compiled: those for rows of any
-    kind."""
+    """Returns the chunk forms for which mixed programs are compiled: those that support any
+    rows."""
     return tuple(ChunkForm(True, True, columns=count) for count in past_columns(limits, platform))
 
 
 class MixedPrograms:
-    """Builds and runs the programs of chunks with a decode step. Used by the dispatch thread
-    only."""
+    """Builds and runs the programs that run a chunk and a decode step together. Used by the
+    dispatch thread only."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class MixedPrograms:
             variant: Features that the step's rows need.
 
         Returns:
-            Activations after the last layer, [ranks, R, D], as `PrefillPrograms.run`, and the
-                tokens that the step chooses, as `DecodePrograms.step`.
+            Activations after the last layer, [ranks, R, D], as from `PrefillPrograms.run`, and the
+                step's tokens, as from `DecodePrograms.step`.
         """
         arrays = self._programs.argument(chunk.arguments)
         ends: list[jax.Array] = []
@@ -216,7 +216,7 @@ class _MixedAttention:
         Args:
             layer_pages: Page arrays of the layer.
             tokens: Number of tokens of the chunk.
-            rows_alone: Whether only rows that leave the last layer have a query.
+            rows_alone: Whether only the rows that the last layer returns have a query.
         """
         chunk, step = self._chunk, self._step
 

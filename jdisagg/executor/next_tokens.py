@@ -1,16 +1,16 @@
 """Drafts tokens with the checkpoint's next-token layer or an EAGLE-3 head, at the end of a decode
 step.
 
-The layer joins each token with the hidden state before it. After the step has verified its drafts,
-the layer computes an entry for each token that the step chose, and so replaces the entries that it
-had computed from drafts. Its output at the newest token gives the first draft. Further drafts are a
-chain: the layer is applied to its own draft and hidden state.
+The layer's input is a token and the hidden state of the position before it. After the step has
+verified its drafts, the layer computes the KV of each token that the step chose, which replaces the
+KV that it had computed from drafts. Its output at the newest token gives the first draft. Further
+drafts form a chain: the layer is applied to its own draft and hidden state.
 
-A draft is drawn as the model draws its token at the same position, with the same random numbers
-and filters. It is then the model's token more often than the most likely token is
-(docs/speculation.md). The drafts of each slot stay on the device until its next step, with the
-position of the first. No stream depends on them, so a slot may hold those of an earlier
-sequence."""
+A draft is sampled like the model's token at the same position, with the same random numbers and
+filters. It then equals the model's token more often than the layer's most likely token would
+(docs/speculation.md). Each slot's drafts and the position of the first stay on the device until the
+slot's next step. Drafts change no stream, so leftover drafts of an earlier sequence are
+harmless."""
 
 from typing import Any
 
@@ -55,12 +55,12 @@ class NextTokens:
         drafts_SG: jax.Array,
         variant: Variant,
     ) -> tuple[LayerKv, jax.Array]:
-        """Drafts the tokens after those that a step chose.
+        """Drafts the tokens that follow the tokens of a step.
 
         Args:
             model: Arrays of stem and layer.
             kept: KV of the layer.
-            y_TD: The model's hidden states of the step's rows, as of `DraftLayer.taps`.
+            y_TD: The model's hidden states of the step's rows (see `DraftLayer.taps`).
             step: Rows of the step.
             chosen: The step's choice by slot, as `DraftRows.accept` returns it.
             drafts_SG: Drafts of all slots: position of the first, and `CHAIN` tokens.

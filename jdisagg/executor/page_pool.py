@@ -28,7 +28,7 @@ class PagePool:
     """The only owner of the page arrays of all layers. Used by the dispatch thread only.
 
     Args:
-        held: Layers of this mesh. None is all layers. Other layers have no arrays here.
+        held: Layers of this mesh; None means all. Other layers have no arrays here.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PagePool:
         self.layers: list[LayerPages] = self._new()
 
     def drop(self) -> None:
-        """Frees the arrays until `make`. No command may use them meanwhile."""
+        """Frees the arrays. No command may use them until `make` is called."""
         self.layers = []
 
     def make(self) -> None:

@@ -16,10 +16,10 @@ writes all keys first. A chunk that samples nothing (the earlier part of a long 
 This saves up to 1 / layers of a prefill. If log-probabilities of prompts are requested, the last
 layer is computed for all tokens, by a program compiled at the first request.
 
-If the model has a next-token layer, which drafts tokens on decode meshes, its keys and values are
-those of one more layer. They need the last hidden state of every token, so all layers are computed
-for all tokens. The hidden state before a chunk's first token is not kept, and the keys and values
-of this token are zero.
+A next-token layer, which drafts tokens on decode meshes, counts as one more layer of the KV cache.
+Its keys and values need the last hidden state of every token, so all layers are computed for all
+tokens. The keys and values of a chunk's first token are zero, because the hidden state before it is
+not kept.
 
 Groups of equal structure, except the last, share one executable for each chunk bucket. Inside
 `shard_map` each dp rank has its own chunk and pages; tensor parallelism is in the model's
@@ -62,7 +62,7 @@ class ChunkForm:
         samples: Whether rows may sample. Only chunks of the largest bucket, which hold earlier
             parts of long prompts, are also compiled without sampling, and only on meshes that
             compute long prompts.
-        columns: Number of page-table columns that earlier positions may use; 0 is all of them.
+        columns: Number of page-table columns that earlier positions may use; 0 means all.
         every_token: Whether the last layer is computed for all tokens.
     """
 
@@ -225,7 +225,7 @@ def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkF
 
 
 def asks_of_prompts(command: PrefillChunk) -> bool:
-    """Returns whether some row of the chunk requests log-probabilities of prompt tokens."""
+    """Returns whether any row of the chunk requests log-probabilities of prompt tokens."""
     return any(row.prompt_logprobs is not None for row in command.rows)
 
 
@@ -267,15 +267,16 @@ class PrefillPrograms:
             chunk: The chunk.
             x: Activations [ranks, T, D] before the mesh's first layer, on this mesh. None on the
                 mesh with the embedding.
-            deep: What is added after the first layers (`ImagePrograms.run`); () adds nothing.
-            images: Programs of images, on the mesh with the embedding if the model reads images.
+            deep: Image activations to add after the first layers (`ImagePrograms.run`); () adds
+                none.
+            images: Image programs, on the mesh with the embedding if the model reads images.
 
         Returns:
             Activations after the mesh's last layer, [ranks, T, D]. After the model's last layer:
-                [ranks, R, D] for the rows in `ChunkArrays.sampling`, or [ranks, T, D] for every
-                token with `ChunkForm.every_token`. If no row may sample, any array of the last
-                program, for the caller to wait for. If the instance hands off KV, also one KV block
-                for each of the mesh's layer groups, and the blocks' checksums.
+                [ranks, R, D] for the rows in `ChunkArrays.sampling`, or [ranks, T, D] with
+                `ChunkForm.every_token`. If no row may sample: some array of the last program, so
+                that the caller can wait for it. If the instance hands off KV, also one KV block for
+                each of the mesh's layer groups, and the blocks' checksums.
         """
         tokens, *meta, sampling, spatial = self._programs.argument(chunk.arguments, often=True)
         if x is None:
@@ -487,13 +488,13 @@ class PrefillPrograms:
 
 
 def _rows_of(of_TD: jax.Array, rows_R: jax.Array | None) -> jax.Array:
-    """Selects the rows of a chunk's tokens, or returns those of all tokens."""
+    """Selects the rows `rows_R` of a chunk's tokens. None selects all."""
     return of_TD if rows_R is None else jnp.take(of_TD, rows_R, axis=0, mode="clip")
 
 
 def _taps(weights: Weights, group: range) -> tuple[int, tuple[int, ...]]:
-    """Returns the number of activations that are kept before a group of layers for the layer that
-    drafts tokens, and the places within the group where more are kept."""
+    """For the layer that drafts tokens: returns the number of activations kept before a group of
+    layers, and the places within the group where more are kept."""
     before = sum(tap < group.start for tap in weights.taps)
     return before, tuple(tap - group.start for tap in weights.taps if tap in group)
 
@@ -506,14 +507,14 @@ def compute_draft_kv(
     attend: Attend,
     shards: Shards,
 ) -> None:
-    """Computes the keys and values of a chunk in the layer that drafts tokens, which `attend`
-    writes.
+    """Computes the keys and values of a chunk in the layer that drafts tokens. `attend` writes
+    them.
 
     Args:
         stem: The model's stem.
         layer: The layer that drafts tokens.
-        y_TD: The model's hidden states of the chunk's tokens, as of `DraftLayer.taps`.
-        chunk: Token, position and row of each of them.
+        y_TD: The model's hidden states of the chunk's tokens (see `DraftLayer.taps`).
+        chunk: Token, position and row of each of the chunk's tokens.
     """
     tokens_T, positions_T, segment_T = chunk
     y_TD, known_T = _before(layer.fused(y_TD, shards), segment_T)
@@ -529,8 +530,8 @@ def compute_draft_kv(
 
 
 def _before(y_TD: jax.Array, segment_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the hidden state before each token of a chunk, zero where it is not known, and
-    whether it is known."""
+    """Returns the hidden state before each token of a chunk, and whether it is known. Unknown
+    states are zero."""
     index_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)
     known_T = (index_T > 0) & (segment_T >= 0) & (segment_T == jnp.roll(segment_T, 1))
     return jnp.where(known_T[:, None], jnp.roll(y_TD, 1, axis=0), 0), known_T

@@ -1,11 +1,11 @@
 """Runs the prefill chunks of an instance with pipeline stages.
 
-Each stage has a mesh of its own, with a range of consecutive layer groups, their weights and their
-pages. A chunk runs through the stages in order. Its activations are copied from the devices of one
-stage to those of the next, where the device with the same place in its mesh has the same part. All
-calls only issue work. So while a stage computes one chunk, the stage before it computes the next
-chunk, as long as enough commands are in flight (`MeshLimits.stages`). The KV of each layer group
-leaves from the mesh of its stage. An instance without stages is one with a single stage."""
+Each stage has its own mesh, with a range of consecutive layer groups, their weights and their
+pages. A chunk runs through the stages in order. Activations are copied from each device of a stage
+to the device at the same place in the next stage's mesh. All calls only issue work. So while a
+stage computes one chunk, the stage before it computes the next chunk, as long as enough commands
+are in flight (`MeshLimits.stages`). The KV of a layer group is sent from the mesh of its stage. An
+instance without pipeline stages has a single stage."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +21,9 @@ class PrefillStages:
     """The prefill programs of all stages. Used by the dispatch thread only.
 
     Args:
-        stages: Programs of the mesh, and programs of prefill chunks, of each stage.
+        stages: For each stage, the mesh's programs and the prefill programs.
         stage_of: Stage of each layer group.
-        images: Programs of images, or None if the model reads none.
+        images: Image programs, or None if the model reads no images.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class PrefillStages:
         self, chunk: ChunkArrays, deep: Any = ()
     ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
         """Issues the programs of one chunk. Returns the result of `PrefillPrograms.run` for the
-        whole model, with the blocks and checksums of all layer groups. `deep` is as there, for
-        warm-up."""
+        whole model, with the blocks and checksums of all layer groups. Warm-up passes `deep`, which
+        is an argument of `PrefillPrograms.run`."""
         (_, first), *later = self._stages
         x, blocks, sums = first.run(chunk, deep=deep, images=self._images)
         for programs, stage in later:

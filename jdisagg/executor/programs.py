@@ -36,8 +36,8 @@ TURN_SECONDS = 2e-4
 
 
 class _ShortTurns:
-    """A context in which the interpreter changes threads after `TURN_SECONDS`. Contexts of several
-    threads may overlap."""
+    """A context with the thread switch interval `TURN_SECONDS`. Contexts of several threads may
+    overlap."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,8 +73,7 @@ class Programs:
     """The compiled programs of one mesh. Thread-safe, so that warm-up can compile several at
     once.
 
-    The first pipeline stage of an instance also holds the programs of the `later` stages, which
-    run on meshes of their own."""
+    The first pipeline stage of an instance also holds the programs of the `later` stages."""
 
     def __init__(self, mesh: Mesh, *later: Mesh) -> None:
         self.mesh = mesh
@@ -144,9 +143,9 @@ class Programs:
         return jax.tree.map(by_callback, host)
 
     def receive(self, array: jax.Array) -> jax.Array:
-        """Copies an array [ranks, ...] from the mesh of another stage to this mesh. Each device
-        sends its part to the device at the same place, which is of the same process
-        (`layout_meshes`). No host memory is used, and the call does not wait for the array."""
+        """Copies an array [ranks, ...] from another stage's mesh to this mesh. Each device sends
+        its part to the device at the same place, which belongs to the same process
+        (`layout_meshes`). Uses no host memory, and does not wait for the array."""
         if not self.spans_processes:
             return jax.device_put(array, self._by_rank)
         sharding = array.sharding
@@ -162,8 +161,8 @@ class Programs:
 
         Args:
             host: Pytree of arrays [ranks, ...]. The caller must not modify them afterwards.
-            often: Whether several calls take the arrays. An accelerator then gets them once, by
-                `put`. A CPU device reads host memory.
+            often: Whether several calls use the arrays. They are then transferred to an accelerator
+                once, by `put`. A CPU device reads host memory.
         """
         device = self.mesh.devices.flat[0]
         direct = self.mesh.size == 1 and (not often or device.platform == "cpu")
@@ -254,8 +253,8 @@ class Programs:
             return jitted.lower(*abstract)
 
     def _formats(self, arrays: Any, specs: Any) -> Any:
-        """Returns the shardings of a program's arguments or results, with the order of the axes of
-        weights and pages where the platform needs one."""
+        """Returns the shardings of a program's arguments or results. On platforms that need it,
+        those of weights and pages include the order of axes in memory."""
         return jax.tree.map(
             lambda array, sharding: (
                 sharding

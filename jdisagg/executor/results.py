@@ -125,11 +125,11 @@ class BlockReading:
 
 @dataclass(frozen=True)
 class StepChoice:
-    """The choices of one decode step.
+    """The tokens of one decode step, as device arrays.
 
     Attributes:
-        parts: Choices of each batch that the step consists of. One, unless the instance has
-            pipeline stages.
+        parts: Chosen tokens of each batch of the step. One batch, unless the instance has pipeline
+            stages.
         places: Index of each of the step's rows among the rows of all parts, int32 [ranks, rows].
             None if there is one part in the order of the rows.
     """
@@ -168,7 +168,7 @@ class StepChoice:
 
 @dataclass
 class DecodeReading:
-    """The tokens of one or more decode steps, which are all read at once."""
+    """The tokens of one or more decode steps, read together."""
 
     command: DecodeSteps
     steps: list[StepChoice]
@@ -209,7 +209,7 @@ class DecodeReading:
 
 @dataclass
 class MixedReading:
-    """The results of a prefill chunk and a decode step that one command runs."""
+    """The results of a command that runs a prefill chunk and a decode step."""
 
     prefill: PrefillReading
     decode: DecodeReading
@@ -252,7 +252,7 @@ class _Host:
         return int(self._token[rank, row])
 
     def offsets(self, rank: int, row: int) -> list[int]:
-        """Returns the offsets of a decode row's tokens: 0, and those after accepted drafts."""
+        """Returns the offsets of a decode row's tokens: 0, and one more for each accepted draft."""
         assert self._token is not None
         own, *others = self._token[rank, row].tolist()
         return [0, *(at for at, token in enumerate(others, 1) if token != NO_TOKEN)]

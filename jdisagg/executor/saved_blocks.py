@@ -59,8 +59,8 @@ class SavedBlocks:
     that computes KV, because other versions may round differently.
 
     Args:
-        part: Place of this process among the processes of the instance; empty if it is the only
-            one.
+        part: Text that identifies this process's part of each block; empty if blocks are not
+            divided.
     """
 
     def __init__(

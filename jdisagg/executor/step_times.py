@@ -34,7 +34,7 @@ def measure_step_times(executor: MeshExecutor, appends: bool = True) -> StepTime
     decode steps of two batch sizes and two contexts. Runs on the dispatch thread.
 
     Args:
-        appends: Whether the programs of chunks that a decode mesh appends are loaded.
+        appends: Whether the programs for appended chunks (of a decode mesh) are loaded.
     """
     limits, role = executor.limits, executor.role
     room = min(limits.context_tokens, limits.pages_per_rank * limits.page_size)
@@ -85,7 +85,7 @@ def _steps(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]
 def _chunk(
     executor: MeshExecutor, size: int, count: int, past: int, dummy: int | None
 ) -> PrefillChunk:
-    """Returns a chunk of `size` tokens, of which the prompt of each rank fills `count`."""
+    """Returns a chunk of `size` tokens: `count` tokens of a prompt on each rank, and padding."""
     limits = executor.limits
     pages = tuple(range(pages_for(past + count, limits.page_size)))
     if dummy is not None:
@@ -121,8 +121,8 @@ def _step(executor: MeshExecutor, sequences: int, context: int) -> DecodeSteps:
 
 
 def _seconds(executor: MeshExecutor, command: StepCommand) -> float:
-    """Runs a command, on one process several times, and returns the seconds of the fastest run,
-    because other work on the machine only adds time."""
+    """Runs a command, several times if the mesh is in one process, and returns the seconds of the
+    fastest run, because other work on the machine only adds time."""
     alone, best = not executor.programs.spans_processes, float("inf")
     for _ in range(SHORT_RUNS):
         began = time.perf_counter()

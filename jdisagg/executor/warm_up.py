@@ -105,7 +105,7 @@ def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
 
 
 def _of_variant(run: Callable[[], object], variant: Variant) -> WarmUpStep:
-    """Returns the step for a program that chooses tokens in one way."""
+    """Returns the warm-up step for a program that chooses tokens by one variant."""
     return WarmUpStep(run, Capability.GRAMMARS if variant.masked else None)
 
 
@@ -131,11 +131,10 @@ def _needs_extracts(role: MeshRole) -> Capability | None:
 def _steps_apart(
     executor: MeshExecutor, kept: list[_Shape], fetched: list[_Shape]
 ) -> list[WarmUpStep]:
-    """Returns the steps for KV that is transferred apart from ordinary blocks: recurrent states and
-    sliding windows.
+    """Returns the steps for KV that is transferred separately: recurrent state and sliding windows.
 
     Args:
-        kept, fetched: Shapes of blocks that are restored from host memory or fetched.
+        kept, fetched: Shapes of blocks that are restored from host memory, and of fetched blocks.
     """
     limits, role, blocks = executor.limits, executor.role, executor.blocks
     alone = role.prefill and role.decode and not (role.extracts or role.spills)

@@ -48,8 +48,7 @@ class Part:
 
     @cached_property
     def structure(self) -> object:
-        """Key of the programs that this part can run in. Parts that can share a program have the
-        same key."""
+        """Key by which programs are shared: parts with the same key run in the same program."""
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in self.leaves)
         return _key((self.graphdef, self.treedef, shapes, self.specs))
 
@@ -93,7 +92,7 @@ class Weights:
         head: Final norm and head.
         held: Layers on the mesh that uses these weights. All of `layers`, unless the instance has
             several stages.
-        next_token: The layer that drafts tokens, whose KV comes after that of `layers`.
+        next_token: The layer that drafts tokens. Its KV comes after the KV of `layers`.
         vision: The vision encoder, on the mesh with the embedding.
     """
 
@@ -141,7 +140,7 @@ class Weights:
         return replace(self, held=held)
 
     def __getitem__(self, group: range) -> list[Part]:
-        """Returns the layers with KV number `group`, the next-token layer included."""
+        """Returns the layers with the numbers `group`. The next-token layer is the last one."""
         every = self.layers if self.next_token is None else (*self.layers, self.next_token)
         return [every[index] for index in group]
 
@@ -153,8 +152,8 @@ def split_model(
 
     Args:
         adapters: Room for adapters.
-        zeros: For each layer, creates the stacks of its adapter slots, of shape, dtype and
-            PartitionSpec. Without it the stacks are shapes.
+        zeros: Creates the arrays of each layer's adapter slots from shape, dtype and PartitionSpec.
+            None makes shapes only.
     """
     stem, modules = _part(model.stem, layout), model.layers
     x = jax.eval_shape(
