@@ -59,7 +59,7 @@ class AdapterTable:
         return slot
 
     def load_ended(self, digest: str, loaded: bool) -> None:
-        """Ends a load that `take` began. A slot whose load failed is free again."""
+        """Ends a load that `take` began. After a failed load, the slot is free again."""
         slot = self._loading.pop(digest)
         if loaded:
             self._loaded[digest] = slot

@@ -1,7 +1,8 @@
-"""The optional capabilities of a worker. Each needs programs beside those that every request needs.
-A worker that starts without compiled programs serves as soon as the common ones are there, and
-gets its capabilities one after the other while it serves. Until then it works as if they were
-off, except that it caches blocks from the start and lets requests with images or grammars wait."""
+"""The optional capabilities of a worker. Each needs programs in addition to the common programs,
+which every request needs. A worker that starts without compiled programs serves as soon as the
+common programs are compiled, and gains its capabilities one after the other while it serves. Until
+then it works as if they were off, with two exceptions: it caches blocks from the start, and
+requests with images or grammars wait."""
 
 import asyncio
 import enum
@@ -14,9 +15,9 @@ class Capability(enum.Enum):
     """An optional capability, in the order in which the programs are loaded.
 
     Attributes:
-        IMAGES: Prompts have images. First, because requests wait for it.
-        GRAMMARS: Tokens follow a grammar. Requests wait for it, too.
-        APPEND: A decode mesh computes uncached ends of prompts.
+        IMAGES: Prompts have images. Loaded first, because requests wait for it.
+        GRAMMARS: Tokens follow a grammar. Requests wait for this capability, too.
+        APPEND: A decode mesh computes the uncached ends of prompts.
         REUSE: A prefill mesh sends cached blocks that a decode mesh lacks, and continues from
             snapshots of recurrent state.
         TIERS: Blocks and sequences are copied to and from host memory, disk and other workers.
@@ -32,11 +33,11 @@ class Capability(enum.Enum):
 
 
 class Capabilities:
-    """The optional capabilities of one mesh whose programs are not loaded yet. In the beginning
-    none is missing.
+    """The optional capabilities of one mesh that are missing, because their programs are not loaded
+    yet. Initially none is missing.
 
     Attributes:
-        given_up: Whether the programs of the missing capabilities could not be loaded.
+        given_up: Whether loading has failed, so that the missing capabilities stay missing.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class Capabilities:
         self._wake()
 
     def give_up(self) -> None:
-        """Records that the missing capabilities stay missing, because a program failed."""
+        """Records that the missing capabilities stay missing, because loading a program failed."""
         self.given_up = bool(self._missing)
         self._wake()
 

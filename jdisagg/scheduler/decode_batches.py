@@ -195,7 +195,8 @@ class DecodeBatches:
         return any(not child.frozen for child in self._state.ready)
 
     def width(self) -> int:
-        """Returns the number of sequences of the next step on the dp rank with the most."""
+        """Returns the batch size of the next step: the number of sequences on the fullest dp
+        rank."""
         waiting = [0] * len(self._state.slots)
         for child in self._state.ready:
             waiting[child.rank] += not child.frozen
@@ -301,9 +302,9 @@ class DecodeBatches:
         return max(1, min(self._steps, wanted))
 
     def apply(self, result: DecodeResult, seconds: float = 0.0) -> list[tuple[SequenceGroup, int]]:
-        """Appends the tokens of a result to their sequences and adds progress to
-        `DecodeState.news`. `seconds` is the time that the command took. Returns the groups that
-        must end because no token could be sampled, each with its error code (BROKEN_TOKEN or
+        """Appends the tokens of a result to their sequences and records the progress in
+        `DecodeState.news`. `seconds` is the duration of the command. Returns the sequence groups
+        that must end because no token could be sampled, each with its error code (BROKEN_TOKEN or
         STUCK_TOKEN)."""
         broken: list[tuple[SequenceGroup, int]] = []
         drafted = False
@@ -383,8 +384,7 @@ class DecodeBatches:
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
         """Gives pages to running sequences that need them, highest priority and oldest sequence
-        first. If no page is free, preempts the last sequence in this order, which has not received
-        pages in this pass yet."""
+        first. If no page is free, preempts the last sequence in this order."""
         grows: list[SlotGrow] = []
         needy = [
             child

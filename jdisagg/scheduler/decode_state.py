@@ -38,7 +38,7 @@ class DecodeState:
 
     Args:
         names: Computes the names of cached blocks; None disables the prefix cache.
-        adapters: Table of the mesh's adapter slots. None makes one of its own.
+        adapters: Table of the mesh's adapter slots. None creates a new table.
 
     Attributes:
         news: Progress of sequences that the worker has not reported to callers yet.
@@ -190,7 +190,7 @@ class DecodeState:
 
     @property
     def one_priority(self) -> bool:
-        """Whether all requests have the same priority, so that none yields to another."""
+        """Whether all requests have the same priority, so that none is preempted for another."""
         groups = iter(self.groups.values())
         first = next(groups, None)
         return first is None or all(
@@ -198,7 +198,8 @@ class DecodeState:
         )
 
     def priorities(self) -> dict[int, tuple[int, int]]:
-        """Returns the numbers of sequences with pages, and of their pages, by priority."""
+        """Returns, by priority, the number of sequences with pages and the number of these
+        pages."""
         shares: dict[int, tuple[int, int]] = {}
         absent = (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():

@@ -1,15 +1,14 @@
-"""Decides whether decode steps of one batch size and variant have drafts, from measured times.
-Pure.
+"""Decides from measured times whether decode steps of one batch size and variant have drafts. Pure.
 
-A mesh that verifies drafts must not be slower than one that verifies none. So drafts begin only
-after steps without drafts were measured, and after a trial of a few steps. Steps with drafts are
-charged to a credit: the time that they took beyond the steps that they saved. Without credit no
-step has drafts, so that wrong expectations cost little. Steps are charged at their median time, as
-soon as a few are measured, so that one slow step does not end drafts. The first ones are not
-measured, because they may run their program for the first time. Credit grows by a small part of the
-time without drafts. Once it is full, drafts that lost are tried again. While drafts pay, a step
-without drafts is measured from time to time. Predictions themselves cost the host time, so most
-steps make none while they do not pay."""
+A mesh that verifies drafts must not be slower than one without drafts. So drafts begin only after
+steps without drafts were measured, and after a trial of a few steps. The loss of each step with
+drafts is charged to a credit: its time minus the time of the steps that it saved. Without credit no
+step has drafts, so that wrong expectations cost little. Once a few steps are measured, steps are
+charged at their median time, so that one slow step does not end drafts. The first steps are not
+measured, because a program's first runs may be slow. Credit grows by a small part of the time of
+steps without drafts. When it is full, drafts are tried again. While drafts pay, a step without
+drafts is measured from time to time. Predictions cost host time, so most steps make none while
+drafts do not pay."""
 
 import statistics
 from collections import deque
@@ -38,14 +37,15 @@ _PRIOR = 4.0  # drafts that are taken to have come as expected
 
 @dataclass(slots=True)
 class DraftWorth:
-    """Measured times of steps without and with drafts, and what the drafts brought.
+    """Measured times of steps without and with drafts, and the tokens that drafts saved.
 
     Attributes:
-        since_plain: Steps with drafts since the last one without.
-        rested: Steps without drafts since the last one with.
-        credit: Time that drafts may lose, in steps without drafts.
-        cold: First steps with drafts that are still to come.
-        uncharged: Steps that each step with drafts saved, of those not yet charged to the credit.
+        since_plain: Number of steps with drafts since the last step without drafts.
+        rested: Number of steps without drafts since the last step with drafts.
+        credit: Time that drafts may lose, in units of a step without drafts.
+        cold: Number of further steps with drafts that are not measured, because their program is
+            new.
+        uncharged: Steps saved by each step with drafts that is not charged to the credit yet.
     """
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
@@ -65,10 +65,9 @@ class DraftWorth:
 
         Args:
             seconds: Time of the step.
-            expected: Number of drafts that were expected to be accepted. None is a step without
-                drafts.
+            expected: Expected number of accepted drafts. None means a step without drafts.
             accepted: Number of drafts that were accepted.
-            saved: Number of steps without drafts that these saved.
+            saved: Number of steps without drafts that the accepted drafts saved.
         """
         if expected is None:
             self.plain.append(seconds)
@@ -90,7 +89,7 @@ class DraftWorth:
         self.uncharged.clear()
 
     def earn(self, steps: int) -> None:
-        """Records that `steps` have no drafts, which adds to the credit."""
+        """Records that `steps` steps have no drafts, which adds to the credit."""
         self.rested += steps
         self._add_credit(CREDIT_SHARE * steps)
 
@@ -104,8 +103,8 @@ class DraftWorth:
         return rested and len(self.drafted) >= LEAST_SAMPLES
 
     def rest(self, predicting: float) -> int:
-        """Returns the number of steps that make no predictions, after predictions that took the
-        host `predicting` seconds were repeatedly not worth it. 0 until steps without drafts are
+        """Returns the largest number of steps without predictions that follow a prediction without
+        gain. A prediction takes the host `predicting` seconds. 0 until steps without drafts are
         measured."""
         if len(self.plain) < LEAST_SAMPLES:
             return 0

@@ -31,7 +31,7 @@ class MeshLimits:
         granule_tokens: Number of tokens of the shortest transfer block. Longer blocks have this
             length times a power of two. The rows of a packed chunk start at multiples of this
             length.
-        pack_tokens: Largest number of tokens of a chunk that several prompts share; None is the
+        pack_tokens: Largest number of tokens of a chunk that several prompts share; None means the
             largest chunk size. A single prompt may always fill the largest chunk. If a limit is
             set, only whole prompts share a chunk.
         state_slots_per_rank: Number of sequences on a rank that can have recurrent state or a
@@ -42,19 +42,19 @@ class MeshLimits:
             sliding-window layers use ordinary pages.
         draft_rows: Number of extra rows of a decode step for each sequence of its batch, in which
             draft tokens are verified.
-        speculates: Whether decode steps verify drafts of all sequences, and not only the tokens
-            that a grammar forces.
-        draft_layer: If the last layer of `kv_spec` is one with which decode steps draft tokens, the
-            source of these drafts: "mtp" or "eagle".
-        snapshots_per_rank: Number of snapshots that the prefix cache of a rank may hold: copies of
-            recurrent state, and of ring buffers, at the end of cached prefixes
+        speculates: Whether decode steps verify drafts of all sequences, not only tokens that a
+            grammar forces.
+        draft_layer: Source of the drafts ("mtp" or "eagle") if the last layer of `kv_spec` drafts
+            tokens; else "".
+        snapshots_per_rank: Number of snapshots that the prefix cache of a rank may hold. A snapshot
+            is a copy of recurrent state and ring buffers at the end of a cached prefix
             (`scheduler/snapshots.py`).
         snapshot_tokens: Snapshots are made at multiples of this number of tokens; 0 makes none.
         append_buckets: Numbers of tokens of the prefill chunks that a decode mesh computes itself,
             ascending; empty if it computes none. If set, `chunk_buckets` are the sizes of the
             chunks on prefill meshes.
-        appends: Whether the mesh computes chunks only to append prompts. Few forms of their
-            programs are then compiled.
+        appends: Whether the mesh computes chunks only to append prompts. Fewer chunk programs are
+            then compiled.
         mixed_buckets: Numbers of tokens of the prefill chunks that can run together with a decode
             step in one program, ascending; empty if chunks and steps only alternate.
         adapters: Number of slots for LoRA adapters.
@@ -125,9 +125,9 @@ class MeshLimits:
 
     @property
     def mixed_batches(self) -> tuple[int, ...]:
-        """Batch sizes of decode steps that run together with a prefill chunk: the largest, and one
-        of about a quarter of it. Few sizes keep the number of programs small. The rows of a step
-        are few compared with the tokens of a chunk."""
+        """Batch sizes of decode steps that run together with a prefill chunk: the largest, and
+        about a quarter of it. Two sizes keep the number of programs small, and padding costs
+        little, because a step has few rows compared with the tokens of a chunk."""
         largest = self.batch_buckets[-1]
         return tuple(size for size in self.batch_buckets if size in (largest, largest // 4))
 
@@ -171,7 +171,7 @@ class MeshLimits:
 
     @property
     def nothing(self) -> KVSpec:
-        """A KV spec with as many layers as the model, in which no layer has KV."""
+        """A KV spec with the model's number of layers, in which no layer has KV."""
         return KVSpec((KVLayer(()),) * len(self.kv_spec.layers), self.kv_spec.dtype)
 
     def seen_from(self, end: int) -> int:

@@ -37,7 +37,7 @@ class TierRoom:
         host_bytes: Bytes of host memory.
         disk_bytes: Bytes of disk. Blocks are written to disk from host memory only.
         always: Whether blocks are restored even if recomputing them is estimated to be faster.
-        disk_ttl_seconds: Lifetime of a block on disk; 0 is no limit.
+        disk_ttl_seconds: Lifetime of a block on disk; 0 means no limit.
         rank_bound: Whether KV in host memory can be restored only to its dp rank, because the ranks
             are in different processes.
     """
@@ -77,11 +77,11 @@ class HostBlock:
 
 
 class AskedAgain:
-    """Estimates the share of evicted blocks (or snapshots) that later prompts ask for, copied or
-    not, and decides whether copies of evicted blocks are worth their time.
+    """Estimates the share of evicted blocks (or snapshots) that later prompts request, whether or
+    not they were copied, and decides whether copies of evicted blocks are worth their time.
 
-    At first all blocks are assumed to be asked for, so that copies end after about 300 evicted
-    blocks that no prompt asks for. They begin again after about 15 blocks that prompts ask for.
+    Initially all blocks are assumed to be requested again. Copies end after about 300 evicted
+    blocks that no prompt requests, and begin again after about 15 requested ones.
 
     Args:
         most: Number of evicted blocks whose names are remembered.
@@ -106,11 +106,11 @@ class AskedAgain:
             self._evicted.popitem(last=False)
 
     def __contains__(self, name: bytes) -> bool:
-        """Returns whether a block was evicted, and no prompt asked for it since."""
+        """Returns whether a block was evicted, and no prompt has requested it since."""
         return name in self._evicted
 
     def asked(self, name: bytes) -> None:
-        """Records that a prompt would continue after this block, if it could be restored."""
+        """Records that a prompt could use this block if it were restored."""
         if name in self._evicted:
             del self._evicted[name]
             self._share = min(1.0, self._share + 1 / ASKED_WINDOW)

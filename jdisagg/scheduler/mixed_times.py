@@ -1,10 +1,10 @@
 """Predicts the seconds of a decode step that runs together with a prefill chunk, from measured
 times. Pure: times are given as measured.
 
-The fastest of the newest measurements of a size counts, because other work on the machine only adds
-time. Measurements older than `KEPT_STEPS` commands do not count, because contexts grow. The time of
-a size without measurements is extrapolated from the nearest measured size: the tokens of the chunk
-are taken to cost what the mixed step takes longer than a step alone."""
+The time of a size is its fastest recent measurement, because other work on the machine only adds
+time. Measurements older than `KEPT_STEPS` commands are dropped, because contexts grow. The time of
+a size without measurements is extrapolated from the nearest measured size: a mixed step takes
+longer than a step alone in proportion to the tokens of its chunk."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ KEPT_STEPS = 256
 
 
 class _Recent:
-    """The newest measurements of one program: number of the command, and seconds."""
+    """The newest measurements of one program: the number of each command, and its seconds."""
 
     def __init__(self) -> None:
         self._times: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
@@ -47,7 +47,7 @@ class MixedTimes:
         """Records the seconds of a step.
 
         Args:
-            sequences: Number of sequences of the dp rank with the most.
+            sequences: Number of sequences on the fullest dp rank.
             chunk_tokens: Padded number of tokens of the chunk, or 0 without a chunk.
         """
         self._now += 1

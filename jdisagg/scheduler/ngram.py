@@ -3,8 +3,8 @@ the sequence, the tokens that followed them are the prediction. Needs no weights
 text that repeats its prompt, edited code, tables and loops.
 
 The sequence's newest tokens are kept as bytes, because a search for bytes runs in C: 1 us for each
-1,000 tokens. An index from n-grams to positions is faster to read, but costs 0.4 us and 300 bytes
-for each token, also while no prediction is made."""
+1,000 tokens. An index from n-grams to positions would be faster to read, but costs 0.4 us and 300
+bytes per token, even while no prediction is made."""
 
 from array import array
 from collections.abc import Sequence

@@ -26,7 +26,7 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
         cached_tokens: For each rank, the number of the prompt's leading tokens that the rank
             caches; empty if no rank caches any.
         states: Number of slots for recurrent state that the prompt needs.
-        arrival: Time of arrival, earlier by `head_start` of the priority.
+        arrival: Time of arrival, minus the `head_start` of the priority.
     """
 
     key: int
@@ -166,8 +166,9 @@ def _stalled(offered_tokens: Mapping[str, int], most: int) -> tuple[frozenset[st
 def _giving_way(
     prompt: QueuedPrompt, unbegun: list[_Begun], free: list[int], states: list[int]
 ) -> list[_Begun]:
-    """Returns the prompts of lower priority that must return their pages, so that some rank has
-    room for `prompt`: those of the lowest priority first, and of these the newest."""
+    """Returns the prompts of lower priority that must return their pages so that some rank has room
+    for `prompt`. Chooses the lowest priority first, and among equal priorities the newest
+    prompt."""
     lower = [one for one in unbegun if one[0].priority < prompt.priority]
     lower.sort(key=lambda one: one[0].order, reverse=True)
     lower.sort(key=lambda one: one[0].priority)

@@ -36,7 +36,7 @@ class PrefillJob:
             set, no positions are cached.
         snapshots: Positions, ascending, at which snapshots of the state are wanted.
         adapter: Slot of the sequence's adapter.
-        arrival: Time of arrival, earlier by `head_start` of the priority.
+        arrival: Time of arrival, minus the `head_start` of the priority.
         images: Images of the prompt.
     """
 
@@ -110,7 +110,7 @@ class PrefillBatches:
         return sum(job.left_tokens for job in self._queues[rank])
 
     def beside(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Returns those of these chunk sizes at which a prompt may be split."""
+        """Returns the chunk sizes among `sizes` at which a prompt may be split."""
         return tuple(size for size in sizes if size >= (self._cut_tokens or 0))
 
     def add(self, job: PrefillJob) -> None:
@@ -140,8 +140,8 @@ class PrefillBatches:
 
         Args:
             beside: If not empty, the chunk runs together with a decode step. It has at most as many
-                tokens as the last of these sizes, and one of these sizes if that less than doubles
-                its padded length.
+                tokens as the last of these sizes, and is padded to one of them if this less than
+                doubles its padded length.
         """
         if chunk_in_flight and self._leaves_ranks_idle(held):
             return None

@@ -2,13 +2,14 @@
 
 A request of higher priority takes the batch slots and KV pages that sequences of lower priority
 hold. Their KV is swapped out (`worker/spilled_kv.py`) and they continue when there is room. The
-sequences of the lowest priority are preempted first, and among these the newest. No sequence yields
-to an equal or lower priority.
+sequences of the lowest priority are preempted first, and among these the newest. No sequence is
+preempted for ("yields to") an equal or lower priority.
 
-A unit of priority counts as `PRIORITY_SECONDS` of waiting, up to `MOST_PRIORITY` steps. So requests
-of low priority do not starve: one that waits is served before newer requests of higher priority,
-and a sequence that was swapped out for this long in total yields no more. A sequence that was
-swapped in yields again only after a new token, so that its request always makes progress.
+A unit of priority counts as `PRIORITY_SECONDS` of waiting, up to `MOST_PRIORITY` units. So requests
+of low priority do not starve: after this wait, a request is served before newer requests of higher
+priority, and a sequence that was swapped out for this time in total is no longer preempted. A
+sequence that was swapped in is preempted again only after a new token, so that its request always
+makes progress.
 
 Invariants (each is a test of the same name in tests/scheduler/test_priorities.py):
 - only_a_lower_priority_yields_and_not_for_ever
@@ -31,19 +32,19 @@ def yields(priority: int, aside_seconds: float, to_priority: int) -> bool:
     """Returns whether a sequence is preempted for a request of `to_priority`.
 
     Args:
-        aside_seconds: Seconds for which the sequence was swapped out before.
+        aside_seconds: Total seconds for which the sequence was swapped out before.
     """
     return aside_seconds < head_start(to_priority) - head_start(priority)
 
 
 @plain
 class YieldingSequence:
-    """A sequence that yields.
+    """A sequence that may be preempted.
 
     Attributes:
         newness: Sort key by age, newest sequence last.
         pages: Number of pages that become free if it is preempted.
-        computed: Whether all its KV is in pages. Otherwise what was computed of it is lost.
+        computed: Whether all its KV is in pages. Otherwise a preemption loses the computed part.
     """
 
     key: int
@@ -59,12 +60,13 @@ def to_preempt(
     """Chooses the sequences that are preempted on one rank.
 
     Args:
-        holders: The sequences of the rank that yield.
+        holders: The sequences of the rank that may be preempted.
         pages: Number of pages to free; 0 or less if enough are free.
-        sequences: Number of sequences that are too many.
+        sequences: Number of sequences to preempt.
 
     Returns:
-        The fewest that suffice in the order of choice, or None if all together do not suffice.
+        The fewest sequences that suffice, in order of preemption, or None if all together do not
+            suffice.
     """
     order = sorted(holders, key=lambda one: one.newness, reverse=True)
     order.sort(key=lambda one: (one.priority, not one.computed))

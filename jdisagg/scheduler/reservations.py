@@ -71,7 +71,7 @@ class Reservations:
 
     Args:
         ahead_sequences: Number of sequences that may hold pages beyond the number of batch slots;
-            None is a quarter of the slots.
+            None means a quarter of the slots.
         computes: Whether the mesh computes all prompts itself instead of receiving their KV.
     """
 
@@ -190,7 +190,8 @@ class Reservations:
         the new groups; a group's key is the request's ticket.
 
         Args:
-            before: Only requests earlier than this (arrival, ticket) get pages; None is no limit.
+            before: Only requests earlier than this (arrival, ticket) get pages; None means no
+                limit.
         """
         granted: list[SequenceGroup] = []
         while self.waits(before):
@@ -225,9 +226,9 @@ class Reservations:
         return None
 
     def to_preempt(self, waiting: WaitingReservation, coming: Sized[int]) -> list[Sequence]:
-        """Returns the sequences that must be preempted so that a rank has room for a request.
-        Chooses the rank on which the priorities of these are lowest and their number is smallest.
-        Returns none if some rank has room, or none could have.
+        """Returns the sequences that must be preempted so that some rank has room for a request.
+        Chooses the rank whose preempted sequences have the lowest priorities, and then the fewest.
+        Returns no sequences if a rank has room already, or if preemption cannot make room.
 
         Args:
             coming: For each rank, the number of pages that become free when copies have ended.
@@ -249,7 +250,7 @@ class Reservations:
         return sorted(found, key=lambda child: keys[child.key])
 
     def _holders(self, rank: int, priority: int) -> list[YieldingSequence]:
-        """Returns the sequences of a rank that yield to a request of this priority."""
+        """Returns the sequences of a rank that may be preempted for a request of this priority."""
         state, ledger = self._state, self._state.ledgers[rank]
         return [
             YieldingSequence(
@@ -268,7 +269,8 @@ class Reservations:
         ]
 
     def _short(self, waiting: WaitingReservation, rank: int) -> tuple[int, int]:
-        """Returns how many pages and how many places for sequences a request lacks on a rank."""
+        """Returns the number of pages, and of places for sequences, that a request lacks on a
+        rank."""
         state, limits = self._state, self._state.limits
         cached = self._cached_tokens(waiting, rank)
         need = self._pages(waiting, self._growth_tokens)

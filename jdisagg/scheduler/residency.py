@@ -62,11 +62,11 @@ class BlockNames:
             without the key.
         model: Model fingerprint and KV dtype. Workers can share KV only if both are equal.
         grain_tokens: Number of tokens of a block in the whole cluster.
-        grid_tokens: Number of tokens. Prompts are split between chunks, and prefill starts after
-            cached blocks, only at multiples of this number; None is the block size. With the size
-            of the largest chunk, a cache hit runs the same programs on the same rows as a miss, so
-            results are bit-identical. If set, KV of decode steps is not cached, because prefill
-            rounds differently.
+        grid_tokens: Prompts are split between chunks, and prefill starts after cached blocks, only
+            at multiples of this number of tokens; None means the block size. If it equals the
+            largest chunk, a cache hit runs the same programs on the same rows as a miss, so results
+            are bit-identical. If set, KV of decode steps is not cached, because prefill rounds
+            differently.
         weights: Identity of the worker's weights; "" for its initial weights.
     """
 

@@ -74,10 +74,11 @@ class Sequence:
         drafted: Number of the last planned step in which the mesh drafted its next tokens.
         predicted: Latest prediction that is not counted yet: its kind, the number of generated
             tokens before it, and its tokens.
-        yielded_at: Time when it was preempted for a request of higher priority; None if it was not,
-            or was swapped in.
-        aside_seconds: Seconds for which it was swapped out for such requests before.
-        returned_with: Number of generated tokens when it was swapped in last; -1 before.
+        yielded_at: Time when the sequence was preempted for a request of higher priority; None if
+            it was not, or is swapped in again.
+        aside_seconds: Total seconds for which the sequence was swapped out for such requests
+            before.
+        returned_with: Number of generated tokens at the last swap-in; -1 before the first.
     """
 
     key: int
@@ -126,8 +127,8 @@ class Sequence:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Sort key of its place among waiting requests, comparable with
-        `WaitingReservation.order`. A sequence that yielded waits since then."""
+        """Sort key among waiting requests, comparable with `WaitingReservation.order`. A preempted
+        sequence counts as waiting since its preemption."""
         since = self.group.arrival
         if self.yielded_at is not None:
             since = max(since, self.yielded_at - self.aside_seconds)
@@ -203,8 +204,9 @@ class SequenceGroup:
 
 @plain
 class ChildProgress:
-    """New tokens of one child, and whether it ended (`finish`, `preempted`, `moved`) or was swapped
-    out (`aside`). `first_index` is the index of `token_ids[0]` among the generated tokens."""
+    """New tokens of one child, and whether the child ended (`finish`, `preempted`, `moved`) or was
+    swapped out (`aside`). `first_index` is the index of `token_ids[0]` among the generated
+    tokens."""
 
     group_key: int
     child: int

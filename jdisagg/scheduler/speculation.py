@@ -5,9 +5,9 @@ only on measurements: the acceptance rates of each sequence and of all sequences
 steps with and without drafts in a batch of this size (`draft_worth.py`). A step without drafts runs
 the ordinary program.
 
-What counts is the mean time per token of the sequences. A step with drafts takes longer, so that a
-sequence without an accepted draft becomes slower. Extra rows are shared so that this mean falls
-most.
+The goal is a low mean time per token over all sequences. A step with drafts takes longer, so that
+sequences without an accepted draft become slower. The extra rows are given to the sequences that
+lower this mean most.
 
 Draft tokens change no stream (`executor/draft_rows.py`), so wrong predictions or estimates cost
 only time."""
@@ -32,8 +32,8 @@ _WEIGHT = 0.1
 
 
 class Draft(NamedTuple):
-    """Predicted tokens after a sequence's known tokens. `kind` numbers the drafter's kinds of
-    predictions, whose acceptance is measured separately."""
+    """Predicted tokens after a sequence's known tokens. Acceptance is measured separately for each
+    `kind` of the drafter's predictions."""
 
     kind: int
     tokens: tuple[int, ...]
@@ -45,7 +45,8 @@ class Drafter(Protocol):
     Attributes:
         source: Name of the drafter in metrics.
         kinds: Number of kinds of predictions.
-        on_mesh: Whether the decode step itself drafts, so that the tokens are not known here.
+        on_mesh: Whether the decode step itself drafts, so that the scheduler does not know the
+            tokens.
     """
 
     source: str
@@ -73,8 +74,9 @@ class NgramDrafter:
 
 
 class NextTokenDrafter:
-    """Stands for the drafts that the mesh makes (`executor/next_tokens.py`). Each step with drafts
-    makes those of the next one."""
+    """Plans drafts that the mesh computes with a next-token layer or an EAGLE-3 head
+    (`executor/next_tokens.py`). The tokens of its drafts are placeholders. Each step with drafts
+    computes the drafts of the next step."""
 
     kinds = 1
     on_mesh = True
@@ -87,8 +89,8 @@ class NextTokenDrafter:
 
 
 class Planned(NamedTuple):
-    """Drafts of one sequence in a step: those to verify, the kind of their prediction, and how many
-    are expected to be accepted."""
+    """Drafts of one sequence in a step: the drafts to verify, the kind of prediction, and the
+    expected number of accepted drafts."""
 
     drafts: DraftRow
     kind: int
@@ -105,7 +107,7 @@ class Speculation:
     """Plans the drafts of decode steps on one mesh.
 
     Args:
-        clock: Function that returns the processor seconds of the thread that plans.
+        clock: Function that returns the processor seconds of the planning thread.
 
     Attributes:
         drafted, accepted: Number of drafts verified and accepted so far.
@@ -147,16 +149,16 @@ class Speculation:
         return bucket, shaped, sampled, masked
 
     def rests(self) -> bool:
-        """Returns whether the next step makes no predictions, and has no drafts. Must be called
-        once a step. Such a step is not measured either, so that it costs no time."""
+        """Returns whether the next step rests: it makes no predictions, has no drafts and is not
+        measured, so that speculation costs it no time. Must be called once per step."""
         self._steps += 1
         rests = self._skips > 0
         self._skips -= rests
         return rests
 
     def plan(self, active: Rows[Rows[Sequence]], kind: StepKind) -> dict[tuple[int, int], Planned]:
-        """Returns the drafts of the next step, which does not rest, for the running sequences
-        `active` of each rank, by rank and row. Empty if they are not worth their time."""
+        """Returns the drafts of the next step by (rank, row). `active` are the running sequences of
+        each rank. Empty if drafts are not worth their time. Not called for a step that rests."""
         worth, sequences, began = self._worth_of(kind), sum(map(len, active)), self._clock()
         if self._drafter.on_mesh and worth.due:
             self._forget(active)
@@ -180,8 +182,8 @@ class Speculation:
 
     def _shares(self, active: Rows[Rows[Sequence]], room: int) -> tuple[list[Share], float]:
         """Predicts tokens of the running sequences, and divides each rank's `room` extra rows among
-        them. Returns the shares, and how many times the tokens of a step without drafts are
-        expected."""
+        them. Returns the shares, and the expected number of tokens relative to a step without
+        drafts."""
         shares: list[Share] = []
         token_time = 0.0
         for rank, children in enumerate(active):
@@ -209,8 +211,8 @@ class Speculation:
     def _planned(
         self, at: tuple[int, int], child: Sequence, draft: Draft, count: int, gain: float
     ) -> dict[tuple[int, int], Planned]:
-        """Returns the drafts of a sequence in a step, of which `count` are to be verified. A step
-        in which the mesh drafts makes those of the next step, too, even if it has none itself."""
+        """Returns the drafts of a sequence in a step, `count` of which are verified. If the mesh
+        drafts, the step also computes the drafts of the next step, even if it verifies none."""
         if not self._drafter.on_mesh:
             drafts = DraftRow(*at, child.position + 1, draft.tokens, count)
             return {at: Planned(drafts, draft.kind, gain)} if count else {}
@@ -219,22 +221,22 @@ class Speculation:
         return {at: Planned(DraftRow(*at, 0, (), count), draft.kind, gain)}
 
     def _ahead(self, child: Sequence) -> int:
-        """Returns the number of tokens in steps in flight that must come as predicted, too. The
-        mesh itself drafts after the tokens that came."""
+        """Returns the number of tokens in flight that must equal the prediction for its drafts to
+        be useful. 0 if the mesh drafts, because it drafts after the actual tokens."""
         if self._drafter.on_mesh:
             return 0
         return child.issued_position - child.position + child.drafting
 
     def _forget(self, active: Rows[Rows[Sequence]]) -> None:
-        """Forgets the acceptance, which was measured long ago: drafts of the mesh can only be
-        counted if they are verified."""
+        """Resets the acceptance rates, which are outdated: drafts of the mesh can only be counted
+        if they are verified."""
         self._overall = self._unmeasured()
         for child in (child for children in active for child in children):
             child.acceptance = self._unmeasured()
 
     def _draft(self, child: Sequence) -> tuple[float, Draft] | None:
         """Returns a prediction for a sequence, and the probability that a predicted token is
-        correct if all earlier ones are."""
+        correct given that all earlier ones are."""
         left = child.issued_limit - 1 - child.issued_position
         if left < 1:
             return None
@@ -268,7 +270,7 @@ class Speculation:
         self, found: Rows[tuple[float, Draft] | None], ahead: Rows[int], room: int
     ) -> tuple[list[int], list[float]]:
         """Divides a rank's extra rows among its sequences, so that their mean time per token is
-        least. Returns for each sequence the number of rows, and the expected number of accepted
+        lowest. Returns for each sequence the number of rows, and the expected number of accepted
         drafts."""
         longest = self._limits.longest_run - 1
         values: list[tuple[float, float, int]] = []

@@ -12,7 +12,7 @@ from jdisagg.scheduler.snapshots import Snapshots
 
 
 def snapshots_of(limits: MeshLimits) -> list[Snapshots]:
-    """Returns the snapshots of each rank of a mesh; empty if its hits need none."""
+    """Returns the snapshots of each rank of a mesh; empty if cache hits need no snapshots."""
     if not limits.snapshots_per_rank:
         return []
     slots = limits.state_slots_per_rank, limits.snapshots_per_rank

@@ -3,10 +3,10 @@ the running span (one command of many decode steps). Pure.
 
 CHUNKED mode runs prefill chunks together with decode steps. The predicted time of both together,
 which is the gap between two tokens of a running sequence, is at most `GAP_STEPS` times the measured
-time of a step alone. Among the sizes within this limit, the chunk has the smallest whose prompt
-tokens per second are within `EFFICIENT` of the best. If no sequence runs, chunks have their full
-size. A mesh without programs for both alternates chunks and steps. UNIFIED mode runs whole prefills
-first.
+time of a step alone. Among the chunk sizes within this limit, the smallest is chosen that computes
+nearly as many prompt tokens per second as the best one (`EFFICIENT`). If no sequence runs, chunks
+have their full size. A mesh without mixed programs alternates chunks and steps. UNIFIED mode runs
+whole prefills first.
 
 No step is issued while sequences are about to join the batch, so that they join the next step. The
 mesh is busy with earlier commands meanwhile. Two kinds of sequences are about to join: those of a
@@ -45,9 +45,9 @@ class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
         prefilled_last: Whether the newest command was a prefill chunk.
         decode_runnable: Whether any sequence can run a decode step. Read only if a prompt waits,
             too.
-        mixes: Whether the mesh has programs for a chunk together with a decode step.
-        step_seconds: Measured seconds of a decode step alone. None if they are not measured yet, or
-            long ago. Read only with `mixes`.
+        mixes: Whether the mesh has programs that run a chunk and a decode step together.
+        step_seconds: Measured seconds of a decode step alone. None without a recent measurement.
+            Read only with `mixes`.
         mixed_seconds: (tokens of a chunk, predicted seconds of the chunk with a decode step),
             ascending. The smallest chunk is always included, others only if they can be predicted.
         interruptible: Whether the mesh runs spans: commands of many steps that can be ended early.

@@ -48,8 +48,9 @@ class AdapterLoads:
 
     @contextlib.asynccontextmanager
     async def held(self, request: Request, seconds: float) -> AsyncIterator[None]:
-        """Waits until the request's adapter is loaded. The adapter stays loaded until the end of
-        the block, in which the caller makes the request one of `in_use`.
+        """Context manager that waits until the request's adapter is loaded. The adapter stays
+        loaded within the context. Before it ends, the caller must add the request to those of
+        `in_use`.
 
         Raises:
             InvalidRequestError: The adapter cannot be served.
@@ -75,7 +76,7 @@ class AdapterLoads:
             self.poke()
 
     def poke(self) -> None:
-        """Lets waiting requests look for a slot again. Called when requests have ended."""
+        """Wakes waiting requests to check for a free slot. Called when requests have ended."""
         self._freed.set()
 
     def stop(self) -> None:

@@ -46,7 +46,7 @@ class SideCalls:
         self._run(self._send(message))
 
     def send_until_received(self, message: Callable[[], Awaitable[None]]) -> None:
-        """Sends a message, and repeats it a limited number of times if it fails."""
+        """Sends a message. If that fails, repeats it a limited number of times."""
         self._run(self._send_again(message))
 
     async def stop(self) -> None:

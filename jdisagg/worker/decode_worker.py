@@ -249,8 +249,8 @@ class DecodeWorker(MeshWorker):
         return True
 
     def _span_goes_on(self) -> bool:
-        """Returns whether a command of many steps is running and no work waits for its end. The
-        step loop then need not plan."""
+        """Returns whether a command of many steps is running and no work waits for its end, so that
+        the step loop need not plan."""
         return (
             self._interruptible is not None
             and self._loop.newest(DecodeSteps) > 0
@@ -260,7 +260,8 @@ class DecodeWorker(MeshWorker):
         )
 
     def _snapshot(self) -> StepSnapshot:
-        """Builds the input of the step policy, to save time without fields that are not read."""
+        """Builds the input of the step policy. To save time, omits fields that the policy does not
+        read."""
         prompts, spans = bool(self._prefills), self._interruptible is not None
         newest = self._loop.newest(DecodeSteps)
         if spans and newest:

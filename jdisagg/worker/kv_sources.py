@@ -101,7 +101,7 @@ class RestorePlan:
 
     @property
     def patience_seconds(self) -> float | None:
-        """Longest time that the prompt waits; None is no limit."""
+        """Longest time that the prompt waits; None means no limit."""
         tokens = self.tokens + self.ahead_tokens
         return self.source.prices.patience_seconds(tokens, self.instead)
 

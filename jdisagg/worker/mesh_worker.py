@@ -243,12 +243,13 @@ class MeshWorker(ABC):
         return self._kept.scheme
 
     def kept_news(self, mark: KeptMark) -> KeptNews | None:
-        """Returns the prefix cache's changes since a router's log position; None without
-        changes."""
+        """Returns the changes of the prefix cache after the log position `mark` of a router, or
+        None without changes."""
         return self._kept.log.news(self.name, mark)
 
     def report_kept(self, pending: Callable[[], None]) -> KeptEvents | None:
-        """Collects the changes of the cached blocks in pages from now on (`Residency.report`)."""
+        """Starts to collect events about the cached blocks in pages, for routers of other projects
+        (`Residency.report`)."""
         return self._kept.report(pending)
 
     def kept_blocks(self) -> tuple[KeptBlock, ...]:
@@ -290,7 +291,7 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _requests_running(self) -> list[Request]:
-        """Returns the requests whose sequences have pages, or wait for them."""
+        """Returns the requests with sequences that have pages or wait for them."""
 
     @abstractmethod
     def _busy(self) -> bool:
@@ -428,9 +429,10 @@ class MeshWorker(ABC):
         return blocks + elsewhere
 
     async def _compiled(self, request: Request, seconds: float, computes: bool = True) -> None:
-        """Compiles the request's grammar, if any, and waits for the programs of grammars, and for
-        those of images if this mesh `computes` a prompt with images. Raises InvalidRequestError if
-        the grammar fails, and UnavailableError if the programs fail or the worker sleeps."""
+        """Compiles the request's grammar, if any. Waits for the programs that the request needs:
+        those for grammars, and those for images if this mesh `computes` the prompt. Raises
+        InvalidRequestError if the grammar fails, and UnavailableError if the programs fail or the
+        worker sleeps."""
         self._check_awake()
         if computes and request.images:
             await self._context.readiness.wait(Capability.IMAGES)

@@ -1,5 +1,5 @@
-"""Plans decode steps that run together with a prefill chunk of the same mesh, and counts what steps
-of any kind did."""
+"""Plans decode steps that run together with a prefill chunk of the same mesh. Also measures all
+decode steps, and counts their forced tokens and drafts."""
 
 import msgspec
 
@@ -23,7 +23,8 @@ class MixedSteps:
         self._times = MixedTimes(prefills.beside(), state.limits.batch_buckets)
 
     def seen(self, snapshot: StepSnapshot) -> StepSnapshot:
-        """Returns a snapshot with the fields that the choice of a mixed step reads."""
+        """Returns the snapshot with the measured times from which the policy chooses mixed
+        steps."""
         mixes = snapshot.prompts_queued and bool(self._times.chunks)
         if not mixes and not (snapshot.prompts_queued and snapshot.prefilled_last):
             return snapshot
@@ -38,7 +39,8 @@ class MixedSteps:
         )
 
     def joined(self, steps: DecodeSteps, chunk_tokens: int) -> DecodeSteps:
-        """Returns a decode step with the next chunk, of at most `chunk_tokens` tokens."""
+        """Returns the decode step `steps` with the next chunk added, of at most `chunk_tokens`
+        tokens."""
         if not chunk_tokens:
             return steps
         for progress in self._state.news:

@@ -40,8 +40,8 @@ class OwnPrefills:
         self._keys: dict[int, int] = {}  # keys in `waits`, by the group's key
 
     def beside(self) -> tuple[int, ...]:
-        """Returns the sizes of the chunks that may run together with a decode step. There are none
-        with `grid_tokens`, because the same programs must then compute a KV block each time."""
+        """Returns the sizes of the chunks that may run together with a decode step; none with
+        `grid_tokens`, which requires that a KV block is always computed by the same programs."""
         on_grid = self._state.residency.on and not self._state.residency.keeps_answers
         return () if on_grid else self._batches.beside(self._state.limits.mixed_buckets)
 
@@ -71,9 +71,9 @@ class OwnPrefills:
             self.waits.end(waits)
 
     def next_chunk(self, step: int, beside: tuple[int, ...] = ()) -> PrefillChunk | None:
-        """Returns the next chunk, which runs alone, or with `beside` together with a decode step
-        (`PrefillBatches.next_chunk`). Caches the blocks that it computes, because later commands
-        run after it."""
+        """Returns the next chunk. With `beside` it runs together with a decode step
+        (`PrefillBatches.next_chunk`). Its blocks are cached at once, because commands run in
+        order."""
         chunk = self._batches.next_chunk(step, beside=beside)
         if chunk is None:
             return None
@@ -92,8 +92,8 @@ class OwnPrefills:
         return [self._batches.queued_tokens(rank) for rank in range(self._state.limits.ranks)]
 
     def computed(self, chunk: PrefillChunk) -> float:
-        """Records the end of a chunk. Returns the seconds that it took, apart from the commands
-        before it."""
+        """Records the end of a chunk. Returns its duration, without the time of earlier
+        commands."""
         for row in chunk.rows:
             self.backlog.computed(row.sequence, len(row.tokens))
             if row.samples and (key := self._keys.pop(row.sequence, None)) is not None:

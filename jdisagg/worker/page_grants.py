@@ -1,10 +1,10 @@
 """Gives the pages of a decode worker to waiting and swapped-out sequences, and preempts sequences
 for requests of higher priority.
 
-`scheduler/reservations.py` and `scheduler/priorities.py` decide which. This module swaps sequences
-out and in (`worker/spilled_kv.py`). A sequence that cannot be swapped out, because host memory is
-off or full or recomputing is faster, ends as preempted and is recomputed by another attempt. Both
-ways its stream continues at the next token."""
+`scheduler/reservations.py` and `scheduler/priorities.py` make the decisions; this module swaps
+sequences out and in (`worker/spilled_kv.py`). If a sequence cannot be swapped out, because host
+memory is off or full or recomputing is faster, it ends as preempted and another attempt recomputes
+it. In both cases its stream continues at the next token."""
 
 from collections.abc import Callable, Mapping
 
@@ -22,7 +22,7 @@ Granted = Callable[[SequenceGroup], None]
 
 
 class PageGrants:
-    """Gives and takes the pages of one decode mesh.
+    """Grants and withdraws the pages of one decode mesh.
 
     Args:
         now: Clock in seconds.
@@ -51,7 +51,7 @@ class PageGrants:
 
         Args:
             lease_seconds: Duration of a new reservation.
-            granted: Called with each waiting request that has pages now.
+            granted: Called with each request that got pages.
         """
         spills, lease_until = self._spilled.spills, self._now() + lease_seconds
         while (spill := spills.next()) is not None:
@@ -71,8 +71,8 @@ class PageGrants:
 
     def make_room(self, lease_seconds: float, granted: Granted) -> None:
         """Preempts sequences for ready sequences that lack a slot, and for waiting requests that
-        lack pages. If too many copies are in flight, does the rest when it is called again. The
-        arguments are those of `give_free`."""
+        lack pages. If too many copies are in flight, the next call continues. The arguments are
+        those of `give_free`."""
         for last in self._batches.yielding_slots() if self._state.ready else ():
             if not self._preempt(last):
                 return
@@ -89,8 +89,8 @@ class PageGrants:
                 return
 
     def _preempt(self, child: Sequence) -> bool:
-        """Takes slot and pages of a sequence. Returns False if it must keep them for now, because
-        too many copies are in flight."""
+        """Withdraws slot and pages of a sequence. Returns False if the sequence must keep them for
+        now, because too many copies are in flight."""
         self._migration.abort(child.group.key, "the sequence yields to a higher priority")
         if child.stage is Stage.RESERVED:
             self._counters.add("sequences_yielded", len(child.group.alive))
@@ -105,7 +105,8 @@ class PageGrants:
         return True
 
     def loads(self, queued: Mapping[int, int]) -> tuple[PriorityLoad, ...]:
-        """Returns the load by priority. `queued`: Number of queued prompt tokens by priority."""
+        """Returns the worker's load by priority. `queued`: Number of queued prompt tokens by
+        priority."""
         held, waiting = self._state.priorities(), self._reservations.priorities()
         for spill in self._spilled.spills:
             if spill.child.group.suspended_until is None:

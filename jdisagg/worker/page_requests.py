@@ -31,8 +31,8 @@ class PageRequests:
 
     Args:
         worker: Name of the worker, for error messages.
-        limit: Largest number of waiting requests. Requests of lower priority do not count, up to
-            twice this number altogether.
+        limit: Largest number of waiting requests of at least the new request's priority. All
+            requests together may be twice as many.
         drop: Function that is called with the ticket of an abandoned request, which may already
             have pages.
     """
@@ -47,8 +47,8 @@ class PageRequests:
         self._tickets: dict[int, asyncio.Future[SequenceGroup]] = {}
 
     def check(self, call: ReserveCall) -> None:
-        """Raises InvalidRequestError if the request never fits, OverloadedError if too many
-        wait."""
+        """Raises InvalidRequestError if the request can never fit, OverloadedError if too many
+        requests wait."""
         self._reservations.check(call.request, _children(call))
         waiting, before = len(self._reservations), self._reservations
         if before.waiting_with(call.request.priority) >= self._limit or waiting >= 2 * self._limit:

@@ -69,7 +69,7 @@ class SharedWaits:
         return key
 
     def _leader(self, key: int, useful: Chain, tokens: int) -> Leader | None:
-        """Returns the prompt to wait for, or None if computing at once is faster."""
+        """Returns the prompt to wait for, or None if computing immediately is faster."""
         kept = self._kept
         known = max([kept.match(rank, useful) for rank in range(len(self._queued()))])
         reuse = kept.usable_tokens(known * kept.block_tokens, to_compute=True)

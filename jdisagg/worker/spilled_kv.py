@@ -1,5 +1,5 @@
-"""Swaps the KV of preempted and suspended sequences out to host memory and back in, also of those
-that yield to a request of higher priority.
+"""Swaps the KV of preempted and suspended sequences out to host memory and back in, including
+sequences that are preempted for a request of higher priority.
 
 `scheduler/spills.py` decides which sequences are swapped; this module issues the copy commands. The
 last positions are copied first: their copy is queued on the mesh when the sequence loses its pages,
@@ -111,8 +111,8 @@ class SpilledKv:
                 spill.until = until
 
     def rest(self) -> None:
-        """Swaps out sequences of paused requests, a few at a time, when all their KV has arrived.
-        Ends sequences that do not fit into host memory."""
+        """Swaps out sequences of paused requests whose KV has all arrived, a few at a time. Ends
+        sequences that do not fit into host memory."""
         for key, group in list(self._suspended.items()):
             if key not in self._state.groups:
                 del self._suspended[key]

@@ -204,7 +204,8 @@ class StepLoop:
                 self.break_down(error)
 
     def _share_time(self) -> None:
-        """Sets `took` for the oldest result. Results that are found together share their time."""
+        """Sets `took` for the oldest result. The time of results that arrive together is divided
+        among them."""
         now, (_, _, issued_at) = self._now(), self._flight[0]
         if now > self._applied_at:
             done = sum(1 for _, future, _ in self._flight if future.done())
@@ -222,8 +223,8 @@ class StepLoop:
 
 
 def patience(command: StepCommand) -> float:
-    """Returns the number of `limits.step_seconds` within which a command must end: one, and another
-    for each `PATCHES` patches of its images, which the vision encoder computes in the command."""
+    """Returns the time limit of a command in units of `limits.step_seconds`: 1, plus 1 for each
+    `PATCHES` patches of images that the vision encoder computes in the command."""
     chunk = command.chunk if isinstance(command, DecodeSteps) else command
     if not isinstance(chunk, PrefillChunk):
         return 1.0
