@@ -24,7 +24,8 @@ def parse_host_port(text: str, subject: str) -> tuple[str, int]:
 
     Args:
         text: Name or IPv4 address and port, or IPv6 address in brackets and port.
-        subject: What has the address, such as a flag, which begins the error's message.
+        subject: Name of the setting with the address, such as a flag. The error message begins with
+            it.
 
     Raises:
         ConfigError: The text has another form.
@@ -54,8 +55,8 @@ def canonical(target: str) -> str:
 
 
 def check_host(name: str, host: str, wildcard: bool) -> None:
-    """Raises ConfigError if a host has a port or brackets. Without `wildcard`, also if it means
-    every interface. `name` is the field that has the host."""
+    """Raises ConfigError if a host has a port or brackets, or, without `wildcard`, if it means
+    every interface. `name` is the field with the host."""
     if not wildcard and host in EVERY_INTERFACE:
         raise ConfigError(
             f"{name}={host} means every interface, and other processes cannot call it; give one"
@@ -86,7 +87,7 @@ def numeric(host: str, purpose: str) -> str:
 
     Args:
         host: Name or address of a host.
-        purpose: What the address is for, which begins the error's message.
+        purpose: Purpose of the address. The error message begins with it.
 
     Raises:
         ConfigError: The name has no address, or one that means every interface.

@@ -49,7 +49,8 @@ class ModelConfig:
         weights: Data type to which the weight matrices of the layers are quantized: int8, int4 or
             fp8. Empty keeps `dtype`.
         kv_dtype: Data type in which KV is stored and transferred: fp8. Empty keeps `dtype`.
-        draft: Folder of an EAGLE-3 head that drafts tokens, the same on all workers. Empty is none.
+        draft: Folder of an EAGLE-3 head that drafts tokens, the same on all workers. Empty means
+            none.
 
     Raises:
         ConfigError: A field breaks its rule; the message contains the field and its value.
@@ -98,13 +99,14 @@ class InstanceConfig:
         block_bytes: Smallest KV block to send, in bytes. If the blocks of a short prompt are
             smaller, the blocks of several layer groups are merged. Prefill and decode instances
             need the same value. 0 never merges. None means 4 MiB, or 0 if `layer_groups` is set.
-        steps_per_dispatch: Number of decode steps of one command. The host reads their tokens last.
+        steps_per_dispatch: Number of decode steps in one command. The host reads their tokens at
+            the end of the command.
         stream_tokens: Number of new tokens of a sequence that are sent together. The first token is
             sent at once. Values above 1 save host work and make streams less smooth.
-        speculate: How decode steps draft tokens, which change no stream (docs/speculation.md): with
-            the checkpoint's next-token layer (mtp), with the EAGLE-3 head of `model.draft` (eagle),
-            from the sequence's own tokens (ngram), with the first of these that applies (auto), or
-            not (off). Drafts are made as long as this saves time.
+        speculate: Source of draft tokens, which change no stream (docs/speculation.md): the
+            checkpoint's next-token layer (mtp), the EAGLE-3 head of `model.draft` (eagle), the
+            sequence's own tokens (ngram), the first available of eagle, mtp and ngram (auto), or
+            none (off). Drafts are made while they save time.
         queue_limit: Number of requests that may wait at this instance.
         growth_tokens: Number of future tokens for which a decoding sequence gets pages ahead.
         ahead_sequences: Number of sequences without a slot that may hold pages, so that a sequence
@@ -117,8 +119,8 @@ class InstanceConfig:
         adapters: Number of slots for LoRA adapters (docs/adapters.md). 0 serves the model alone.
         adapter_rank: Largest rank of an adapter. Each slot has memory for this rank.
         adapter_experts: Whether adapters may change routed experts, whose slots take most memory.
-        stage_weights: Whether memory is kept free for a second copy of the weights, so that updates
-            are read while requests run (docs/weights.md).
+        stage_weights: Whether memory is kept free for a second copy of the weights, so that new
+            weights are read while requests run (docs/weights.md).
 
     Raises:
         ConfigError: A field breaks its rule; the message contains the field and its value.
@@ -283,8 +285,8 @@ class ServiceConfig:
         cluster_token_file: File with the token that the processes of a cluster authenticate with.
         advertise_host: Host at which routers and other workers call this worker, if not `host`, as
             on a host of several interfaces or with a translated address. The port is the same.
-        kv_host: Address of the interface for KV from and to other hosts. Other workers connect to
-            it as it is. Empty: `advertise_host` if it is an address of this machine, else `host`.
+        kv_host: Address of the interface for KV from and to other hosts, to which other workers
+            connect. Empty means `advertise_host` if it is an address of this machine, else `host`.
         kv_channel: Channel for KV from other processes. "auto" uses CUDA IPC between GPUs of one
             host (not yet run on a GPU), else shared memory on one host, else NIXL if both sides
             have it with RDMA, or else JAX's transfer engine. "engine" never uses NIXL or CUDA IPC,
@@ -374,7 +376,7 @@ class ServiceConfig:
 
     @property
     def alone(self) -> "ServiceConfig":
-        """The configuration of a server that is the only one: it keeps responses by default."""
+        """The configuration of the only server of a cluster, which keeps responses by default."""
         if self.kept_responses_mib is not None:
             return self
         return replace(self, kept_responses_mib=KEPT_RESPONSES_MIB)

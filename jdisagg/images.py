@@ -1,12 +1,13 @@
-"""Images in a prompt: what a request carries of them, and the positions of their tokens.
+"""Images in a prompt: their pixels and place in a request, and the positions of their tokens.
 
-An image takes a run of the prompt's tokens. Those with the id of the model's image token stand for
-the rows that the model's vision encoder computes, in their order. The others of the run, such as
-row breaks, are ordinary tokens. Pixels are already resized. The encoder normalises them.
+An image takes a run of consecutive prompt tokens. In this run, each token with the id of the
+model's image token stands for one row of the vision encoder's output, in order. Other tokens of the
+run, such as row breaks, are ordinary tokens. Pixels are already resized; the encoder normalises
+them.
 
-Models with rotary positions in three dimensions (mrope) give an image token a time, a row and a
-column. Text after an image continues behind the largest of them, so that the position of later
-tokens differs from their index by a `shift`. Pure."""
+With rotary positions in three dimensions (mrope), an image token has a time, a row and a column.
+Text after an image continues after the largest of these, so that the positions of later tokens
+differ from their indices by a `shift`. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -81,7 +82,7 @@ class ImageFormat:
     Attributes:
         token: Id of the image token.
         patch: Height and width of a patch in pixels.
-        merge: Number of patches a side that form one token.
+        merge: Number of patches along each side of the square that forms one token.
         spatial: Whether tokens have rotary positions in three dimensions.
         most_patches: Largest number of patches of an image.
     """
@@ -97,18 +98,18 @@ class ImageFormat:
         return image.patches // self.merge**2
 
     def stride(self, image: PromptImage) -> int:
-        """Returns the number of tokens of a row of an image, a row break included."""
+        """Returns the number of tokens in a row of an image, including the row break."""
         return image.length // (image.grid[1] // self.merge)
 
     def shift(self, image: PromptImage) -> int:
-        """Returns by how much an image shifts the positions of later tokens."""
+        """Returns the number by which an image shifts the positions of later tokens."""
         if not self.spatial:
             return 0
         return max(image.grid[0], *(size // self.merge for size in image.grid[1:])) - image.length
 
     def check(self, image: PromptImage, tokens: Sequence[int], pixels: bool = True) -> None:
-        """Raises InvalidRequestError unless an image of the prompt `tokens` has this form, and its
-        pixels if `pixels` is set."""
+        """Raises InvalidRequestError unless an image of the prompt `tokens` has this form. With
+        `pixels`, checks the pixels too."""
         time, height, width = image.grid
         if time != 1 or height % self.merge or width % self.merge:
             raise InvalidRequestError(
@@ -141,8 +142,8 @@ class ImageFormat:
 
 
 def scoped(images: Sequence[PromptImage], *scope: str) -> tuple[PromptImage, ...]:
-    """Returns the images with digests that also differ by `scope`, so that what a worker keeps of
-    an image for one tenant is not seen by another."""
+    """Returns the images with digests that also depend on `scope`, so that cached results of an
+    image are not shared between tenants."""
     found = []
     for image in images:
         digest = blake2b(image.digest, digest_size=DIGEST_BYTES, person=b"jdisagg scope")
@@ -172,8 +173,8 @@ def check_images(images: Sequence[PromptImage], tokens: int) -> None:
 
 
 def shift_before(index: int, images: Sequence[PromptImage], form: ImageFormat | None) -> int:
-    """Returns by how much the position of token `index` differs from the index, if it is outside of
-    all images."""
+    """Returns the difference of position and index for the token `index`, which is outside of all
+    images."""
     if form is None:
         return 0
     return sum([form.shift(image) for image in images if image.end <= index])
@@ -193,7 +194,7 @@ def spatial_positions(
         start: Index of the first token.
         count: Number of tokens.
         shift: Difference of position and index before the first of `images`.
-        images: Images that have tokens among these, in order.
+        images: Images with tokens among the `count` tokens, in order.
         form: Form of the model's images.
 
     Returns:
@@ -214,8 +215,8 @@ def spatial_positions(
 
 
 def rows_of_image(image: PromptImage, first: int, last: int, form: ImageFormat) -> np.ndarray:
-    """Returns the row of the encoder's result that each of the tokens [first, last) of a prompt,
-    all of them in `image`, stands for: int32 [last - first], with -1 for row breaks."""
+    """Returns, for each of the prompt's tokens [first, last), all in `image`, the row of the
+    encoder's output that it stands for: int32 [last - first], -1 for row breaks."""
     columns = image.grid[2] // form.merge
     at = np.arange(first - image.start, last - image.start, dtype=np.int32)
     row, column = np.divmod(at, form.stride(image))
@@ -223,8 +224,9 @@ def rows_of_image(image: PromptImage, first: int, last: int, form: ImageFormat) 
 
 
 def block_content(images: Sequence[PromptImage], start: int, stop: int) -> bytes:
-    """Returns what a name of the tokens [start, stop) must cover beside their ids: of each image
-    among them its place, the index of its first token here, and its digest."""
+    """Returns the bytes that a name of the tokens [start, stop) must cover in addition to their
+    ids. For each image among the tokens: its place, the index within the image of its first token
+    here, and its digest."""
     parts = []
     for image in within(images, start, stop):
         first = max(image.start, start)

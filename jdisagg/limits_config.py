@@ -25,8 +25,8 @@ class LimitsConfig:
             sequence does not yet use, in seconds.
         max_attempts: Number of attempts for each sequence of a request.
         pull_seconds: Time limit of each try of a KV transfer, in seconds.
-        step_seconds: Time limit of each command on a mesh, in seconds. A prefill chunk with images
-            has another such time for each 2,048 patches of them.
+        step_seconds: Time limit of each command on a mesh, in seconds. For a prefill chunk with
+            images the limit grows by this time for each 2,048 patches.
         verify: Whether keyed checksums verify transferred KV after it is written into the
             receiver's pages.
         timeouts: All other waits, heartbeats and retries.

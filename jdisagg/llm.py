@@ -32,7 +32,8 @@ class LLM:
     """A model on prefill and decode meshes of this process.
 
     Args:
-        model: Checkpoint directory or Hugging Face name. None is the model that comes with jdisagg.
+        model: Checkpoint directory or Hugging Face name. None means the model that comes with
+            jdisagg.
         devices: Number of virtual devices on CPU. None uses as many as the layouts need.
         options: Flags of `jdisagg generate` that configure the engine, such as
             `prefill="tp=2"`, `decode="dp=2"`, `mode="chunked"` or `prefix_cache=True`. A sequence

@@ -39,7 +39,7 @@ class AdapterRows(NamedTuple):
 
     Attributes:
         slot_T: int32 number of each token's adapter slot. 0 is the base model without an adapter.
-        alike: Whether all tokens that are no padding have the same slot.
+        alike: Whether all tokens except padding have the same slot.
     """
 
     slot_T: jax.Array
@@ -74,7 +74,7 @@ class Shards:
     adapters: AdapterRows | None = None
 
     def of_rows(self, rows_R: jax.Array | None) -> "Shards":
-        """Returns these shards for a computation on the tokens `rows_R` only. None is all
+        """Returns these shards for a computation on the tokens `rows_R` only. None means all
         tokens."""
         if self.adapters is None or rows_R is None:
             return self
@@ -137,10 +137,10 @@ class AttendOptions(TypedDict, total=False):
         cap: Soft cap of the scaled scores by a tanh (Gemma 2). 0 means no cap.
         sinks_N: One attention sink per local head: a score in the softmax without a value
             (gpt-oss).
-        latent: Matrices of a layer that caches one vector a token. `k_TKH` is then this vector, [T,
-            1, rank + rope], and `v_TKH` is None.
-        index: Inputs of the layer's indexer, whose keys are cached too. With `latent` if it selects
-            positions, without if it selects blocks.
+        latent: Matrices of a layer that caches one vector per token. `k_TKH` is then this vector,
+            [T, 1, rank + rope], and `v_TKH` is None.
+        index: Inputs of the layer's indexer. Its keys are cached too. An indexer that selects
+            positions is used with `latent`, one that selects blocks without.
     """
 
     scale: Required[float]
@@ -267,26 +267,26 @@ class Stem(Protocol):
 
 
 class DraftLayer(Protocol):
-    """A layer that predicts the token after the next one. Drafts come from it. It shares the
-    embedding with the model. A checkpoint's own layer (multi-token prediction) also shares the
-    head.
+    """A layer that drafts tokens: it predicts the token after the next one. It uses the model's
+    embedding. A checkpoint's own layer (multi-token prediction) also uses the model's head.
 
     Attributes:
         source: Name of the drafts in metrics.
-        taps: Layers of the model before which its activations, concatenated, are the hidden state
-            that the layer starts from. Empty: the activations after the final norm.
+        taps: Indices of model layers. The hidden state that the layer starts from is the
+            concatenation of the activations before these layers. If empty, it is the activations
+            after the final norm.
     """
 
     source: str
     taps: tuple[int, ...]
 
     def fused(self, y_TD: jax.Array, shards: Shards) -> jax.Array:
-        """Maps the model's hidden states, as of `taps`, to the layer's width."""
+        """Maps the model's hidden states (see `taps`) to the layer's width."""
         ...
 
     def logits(self, y_RD: jax.Array, shards: Shards) -> jax.Array | None:
-        """Returns the logits of the next token from the layer's results, float32 [R, V]. None if
-        `Stem.project` computes them."""
+        """Returns the logits of the next token, float32 [R, V], from the layer's results. Returns
+        None if `Stem.project` computes the logits."""
         ...
 
     def __call__(
@@ -304,8 +304,8 @@ class DraftLayer(Protocol):
         Args:
             embedded_TD: Embedding of each token.
             y_TD: Hidden state at the position before each token: the result of `fused`, or an
-                earlier result of this layer. If it is not known, both `y_TD` and `embedded_TD` are
-                zero. Keys and values are then zero.
+                earlier result of this layer. For an unknown state, both `y_TD` and `embedded_TD`
+                are zero, and so are the keys and values.
             positions_T, attend, shards, valid_T, rows_R: As in `Layer`.
 
         Returns:
@@ -324,7 +324,7 @@ class AdapterSize(NamedTuple):
     """Room for LoRA adapters.
 
     Attributes:
-        slots: Number of adapters. 0 is no room.
+        slots: Number of adapters; 0 means no room.
         rank: Largest rank of an adapter.
         experts: Whether the matrices of routed experts have room, too.
     """
@@ -339,9 +339,9 @@ class AdapterContent(NamedTuple):
 
     Attributes:
         digest: Hash of the adapter's files.
-        layers: For each layer of the model the two factors of each adapted module: A [in, r] and B
-            [r, out], of which B includes the adapter's scale. Factors of experts have a leading
-            dimension [E].
+        layers: For each layer of the model, the two factors of each adapted module: A [in, r] and B
+            [r, out]. B includes the adapter's scale. Factors of experts have a leading dimension
+            [E].
     """
 
     digest: str
@@ -350,10 +350,10 @@ class AdapterContent(NamedTuple):
 
 class Vision(Protocol):
     """A vision encoder, which maps the patches of an image to activations of the text model
-    (`executor/image_programs.py`). `patches`, each of `blocks` and the mergers are called as in
+    (`executor/image_programs.py`). The modules `patches`, `blocks` and the mergers are called as in
     `models/vision.py`. `deep_mergers[n]` maps the output of block `deep_after[n]` to activations
-    that are added after layer n of the text model. `kept_rows` is the number of image tokens whose
-    activations an instance keeps on each device."""
+    that are added after layer n of the text model. An instance keeps the activations of `kept_rows`
+    image tokens on each device."""
 
     @property
     def patches(self) -> object: ...
@@ -374,9 +374,9 @@ class Vision(Protocol):
 class Model(Protocol):
     """An NNX module that can be served. `vocabulary` is the unpadded size. `context_tokens` is the
     longest sequence that the model supports. `head` is the stem with final norm and head: `stem`
-    itself, unless the weights are loaded for several pipeline stages. `next_token` is None without
-    drafts from the checkpoint's own layer; else the last entry of `kv_spec` is this layer's.
-    `vision` is None if the model reads no images."""
+    itself, unless the weights are loaded for several pipeline stages. `next_token` is the layer
+    that drafts tokens, or None. Its KV is then the last entry of `kv_spec`. `vision` is None if the
+    model reads no images."""
 
     @property
     def stem(self) -> Stem: ...
@@ -405,6 +405,6 @@ class Model(Protocol):
         ...
 
     def read_adapter(self, directory: Path, adapters: AdapterSize) -> AdapterContent:
-        """Reads an adapter from a folder. Raises `InvalidRequestError` for one that cannot be
-        served with this room."""
+        """Reads an adapter from a folder. Raises `InvalidRequestError` if it cannot be served with
+        the slots of `adapters`."""
         ...

@@ -276,9 +276,9 @@ class Adapter:
 
     Attributes:
         name: Name under which it is served.
-        path: Its folder, on the hosts of all workers.
-        digest: Hash of its content. KV is shared by digest, so that other content under the same
-            name never meets its KV.
+        path: Folder of the adapter, on the hosts of all workers.
+        digest: Hash of its content. Cached KV is identified by the digest, so that KV of other
+            content under the same name is never used.
     """
 
     name: str
@@ -302,7 +302,7 @@ class Request:
             resume the stream. A client that reuses a request id draws a new number, so that it does
             not receive the earlier stream.
         cache_scope: Scope within the tenant in which cached KV is shared, computed by the API.
-        adapter: LoRA adapter that computes the answer with the model; None is the model alone.
+        adapter: LoRA adapter that is applied to the model, or None.
         images: Images of the prompt, in order. `prompt_token_ids` already holds their tokens.
     """
 
@@ -338,7 +338,8 @@ class Request:
 
     @property
     def scoped_images(self) -> tuple[PromptImage, ...]:
-        """Returns the images as a mesh stores them, apart for each tenant and cache scope."""
+        """Returns the images with the digests under which a mesh stores them, which differ between
+        tenants and cache scopes."""
         return scoped(self.images, self.tenant, self.cache_scope) if self.images else ()
 
     def without_pixels(self) -> "Request":
@@ -438,9 +439,9 @@ class Usage:
         reasoning_tokens: Number of completion tokens that are reasoning, or None without a
             reasoning parser.
         cached_by_tier: `cached_tokens` by tier, or None if not reported.
-        weights: Versions of the weights that chose the completion tokens, in order, and the number
-            of tokens of each. The weights of the server's start have version "". Empty if only
-            these were used.
+        weights: Versions of the weights that chose the completion tokens, in order, each with its
+            number of tokens. The server's initial weights have version "". Empty if only these were
+            used.
     """
 
     prompt_tokens: int

@@ -3,8 +3,8 @@
 Each limit of a rate is a token bucket with a name. Routers do not call each other: workers pass the
 totals of each router on to the others (service/internal/registry.py). A router takes the increase
 of another router's totals from its own buckets. A client of several routers therefore gets its rate
-once, apart from what it spends before the other routers receive it. A router that has just started
-does not receive what was spent before."""
+only once, except for amounts that it spends before the other routers are notified. A router that
+has just started does not receive amounts that were spent before."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -49,8 +49,8 @@ class Spending:
         return self._bucket(name, now).wait_seconds(amount, rate, full, now)
 
     def take(self, name: str, amount: float) -> None:
-        """Takes an amount from a bucket that was asked with `wait_seconds`. A negative amount is
-        put back."""
+        """Takes an amount from a bucket for which `wait_seconds` was called before. A negative
+        amount is put back."""
         if name in self._buckets:
             self._buckets[name].take(amount)
             self._totals[name] = self._totals.get(name, 0.0) + amount

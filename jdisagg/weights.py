@@ -7,10 +7,11 @@
         client.update_weights(offered.name, version="step-100")  # workers in other processes
 
 `tensors` has the names and shapes of the served checkpoint, with arrays in any sharding on any
-devices of this process. Workers read what their shards need: each read is planned by
-`layout.reshard_plan` over the boxes that the arrays' devices hold, so that a byte is copied once
-for each distinct shard that needs it. Conversion and quantization are those of a checkpoint. A
-trainer of several processes offers in each of them, and names the offers with commas between."""
+devices of this process. Workers read only the parts that their shards need. `layout.reshard_plan`
+plans each read over the boxes that the arrays' devices hold, so that a byte is copied once for each
+distinct shard that needs it. Arrays are converted and quantized like a checkpoint. In a trainer of
+several processes, each process makes an offer, and the update lists the names of all offers,
+separated by commas."""
 
 import contextlib
 import itertools
@@ -38,7 +39,7 @@ def offer(
     Args:
         tree: Arrays of JAX or numpy by the names of the checkpoint's tensors. Nested mappings are
             joined with dots.
-        lease_seconds: Seconds after which workers may not read any more.
+        lease_seconds: Seconds after which workers may no longer read.
         service: Address at which workers of other processes read, with the cluster's TLS files and
             `cluster_token_file`. None offers to workers of this process only.
 

@@ -52,7 +52,7 @@ class AdmissionQueue(Generic[Item, PlacedT]):
 
     Attributes:
         absent: Whether the first request waits for a role without workers. `place` sets this flag.
-            The service rate of the queue ignores such time.
+            Such periods do not count in the queue's service rate.
     """
 
     def __init__(

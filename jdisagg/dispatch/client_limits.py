@@ -28,7 +28,7 @@ Used = Callable[[int], None]
 
 class KeyUse:
     """Counts the running streams and the recent use of each bearer token. `spending` has the counts
-    of this router, and includes those of other routers."""
+    of all routers."""
 
     def __init__(self, spending: Spending | None = None) -> None:
         self._spending = spending or Spending()
@@ -130,8 +130,8 @@ class LongTexts:
 
 
 async def to_its_end(work: Awaitable[Result], ended: Callable[[], None]) -> Result:
-    """Waits for work that goes on if the caller leaves, such as that of a thread, and calls `ended`
-    at its end."""
+    """Waits for work that continues even if the caller is cancelled, such as work in a thread.
+    Calls `ended` at the end of the work."""
     task = asyncio.ensure_future(work)
 
     def done(task: asyncio.Future[Result]) -> None:

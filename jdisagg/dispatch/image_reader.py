@@ -1,8 +1,8 @@
-"""Reads the images of prompts, in threads of its own, so that they delay no stream.
+"""Reads the images of prompts in separate threads, so that they delay no stream.
 
-A request has the files of its images and not their pixels, which may be far larger. The pixels of a
-new request wait in memory of bounded size for the call to the worker that computes the prompt. Each
-later such call, after a failure or a preemption, decodes the files again."""
+A request contains the files of its images, not their pixels, which may be far larger. The pixels of
+a new request are kept, in memory of bounded size, until the prompt is sent to a worker. If the
+prompt is sent again after a failure or a preemption, the files are decoded again."""
 
 import asyncio
 from collections import OrderedDict
@@ -71,12 +71,11 @@ class ImageReader:
 
     @property
     def waiting_bytes(self) -> int:
-        """Number of bytes of pixels that wait for the call to a worker."""
+        """Number of bytes of pixels that wait to be sent to a worker."""
         return sum(map(len, self._waiting.values()))
 
     async def run(self, work: Callable[..., Result], *args: object) -> Result:
-        """Runs work on images in one of the threads for it. Raises OverloadedError if much of it
-        waits."""
+        """Runs work on images in a thread. Raises OverloadedError if too much work waits."""
         if self._at_work >= MAX_IMAGES_AT_WORK:
             raise OverloadedError(
                 f"{self._at_work} requests have images that are being read, and at most"

@@ -240,7 +240,7 @@ class PromptEncoder:
         return self.codec.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def _check_beginning(self, text: str) -> None:
-        """Tokenizes only the start of a very long text. Raises InvalidRequestError if this part
+        """Tokenizes only the beginning of a very long text. Raises InvalidRequestError if this part
         alone exceeds the model's context.
 
         Near the cut, the tokens of the start can differ from the tokens of the whole text. The
@@ -312,7 +312,7 @@ class PromptEncoder:
             check_bytes(where, image, self._limits)
 
     def _check_imageless(self, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError if a prompt that is no chat has the token of an image."""
+        """Raises InvalidRequestError if a prompt that is not a chat contains an image token."""
         if self.codec.images is not None and self.codec.images.token in token_ids:
             raise InvalidRequestError(
                 f"prompt has token {self.codec.images.token}, which stands for an image; send the"

@@ -75,7 +75,7 @@ async def _not_read(image: PromptImage) -> bytes:
 @dataclass(frozen=True, slots=True)
 class RequestContext:
     """Objects that all attempts of all requests share. `new_id` generates ids of hand-offs.
-    `pixels` returns the pixels of an image of a request that has its file."""
+    `pixels` decodes the file of a request's image to pixels."""
 
     cluster: ClusterPorts
     placer: Placer

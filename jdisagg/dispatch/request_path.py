@@ -109,13 +109,14 @@ class RequestPath:
         return self._context.cluster
 
     def read_images_with(self, pixels: Callable[[PromptImage], Awaitable[bytes]]) -> None:
-        """Sets the function that returns the pixels of images of which requests have the files."""
+        """Sets the function that decodes the image files of requests to pixels."""
         self._context = replace(self._context, pixels=pixels)
 
     @contextlib.asynccontextmanager
     async def paused(self, drain_seconds: float | None) -> AsyncGenerator[None, None]:
-        """Starts no attempt within the context. With `drain_seconds`, requests that were placed end
-        before, within this time. Raises DeadlineExceededError if they do not."""
+        """Context in which no attempt starts. With `drain_seconds`, first waits until placed
+        requests have ended. Raises DeadlineExceededError if this takes longer than
+        `drain_seconds`."""
         self._open.clear()
         try:
             if drain_seconds is not None:
@@ -307,7 +308,7 @@ class RequestPath:
         return 0.0 if elsewhere else retry.seconds(failures)
 
     def _public(self, run: RequestRun, error: Exception) -> Exception:
-        """Returns the error without addresses of the cluster, and logs it as it was."""
+        """Returns the error without addresses of the cluster, and logs the original error."""
         if not isinstance(error, UnavailableError):
             return error
         cluster = self._context.cluster

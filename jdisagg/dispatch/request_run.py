@@ -156,8 +156,8 @@ class RequestRun:
 
     @property
     def suspensions_known_anew(self) -> int:
-        """Number of suspensions and resumptions so far that need not be reported to a worker that
-        starts the request now."""
+        """Number of suspensions and resumptions so far. A worker that starts the request now need
+        not be notified of these."""
         return self.suspensions - (self.keep_seconds is not None)
 
     # ---- time
@@ -255,9 +255,9 @@ class RequestRun:
         logprobs: tuple[TokenLogprobs, ...],
         weights: str = "",
     ) -> None:
-        """Accepts the new ones among the tokens, up to the end of the child, and queues them as an
-        event for the client. `first_index` is the position of `token_ids[0]` in the child's
-        answer, and `weights` the identity of the weights that chose them."""
+        """Accepts the tokens that are new, up to the end of the child, and queues them as an event
+        for the client. `first_index` is the position of `token_ids[0]` in the child's answer, and
+        `weights` the identity of the weights that chose them."""
         child = self.children[index]
         seen = len(child.accepted) - first_index
         if seen > 0:

@@ -48,8 +48,8 @@ class ServedAdapters:
         return name in self._named
 
     def find(self, name: str, model: str) -> Adapter | None:
-        """Returns the adapter that a request asks for by `name`, or None for the model alone, which
-        has the names "" and `model`. Raises InvalidRequestError for an unknown name."""
+        """Returns the adapter with the name `name`. Returns None for "" and `model`, which mean the
+        model without an adapter. Raises InvalidRequestError for an unknown name."""
         if name in self._named:
             return self._named[name]
         if name in ("", model):

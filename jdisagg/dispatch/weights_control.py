@@ -56,8 +56,8 @@ class PausablePath(Protocol):
     """The part of `RequestPath` that updates use."""
 
     def paused(self, drain_seconds: float | None) -> AbstractAsyncContextManager[None]:
-        """Starts no attempt within the context. With `drain_seconds`, running requests end
-        before, within this time."""
+        """Context in which no attempt starts. With `drain_seconds`, first waits until running
+        requests have ended, at most this long."""
         ...
 
     @property

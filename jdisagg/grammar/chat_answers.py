@@ -28,13 +28,15 @@ def may_think_or_call(grammar: Grammar | None) -> bool:
 def with_thought_and_calls(
     grammar: Grammar, marks: tuple[str, str] | None, begun: bool, calls: Sequence[str]
 ) -> Grammar:
-    """Returns a grammar of answers whose content follows `grammar`. A Lark grammar, and a schema
-    that cannot be read, are returned unchanged.
+    """Returns a grammar of answers that allows reasoning before, and tool calls instead of, content
+    that follows `grammar`. A Lark grammar, and a schema that cannot be read, are returned
+    unchanged.
 
     Args:
-        marks: Lark expressions of the markers around reasoning, or None if the model writes none.
+        marks: Lark expressions of the markers around reasoning, or None if the model writes no
+            reasoning.
         begun: Whether the prompt ends within reasoning.
-        calls: Lark expressions of answers that are calls.
+        calls: Lark expressions of tool calls, which may replace the content.
     """
     content = _content(grammar)
     if content is None:
@@ -63,8 +65,8 @@ def marked_call(mark: str) -> str:
 
 
 def plain_call(names: Sequence[str]) -> str:
-    """Returns the Lark expression of a call that is a JSON object without a marker, of one of the
-    tools `names`."""
+    """Returns the Lark expression of a tool call that is a bare JSON object, without a marker. It
+    calls one of the tools `names`."""
     schema = {
         "type": "object",
         "properties": {"name": {"enum": [*names]}, "parameters": {"type": "object"}},

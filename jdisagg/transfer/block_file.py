@@ -107,8 +107,8 @@ def write_block(
     checksums: tuple[int, ...],
     written_at: float = 0.0,
 ) -> int:
-    """Writes a block to `path` atomically. Returns the file's size in bytes. Raises OSError if
-    writing fails."""
+    """Writes a block to `path` atomically, with the `checksums` of its pieces. Returns the file's
+    size in bytes. Raises OSError if writing fails."""
     views = [np.ascontiguousarray(one.array).reshape(-1).view(np.uint8) for one in arrays]
     digest = blake2b(digest_size=DIGEST_BYTES)
     for view in views:

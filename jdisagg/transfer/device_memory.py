@@ -49,7 +49,8 @@ def lent_memory(channel: str, devices: Sequence[Device]) -> "tuple[LentMemory | 
         devices: Devices of the worker.
 
     Returns:
-        The memory, or None; and the reason if GPUs, or the channel "cuda", are without it, else "".
+        The memory, or None. Also the reason, if there is none although the devices are GPUs or the
+            channel is "cuda"; else "".
     """
     if channel not in ("auto", "cuda"):
         return None, ""
@@ -224,7 +225,8 @@ class DeviceOutlet(Outlet):
         return Reserved(len(arrays), arrays)
 
     def write(self, pull_id: int) -> OnDevice:
-        """Exports the requested arrays. Copies none, but for the checksums of the first pulls."""
+        """Exports the requested arrays without copying them, and computes checksums for the first
+        pulls."""
         arrays = jax.block_until_ready(self._reserved[pull_id][0])
         lent, offsets = zip(*map(self._memory.lend, arrays), strict=True)
         allocations = tuple(dict.fromkeys(lent))
@@ -315,7 +317,7 @@ class DeviceInlet(Inlet):
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
     """One copy on `device`, from another process's memory to an array of this process, with the
-    checksum of what should arrive, if known."""
+    expected checksum, if known."""
 
     device: int
     to: jax.Array
@@ -328,8 +330,8 @@ def _sum_of(array: jax.Array) -> bytes:
 
 
 class DeviceRead:
-    """The copies of one pull. They begin when the destination arrays are allocated. To be polled;
-    thread-safe."""
+    """The copies of one pull, to be polled. They begin when the destination arrays are allocated.
+    Thread-safe."""
 
     def __init__(
         self,

@@ -34,7 +34,8 @@ class PeerState:
         moved: Time when data last arrived from the process.
         suspected: Time of the last error that may be the connection's.
         received: Bytes that have arrived from the process's host, when last counted.
-        counted, flowed: Time of the last count of bytes, and time of the last count that had grown.
+        counted, flowed: Time when received bytes were last counted, and time of the last count with
+            new bytes.
     """
 
     end: KvEnd

@@ -99,8 +99,8 @@ class KvSender:
     `_waiting` and `_ended`. Only the sender's thread uses `_peers` and `_seen`.
 
     Attributes:
-        card: Mesh by whose devices receivers name pieces, if blocks are on the meshes of several
-            pipeline stages. Set before the first offer.
+        card: Mesh with the device numbers that receivers use, if blocks are on the meshes of
+            several pipeline stages. Set before the first offer.
     """
 
     def __init__(

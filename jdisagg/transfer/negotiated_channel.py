@@ -68,8 +68,9 @@ class NegotiatedChannel:
         self._puller.disconnect(peer)
 
     def name_devices_by(self, mesh: jax.sharding.Mesh) -> None:
-        """Sets the mesh whose card peers have, for blocks on the meshes of several pipeline stages.
-        The meshes have equal shapes. Must be called before the first offer."""
+        """With several pipeline stages: sets the stage's mesh that peers know, because its card was
+        published. Blocks of other stages use its device numbers; all stages' meshes have equal
+        shapes. Must be called before the first offer."""
         self._sender.card = mesh
 
     def offer(

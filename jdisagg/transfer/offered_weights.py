@@ -1,5 +1,5 @@
-"""Named arrays that a trainer, or a worker, offers to workers: their description, and reads from
-the devices that hold them. On accelerators only the parts that are read come to the host."""
+"""Named arrays that a trainer or a worker offers to workers: describes the arrays, and reads parts
+of them from their devices. On accelerators, only the requested parts are copied to the host."""
 
 import contextlib
 import functools
@@ -28,13 +28,13 @@ _FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 class OfferedWeights:
     """Named arrays that workers may read until `close`, or until the lease ends. The arrays must
-    not be donated or changed before. Has the methods of a checkpoint's tensors.
+    not be donated or changed until then. Has the methods of a checkpoint's tensors.
 
     Attributes:
-        name: Name that an update gives in place of a folder.
+        name: Name by which an update refers to the offer, instead of a folder.
         bytes_read: Bytes that workers have read.
-        parameters: Whether the arrays are a worker's parameters in the form in which it serves
-            them, rather than the tensors of a checkpoint.
+        parameters: Whether the arrays are a worker's parameters in their served form, rather than
+            the tensors of a checkpoint.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class OfferedWeights:
         return stepped(values, index)
 
     def content(self, *, again: bool = False) -> str:
-        """Returns a hash of all tensors. It does not depend on their shardings, unless devices of
-        other processes hold parts. Arrays of numpy, which can change, are read each time, whatever
-        `again` is."""
+        """Returns a hash of all tensors. It is independent of the sharding if this process holds
+        all parts. JAX arrays are hashed once. numpy arrays are hashed at each call, because they
+        can change. `again` has no effect."""
         self.check()
         if self._content:
             return self._content
@@ -129,8 +129,8 @@ class OfferedWeights:
         )
 
     def block(self, parts: Sequence[OfferedPart]) -> tuple[jax.Array, bytes]:
-        """Returns the bytes of some parts, one after the other, as an array [1, 1, 1, 1, n] on one
-        device, and their checksum. On CPU a single part that is contiguous is not copied.
+        """Returns the bytes of `parts`, concatenated, as an array [1, 1, 1, 1, n] on one device,
+        and their checksum. On CPU a single contiguous part is not copied.
 
         Raises:
             InvalidRequestError: A device does not hold a part.
@@ -164,8 +164,8 @@ class OfferedWeights:
             self.bytes_read += nbytes
 
     def _part(self, part: OfferedPart) -> Any:
-        """Returns the values of a part: an array of numpy, contiguous, or on accelerators the bytes
-        [1, 1, 1, 1, n] on their device."""
+        """Returns the values of a part: a contiguous numpy array, or on accelerators the bytes [1,
+        1, 1, 1, n] on their device."""
         try:
             tensor = self._tensors[self._names[part.tensor]]
             box, shard = _held(tensor)[part.device]
@@ -212,14 +212,14 @@ class OfferedWeights:
 
 
 class _Buffers:
-    """Host memory for blocks. Memory of blocks that are not used any more is used again, because
-    the first writes to new memory cost more than all further copies of a block."""
+    """Host memory for blocks. Memory of unused blocks is reused, because the first writes to new
+    memory take longer than all further copies of a block."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Returns an array of bytes, which is free again when no view of it is left."""
+        """Returns an array of bytes. Its memory is reused when no view of the array is left."""
         try:
             memory = self._free.pop()
         except IndexError:
@@ -240,8 +240,8 @@ def unreadable(dtypes: Mapping[str, str]) -> list[str]:
 
 
 def whole_box(index: tuple[slice, ...], shape: Sequence[int]) -> Box:
-    """Returns the box that an index, which may be shorter than the shape, selects. Steps are left
-    out (`stepped`)."""
+    """Returns the box that an index selects. The index may be shorter than the shape. Its steps are
+    ignored (see `stepped`)."""
     return box_of((*index, *(slice(None),) * (len(shape) - len(index))), shape)
 
 
@@ -253,8 +253,8 @@ def stepped(values: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
 
 
 def _held(tensor: Any) -> dict[int, tuple[Box, Any]]:
-    """Returns the box that each device of this process holds, and its values. Replicas are all
-    there."""
+    """Returns the box that each device of this process holds, and its values. Includes all
+    replicas."""
     if not isinstance(tensor, jax.Array):
         return {0: (whole_box((), tensor.shape), tensor)}
     return {
@@ -268,8 +268,8 @@ def _on_host(shard: Any) -> bool:
 
 
 def _cut(shard: Any, box: Box) -> np.ndarray:
-    """Returns a part of a device's values in host memory; where they are there, a view that cannot
-    be written."""
+    """Returns a part of a device's values in host memory. If the values are in host memory already,
+    returns a read-only view."""
     if _on_host(shard):
         view = np.asarray(shard)[(*_slices(box), ...)]
         view.flags.writeable = False

@@ -46,8 +46,8 @@ class OfferedBlock:
         """Returns one dp rank's part of a block.
 
         Args:
-            card: Mesh whose devices peers know, if the block is on the mesh of another pipeline
-                stage. Each device then has the number of the device at the same place of `card`.
+            card: Mesh that peers know, if the block is on the mesh of another pipeline stage. Each
+                device is then numbered like the device at the same place of `card`.
         """
         devices = rank_placement(block.sharding, block.shape, rank)
         shards = {

@@ -225,8 +225,9 @@ class LeafArrival(Protocol):
 
 
 class LeafInMemory(Leaf):
-    """A received array in a region of host memory. `arrival` is the read that fills the region.
-    With None, the sender writes the region and sets its first byte afterwards."""
+    """A received array in a region of host memory. `arrival` is the read by which this process
+    fills the region. It is None if the sender fills the region and then sets the region's first
+    byte."""
 
     __slots__ = ("_arrival", "_aval", "_bytes", "_region")
 

@@ -40,7 +40,7 @@ class ElasticPools:
         statuses: Returns the last status of each worker.
         acts: Whether to make the role changes that the controller recommends.
         say: Called with a text about each role change.
-        held: Returns the number of requests that wait at the router.
+        held: Function that returns the number of requests that wait at the router.
     """
 
     def __init__(
