@@ -153,7 +153,7 @@ class EmbeddedCluster:
 
     @property
     def _layer_groups(self) -> int | None:
-        """Number of layer groups that is asked for, which both sides of a hand-off must use."""
+        """Configured number of layer groups, which both sides of a hand-off must use."""
         two = self.config.mode is Mode.DISAGGREGATED
         return handoff_groups(self.config) if two else self.config.decode.layout.pp
 
@@ -295,7 +295,8 @@ class EmbeddedCluster:
 
     def load_later(self, *, compiled: bool = False) -> None:
         """Leaves the programs of optional capabilities to `load_rest`. Must be called before
-        `warm_up` and before the workers start. `compiled` is as of `Replica.load_later`."""
+        `warm_up` and before the workers start. `compiled` is the argument of
+        `Replica.load_later`."""
         for replica in self.replicas:
             replica.load_later(compiled=compiled)
 

@@ -60,8 +60,8 @@ def _ignored(path: Path) -> bool:
 
 
 def file_states(directory: str | Path) -> tuple[tuple[str, int, int], ...]:
-    """Returns path, size and time of the last change of each file, which shows whether files were
-    written since."""
+    """Returns path, size and modification time of each file. Two results are equal if no file was
+    written in between."""
     files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
     states = [(path, path.stat()) for path in files]
     return tuple((str(path), state.st_size, state.st_mtime_ns) for path, state in states)

@@ -40,7 +40,7 @@ def mesh_limits(
     append_tokens: int = 0,
     prefix: PrefixConfig = NO_PREFIX,
 ) -> MeshLimits:
-    """Computes the limits of one mesh, for a model without images and without a layer that drafts.
+    """Computes the limits of one mesh, for a model without images and without a drafting layer.
 
     Args:
         layer_groups: Number of layer groups. Both sides of a hand-off must use the number of the
@@ -92,7 +92,7 @@ def mesh_limits(
 def _with_state(
     limits: MeshLimits, instance: InstanceConfig, rings: bool, prefix: PrefixConfig
 ) -> MeshLimits:
-    """Adds the slots, ring buffers and snapshots of what a sequence holds besides pages."""
+    """Adds the limits of state slots, ring buffers and snapshots."""
     spec, size = limits.kv_spec, limits.page_size
     snapshots = snapshot_slots(instance) if spec.has_state and prefix.reuse else 0
     whole = -(-limits.context_tokens // size)
@@ -135,8 +135,8 @@ def _chunk_range(instance: InstanceConfig, mode: Mode, context_tokens: int) -> t
 def _mixed_buckets(
     smallest: int, largest: int, instance: InstanceConfig, mode: Mode, spec: KVSpec
 ) -> tuple[int, ...]:
-    """Returns the sizes of prefill chunks that run together with a decode step. They are the
-    `MIXED_SIZES` largest sizes, each half of the next, because each is a program of all layers."""
+    """Returns the sizes of prefill chunks that run together with a decode step: the `MIXED_SIZES`
+    largest, each half of the next. There are few, because each size is a program of all layers."""
     if mode is not Mode.CHUNKED or instance.layout.pp > 1 or spec.has_state:
         return ()
     return buckets(smallest, largest)[-MIXED_SIZES:]
@@ -171,8 +171,8 @@ def snapshot_slots(instance: InstanceConfig) -> int:
 
 def drafts_with_layer(speculate: str, platform: str, stages: int) -> bool:
     """Returns whether an instance loads the checkpoint's next-token layer, if there is one and no
-    EAGLE-3 head is given. With auto a CPU loads none: the layer makes each prompt and its KV
-    larger, also where drafts do not pay.
+    EAGLE-3 head is given. With auto a CPU does not, because the layer enlarges each prompt's
+    computation and KV even if drafts do not pay.
 
     Args:
         speculate: As in `InstanceConfig`.
@@ -185,17 +185,18 @@ def drafts_with_layer(speculate: str, platform: str, stages: int) -> bool:
 
 
 def shared_drafts(config: EngineConfig, speculate: str) -> str:
-    """Returns how an instance of a cluster drafts. Both sides of a hand-off must load a layer that
-    drafts, or neither: with pipeline stages on a side, auto means ngram on both."""
+    """Returns the `speculate` setting of an instance in a cluster. Either both sides of a hand-off
+    load a drafting layer or neither, so with pipeline stages on one side auto means ngram on
+    both."""
     staged = max(config.prefill.layout.pp, config.decode.layout.pp) > 1
     speculate = repeatable_drafts(config.prefix, speculate)
     return "ngram" if staged and speculate == "auto" else speculate
 
 
 def repeatable_drafts(prefix: PrefixConfig, speculate: str) -> str:
-    """Returns how an instance drafts with these settings of the prefix cache. With `grid_tokens` a
-    repeated request has the same bits, and auto means off: when steps have drafts depends on
-    measured times, and in bfloat16 such steps round differently."""
+    """Returns the `speculate` setting of an instance with these settings of the prefix cache. With
+    `grid_tokens`, a repeated request must give the same bits, so auto means off: measured times
+    decide which steps have drafts, and in bfloat16 steps with drafts round differently."""
     return "off" if prefix.grid_tokens is not None and speculate == "auto" else speculate
 
 
@@ -230,9 +231,9 @@ def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> 
 
 def asked_groups(asked: int | None, *pps: int) -> int | None:
     """Returns the number of layer groups of instances that hand KV to each other: `asked`, or, if
-    it is None and some instance has several pipeline stages, two groups for each stage. The number
-    is divisible by each number of stages, so that stages are equally long, if there are enough
-    layers. The result is None if it is derived from the model.
+    `asked` is None and some instance has several pipeline stages, two groups per stage. If there
+    are enough layers, the number is divisible by each number of stages, so that stages are equally
+    long. None means that the number is derived from the model.
 
     Args:
         asked: Configured number, or None.
@@ -250,8 +251,8 @@ def handoff_groups(config: EngineConfig) -> int | None:
 
 
 def stage_cut(pp: int, layer_groups: int | None) -> StageCut:
-    """Returns the function that divides a model's layers into `pp` pipeline stages. For
-    `layer_groups` see `mesh_limits`."""
+    """Returns the function that divides a model's layers into `pp` pipeline stages. `mesh_limits`
+    describes `layer_groups`."""
 
     def cut(spec: KVSpec) -> tuple[range, ...]:
         groups = groups_of_layers(spec, layer_groups, pp)
@@ -263,9 +264,9 @@ def stage_cut(pp: int, layer_groups: int | None) -> StageCut:
 def groups_of_layers(spec: KVSpec, asked: int | None, pp: int = 1) -> int:
     """Returns the number of layer groups. Each group is one program of a prefill chunk, and a
     group's KV is transferred while the next group computes. With n groups the transfer of the last
-    one, 1/n of the KV, cannot overlap with computation. On the other hand, each block costs host
-    work. Without `asked`, the result is the largest number for which the blocks of a typical prompt
-    are large enough. Both sides of a hand-off must use the same number.
+    group, 1/n of the KV, cannot overlap with computation. On the other hand, each block costs host
+    work. Without `asked`, the result is the largest number of groups with which the blocks of a
+    typical prompt are large enough. Both sides of a hand-off must use the same number.
 
     Raises:
         ConfigError: There are fewer groups than pipeline stages.
@@ -274,8 +275,8 @@ def groups_of_layers(spec: KVSpec, asked: int | None, pp: int = 1) -> int:
 
 
 def group_count(token_bytes: int, layers: int, asked: int | None, pp: int) -> int:
-    """Returns the result of `groups_of_layers` for `layers` layers with KV, of which a token has
-    `token_bytes` bytes in all."""
+    """Returns the result of `groups_of_layers` for a model with `layers` layers that have KV, with
+    `token_bytes` bytes of KV per token in total."""
     by_bytes = max(1, token_bytes * GROUP_TOKENS // GROUP_BYTES)
     groups = min(asked or by_bytes, layers)
     if groups < pp:

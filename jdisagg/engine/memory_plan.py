@@ -284,7 +284,7 @@ def _tiered(
     chunk: int,
     append: int,
 ) -> int:
-    """Returns the bytes of cached blocks on their way to host memory, and to and from peers."""
+    """Returns the bytes of cached blocks in transfer to host memory, and to and from peers."""
     size, prefills = instance.page_size, role is WorkerRole.PREFILL
     writing = MOST_WRITING if prefills else MOST_WRITING_OF_DECODE
     tokens = writing * prefix.host_tokens(size)
@@ -300,8 +300,8 @@ def _tiered(
 
 
 def _padding(geometry: CostGeometry, lanes: int) -> float:
-    """Returns the bytes of a page in device memory over those of its values. Of layers with heads
-    of several sizes the most padded counts."""
+    """Returns the ratio of a page's bytes in device memory to the bytes of its values. If head
+    sizes differ between layers, returns the largest ratio."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
         widths = (attention.kv_rank + attention.rope_dim,)
@@ -329,9 +329,9 @@ def bytes_per_device(
     platform: str = "cpu",
     draft: str = "",
 ) -> DeviceBytes:
-    """Returns the bytes of a model on each device, with the layer that drafts tokens, if any: its
-    own, or the EAGLE-3 head in the folder `draft`, which counts as if it were stored whole. Of
-    several pipeline stages, the longest one counts, with all of embedding and head."""
+    """Returns the bytes of a model on each device. Includes the layer that drafts tokens, if any:
+    the model's own, or the EAGLE-3 head in the folder `draft`, which is counted as unsharded. With
+    pipeline stages, returns the bytes of the longest stage, plus embedding and head."""
     added, drafting, slots = 0, 0, adapter_bytes(geometry, instance, dtype)
     layer = drafts_with_layer(instance.speculate, platform, instance.layout.pp)
     if draft and instance.speculate in ("auto", "eagle"):
@@ -376,7 +376,7 @@ def device_memory(
     all `sharers` processes.
 
     Raises:
-        ConfigError: An accelerator reports no limit. The host's memory would not be its own.
+        ConfigError: An accelerator reports no memory limit.
     """
     first = devices[0]
     if first.platform != "cpu":
@@ -512,8 +512,8 @@ def _activations(
 
 
 def _images(geometry: CostGeometry, dtype: str) -> tuple[int, int]:
-    """Returns the bytes on one device of the images that stay encoded, and an upper estimate of
-    those that the encoder needs for the largest image, its block of attention scores included."""
+    """Returns the bytes on one device that encoded images take, and an upper estimate of the bytes
+    that the encoder needs for the largest image, including a block of attention scores."""
     if (images := geometry.images) is None:
         return 0, 0
     kept = images.kept_rows * geometry.width * dtype_bytes(dtype)
@@ -524,9 +524,9 @@ def _images(geometry: CostGeometry, dtype: str) -> tuple[int, int]:
 def _index_scores(
     geometry: CostGeometry, instance: InstanceConfig, chunk: int, context: int, dtype: str
 ) -> int:
-    """Returns an upper estimate of the bytes of one layer's indexer: products of all heads with the
-    keys of one step, copies of the scores of all positions, and the selected latents, or keys and
-    values."""
+    """Returns an upper estimate of the bytes that one layer's indexer needs: products of all heads
+    with the keys of one step, copies of the scores of all positions, and the selected latents or
+    keys and values."""
     attention = geometry.attention
     if not 0 < attention.index_top < context:
         return 0

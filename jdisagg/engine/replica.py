@@ -92,7 +92,7 @@ class Replica:
         self.readiness.load_later(needed - {Capability.GRAMMARS} if compiled else needed)
 
     async def _measure_appends(self) -> None:
-        """Adds the times of appended chunks to `times`, while the mesh serves."""
+        """Measures appended chunks while the mesh serves, and adds the times to `times`."""
         found: list[tuple[int, int, float]] = []
         for measure in append_measurements(self.executor):
             await self.executor.quiet(BUSY_SECONDS)
@@ -103,7 +103,7 @@ class Replica:
 
     async def load(self, capability: Capability) -> None:
         """Loads the programs of an optional capability while the mesh serves. Each program is
-        compiled beside the running commands and then run once between them."""
+        compiled while commands run, and then run once between two commands."""
         if self.readiness.ready(capability):
             return
         for step in warm_up_steps(self.executor):
@@ -141,7 +141,7 @@ def build_replica(
 
     Args:
         context_tokens: Number of tokens in the longest sequence.
-        layer_groups: Number of layer groups. Both sides of a hand-off must use the same number.
+        layer_groups: Number of layer groups, the same on both sides of a hand-off.
         windows_apart: Whether the KV of sliding-window layers is transferred separately
             (`MeshLimits`).
         prefix: Configuration of the prefix cache; by default there is none.
@@ -252,8 +252,8 @@ def mesh_role(role: WorkerRole, config: InstanceConfig, prefix: PrefixConfig) ->
 
 
 def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:
-    """Returns the number of layer groups that is asked for. A mesh that prefills and decodes needs
-    one for each pipeline stage."""
+    """Returns the configured number of layer groups. A mesh that prefills and decodes needs one for
+    each pipeline stage."""
     pp = config.instance.layout.pp
     return pp if role is WorkerRole.MIXED else asked_groups(config.instance.layer_groups, pp)
 
@@ -261,7 +261,7 @@ def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:
 def load_stages(
     load: LoadModel, layout: Layout, devices: Sequence[Device], groups: int | None
 ) -> Loaded:
-    """Loads a model onto the meshes of a layout's pipeline stages, which have whole layer
+    """Loads a model onto the meshes of a layout's pipeline stages. Each stage has whole layer
     groups."""
     if layout.pp == 1:
         return load(layout, devices)
@@ -277,15 +277,15 @@ async def warm_up(
     turn: Callable[[], None] = lambda: None,
 ) -> None:
     """Compiles and runs the programs of replicas, except those that are loaded later
-    (`Replica.load_later`), and measures their times. Compiles half as many programs at a time as
-    the processor has cores, or one where an instance spans processes, which must run programs in
-    one order.
+    (`Replica.load_later`), and measures their times. Compiles several programs at a time, half as
+    many as the processor has cores. If an instance spans processes, compiles one at a time, because
+    all processes must run programs in the same order.
 
     Args:
         more: Further steps, after those of the replicas.
-        beside: Whether the replicas serve requests meanwhile. Each program is then loaded when they
-            are idle, or have been busy for `BUSY_SECONDS`, and nothing is measured.
-        turn: Function that is called before each program that is loaded beside requests.
+        beside: Whether the replicas serve requests meanwhile. Each program is then loaded when the
+            replicas are idle, or have been busy for `BUSY_SECONDS`, and nothing is measured.
+        turn: Function that is called before each program that is loaded with `beside`.
     """
     steps = [
         (one.executor, step)

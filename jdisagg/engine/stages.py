@@ -1,4 +1,4 @@
-"""Refuses configurations of pipeline stages that are not supported. Pure."""
+"""Refuses unsupported configurations of pipeline stages. Pure."""
 
 from jdisagg.config import InstanceConfig
 from jdisagg.errors import ConfigError

@@ -182,8 +182,9 @@ class KVSpec:
     @functools.cached_property
     def row_heads(self) -> int:
         """Number of heads of a row: the greatest common divisor of the head counts of all
-        components. If none has heads, it is that of the heads of the state and of the values to
-        cut, or 1 without state. It is also the largest possible number of head shards."""
+        components. If no component has heads, it is the greatest common divisor of the state's
+        heads and of the number of values to cut, or 1 without state. It is also the largest
+        possible number of head shards."""
         if heads := math.gcd(*(part.heads for part in self.components)):
             return heads
         state = [part.heads for layer in self.layers for part in layer.state]

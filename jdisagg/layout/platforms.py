@@ -1,6 +1,6 @@
-"""What each JAX platform needs of programs, arrays, batches and processes: the one table of what
-differs between a CPU, a GPU and a TPU. benchmarks/LOG.md has the measurements behind the entries
-for CPUs and GPUs, benchmarks/results/tpu_programs.json those of the programs compiled for TPUs."""
+"""Requirements of each JAX platform on programs, arrays, batches and processes: the only table of
+differences between CPU, GPU and TPU. The entries for CPUs and GPUs are based on measurements in
+benchmarks/LOG.md, those for TPUs on benchmarks/results/tpu_programs.json."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,29 +11,33 @@ from jdisagg.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PlatformTraits:
-    """The needs of one platform.
+    """The requirements of one platform.
 
     Attributes:
-        stores_bits: Types of fewer than 32 bits are emulated: bfloat16 and fp8 arrays are stored as
-            their bits, int4 as pairs, and bfloat16 products have forms of their own.
-        without_loops: Programs contain no loop, because the host would drive it.
-        float32_precision: Precision at which float32 matrices are multiplied as float32. None is
+        stores_bits: Whether types of fewer than 32 bits are emulated: bfloat16 and fp8 arrays are
+            stored as their bits, int4 as pairs, and bfloat16 products have a separate
+            implementation.
+        without_loops: Whether programs avoid loops, because the host would drive them.
+        float32_precision: Precision at which float32 matrices are multiplied as float32. None means
             the platform's default.
-        row_major: Weights and pages are row-major at the border of every program. XLA's default
-            layout for a TPU makes the page number the innermost axis where a head is narrower than
-            128 lanes, and every program would copy the pool into another layout and back.
-        whole_pages: Pages are read whole, and heads are indexed one by one. A TPU keeps tiles of
-            (8, 128) of an array's last two axes: rows of another shape are a copy of the pool.
-        decode_attention: Form of decode attention in plain XLA.
-        experts: Form of the experts' products in plain XLA.
+        row_major: Whether weights and pages are row-major at the border of every program. XLA's
+            default layout for a TPU makes the page number the innermost axis where a head is
+            narrower than 128 lanes, and every program would copy the pool into another layout and
+            back.
+        whole_pages: Whether pages are read whole, and heads are indexed one by one. A TPU keeps
+            tiles of (8, 128) of an array's last two axes: rows of another shape are a copy of the
+            pool.
+        decode_attention: Implementation of decode attention in plain XLA.
+        experts: Implementation of the experts' products in plain XLA.
         kernels: Which hand-written kernels apply: the GPU's with cuDNN, the TPU's, or none.
-        inserts_whole: A received block is written by one scatter, not run by run.
-        sharded_logits: Each device keeps the logits of its part of the vocabulary.
+        inserts_whole: Whether a received block is written by one scatter, not run by run.
+        sharded_logits: Whether each device keeps the logits of its part of the vocabulary.
         least_batch: Rows of the smallest decode batch.
         chunk_steps: Chunk lengths per doubling.
-        draft_rows: Extra rows for each sequence of a decode step. On a CPU each costs time.
-        spare_rows: Whether a few more rows of a step cost next to nothing.
-        warm_runs: Times that warm-up runs each program.
+        draft_rows: Number of extra rows for each sequence of a decode step. On a CPU each takes
+            time.
+        spare_rows: Whether a few more rows in a step take almost no time.
+        warm_runs: Number of times that warm-up runs each program.
         least_page: Tokens of the smallest page.
         lanes: The last axis of a page array is padded in memory to a multiple of this.
         limit_has_fraction: Whether the memory limit that JAX reports already contains
@@ -120,7 +124,7 @@ def libtpu_variables(chips: Sequence[int | str]) -> dict[str, str]:
 
 
 def traits_of(platform: str) -> PlatformTraits:
-    """Returns the needs of a JAX platform. Raises ConfigError if it is not supported."""
+    """Returns the requirements of a JAX platform. Raises ConfigError if it is not supported."""
     if platform not in _TRAITS:
         raise ConfigError(
             f"platform {platform!r} is not supported: jdisagg runs on {', '.join(_TRAITS)}; set"

@@ -43,11 +43,11 @@ def plan_reads(
     """Plans blocks of pieces, in the order of the reads.
 
     Args:
-        held: The box of each array that each device holds.
+        held: For each array, the box that each device holds.
         itemsizes: Bytes of one value of each array.
-        reads: Index of the array, and bounds, of each read.
-        most_bytes: Size of a block. Only a piece that cannot be cut along its first dimension is
-            larger.
+        reads: For each read, the index of the array and the bounds.
+        most_bytes: Largest size of a block, except for a piece that cannot be cut along its first
+            dimension.
 
     Raises:
         LayoutError: No device holds a part of a read.

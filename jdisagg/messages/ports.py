@@ -229,7 +229,7 @@ class FetchCall(Message, frozen=True):
 
 class FetchReply(Message, frozen=True):
     """Number of blocks offered, from `FetchCall.first` on, and whether a snapshot of the recurrent
-    state at their end is offered, too. If neither is offered, no hand-off has begun."""
+    state at their end is offered, too. If nothing is offered, no hand-off has begun."""
 
     blocks: int = 0
     snapshot: bool = False

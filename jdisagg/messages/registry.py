@@ -60,15 +60,15 @@ AnswerLength = tuple[str, int, int]
 
 
 class RouterUse(Message, frozen=True):
-    """What clients with quotas have spent at one router, and the lengths of its last answers.
-    Workers pass both on to other routers.
+    """Amounts that clients with quotas have spent at one router, and the lengths of its last
+    answers. Workers pass both on to other routers.
 
     Attributes:
         router: Random number of the router process.
         at: Time of the router's own clock.
-        spent: Name of each limit of a rate that was used lately, and the total spent.
-        streams: Name of each limit of streams that is in use, and the number of running streams.
-        again_seconds: Time after which a worker should ask again.
+        spent: Name of each recently used rate limit, and the total spent.
+        streams: Name of each stream limit in use, and the number of running streams.
+        again_seconds: Time after which a worker should call again.
         answered: Number of answers since the router's start.
         answers: Lengths of the last of them, the newest last.
     """
@@ -98,8 +98,8 @@ class RegistryPort(Protocol):
         ...
 
     async def share_use(self, uses: tuple[RouterUse, ...]) -> RouterUse:
-        """Passes on what clients have spent at other routers, and lengths of answers. Returns those
-        of this router."""
+        """Passes on the amounts spent and the lengths of answers at other routers. Returns those of
+        this router."""
         ...
 
     async def deregister(self, name: str, boot_id: int) -> None: ...

@@ -62,11 +62,10 @@ class PrefillRow(Message, frozen=True):
             reports no log-probabilities.
         following: Prompt token after the last of `tokens`, or -1 at the prompt's end.
         snapshot, snapshot_at: Slot to which the row also writes its recurrent state after position
-            `snapshot_at` - 1, a position of the row. 0 as `snapshot_at` writes no snapshot.
+            `snapshot_at` - 1, a position of the row. No snapshot is written if `snapshot_at` is 0.
         adapter: Slot of the sequence's adapter. 0 is the base model.
         images: Images of the sequence that have tokens in this row, in order.
-        shift: Difference of rotary position and index before the first of these images
-            (`jdisagg/images.py`).
+        shift: Rotary position minus index, before the first of these images (`jdisagg/images.py`).
     """
 
     sequence: int
@@ -217,8 +216,8 @@ class CopyPages(Message, frozen=True):
 class SlotAdmit(Message, frozen=True):
     """Puts a sequence into a decode slot. `limit` is the first position that must not be written:
     the end of its pages or of its allowed length. `state` is the slot of the sequence's recurrent
-    state, and `adapter` that of its adapter (0: the base model). `shift` is the difference of
-    rotary position and index after the prompt's images."""
+    state, and `adapter` that of its adapter (0: the base model). `shift` is rotary position minus
+    index after the prompt's images."""
 
     sequence: int
     rank: int
@@ -244,9 +243,9 @@ class SlotGrow(Message, frozen=True):
 
 
 class DraftRow(Message, frozen=True):
-    """Draft tokens of slot `slots[rank][row]` of a decode step. `tokens` are predicted tokens of
-    successive positions from `start` on. The step verifies at most `count` of them: those after the
-    slot's position at the time of the step."""
+    """Draft tokens of slot `slots[rank][row]` of a decode step. `tokens` are the predicted tokens
+    of the positions from `start` on. The step verifies at most `count` of them, beginning after the
+    position that the slot has actually reached."""
 
     rank: int
     row: int
@@ -387,8 +386,7 @@ class SleepMesh(Message, frozen=True):
 
 
 class WakeMesh(Message, frozen=True):
-    """Allocates empty KV pages again, and copies the weights back from host memory if they are
-    there."""
+    """Allocates empty KV pages, and copies the weights back if they are in host memory."""
 
     step: int
 
@@ -490,10 +488,10 @@ class ExtractResult(Message, frozen=True):
 class DiskResult(Message, frozen=True):
     """Result of a disk command, a `ReadAdapter`, a `ReadWeights` or an `OfferWeights`. `skipped` is
     the number of files without a usable block, by reason. `error` and the reasons are from a small
-    fixed set (transfer/block_file.py), but the `error` of a `ReadAdapter` or `ReadWeights` is a
-    text for the client, and a `ReadWeights` without room has the missing bytes of a device under
-    NO_ROOM. `ages` are the seconds since the block of each of `names` was written. `bytes_moved` is
-    the size of the file in bytes."""
+    fixed set (transfer/block_file.py), except that the `error` of a `ReadAdapter` or `ReadWeights`
+    is a text for the client. If a `ReadWeights` lacks room, `skipped` has the missing bytes of a
+    device under NO_ROOM. `ages` are the seconds since the block of each of `names` was written.
+    `bytes_moved` is the size of the file in bytes."""
 
     step: int
     error: str = ""

@@ -228,9 +228,10 @@ class Deployment:
         long.
 
         Args:
-            at_once: Whether to start the workers when the programs that every request needs are
-                compiled, or before warm-up, if all programs of this configuration were compiled on
-                this machine before. The others are then loaded while the workers serve.
+            at_once: Whether to start the workers before warm-up is complete: when the programs that
+                every request needs are compiled, or immediately if this machine has compiled all
+                programs of this configuration before. The other programs are loaded while the
+                workers serve.
         """
         self._began = time.monotonic()
         if not (at_once and self.config.warm_up):
@@ -277,8 +278,8 @@ class Deployment:
         await self.cluster.stop()
 
     async def _load(self, new: WarmedBefore | None) -> None:
-        """Loads all programs that are not loaded yet. A failure is only logged, because a request
-        that needs a common program will raise the same error, and the workers do without optional
+        """Loads all programs that are not loaded yet. A failure is only logged: a request that
+        needs a common program will raise the same error, and the workers can serve without optional
         capabilities.
 
         Args:

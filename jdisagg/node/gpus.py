@@ -44,7 +44,7 @@ def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]
 
 
 def may_use(environment: Mapping[str, str], *platforms: str) -> bool:
-    """Returns whether JAX is configured for one of `platforms`, or for none in particular."""
+    """Returns whether JAX is configured for one of `platforms`, or for no particular platform."""
     configured = environment.get("JAX_PLATFORMS", "")
     return not configured or not set(platforms).isdisjoint(configured.split(","))
 

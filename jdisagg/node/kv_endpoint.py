@@ -1,6 +1,6 @@
-"""The KV plane of a process that runs no worker: a link, a gRPC server and a channel, on a thread
-with an event loop of its own. Trainers that offer weights have one, and so has a worker's process
-while it reads weights from another process."""
+"""The endpoint for bulk transfers of a process that runs no worker: a link, a gRPC server and a
+channel, on a separate thread with an event loop. Used by trainers that offer weights, and by a
+worker's process while it reads weights from another process."""
 
 import asyncio
 import threading
@@ -39,20 +39,21 @@ def called_address(service: ServiceConfig) -> str:
 
 
 def kv_interface(service: ServiceConfig) -> str:
-    """Returns the host whose network interface sends and receives KV. A translated address is no
-    interface of this machine."""
+    """Returns the address of the network interface that sends and receives KV. (`advertise_host`
+    may be a translated address, which no interface of this machine has.)"""
     called = service.called_host
     return service.kv_host or (called if is_local(called) else service.host)
 
 
 class KvEndpoint:
-    """Serves from the constructor to `close`. Its methods may be called from any thread but its
+    """Serves from construction to `close`. Its methods may be called from any thread except its
     own.
 
     Args:
-        service: Address, TLS, cluster token and KV channel. Port 0 is any free one.
+        service: Address, TLS, cluster token and KV channel. Port 0 means any free port.
         services: Further gRPC services.
-        memories: Memory that other processes can read. None chooses it by `service.kv_channel`.
+        memories: Memory that other processes can read. None allocates it according to
+            `service.kv_channel`.
 
     Attributes:
         channel: The channel.
@@ -84,12 +85,13 @@ class KvEndpoint:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Calls a function on the thread after some seconds, unless the endpoint has closed."""
+        """Calls a function on the endpoint's thread after `seconds`, unless the endpoint has
+        closed."""
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, call)
 
     def close(self) -> None:
-        """Ends the server, the channel and the thread. On the thread itself, returns before they
-        have ended. Idempotent."""
+        """Ends the server, the channel and the thread. If called on that thread, returns before
+        they have ended. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)
             if threading.current_thread() is not self._thread:

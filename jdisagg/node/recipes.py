@@ -125,7 +125,7 @@ def _assignments(fields: Mapping[str, object], prefix: str = "") -> Iterator[str
 
 
 def of_both_sides(assignments: Iterable[str]) -> list[str]:
-    """Replaces assignments of `instance.` fields by those of both prefill and decode."""
+    """Replaces each assignment of an `instance.` field by one for prefill and one for decode."""
     found: list[str] = []
     for text in assignments:
         field = text.removeprefix("instance.")

@@ -296,7 +296,7 @@ class Router:
                 continue
 
     async def _renew(self, weights: WeightsControl) -> None:
-        """Periodically gives the weights of the last update to workers that lack them."""
+        """Periodically loads the weights of the last update into workers that lack them."""
         while True:
             await asyncio.sleep(self._config.limits.timeouts.membership.heartbeat_seconds)
             await weights.catch_up()

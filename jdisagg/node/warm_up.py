@@ -164,7 +164,7 @@ class LaterPrograms:
 
     async def load(self) -> None:
         """Loads the programs. A failure is only printed: a request that needs a common program will
-        raise the same error, and the worker does without optional capabilities."""
+        raise the same error, and the worker can serve without optional capabilities."""
         began, replicas, loading = self._now(), [self._replica], self.loading
         try:
             if self._mark is None:

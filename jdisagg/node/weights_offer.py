@@ -1,8 +1,8 @@
-"""Serves an offer of weights to workers of other processes: descriptions over gRPC, bytes over a
-channel as KV is transferred (shared memory on one host, the transfer engine or NIXL between hosts).
+"""Serves an offer of weights to workers in other processes: descriptions over gRPC, and bytes over
+the same channels as KV (shared memory on one host, the transfer engine or NIXL between hosts).
 
-A block of bytes is computed and offered when a worker asks for it, and is held until the worker has
-read it, or for the deadline of its request."""
+A block of bytes is computed and offered when a worker requests it. It is held until the worker has
+read it or the request's deadline has passed."""
 
 import asyncio
 import secrets

@@ -1,8 +1,8 @@
-"""Reads weights that other processes offer, as a checkpoint's tensors.
+"""Reads weights that other processes offer, with the interface of a checkpoint's tensors.
 
-The reads are stated beforehand (`expect`), so that blocks of bytes for the next ones are requested
-and transferred while the present ones are converted. Each block is compared with the checksum that
-its source has computed before the transfer."""
+The caller declares its reads beforehand (`expect`), so that blocks for later reads are transferred
+while earlier ones are converted. Each block is compared with the checksum that its source computed
+before the transfer."""
 
 import asyncio
 import contextlib
@@ -53,8 +53,8 @@ RELEASE_SECONDS = 0.01  # between messages to a source
 
 @dataclass(slots=True)
 class _Origin:
-    """One offering process: the name of its offer, its connection, its card, and the name of its
-    mesh for the channel."""
+    """One offering process: the name of its offer, the connection, its card, and the channel's name
+    for its mesh."""
 
     name: str
     connection: Connection
@@ -66,7 +66,7 @@ class _Origin:
 
 @dataclass(slots=True)
 class _Block:
-    """One block of pieces: its bytes once they have arrived, and the pieces that were not read."""
+    """One block of pieces: its bytes once they have arrived, and its unread pieces."""
 
     pieces: tuple[ReadPiece, ...]
     left: int
@@ -79,8 +79,8 @@ class _Block:
 
 @dataclass(slots=True)
 class _Expected:
-    """The planned blocks, and where each read's pieces are: by (name, box) the reads to come, and
-    for each read its pieces as (block, offset, piece)."""
+    """The planned blocks, the expected reads by (name, box), and for each read its pieces as
+    (block, offset, piece)."""
 
     blocks: list[_Block] = field(default_factory=list)
     reads: dict[tuple[str, Box], deque[int]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class _Expected:
 
 
 class RemoteWeights:
-    """Named arrays of other processes. Has the methods of a checkpoint's tensors; used by one
+    """Named arrays of other processes. Has the methods of a checkpoint's tensors. Used by one
     thread, until `close`.
 
     Attributes:
@@ -129,8 +129,8 @@ class RemoteWeights:
         self._endpoint.close()
 
     def content(self, *, again: bool = False) -> str:
-        """Returns the hash of the arrays' values, as their sources stated it when this was opened,
-        or with `again` as they state it now. Sources hash arrays of numpy each time."""
+        """Returns the hash of the arrays' values that the sources reported when this object was
+        opened. With `again`, asks the sources again; they then hash numpy arrays again."""
         cards = [
             self._endpoint.start(origin.port.describe(origin.name)).result()
             if again
@@ -159,10 +159,10 @@ class RemoteWeights:
         )
 
     def expect(self, reads: Sequence[tuple[str, Box]]) -> None:
-        """States the reads that come, in order. Their bytes are transferred ahead.
+        """Declares the coming reads, in order. Their bytes are transferred ahead of the reads.
 
         Raises:
-            LayoutError: The sources do not hold a part.
+            LayoutError: No source holds a part of a read.
         """
         planned = plan_reads(
             [self._held[name] for name in self._numbers],
@@ -182,8 +182,8 @@ class RemoteWeights:
         self._expected = expected
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns a slice of a tensor, which may be a view of another process's memory that keeps
-        its values. Raises the errors of the transfer."""
+        """Returns a slice of a tensor. The result may be a view of another process's memory, which
+        does not change. Raises the errors of the transfer."""
         box = whole_box(index, self._shapes[name])
         waiting = self._expected.reads.get((name, box))
         if not waiting:
@@ -207,7 +207,7 @@ class RemoteWeights:
         return values
 
     def _part(self, place: int, offset: int, piece: ReadPiece, dtype: np.dtype) -> np.ndarray:
-        """Waits for a block and returns one piece in it. Drops the block with its last piece."""
+        """Waits for a block and returns one of its pieces. Drops the block after its last piece."""
         self._request_until(place)
         expected, block = self._expected, self._expected.blocks[place]
         assert block.coming is not None, "each piece is read once"
@@ -231,8 +231,8 @@ class RemoteWeights:
             raise UnavailableError("weights: the reading was ended; update again") from None
 
     def _request_until(self, place: int) -> None:
-        """Requests blocks in order, up to `place`, and further ones while there is room. Waits
-        until half of the room is free, so that one message requests several blocks."""
+        """Requests blocks in order, up to block `place`, and further blocks while there is room.
+        Waits until half of the room is free, so that one message requests several blocks."""
         expected = self._expected
         if expected.next_block > place and expected.ahead_bytes > AHEAD_BYTES // 2:
             return
@@ -292,7 +292,7 @@ class RemoteWeights:
         requested: "Future[tuple[PreparedBlock, ...]]",
         number: int,
     ) -> np.ndarray:
-        """Pulls and verifies the block `number` of those that were requested. Returns its bytes."""
+        """Pulls and verifies block number `number` of a request. Returns its bytes."""
         prepared = (await asyncio.shield(asyncio.wrap_future(requested)))[number]
         for attempt in range(PULL_TRIES):
             try:
@@ -327,7 +327,8 @@ class RemoteWeights:
             self._release(origin, prepared.offer_id)
 
     def _release(self, origin: _Origin, offer_id: int) -> None:
-        """Lets the source free a block. One message names all blocks of RELEASE_SECONDS."""
+        """Allows the source to free a block. One message lists all blocks that were read within
+        RELEASE_SECONDS."""
 
         async def release() -> None:
             await asyncio.sleep(RELEASE_SECONDS)
@@ -381,7 +382,7 @@ async def _send_released(origin: _Origin) -> None:
 
 
 def _own_address(name: str, address: str) -> str:
-    """Returns the address of this host from which it reaches the other one."""
+    """Returns the address of this host from which it reaches the host at `address`."""
     try:
         host, port = parse_host_port(address, "offer")
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

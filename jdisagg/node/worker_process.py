@@ -139,7 +139,7 @@ async def _change(
         flush=True,
     )
     state.loaded = None
-    # `load` reads the weights of the start; the router gives the worker those of the last update.
+    # `load` reads the initial weights; the router then sends the weights of the last update.
     state.weights = ServedWeights(start_folder=state.weights.start_folder)
     gc.collect()
     state.roles.failed(reason)

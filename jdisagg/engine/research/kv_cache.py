@@ -9,8 +9,8 @@ Positions: keys are stored after rotary embedding (rope), for the positions at w
 computed. In all layers but the first, keys and values depend on every earlier token. A slice that
 does not begin at position 0 keeps its positions. Such a slice can be inspected and saved, but not
 pushed or decoded from. It can be joined to a cache that ends where the slice begins. If that cache
-has other tokens than the original ones, the slice's KV differs from what the model would compute.
-Layers with a window also have KV for all positions, including those outside the window.
+has other tokens than the original ones, the slice's KV differs from the KV that the model would
+compute. Layers with a window also have KV for all positions, including those outside the window.
 
 Invariants: `blocks` hold the KV of every token of `token_ids`, and each layer covers all positions
 once, in order. `chosen` is the model's next token, whose KV is not in the cache."""

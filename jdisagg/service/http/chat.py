@@ -295,11 +295,12 @@ def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> Offered
 def without_hosted(
     fields: Fields, tools: Sequence[Fields], hosted: tuple[str, ...]
 ) -> Sequence[Fields]:
-    """Returns the tools without those that the API's own servers run, if others remain. A header of
-    the reply lists what was left out. A request of such tools alone keeps them, and is refused.
+    """Returns the tools without hosted tools, which the API's own servers run. A header of the
+    reply lists the omitted tools. If all tools are hosted, returns them unchanged, and the request
+    is refused.
 
     Args:
-        hosted: Beginnings of the types of such tools.
+        hosted: Prefixes of the types of hosted tools.
     """
     kinds = [tool.read("type", TEXT) or "" for tool in tools]
     kept = [tool for tool, kind in zip(tools, kinds, strict=True) if not kind.startswith(hosted)]
@@ -310,7 +311,8 @@ def without_hosted(
 
 
 def joined_name(namespace: str, name: str) -> str:
-    """Returns the name in a chat of a function in a namespace, which only the Responses API has."""
+    """Returns the name under which a chat lists a function in a namespace. Only the Responses API
+    has namespaces."""
     return f"{namespace.removesuffix('__')}__{name}" if namespace else name
 
 

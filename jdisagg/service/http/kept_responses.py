@@ -156,8 +156,8 @@ class KeptResponses:
 
 
 class _Unconnected(Exchange):
-    """The exchange of a request that runs in the background. Its reply is discarded. Its headers
-    are those of `exchange`, the request that started it."""
+    """The exchange of a request that runs in the background. Its reply is discarded. It has the
+    headers of `exchange`, the request that started it."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange.scope, _nothing, _swallow)

@@ -28,9 +28,9 @@ _FINISHED = {reason: _encode(reason) for reason in FinishReason}
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Fields that all objects of one reply share. `told` has the fields of the request that the
-    reply repeats. `keep` stores the reply for later requests; None to store nothing. `sent_tools`
-    are tools by their names in the chat, where the client sent other names."""
+    """Fields that all objects of one reply share. `told` has the request's fields that the reply
+    repeats. `keep` stores the reply for later requests; None stores nothing. `sent_tools` has the
+    tools that the client sent under other names, by their names in the chat."""
 
     id: str
     created: int
@@ -109,8 +109,7 @@ class ReplyChoice:
         )
 
     def echoed(self, pieces: Pieces) -> EchoedPrompt | None:
-        """Returns the `logprobs` entries of the echoed prompt, after which the answer's tokens are
-        placed."""
+        """Returns the `logprobs` entries of the echoed prompt. The answer's tokens follow them."""
         found, top = self.prompt_logprobs, self.of_prompt.echoed
         if found is None or top is None:
             return None
@@ -120,10 +119,11 @@ class ReplyChoice:
     def places(
         self, token_ids: Sequence[int], text: str | None, pieces: Pieces, *, last: bool
     ) -> list[Placed]:
-        """Returns the places of new tokens in the text.
+        """Returns names, bytes and text offsets of new tokens, for the `logprobs` of a reply.
 
         Args:
-            text: Text that arrived with the tokens, if the text of the tokens begins with it.
+            text: Text that was delivered with the tokens, if it starts at the first of them; else
+                None.
             last: Whether no token follows.
         """
         if self.placed is None:
@@ -172,7 +172,7 @@ class Reply:
         self._rest = b',"logprobs":null,"finish_reason":null' + self._end
 
     def begin(self) -> None:
-        """Is called once the request was found valid, before its answer begins."""
+        """Called once the request was found valid, before its answer begins."""
 
     def chunk(
         self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]

@@ -103,12 +103,12 @@ class Asked:
         tokens_as_ids: Whether log-probabilities identify tokens by id and not by text.
         echo: Whether the reply's text begins with the prompt.
         of_prompt: Which log-probabilities of the prompt to report.
-        answerless: Whether the reply has the echoed prompt only (max_tokens 0). One token is
-            generated nevertheless.
+        answerless: Whether the reply has only the echoed prompt (max_tokens 0). One token is still
+            generated.
         told: Fields of the request that the reply repeats.
         within_context: Whether a max_tokens that exceeds the context is reduced, not refused.
         keep: Object that stores the reply for later requests, or None.
-        sent_tools: Tools by their names in the chat, where the client sent other names.
+        sent_tools: Tools that the client sent under other names, by their names in the chat.
         resumed: The part of the stream that the client has already received, or None if the stream
             cannot be resumed.
     """

@@ -1,4 +1,4 @@
-"""Tools of /v1/responses that are no plain functions.
+"""Tools of /v1/responses that are not plain functions.
 
 Agents offer a whole list of tools. A function in a namespace (a tool of an MCP server) has a joined
 name in the chat. A custom tool, whose input is any text, becomes a function with one text argument.
@@ -29,7 +29,7 @@ _TEXT_INPUT = {
 
 
 class SentTool(NamedTuple):
-    """A tool by the names that the client sent. `custom`: Whether its input is a text."""
+    """A tool under the names that the client sent. `custom`: Whether its input is plain text."""
 
     name: str
     namespace: str = ""
@@ -42,8 +42,8 @@ class SentTool(NamedTuple):
 
 
 class ResponseTools(NamedTuple):
-    """The tools of a request: their descriptions for the chat, and for each name in the chat the
-    tool that the client sent."""
+    """The tools of a request: their descriptions for the chat, and the client's tool for each name
+    in the chat."""
 
     tools: tuple[ChatTool, ...]
     sent: Mapping[str, SentTool]

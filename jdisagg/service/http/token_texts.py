@@ -1,9 +1,9 @@
-"""Texts, bytes and places of the tokens whose log-probabilities a reply reports, so that a client
-can join them to the text.
+"""Names, bytes and text offsets of the tokens that a reply's log-probabilities list, so that a
+client can match tokens and text.
 
-The bytes of a text's tokens, joined, are the text in UTF-8. A character may consist of several
-tokens: its text belongs to the token that completes it, and the tokens before have an empty text at
-the same place. If the text omits a special token, this token has no bytes."""
+The joined bytes of a text's tokens are the text in UTF-8. A character may consist of several
+tokens. Its text then belongs to the last of them, and the other tokens have an empty text at the
+same offset. A special token that the text omits has no bytes."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -53,9 +53,8 @@ class Pieces:
         self._known = known
 
     def name(self, token_id: int) -> str:
-        """Returns the name of a token that is not part of the text. A token that is not made of
-        whole characters is named by its bytes, as in OpenAI's API, because many of them would have
-        the same text."""
+        """Returns the name of a token in isolation. A token that is not whole characters is named
+        by its bytes, as in OpenAI's API, because many such tokens decode to the same text."""
         if self.as_ids:
             return f"token_id:{token_id}"
         text = self._known.get(token_id)
@@ -81,13 +80,13 @@ class TextOfTokens:
         self._begun = False
 
     def follow(self, prompt: Sequence[int], echo: str) -> None:
-        """Makes the next token follow a prompt, which may end within a character. `echo`: Text of
-        the prompt, if it is part of the text."""
+        """Starts after a prompt, which may end within a character. `echo`: Text of the prompt, or
+        "" if the reply does not contain it."""
         self._decoder.decode(b"".join(map(self._pieces.given, prompt[-_CHARACTER_BYTES:])))
         self._offset = len(echo)
 
     def whole(self, prompt: Sequence[int], echo: str) -> list[Placed]:
-        """Places the tokens of a prompt in its text `echo`, after which answer tokens follow."""
+        """Places the tokens of a prompt in its text `echo`. The answer's tokens follow it."""
         text = b"".join(map(self._pieces.given, prompt))
         # Decoding may drop the first of several spaces.
         dropped = text[:1] == b" " and text[1:] == echo.encode()
@@ -105,8 +104,8 @@ class TextOfTokens:
         """Places the next tokens.
 
         Args:
-            text: Text that begins with the text of these tokens, if known. Some tokenizers begin a
-                text with a space that decoding drops.
+            text: Text that starts at the first of these tokens, if known. It shows whether decoding
+                has dropped a leading space, which some tokenizers add.
             last: Whether no token follows.
         """
         places: list[Placed] = []

@@ -122,7 +122,7 @@ class InstanceServer:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, called: str = "") -> str:
         """Binds the port and serves. Returns the address, host:port, at which followers call it.
-        `called` is their name for the host, if it is another."""
+        `called` is the host name that followers use, if it differs from `host`."""
         bound = bind(
             self._server, host, port, self._credentials, "choose another address for the instance"
         )

@@ -237,8 +237,8 @@ class RegistryClient:
             link.mark = await link.port.kept(self._card.boot_id, news)
 
     async def _share_use(self, link: "_RouterLink") -> None:
-        """Exchanges the use of quotas with a router, if the worker has another router, and the
-        exchange is due."""
+        """Exchanges the use of quotas with a router, if the exchange is due and the worker has
+        several routers."""
         now = asyncio.get_running_loop().time()
         if len(self._links) == 1 or now < link.share_at:
             return
@@ -269,7 +269,7 @@ class _RouterLink:
         registered: Whether the worker is registered with the router.
         mark: Last change of the prefix cache that the router has acknowledged.
         refused: Reason why the router refuses the worker, or empty.
-        use: What clients with quotas have spent at the router, as of `shared_at`.
+        use: Amounts that clients with quotas had spent at the router at the time `shared_at`.
         share_at: Time of the next exchange of uses.
         taken_since: Time at which the router first reported that another worker has this worker's
             name.
