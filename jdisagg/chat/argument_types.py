@@ -118,7 +118,7 @@ def as_json(text: str, allowed: Allowed) -> str:
 
 
 def _read(bare: str, types: Types | None) -> str | None:
-    """Returns the text as JSON of one of the types, or None if the text is no value of these
+    """Returns the text as JSON of one of the types, or None if the text is not a value of these
     types."""
     kind = _json_type(bare)
     if kind is not None and (types is None or _fits(kind, types)):

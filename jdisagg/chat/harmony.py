@@ -8,8 +8,8 @@ The prompt ends within the first header. The channel `analysis` is reasoning. `f
 `commentary` without a recipient, are content. A message to `functions.NAME` is a call if there is
 such a tool. Channel and recipient may come in either order. Successive parts of the same kind are
 joined with newlines. Text without a header is content. A message to a recipient that is not one of
-the tools is content, too, unless its channel is `analysis`: such a message is reasoning, in which
-the model addresses a tool that it was not given."""
+the tools is content, too, unless its channel is `analysis`. Then it is reasoning: the model
+addresses a tool that it does not have."""
 
 import re
 from collections.abc import Callable, Collection

@@ -1,7 +1,7 @@
 """Reads image files of clients with Pillow, which is an optional dependency (`jdisagg[images]`).
 
-The files may be hostile. The header is read first, and limits on its size apply before pixels are
-decoded. What the pixels of a file are, is defined here:
+The files may be hostile. The header is read first, and limits on the image size apply before pixels
+are decoded. This module defines the pixels of a file:
 
 - The EXIF orientation is applied. Colour profiles are not.
 - Transparent pixels are blended with white.
@@ -39,7 +39,7 @@ class ImageFile:
     """An image file whose header was read.
 
     Args:
-        where: As the attribute.
+        where: Name of the image in error messages.
         image: The image as the client sent it.
         limits: Limits on bytes and pixels.
 
@@ -99,8 +99,8 @@ class ImageFile:
 
 @contextlib.contextmanager
 def _reading(where: str) -> Iterator[None]:
-    """Context manager that turns any error of Pillow into an InvalidRequestError: damaged files
-    raise errors of many types."""
+    """Context manager that converts any error of Pillow to an InvalidRequestError, because damaged
+    files raise errors of many types."""
     try:
         yield
     except Exception as error:

@@ -1,10 +1,10 @@
-"""Image tokens in the text of clients.
+"""Protects prompts from the texts of image tokens in clients' messages.
 
-A chat template writes a special token for each image, and this token is replaced by those of the
-image. The same text in a message, a tool's result or a document must stay text, because it would
-otherwise move the images of the prompt or add one. Before the template is rendered, such texts are
-replaced by names that clients cannot guess. The rendered prompt is split within each of them, so
-that the tokenizer finds no special token."""
+A chat template writes a special token for each image, and this token is replaced by the image's
+tokens. The same text in a message, a tool's result or a document must remain text. Otherwise it
+would count as an image, and the images would be in wrong places. Before the template is rendered,
+such texts are replaced by placeholders that clients cannot guess. The rendered prompt is split
+within each restored text, so that the tokenizer finds no special token."""
 
 import re
 import secrets
@@ -28,7 +28,7 @@ class HiddenMarks:
         self._name = re.compile(rf"<{self._key}-(\d+)>")
 
     def hide(self, value: Value) -> Value:
-        """Returns a value of JSON with names in place of the marks in its texts and keys."""
+        """Returns a JSON value with placeholders instead of the marks in its texts and keys."""
         return self._hide(value)  # type: ignore[return-value]
 
     def _hide(self, value: object) -> object:
@@ -44,8 +44,8 @@ class HiddenMarks:
         return f"<{self._key}-{self._marks.index(found[0])}>"
 
     def pieces(self, text: str) -> list[str]:
-        """Returns the parts of a rendered prompt that must be tokenized one by one. Joined, they
-        are the prompt with the texts of the marks."""
+        """Returns the parts of a rendered prompt, which must be tokenized separately. Joined, they
+        are the prompt with the original texts."""
         first, *others = self._name.split(text)
         pieces = [first]
         for number, after in zip(others[::2], others[1::2], strict=True):

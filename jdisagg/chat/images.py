@@ -42,8 +42,8 @@ class ChatImage:
     """One image of a message.
 
     Attributes:
-        data: Content of a PNG, JPEG, WebP or GIF file, or the base64 text of it.
-        mime: Media type that the client stated, or "". The content decides how it is read.
+        data: Content of a PNG, JPEG, WebP or GIF file, or its base64 text.
+        mime: Media type that the client stated, or "". The format is detected from the content.
     """
 
     data: bytes | str = field(repr=False)
@@ -69,7 +69,7 @@ class ChatImage:
 
     @property
     def most_bytes(self) -> int:
-        """The size of the file in bytes; for base64 text a bound that is at most 3 too large."""
+        """The size of the file in bytes; for base64 text an upper bound, at most 3 too large."""
         return len(self.data) if isinstance(self.data, bytes) else len(self.data) // 4 * 3 + 3
 
     @property
@@ -94,8 +94,8 @@ class ChatImage:
 
 
 def _decoded(text: str) -> bytes:
-    """Decodes base64 text, which may have white space and lack its padding. Works in pieces,
-    because no other thread runs while one is decoded."""
+    """Decodes base64 text, which may contain white space and lack padding. Decodes in pieces,
+    because decoding a piece holds the interpreter lock."""
     if any(space in text for space in " \t\r\n"):
         text = "".join(text.split())
     text = text.rstrip("=")

@@ -212,7 +212,7 @@ class CostModel:
         self, cost: Cost, tokens: float, sampled: float, attention: Cost, elsewhere: float | None
     ) -> Cost:
         """Returns the cost of a step in two half batches: one half computes while the tokens of the
-        other half are exchanged. Returns `cost` if that is less or if the engine does not
+        other half are exchanged. Returns `cost` if `cost` is less, or if the engine does not
         overlap."""
         if not (self._overlaps and tokens >= 2 and cost.exchange):
             return cost

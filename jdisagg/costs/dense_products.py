@@ -33,7 +33,7 @@ def most_kv_shards(shape: CostGeometry) -> int:
 
 def most_state_shards(shape: CostGeometry) -> int:
     """Returns the largest number of devices over which recurrent state is sharded: that of kv
-    heads. Beside a latent, which has none, the heads of the state are sharded, and the latent is
+    heads. A latent has no kv heads. Then the state is sharded by its own heads, and the latent is
     cut into as many parts when it is sent."""
     attention, linear = shape.attention, shape.linear
     if not isinstance(attention, LatentAttention) or not linear:

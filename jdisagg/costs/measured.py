@@ -93,11 +93,11 @@ Points = tuple[tuple[int, float], ...]
 
 
 def _separated(measured: list[tuple[int, float, float]]) -> tuple[Points, float]:
-    """Separates the time of attention from the other time of measured programs.
+    """Separates the measured time of programs into attention and the rest.
 
     Args:
-        measured: (size, attention work, seconds). Attention is measured by two programs of one
-            size.
+        measured: (size, attention work, seconds) of each program. Two programs of the same size
+            determine the time of attention.
 
     Returns:
         (size, seconds without attention) of each size, ascending, and seconds per attention work.
@@ -120,8 +120,9 @@ def _padded(sizes: tuple[int, ...], size: int) -> int:
 
 
 def _line(points: Points, at: int) -> float:
-    """Returns the value at `at` of the line through the first and the last of `points`. It does not
-    fall. A single point is a constant up to its size, and is extended in proportion beyond it."""
+    """Returns the value at `at` of the line through the first and the last of `points`; the slope
+    is never negative. A single point means a constant up to its size, and proportional growth
+    beyond."""
     (left, low), (right, high) = points[0], points[-1]
     if left == right:
         return low * max(1.0, at / left)

@@ -26,7 +26,8 @@ class GroupedAttention(Message, frozen=True):
       gated: Whether a gate multiplies the output of the heads.
       full_kv_heads, full_head_dim: Number of kv heads and head size of the layers without a window;
         0 if all layers have `kv_heads` and `head_dim`.
-      full_query_heads: Number of their query heads; 0 if it is `query_heads`.
+      full_query_heads: Number of query heads of the layers without a window; 0 if it is
+          `query_heads`.
       head_gates: Whether a gate multiplies the output of each head.
       keys_are_values: Whether one matrix computes both keys and values, in the layers without a
         window, or in all layers if `full_kv_heads` is 0.
@@ -199,7 +200,7 @@ class ImageEncoder(Message, frozen=True):
         parameters: Number of weights, which every device of an instance holds.
         patch_values: Number of values that the largest program needs for each patch.
         most_patches: Largest number of patches of an image.
-        kept_rows: Number of activations of image tokens that a device keeps.
+        kept_rows: Number of image tokens whose activations a device keeps.
     """
 
     parameters: int

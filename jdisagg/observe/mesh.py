@@ -214,8 +214,8 @@ class ObservedExecutor:
 
 
 def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move | None:
-    """Returns tier, direction and bytes of the KV that a command moved to or from host memory or
-    disk, or None if it moved none."""
+    """Returns tier, direction and bytes of the KV that a command copied to or from host memory or
+    disk, or None for other commands."""
     match command, result:
         case ExtractBlock(to_host=True), ExtractResult():
             part = command.groups / limits.layer_groups  # share of the layers in this piece

@@ -355,7 +355,7 @@ def _samples(counter: Counter) -> list[float]:
 
 
 class _Families(CollectorRegistry):
-    """A Prometheus registry that reads its metrics anew at each scrape."""
+    """A Prometheus registry that reads its metrics at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         super().__init__()

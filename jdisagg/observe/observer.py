@@ -26,8 +26,8 @@ RESUMED = "resumed"
 
 
 class Causes:
-    """Stores why the latest attempt of each request ended, so that the span of the next attempt can
-    contain this cause. When the store is full, the oldest entries are dropped."""
+    """Stores the cause for which the latest attempt of each request ended, for the tracing span of
+    the next attempt. When the store is full, the oldest entries are dropped."""
 
     def __init__(self) -> None:
         self._causes: OrderedDict[tuple[str, str], str] = OrderedDict()

@@ -163,8 +163,9 @@ class Tracing:
         return self._owners.get(key)
 
     def flush(self) -> None:
-        """Passes queued spans, and held spans without an owner, to the exporters. Do not call this
-        method on the event loop, because an exporter may wait for the network."""
+        """Passes all spans to the exporters, including held spans, whose owner is not registered
+        yet. Do not call this method on the event loop, because an exporter may wait for the
+        network."""
         while self._parked:
             for name, started, ended, attributes in self._parked.popitem(last=False)[1]:
                 self._emit(name, started, ended, otel.Context(), attributes)

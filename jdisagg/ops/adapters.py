@@ -1,8 +1,8 @@
 """Products with the LoRA adapters of many slots: x A B is added to the product of x with a matrix.
 
 One product covers all slots: A [in, G, R] and B [G, R, out] are the matrices [in, G R] and [G R,
-out], and a mask keeps each token's own slot of x A. Slot g of a token is entry g - 1; 0 is no
-adapter. Tokens without an adapter keep their values bit for bit."""
+out], and a mask keeps each token's own slot of x A. Slot g of a token is entry g - 1 of G; slot 0
+means no adapter. Tokens without an adapter keep their values bit for bit."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Factors(NamedTuple):
-    """The factors of one matrix in all slots. Those of experts have a leading dimension [E]."""
+    """The factors of one matrix in all slots. Factors of experts have a leading dimension [E]."""
 
     a_IGR: jax.Array
     b_GRO: jax.Array
@@ -53,7 +53,7 @@ def add_adapters(
 def add_one(
     y_TD: jax.Array, x_TD: jax.Array, factors: Factors, slot: jax.Array, platform: str
 ) -> jax.Array:
-    """Returns `y_TD` plus the product of one adapter, that of `slot`, with all rows of `x_TD`."""
+    """Returns `y_TD` plus the product of the adapter in slot `slot` with all rows of `x_TD`."""
     at = jnp.maximum(slot - 1, 0)
     a_IR = jax.lax.dynamic_index_in_dim(factors.a_IGR, at, 1, keepdims=False)
     b_RO = jax.lax.dynamic_index_in_dim(factors.b_GRO, at, 0, keepdims=False)

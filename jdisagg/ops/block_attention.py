@@ -51,8 +51,8 @@ def block_maxima(
 
 
 def _with_local(scores: jax.Array, own: jax.Array, local: int) -> jax.Array:
-    """Returns the scores of tokens in the blocks `own`, with infinity for the last `local` blocks
-    up to its own. Both have three dimensions, the last of blocks or of size one."""
+    """Sets the scores of the last `local` blocks up to each token's own block, `own`, to infinity.
+    Both arrays have three dimensions; the last is the blocks, or has size one."""
     number = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]
     return jnp.where((number <= own) & (number > own - local), jnp.inf, scores)
 
@@ -78,9 +78,9 @@ def chosen_from_blocks(
     *,
     at_once: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Selects positions for the tokens low..high of a prefill chunk. Arguments as those of
+    """Selects positions for the tokens low..high of a prefill chunk. The arguments are those of
     `chosen_positions`. Returns which of the chunk's tokens 0..high each token attends to, bool [K,
-    Q, high], and which positions of its row's pages, bool [K, Q, columns * slots] or None."""
+    Q, high], and which positions in its row's pages, bool [K, Q, columns * slots] or None."""
     q_QKD, keys_SD = index.queries_THD[low:high], index.keys_T1D[:high, 0]
     block, earlier = index.block, 0
     if past is not None:
@@ -121,9 +121,9 @@ def attention_to_blocks(
     scale: float,
     at_once: bool,
 ) -> jax.Array:
-    """Computes the attention of each new token over the blocks that the indexer selects from those
-    up to its own. Arguments as those of `paged_attention`; `table_BN` is in range and has more than
-    `index.top` blocks. Returns o [T, N, H]."""
+    """Computes the attention of each new token over the blocks that the indexer selects among
+    blocks up to the token's own. The arguments are those of `paged_attention`. `table_BN` must be
+    in range and have more than `index.top` blocks. Returns o [T, N, H]."""
     (batch, per), heads = positions_BQ.shape, index.queries_THD.shape[1]
     of_row = index.of_queries(lambda of_T: of_T.reshape(batch, per, *of_T.shape[1:]))
 
@@ -159,8 +159,8 @@ def attention_to_blocks(
 def _gather_blocks(
     pages_PKSH: jax.Array, table_TN: jax.Array, block_TKC: jax.Array, block: int
 ) -> jax.Array:
-    """Gathers the blocks with the numbers `block_TKC` of each kv head from pages: [T, K, C * block,
-    H]. Positions beyond the table are those of its last page."""
+    """Gathers the blocks numbered `block_TKC`, for each kv head, from pages: [T, K, C * block, H].
+    Positions beyond the table are read from its last page."""
     pages, heads, slots, width = pages_PKSH.shape
     run = math.gcd(block, slots)  # consecutive positions in one page
     first_C = jnp.arange(0, block, run, dtype=jnp.int32)[None, None, None]

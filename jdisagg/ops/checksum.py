@@ -1,6 +1,5 @@
 """Keyed checksums of KV, which detect corruption when KV is transferred from a prefill worker to a
-decode worker. Sender and receiver compute the same sum whatever their sharding, page size and block
-size.
+decode worker. Sender and receiver compute the same sum for any sharding, page size and block size.
 
 A row is the H values of one (component, head, position), read as the integers of their bits. The
 term of a row is mix(sum_h bits_h * weight(h, key) + row_key(component, head, position, key)) mod
@@ -36,9 +35,9 @@ _SLAB = _WIDTHS[0] * _WIDTHS[1]
 def byte_sum(values: np.ndarray) -> bytes:
     """Computes a checksum of an array's bytes, 16 bytes, nearly as fast as they are read.
 
-    The bytes are 32-bit words. The words are summed mod 2^32 by their place modulo 1024, and again
-    modulo 1021, and the sums are hashed. A changed byte changes a sum of each kind, and so do words
-    that changed their places, unless two of them are a multiple of 1024 x 1021 words apart."""
+    The bytes are read as 32-bit words. The words are summed mod 2^32, grouped by index modulo 1024
+    and again by index modulo 1021, and the sums are hashed. A changed byte changes a sum of each
+    grouping. So do two swapped words, unless their distance is a multiple of 1024 x 1021 words."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     words = flat[: flat.size // 4 * 4].view(np.uint32)
     whole = words.size // _SLAB * _SLAB

@@ -1,5 +1,5 @@
-"""Attention of the patches of an image to each other. Queries are computed in blocks, so that the
-scores of a large image need little memory."""
+"""Attention among the patches of an image. Queries are processed in blocks, so that the scores of a
+large image need little memory."""
 
 import jax
 import jax.numpy as jnp

@@ -261,7 +261,7 @@ def gather_span(span: SpanRows, table_BN: jax.Array, index: jax.Array) -> jax.Ar
     row_BKC = row_BKC * parts + (index % parts).astype(table_BN.dtype)
     shape = (batch, heads, length, span.rows_RW.shape[1] * columns // length)
     if batch == 1:
-        # Reshaped here, because rows made outside the loop would be laid out anew.
+        # Reshaped here, because rows made outside the loop would be copied to another layout.
         rows_RW = span.pages_PKSH.reshape(span.rows_RW.shape)
         return rows_RW.at[row_BKC].get(mode="promise_in_bounds").reshape(shape)
     row_R = row_BKC.reshape(-1)

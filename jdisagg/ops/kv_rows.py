@@ -63,8 +63,8 @@ def block_of(
     *,
     scatter: bool = True,
 ) -> jax.Array:
-    """Returns one block with the rows [R, K, T, H] of all KV components of the given layers. For
-    `scatter`, see `to_rows`."""
+    """Returns one block [R, K, T, H]: the rows of all KV components of `layers`. `parts` has the
+    arrays of each layer's components. `to_rows` describes rows and `scatter`."""
     return jnp.concatenate(
         [
             to_rows(array, part, spec, scatter=scatter)
@@ -77,8 +77,8 @@ def block_of(
 def components_of(
     block_RKTH: jax.Array, layers: Sequence[KVLayer], spec: KVSpec, *, gather: bool = True
 ) -> Iterator[jax.Array]:
-    """Yields the KV components of the given layers, in order, from a block with all of their rows.
-    For `gather`, see `from_rows`."""
+    """Yields the KV components of `layers`, in order, from a block with all of their rows. Inverse
+    of `block_of`. `from_rows` describes `gather`."""
     first = 0
     for layer in layers:
         for part in layer.components:

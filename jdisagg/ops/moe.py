@@ -325,8 +325,8 @@ def _ragged_products(
     """Computes `block_products` by `lax.ragged_dot`, for platforms where it is grouped.
 
     Args:
-        at_once: Number of pairs of one product. A loop, mostly of one trip, covers the local pairs.
-            None computes all pairs, those of other devices included, in one product.
+        at_once: Number of pairs of one product. A loop, usually of one iteration, covers the local
+            pairs. None computes all pairs in one product, including pairs of other devices.
     """
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
@@ -364,8 +364,8 @@ def _ragged_expert(
     clamp: ExpertGate | None,
     adapted: Adapted | None,
 ) -> jax.Array:
-    """Applies experts to rows that are sorted by expert, `sizes_E` of each, without the output's
-    bias. Rows beyond them are undefined."""
+    """Applies experts to rows that are sorted by expert, without the output's bias. Expert e has
+    `sizes_E[e]` rows. Results for further rows are undefined."""
     # A TPU's kernel rejects 16-bit factors at any precision but its default ("Bad lhs type").
     precision = None if rows_PD.dtype == jnp.float32 else lax.Precision.DEFAULT
 
@@ -402,9 +402,9 @@ def _ragged_expert(
 
 
 def pairs_at_once(pairs: int, held: int, experts: int) -> int | None:
-    """Returns the number of pairs of one grouped product on a device with `held` of all `experts`:
-    a power of two, at least twice this device's mean share of all pairs. None if that is most of
-    them."""
+    """Returns the number of pairs of one grouped product on a device that holds `held` of `experts`
+    experts: a power of two, at least twice the device's mean share of all pairs. None if this is
+    most of the pairs."""
     step = MAX_BLOCK_ROWS
     while step * experts < 2 * pairs * held:
         step *= 2

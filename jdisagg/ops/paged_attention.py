@@ -239,7 +239,7 @@ def _scores(
 
 
 def _row_sinks(sinks_N: jax.Array | None, heads: int, per: int) -> jax.Array | None:
-    """Returns sinks [1, K, G, 1] for queries [B, K, G, H] of `per` tokens a sequence."""
+    """Returns sinks [1, K, G, 1] for queries [B, K, G, H] with `per` tokens per sequence."""
     sinks_KG11 = grouped_sinks(sinks_N, heads)
     return None if sinks_KG11 is None else jnp.tile(sinks_KG11[None, ..., 0], (1, 1, per, 1))
 

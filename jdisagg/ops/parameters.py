@@ -71,13 +71,13 @@ def weight_shardings(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[Na
 def weight_formats(
     module: nnx.Module, mesh: Mesh, layout: Layout, later: StageOf | None = None
 ) -> tuple[Any, ...]:
-    """Returns the form of each parameter's array, in the order of `jax.tree.leaves`: its sharding,
-    on some platforms with a memory order of its axes (`jax.experimental.layout.Format`). JAX
-    accepts either wherever it accepts a sharding.
+    """Returns the sharding of each parameter, in the order of `jax.tree.leaves`. On some platforms
+    it includes the order of axes in memory (`jax.experimental.layout.Format`). JAX accepts either
+    form as a sharding.
 
     Args:
-        later: Function from a parameter's path to the mesh of its pipeline stage. None puts all on
-            `mesh`.
+        later: Function from a parameter's path to the mesh of its pipeline stage. None puts all
+            parameters on `mesh`.
     """
     platform = mesh.devices.flat[0].platform
     axes = (len(axes) for axes in param_logical_axes(module))
@@ -95,8 +95,8 @@ def layout_meshes(layout: Layout, kv_heads: int, devices: Sequence[Device]) -> t
     """Builds the mesh of each pipeline stage of an instance on exactly these devices, with the axes
     ("dp", "kv", "rep"). The first stage gets the first devices.
 
-    If the devices are of several processes, each stage gets devices of every process. So all
-    processes run the programs of all stages, in the same order, and activations stay within a
+    If the devices belong to several processes, each stage gets devices of every process. All
+    processes thus run the programs of all stages, in the same order, and activations stay within a
     process."""
     shape = layout.mesh_shape(kv_heads)
     if len(devices) != layout.devices:

@@ -1,18 +1,18 @@
 """Prefill attention as a TPU kernel: Pallas, Mosaic backend. One kernel computes *self* and *past*
 (`ops/prefill_attention.py`) for all sequences of a packed chunk, in one online softmax.
 
-The grid is (kv heads, items). An item is a block of queries with a block of keys that at least one
-of its queries attends to: keys of the chunk, or some pages of one row. The list of items is built
-by XLA from segments, positions and lengths, and lies in scalar memory, so key blocks in the future,
-outside the window or of other sequences have no item, are not read, and take no time. The number of
-items is the traced bound of the grid. Items of a query block are consecutive. The accumulators,
-float32 in VMEM, are set by the first item and written out by the last one. A sink is the first
-score of the softmax.
+The grid is (kv heads, items). An item is a block of queries and a block of keys that at least one
+of these queries attends to: keys of the chunk, or some pages of one row. XLA builds the list of
+items from segments, positions and lengths, in scalar memory. Key blocks in the future, outside the
+window or of other sequences have no item, so they are not read and take no time. The number of
+items is the traced bound of the grid. Items of a query block are consecutive: the first one
+initialises the accumulators (float32 in VMEM), and the last one writes them out. A sink is the
+first score of the softmax.
 
-A page is one block of an operand, whose index is read from the page table, so pages are not
-gathered. An item of several pages takes several operands of the same array.
+A page is one block of an operand. Its index is read from the page table, so pages are not gathered.
+For several pages per item, the same array is passed as several operands.
 
-Latent attention with a past has keys of another width in pages, and stays in XLA.
+Latent attention with a past is not supported, because its keys in pages have another width.
 `interpret=True` runs the kernel on a CPU."""
 
 from functools import partial
@@ -42,8 +42,8 @@ MOST_SCALARS = 1 << 17  # 512 KiB of scalar memory, half of what a core has
 
 
 class _Items(NamedTuple):
-    """Work items of a kv head, in order [I], and scalars of rows. Indices of operands that an item
-    does not use are those of the item before, so that nothing is fetched for them.
+    """Work items of a kv head, in order [I], and scalars of rows. For an operand that an item does
+    not use, the index of the previous item is repeated, so that nothing is fetched.
 
     Attributes:
         block: Block of queries; -1 after the last item.
@@ -84,8 +84,8 @@ def applies(
     device_kind: str,
     latent: bool,
 ) -> bool:
-    """Whether the kernel is used: it supports the device, the types and the sizes. Float32 stays in
-    XLA, because Mosaic's compilation of the kernel's float32 products was not verified."""
+    """Whether the kernel supports the device, the types and the sizes. Float32 is excluded, because
+    Mosaic's compilation of the kernel's float32 products was not verified."""
     tpu = traits_of(platform).kernels == "tpu" and device_kind.startswith("TPU")
     half = q_TNH.dtype == jnp.bfloat16
     return tpu and half and usable(TPU_PREFILL) and supports(q_TNH, k_TKH, past, latent=latent)
@@ -249,8 +249,8 @@ def _most_own_items(sizes: _Sizes) -> int:
 
 
 def _most_items(sizes: _Sizes, rows: int) -> int:
-    """Returns the largest number of items of a kv head. Rows are contiguous in the chunk, so that
-    all blocks together have `blocks + rows - 1` rows."""
+    """Returns the largest number of items of a kv head. Rows are contiguous in the chunk, so there
+    are at most `blocks + rows - 1` pairs of a block and a row."""
     blocks = sizes.tokens // sizes.queries
     return _most_own_items(sizes) + (blocks + rows - 1) * sizes.groups
 
@@ -271,8 +271,8 @@ def _items(
     window: int | None,
 ) -> tuple[_Items, jax.Array]:
     """Returns the work items, and their number. A block's items are the past of each of its rows,
-    then its keys in the chunk, so that items are the cells of a table [blocks, rows + 1], repeated
-    by the number of key blocks of each cell."""
+    then its keys in the chunk. They are the cells of a table [blocks, rows + 1], each repeated by
+    its number of key blocks."""
     blocks, rows = sizes.tokens // sizes.queries, 0 if past is None else past.table_RN.shape[0]
     segment_BQ = segment_T.reshape(blocks, sizes.queries)
     valid_BQ = segment_BQ >= 0

@@ -9,8 +9,8 @@ weight. `reveal` detects it before the logits.
 
 In latent attention one vector is both key and value. If it is not finite, the whole vector is
 replaced by the marker, and `seen_scores` replaces its score by zero. If the layer has an indexer,
-the indexer's key is replaced too, and a position with such a key is always selected. An indexer
-that selects blocks has the marker in place of its own non-finite keys, and so have the values.
+the indexer's key is replaced too, and a position with such a key is always selected. If an indexer
+that selects blocks has a non-finite key, the marker replaces this key and the token's values.
 
 `seal` is elementwise and needs no kernel of its own. `reveal` is one reduction per step, not per
 layer."""
@@ -56,7 +56,7 @@ def seen_scores(scores: jax.Array) -> jax.Array:
 
 
 def reveal(x_RD: jax.Array) -> jax.Array:
-    """Returns the last hidden states, with NaN in rows that attended to a quarantined KV entry.
-    Such an entry holds the marker, whose size shows in every row that attends to it."""
+    """Returns the last hidden states, with NaN in rows that attended to a quarantined KV entry. The
+    entry holds the marker, whose magnitude is visible in every row that attends to it."""
     broken_R1 = jnp.any(jnp.abs(x_RD) > SHOWS, axis=-1, keepdims=True)
     return jnp.where(broken_R1, jnp.asarray(jnp.nan, x_RD.dtype), x_RD)

@@ -55,7 +55,8 @@ def _ending(runs: Runs, row_n: jax.Array) -> list[jax.Array]:
 
 def in_turn(parts: OnState, state_R: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
     """Processes the runs in order, in a loop. Returns the outputs [n, ...] and the states of the
-    rows at `runs.ends`. Where a row has no such end, the result is the row's given state."""
+    rows at `runs.ends`. For a row without such an end, the result is the row's state in
+    `state_R`."""
     rows, (row_n, first_n) = state_R.shape[0], owners(runs)
     ending = _ending(runs, row_n)
 

@@ -11,8 +11,8 @@ from jdisagg.model_api import Runs
 
 
 def inputs_by_token(kept_RGX: jax.Array, count: int) -> jax.Array:
-    """Converts the last `count` inputs of each row from their stored form, one part for each kv
-    head [R, G, S x channels], to [R, S, C]."""
+    """Converts the stored state (the last `count` inputs of each row, grouped by kv head, [R, G, S
+    x channels]) to inputs by token, [R, S, C]."""
     rows, groups, _ = kept_RGX.shape
     return kept_RGX.reshape(rows, groups, count, -1).swapaxes(1, 2).reshape(rows, count, -1)
 

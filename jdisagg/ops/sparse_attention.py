@@ -143,8 +143,8 @@ def past_scores(
     """Computes scores of the positions in pages for each token of a chunk.
 
     Args:
-        measure: Function from keys [S, D] of a row and a mask [1, S] of those that exist to scores
-            [heads, Q, S / unit], -inf where the mask is unset.
+        measure: Function from a row's keys [S, D], and a mask [1, S] of the existing keys, to
+            scores [heads, Q, S / unit]; -inf where the mask is unset.
         segment_Q: Row of each token.
         dtype: Type of the keys that `measure` gets.
         unit: Number of positions that share one score.
@@ -209,9 +209,9 @@ def selected_attention(
     scale: float,
     at_once: bool,
 ) -> jax.Array:
-    """Computes the attention of each new token over the positions that the indexer selects from
-    those up to its own. Arguments as those of `paged_attention`; `table_BN` is in range and has
-    more than `index.top` positions. Returns o [T, N, value]."""
+    """Computes the attention of each new token over the positions that the indexer selects among
+    positions up to the token's own. The arguments are those of `paged_attention`. `table_BN` must
+    be in range and have more than `index.top` positions. Returns o [T, N, value]."""
     (batch, per), slots = positions_BQ.shape, latent_pages_PKSH.shape[2]
     assert index.weights_TH is not None
     q_BQHD, w_BQH = (

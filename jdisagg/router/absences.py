@@ -42,8 +42,8 @@ class Absences:
         return now - min(since) if since else None
 
     def expected_seconds(self, role: str, now: float) -> float:
-        """Returns the seconds until a worker of `role` is expected. If the absence already exceeds
-        the typical duration, the estimate is half of the time so far."""
+        """Returns the seconds until a worker of `role` is expected. If its absence already exceeds
+        the typical duration, the estimate is half of the absence so far."""
         typical = median(self._past) if self._past else FIRST_GUESS_SECONDS
         away = self.away_seconds(role, now) or 0.0
         left = typical - away if away < typical else away / 2

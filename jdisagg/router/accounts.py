@@ -136,8 +136,8 @@ class Accounts:
         self.state.forget(name)
 
     def place(self, prefill: str | None, decode: str, work: Work, now: float) -> "Charges":
-        """Adds an attempt's work to the accounts of its workers. `prefill` is None if the decode
-        worker computes the prompt."""
+        """Charges an attempt's work to its workers. `prefill` is None if the decode worker computes
+        the prompt."""
         return Charges(self, prefill, decode, work, now)
 
     def charge(

@@ -124,8 +124,8 @@ def usable(
 
 
 def with_partners(prefills: Candidates, decodes: Candidates) -> tuple[Candidates, Candidates]:
-    """Leaves out prefill workers whose weights no decode worker has, and decode workers that can
-    neither pair with a prefill worker nor compute prompts."""
+    """Leaves out prefill workers with weights that no decode worker has, and decode workers that
+    can neither pair with a prefill worker nor compute prompts."""
     ours, theirs = prefills.side.weights, decodes.side.weights
     if (ours is not None and ours == theirs) or not len(prefills):
         return prefills, decodes
@@ -140,8 +140,8 @@ def partnered(some: Candidates, others: Candidates) -> Flags:
 
 
 def apart(state: ClusterState, prefills: Indices, decodes: Indices) -> Flags | None:
-    """Returns the pairs [prefill workers, decode workers] whose weights differ, which cannot hand
-    over KV. None if there are none."""
+    """Returns a mask [prefill workers, decode workers] of the pairs with different weights, which
+    cannot hand over KV. None if there are no such pairs."""
     if state.prefill.weights is not None and state.prefill.weights == state.decode.weights:
         return None
     weights = state.table["weights"]

@@ -256,7 +256,7 @@ class ClusterState:
         return tuple(self._statuses[name] for name in self._names)
 
     def without_images(self) -> frozenset[str]:
-        """Returns the names of the workers that take no requests with images."""
+        """Returns the names of the workers that do not accept requests with images."""
         return frozenset([one.name for one in self._statuses.values() if not one.images])
 
     def not_ready(self, capability: str) -> frozenset[str]:
@@ -267,8 +267,8 @@ class ClusterState:
         )
 
     def adapter_loads(self, digest: str) -> dict[str, float]:
-        """Returns the seconds that each worker without this adapter needs to load it. A worker
-        without adapter slots is chosen only if there is no other."""
+        """Returns the seconds that each worker without this adapter needs to load it. The value for
+        a worker without adapter slots is so high that it is chosen only as the last resort."""
         return {
             name: ADAPTER_SECONDS if status.adapter_slots else NO_SLOTS_SECONDS
             for name, status in self._statuses.items()

@@ -1,4 +1,4 @@
-"""Tracks the prefixes that prompts in progress will leave in the caches of their workers.
+"""Tracks the prefixes that workers will have cached when prompts in progress are computed.
 
 Workers report cached blocks with their heartbeats, so `known_blocks.py` lacks the blocks of a
 prompt until it was computed and reported. A prompt that arrives meanwhile with the same prefix

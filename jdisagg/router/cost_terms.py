@@ -6,9 +6,9 @@ part of the KV transfer that remains after the prefill.
 
 A decode worker has room if it has a free slot, enough free pages on the rank with the most free
 pages, pages for the expected growth of this router's sequences, an empty queue, and a step within
-the TPOT bound. What sequences of lower priority hold counts as free, because the worker preempts
-them. Otherwise running sequences must end first. By Little's law they end at the rate
-running / (mean length x step)."""
+the TPOT bound. Slots and pages of sequences of lower priority count as free, because the worker
+preempts these sequences. Otherwise running sequences must end first. By Little's law they end at
+the rate running / (mean length x step)."""
 
 import math
 from collections.abc import Mapping
@@ -124,11 +124,12 @@ class LocalCosts:
 
     Attributes:
         costs: Costs of the prefill, with a decode step of the running streams after each chunk.
-        lost: Seconds of the chunks alone, which delay the running streams.
-        lacking: Number of prompt tokens that are not cached and must be computed.
+        lost: Seconds of the prefill chunks without the decode steps, which delay the running
+            streams.
+        lacking: Number of uncached prompt tokens, which must be computed.
         longest: Longest time, in seconds, that a running stream waits for a token meanwhile.
-        paced: Seconds until running streams have recovered from the delay by the worker's last
-            prompt.
+        paced: Seconds until running streams have recovered from the delay that the worker's last
+            prompt caused.
     """
 
     costs: PrefillCosts

@@ -63,8 +63,8 @@ class PlacementQuery:
             tokens will be cached when the worker reaches this prompt.
         loads: Seconds that each worker needs to load the request's adapter. Workers that have the
             adapter are left out.
-        yielding: For each worker, the load of lower priority: sequences, pages, waiting requests
-            and queued prompt tokens. The worker preempts it for this attempt.
+        yielding: For each worker, its load of lower priority, which it preempts for this attempt:
+            sequences, pages, waiting requests and queued prompt tokens.
         block_tokens: Number of tokens of a cached block. 1 without a prefix cache.
     """
 
@@ -87,8 +87,8 @@ class PlacementQuery:
 
     @property
     def most_known(self) -> int:
-        """Number of tokens that a worker need not compute if it has all of them cached. The last
-        token must be computed, and with it its block."""
+        """Number of tokens that a worker need not compute if it has cached the whole prompt. The
+        block of the last token must be computed."""
         return (self.work.tokens - 1) // self.block_tokens * self.block_tokens
 
     def coming_to(self, worker: str) -> int:

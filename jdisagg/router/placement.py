@@ -293,9 +293,9 @@ def _said(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    """Adds to the stated reason of a pair why the decode worker does not compute the prompt itself:
-    a rule forbids it, or the worker has no prefill programs although local prefill would be
-    cheaper."""
+    """Extends the reason for a choice of a pair: states why the decode worker does not compute the
+    prompt itself. Either a rule forbids this, or the worker has no prefill programs although local
+    prefill would be cheaper."""
     row = state.row_of(pair.decode)
     if weighed.local is not None and state.table.flag("can_prefill")[row]:
         at, local = int(decodes.rows.searchsorted(row)), weighed.local
@@ -453,10 +453,10 @@ def _admitted(
 
 
 def _idle_ranks_seconds(state: ClusterState, decision: Decision) -> float:
-    """Returns the queue, in seconds, at which the last dp rank of the chosen prefill worker gets a
-    prompt. A prompt is computed by one rank, but the queue is the mean over the ranks. Without this
-    allowance, one long prompt would hold back the prompts for the other ranks. Assumes that other
-    prompts take as long as this one."""
+    """Returns the queue, in seconds, that the chosen prefill worker has when each of its dp ranks
+    has a prompt. The worker's queue is a mean over its ranks, but one rank computes a prompt.
+    Without this allowance, one long prompt would hold back prompts for idle ranks. Assumes that
+    other prompts take as long as this one."""
     assert decision.terms is not None
     row = -1 if decision.prefill is None else state.row_of(decision.prefill)
     ranks = float(state.table["ranks"][row]) if row >= 0 else 1.0

@@ -28,10 +28,9 @@ MOST_ROUTERS = 64  # whose counts are kept; each process of a router counts anew
 
 class LearnedLengths:
     """Predicts a quantile of the lengths of past answers, and shares these lengths with other
-    routers through the workers, as `Spending` shares what clients have spent. Each router reports
-    its last answers and their total number. A router records the answers of another router that it
-    has not recorded before, and does not pass them on. A router that has just started therefore
-    predicts from the answers of others.
+    routers through the workers, as `Spending` shares amounts spent. Each router reports its last
+    answers and their total number. A router records new answers of other routers, and does not pass
+    them on. A router that has just started therefore predicts from the answers of others.
 
     Args:
         quantile: Share of answers that should not exceed the prediction. None predicts the

@@ -1,4 +1,4 @@
-"""Chooses a worker in place of another one that failed or drains, for a request that runs. Pure."""
+"""Chooses a worker that continues a running request after its worker failed or drains. Pure."""
 
 import numpy as np
 
@@ -48,7 +48,7 @@ def another_decode(
 
 
 def _like(state: ClusterState, some: Candidates, other: str) -> Candidates:
-    """Leaves out workers whose weights are not those of the worker `other`, if it is known."""
+    """Leaves out workers with other weights than the worker `other`, if that worker is known."""
     row = state.row(other)
     if row is None:
         return some

@@ -73,8 +73,9 @@ class Site:
 
     @property
     def slow_links(self) -> bool:
-        """Whether the devices of a host are linked by PCIe only, so that pipeline stages of
-        jdisagg's engine are considered. Other engines refuse stages on some side of a hand-off."""
+        """Whether the devices of a host are linked by PCIe only. Pipeline stages are then
+        considered, for jdisagg's engine; other engines do not support stages on both sides of a
+        hand-off."""
         own = self.software.engine is DEFAULT_SOFTWARE.engine
         return own and self.accelerator.scale_up.bytes_per_second <= SLOW_LINK
 
@@ -253,7 +254,7 @@ def _staged_layouts(most: int) -> Iterator[Layout]:
 
 def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Iterator[Candidate]:
     """Yields a candidate with one pool for each mode and layout, with as many instances as fit.
-    Pipeline stages are considered in two pools only: prefills and decode steps that alternate in
+    Layouts with pipeline stages are omitted, because prefills and decode steps that alternate in
     the same stages are not simulated."""
     for item in fitting:
         if item.layout.pp > 1:

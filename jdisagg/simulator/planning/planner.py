@@ -188,8 +188,8 @@ class Planner:
         return Plan(tuple(findings), len(priced), said, left_out)
 
     def _simulate(self, measurer: Measurer, stepped: Sequence[Finding], found: "_Found") -> None:
-        """Simulates the best candidate with one pool, the best with two pools, without and with
-        pipeline stages, and those close to them."""
+        """Simulates the best candidates with one pool and with two pools, without and with pipeline
+        stages, and the candidates close to them."""
         kinds = [
             [
                 item
@@ -211,8 +211,8 @@ class Planner:
             self._measure(measurer, tasks, found)
 
     def _error_bars(self, stepper: Measurer, stepped: Sequence[Finding], best: Finding) -> str:
-        """Describes the rate of the best finding if predicted steps are wrong; "" if its candidate
-        has no stepped rate."""
+        """Describes the rate of the best finding if the predicted step times have the typical
+        error; "" if its candidate has no stepped rate."""
         own = next((item for item in stepped if item.candidate == best.candidate), None)
         if own is None or not own.rate:
             return ""

@@ -114,7 +114,7 @@ class PromptQueues:
 class DecodeBatch:
     """The decoding sequences of one instance, and the KV room of its dp ranks.
 
-    All sequences make one token a step, so a sequence ends after a known number of the instance's
+    Each sequence gets one token per step, so it ends after a known number of the instance's
     steps."""
 
     def __init__(self, limits: MeshLimits, growth_tokens: int) -> None:
@@ -199,8 +199,8 @@ class SteppedSpan:
 
 @dataclass(slots=True)
 class CommandEnd:
-    """What a command completed: requests with their first token, and requests with their last.
-    `later`: seconds until the first tokens, which leave the last pipeline stage."""
+    """The requests that got their first token by a command, and those that got their last. `later`:
+    seconds until the first tokens leave the last pipeline stage."""
 
     first: Sequence[SteppedRequest] = ()
     last: Sequence[SteppedRequest] = ()
@@ -348,7 +348,7 @@ class Instance:
 
 
 def _fullest(rows: Sequence[Sequence[tuple[int, int]]]) -> set[int]:
-    """Returns the dp ranks with the most tokens and with the most attention, of which one takes
+    """Returns the dp ranks with the most tokens and with the most attention. One of them takes
     longest."""
     filled = [rank for rank, of_rank in enumerate(rows) if of_rank]
     if len(filled) == 1:
