@@ -1,8 +1,8 @@
 """Maps the modules of a LoRA adapter to the matrices of a model.
 
-The rules that find a matrix in a checkpoint (`hf_weights.py`) also find its factors: a parameter
-that consists of some rows of a stored matrix has the same rows of B, and the whole of A. Routed
-experts have factors of their own each, or PEFT stores those of all experts of a layer together."""
+The rules that find a matrix in a checkpoint (`hf_weights.py`) also find its factors. A parameter
+that is some rows of a stored matrix uses the same rows of B, and all of A. For routed experts, the
+file has factors per expert, or PEFT's joint factors of all experts of a layer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +47,7 @@ def read_adapter(directory: Path, size: AdapterSize, model: Decoder) -> AdapterC
 
 
 class _Found:
-    """The factors of one adapter, and which of them a model has taken."""
+    """The factors of one adapter, and the names of those that the model has used."""
 
     def __init__(self, directory: Path, size: AdapterSize, model: Decoder) -> None:
         self._directory, self._size, self._model = directory, size, model
@@ -60,8 +60,8 @@ class _Found:
         self._used: set[str] = set()
 
     def of_layer(self, index: int) -> Iterator[tuple[ModulePath, Pair]]:
-        """Yields the factors A [in, r] and B [r, out] of a layer's matrices, with the paths of
-        their stacks."""
+        """Yields the factors A [in, r] and B [r, out] of a layer's matrices, each with the path of
+        its adapter stack."""
         layer = self._model.layers[index]
         recurrent = isinstance(layer.attention, GatedDeltaNet | Mamba2)
         for name, part in (("attention", layer.attention), ("mlp", layer.mlp)):
@@ -75,7 +75,7 @@ class _Found:
                     yield from self._of_experts(f"model.layers.{index}.", path, module)
 
     def check_all_used(self) -> None:
-        """Raises InvalidRequestError if the model has no place for some of the factors."""
+        """Raises InvalidRequestError if the model has no matrix for some of the factors."""
         if left := sorted(self._factors.keys() - self._used):
             experts = any(".experts" in name for name in left) and not self._size.experts
             listed = f"{', '.join(left[:_LISTED])}{' ...' * (len(left) > _LISTED)}"
@@ -123,8 +123,8 @@ class _Found:
     def _of_each_expert(
         self, prefix: str, key: str, experts: int, shape: tuple[int, int]
     ) -> Pair | None:
-        """Returns the factors of experts that have modules of their own, with zeros for experts
-        without factors, or None if none has them."""
+        """Returns the stacked factors of experts that the file stores separately, with zeros for
+        experts without factors; None if no expert has factors."""
         for pattern in EXPERTS[f"mlp.{key}"]:
             names = [
                 prefix + pattern.format(expert=expert).removesuffix(".weight")
@@ -146,8 +146,8 @@ class _Found:
     def _of_all_experts(
         self, name: str, prefix: str, parameter: str, experts: int, shape: tuple[int, int]
     ) -> Pair:
-        """Returns the factors [E, in, r] and [E, r, out] of a module with those of all experts.
-        PEFT's patterns match the name of the parameter."""
+        """Returns the factors [E, in, r] and [E, r, out] of a module that the file stores for all
+        experts together. PEFT's patterns match the name of the parameter."""
         named = f"{prefix}mlp.experts.{parameter}"
         each = self._take(name, shape)
         whole, left = divmod(each.a.shape[0], experts)

@@ -1,5 +1,5 @@
-"""Apertus: a feed-forward block without a gate, whose activation is xIELU (arXiv 2411.13010) with
-parameters of its own in each layer, and norms on each head of q and k."""
+"""Apertus: a feed-forward block without a gate and with the activation xIELU (arXiv 2411.13010),
+whose parameters differ by layer; norms on each head of q and k."""
 
 from models.decoder_config import DecoderConfig
 from models.hf_config import FamilyDefaults, HfConfig

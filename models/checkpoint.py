@@ -131,11 +131,11 @@ def load_model(
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means `dtype`.
         next_token: Whether to read the layer that drafts tokens, if the checkpoint has one.
         draft: Folder of an EAGLE-3 head, which then drafts tokens.
-        cut: Function from the model's KV spec to the layers of each pipeline stage. None cuts
-            between any two layers.
-        tensors: Tensors to read in place of the folder's. The folder has the configuration, and the
-            tensors of the vision encoder.
-        images: Whether to read the vision encoder, if the checkpoint has one that is supported.
+        cut: Function from the model's KV spec to the layers of each pipeline stage. None divides
+            the layers equally.
+        tensors: Tensors to read instead of the folder's. The configuration and the vision encoder
+            are still read from the folder.
+        images: Whether to read the vision encoder, if the checkpoint has a supported one.
         check: Called before each parameter. Raises to end the loading.
 
     Raises:
@@ -223,7 +223,7 @@ def _with_drafts(
 
 
 def _stage_of(model: Decoder, meshes: tuple[Mesh, ...], cut: StageCut | None) -> StageOf | None:
-    """Returns the function from a parameter's path to its mesh, or None with one mesh."""
+    """Returns the function from a parameter's path to its mesh, or None if there is one mesh."""
     if len(meshes) == 1:
         return None
     stage = stage_of_path(cut(model.kv_spec) if cut else equal_stages(model, len(meshes)))
@@ -231,7 +231,7 @@ def _stage_of(model: Decoder, meshes: tuple[Mesh, ...], cut: StageCut | None) ->
 
 
 def equal_stages(model: Decoder, stages: int) -> tuple[range, ...]:
-    """Returns the layers of each pipeline stage if stages may begin at any layer with KV."""
+    """Returns the layers of `stages` pipeline stages, if a stage may begin at any layer with KV."""
     spec, every = model.kv_spec, len(model.kv_spec.layers)
     return stage_layers(spec.positioned, every, every, stages)
 
@@ -317,8 +317,9 @@ def _has_own_head(files: CheckpointTensors) -> bool:
 
 
 def vision_files(directory: Path, config: DecoderConfig) -> CheckpointTensors | None:
-    """Returns the tensors of the vision encoder that `config` describes. Returns None if it
-    describes none, or if the folder lacks a tensor of it, as one that was saved as a text model."""
+    """Returns the tensors of the vision encoder that `config` describes. Returns None if `config`
+    has no vision encoder, or if the folder lacks one of its tensors, such as a folder that was
+    saved as a text-only model."""
     vision = config.vision
     if vision is None:
         return None
@@ -378,8 +379,9 @@ def find_sources(
 
 
 def _served_sources(model: Decoder, files: CheckpointTensors) -> list[Source]:
-    """Returns where each parameter is among another worker's. Its vocabulary may be padded to
-    another size. Raises CheckpointError if a parameter is missing, unknown or wrongly shaped."""
+    """Returns where each parameter is stored among the offered parameters of another worker, whose
+    vocabulary may be padded to another size. Raises CheckpointError if a parameter is missing,
+    unknown or wrongly shaped."""
     found, sources, wrong = files.shapes(), [], []
     for part in parameter_shapes(model):
         name = path_name(part.path)
@@ -445,9 +447,9 @@ def _read_array(
 
 
 def _to_put(view: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns an array with the values of `view` that JAX may alias, because nothing else uses it,
-    or that JAX copies in any case. Views of files and of other arrays cannot be written. JAX
-    transposes several times as fast as numpy."""
+    """Returns the values of `view` in an array to pass to JAX. Read-only contiguous views, of files
+    and other arrays, are copied, because JAX could alias them. Other views are returned as they
+    are: JAX copies transposed ones, several times as fast as numpy."""
     if view.dtype == dtype and (view.flags.writeable or not view.flags.c_contiguous):
         return view
     own = aligned_empty(view.shape, dtype)

@@ -1,6 +1,6 @@
-"""Cohere's Command R and Command A, and Aya: attention and feed-forward side by side behind one
+"""Cohere's Command R and Command A, and Aya: attention and feed-forward in parallel after one
 LayerNorm without a bias, interleaved rotary positions, and scaled logits. The second version has
-windows in most layers, and rotary positions in these alone."""
+windows in most layers, and rotary positions only in these layers."""
 
 from dataclasses import replace
 

@@ -31,8 +31,8 @@ class DecoderStem(nnx.Module):
     """Embedding [V, D], final norm, and an output head unless the head is tied to the embedding.
 
     Args:
-        embeds: Whether the stem has what `embed` needs.
-        projects: Whether the stem has what `normed` and `project` need.
+        embeds: Whether the stem has the parameters of `embed`.
+        projects: Whether the stem has the parameters of `normed` and `project`.
     """
 
     def __init__(

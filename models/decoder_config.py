@@ -20,8 +20,8 @@ from models.vision_config import VisionConfig
 @dataclass(frozen=True, slots=True)
 class IndexConfig:
     """Sizes of an indexer, which selects the `top` positions that a token attends to. It has
-    `heads` queries and one key of `dim` values. The rotary positions of their first values are
-    `interleaved` or in halves."""
+    `heads` queries and one key of `dim` values. The first values of both have rotary positions, in
+    pairs of neighbours if `interleaved`, else in halves."""
 
     heads: int
     dim: int
@@ -32,8 +32,8 @@ class IndexConfig:
 @dataclass(frozen=True, slots=True)
 class BlockIndexConfig:
     """Sizes of an indexer that selects, for each kv head, the `top` blocks of `block` positions
-    that a token attends to, the last `local` blocks up to its own among them. It has one query for
-    each kv head and one key of `dim` values."""
+    that a token attends to. The last `local` blocks up to the token's own are always selected. The
+    indexer has one query for each kv head and one key of `dim` values."""
 
     dim: int
     block: int
@@ -180,15 +180,15 @@ class AttentionConfig:
         qk_norm: Norm of q and k before rope, over each head (Qwen3) or all heads together (OLMo 2).
             "unit": over each head, without a weight, and only in layers with rotary positions.
         norm_after_rope: Whether the norms of q and k follow rope instead.
-        value_dim, value_scale: Head size of v if it differs from that of q and k, and factor of v
+        value_dim, value_scale: Head size of v, if it differs from q and k, and factor of v
             (MiMo-V2).
         growth: Factor and number of positions by which queries grow with their position in layers
             without rotary positions (Llama 4), or None.
         scale: Factor of the attention scores. None means 1 / sqrt(head size).
         cap: Bound of the attention scores, as cap * tanh(score / cap). 0 means no bound.
         sinks: Whether each head has a sink: a learned score in the softmax without a value.
-        latent: Sizes of latent attention, or None for ordinary attention. Latent attention has one
-            kv head, and its queries have `head_dim` values.
+        latent: Sizes of latent attention, or None for ordinary attention. With latent attention
+            there is one kv head, and queries have `head_dim` values.
         gated: Whether attention outputs are multiplied by the sigmoid of a learned gate.
         head_gates: Whether a head's output is multiplied by the sigmoid of one learned gate (Step
             3.5).
@@ -329,11 +329,11 @@ class DecoderConfig:
         logits_cap: Bound of the logits, as cap * tanh(logit / cap). 0 means no bound.
         gate: Gate function of dense blocks and of shared experts, in place of `activation`.
         layer_scales: Whether each layer's output is multiplied by a learned factor.
-        left_aside, mtp_aside: Multi-token prediction layers of the checkpoint. `left_aside` is
-            their number if they are stored as further layers after the last. `mtp_aside` is set if
-            their tensor names start with "mtp." instead.
-        next_token: Whether the first of these layers is read, to draft tokens. The others are
-            ignored.
+        left_aside, mtp_aside: Multi-token prediction layers that the checkpoint has in addition to
+            its layers: their number if they are stored after the last layer, and whether their
+            tensor names start with "mtp.".
+        next_token: Whether the first multi-token prediction layer is read, to draft tokens. Others
+            are ignored.
         eagle: EAGLE-3 head that drafts tokens, from another folder.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means the weights' type.
         vision: The vision encoder, or None if images are not read.
@@ -378,8 +378,8 @@ class DecoderConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Largest number of shards that divides the number of kv heads of every layer. Beside
-        latent attention, which has none, it is the number of shards of the state."""
+        """Largest number of shards that divides the number of kv heads of every layer. Latent
+        attention has no kv heads; with it, this is the number of shards of the recurrent state."""
         if self.attention.latent and self.delta:
             return self.kv_spec("float32").row_heads
         return math.gcd(*(self.attention_of(layer).kv_heads for layer in self.layers))
@@ -514,8 +514,8 @@ class DecoderConfig:
 
     @property
     def stored_layers(self) -> tuple[LayerConfig, ...]:
-        """The layers, followed by the layer that drafts tokens: the next-token layer, which has the
-        form of the last layer, or that of an EAGLE-3 head."""
+        """The layers, followed by the layer that drafts tokens, if any: the next-token layer, which
+        has the form of the last layer, or the layer of an EAGLE-3 head."""
         if self.eagle is not None:
             own = self.eagle.config
             return (*self.layers, replace(own.layers[0], attention=own.attention))
@@ -523,8 +523,8 @@ class DecoderConfig:
 
     @property
     def can_draft(self) -> bool:
-        """Whether the checkpoint has a next-token layer that can be read. Models with recurrent
-        state take no drafts. Layers with an indexer are not read."""
+        """Whether the checkpoint has a next-token layer that can be read. Not supported are models
+        with recurrent state and layers with an indexer."""
         latent = self.attention.latent
         sparse = latent is not None and latent.index is not None
         sparse = sparse or any(one.index for one in self.layers)
@@ -557,7 +557,7 @@ class EagleConfig:
         taps: Layers of the model before which its activations are the head's input, ascending.
         vocabulary: Number of draft tokens.
         residual_after_norm: Whether the residual stream is the hidden state after its norm.
-        mapped: Whether draft tokens have numbers of their own.
+        mapped: Whether draft tokens are numbered separately from the model's tokens (`d2t`).
     """
 
     config: DecoderConfig

@@ -50,7 +50,7 @@ def read_flash_config(hf: HfConfig) -> DecoderConfig:
 
 def sparse_layers(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
     """Returns a flag for each layer that is set if the layer has experts, from `mlp_layer_types` or
-    else as `_behind_dense`."""
+    else by `_behind_dense`."""
     count = len(config.layers)
     kinds = hf.names("mlp_layer_types")
     if kinds is None:
@@ -71,8 +71,8 @@ def read_v32_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_dsa_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of GLM-5. Its later versions (5.2, 5.3) share one selection among
-    several layers, which is refused by name."""
+    """Reads the config.json of GLM-5. Refuses its later versions (5.2, 5.3), in which several
+    layers share one selection."""
     config = _with_indexer(hf, read_latent(hf, DSA_DEFAULTS, DSA_SIZES), 32, interleaved=True)
     kinds = hf.names("indexer_types") or ()
     shared = any(kind != "full" for kind in kinds) or hf.count("index_topk_freq", 1) > 1

@@ -23,7 +23,7 @@ def with_eagle_head(
     """Returns a model's configuration and tensors with those of an EAGLE-3 head.
 
     Raises:
-        CheckpointError: The folder has no head in this form, or that of another model.
+        CheckpointError: The folder has no head in this form, or a head of another model.
     """
     directory = Path(folder)
     hf = HfConfig.from_directory(directory)
@@ -74,8 +74,8 @@ def with_eagle_head(
 
 
 def _taps(hf: HfConfig, layers: int) -> tuple[int, ...]:
-    """Returns the layers before which the head's input is taken: those of the configuration, or the
-    second, the middle and the third from the end."""
+    """Returns the layers before which activations are taken as the head's input: the configured
+    layers, or by default layer 2, the middle one and the third from the end."""
     given = hf.raw("eagle_config")
     listed = given.get("eagle_aux_hidden_state_layer_ids") if isinstance(given, dict) else None
     if listed is None:
@@ -91,7 +91,7 @@ def _taps(hf: HfConfig, layers: int) -> tuple[int, ...]:
 
 
 class _TwoFolders:
-    """The tensors of a model, and those of its EAGLE-3 head under names that begin with
+    """The tensors of a model, and the tensors of its EAGLE-3 head under names that begin with
     `PREFIX`."""
 
     def __init__(self, files: CheckpointTensors, head: SafetensorsFiles) -> None:

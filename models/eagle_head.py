@@ -1,11 +1,11 @@
-"""An EAGLE-3 head (Li et al., 2025, arXiv:2503.01840): a decoder layer with weights of its own that
-drafts tokens. Its hidden state is made from the model's activations before three of its layers. The
-attention's input is the norm of a token's embedding beside the norm of the hidden state before the
-token. The head's own output is the hidden state of the next draft. It has a head over draft tokens,
-which are some of the model's tokens. Embeddings are the model's.
+"""An EAGLE-3 head (Li et al., 2025, arXiv:2503.01840): a decoder layer with its own weights that
+drafts tokens. Its hidden state is computed from the model's activations before three of its layers.
+The attention's input is the concatenation of the normed embedding of a token and the normed hidden
+state of the position before. The head's output is the hidden state for the next draft. Its output
+vocabulary, the draft tokens, is a part of the model's vocabulary. Embeddings are the model's.
 
-As in `next_token.py`, the entry of a position joins the token at the position with the hidden state
-before it."""
+As in `next_token.py`, the KV of a position is computed from the token at this position and the
+hidden state of the position before."""
 
 from dataclasses import replace
 

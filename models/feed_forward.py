@@ -49,7 +49,7 @@ class GatedMLP(nnx.Module):
 
 
 class Xielu(nnx.Module):
-    """The activation xIELU, with parameters of its own in each layer."""
+    """The activation xIELU. Each layer has its own parameters."""
 
     def __init__(self, make: Make) -> None:
         self.alpha_p = parameter(make((1,), "float32", 1), ("head",))

@@ -33,8 +33,8 @@ class FamilyDefaults:
 @dataclass(frozen=True, slots=True)
 class Outer:
     """A multimodal model whose text part is served. Holds its class name, the default `model_type`
-    of the text part, and the default of `tie_word_embeddings`. This field is that of the whole
-    model, or that of the text part if `own_head` is set."""
+    of the text part, and the default of `tie_word_embeddings`. This field is read from the top
+    level, or from the text part if `own_head` is set."""
 
     architecture: str
     text: str
@@ -172,8 +172,8 @@ class HfConfig:
         return other
 
     def beside(self, name: str) -> Mapping[str, object]:
-        """Returns the fields of another JSON file in the folder of config.json; none if it is
-        absent."""
+        """Returns the fields of another JSON file in the folder of config.json, or no fields if the
+        file is absent."""
         path = Path(self.where).parent / name
         return _read_fields(path) if path.is_file() else {}
 

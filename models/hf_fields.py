@@ -102,7 +102,7 @@ CHANGING: dict[str, str] = {
     "use_double_wide_mlp": "dense blocks of several widths",
 }
 
-# Values with the meaning of an absent field, beside null, false, 0 and empty.
+# Values with the meaning of an absent field, in addition to null, false, 0 and empty.
 NEUTRAL: dict[str, object] = {
     "is_causal": True,
     "is_decoder": True,

@@ -211,7 +211,7 @@ def lightning_source(
     layer: int, key: str, lightning: LightningConfig, layers: int, parameter: ParameterShape
 ) -> Source:
     """Returns where one parameter of the lightning attention in layer number `layer` of `layers` is
-    stored. Heads decay at rates of a geometric sequence, and later layers slower."""
+    stored. The heads' decay rates form a geometric sequence, and later layers decay more slowly."""
     if key == "attention.decay":
         slower = 1 - layer / (layers - 1 + 1e-5) + 1e-5
         rates = (2 ** (-8 * (head + 1) / lightning.heads) for head in range(lightning.heads))

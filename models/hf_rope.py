@@ -25,8 +25,8 @@ _KNOWN = names("""
 
 
 def read_rope(hf: HfConfig, head_dim: int, context: int, defaults: FamilyDefaults) -> Rope:
-    """Reads rope from `rope_scaling` (which takes precedence, as in transformers) or
-    `rope_parameters`, and from the top-level `rope_theta`."""
+    """Reads the rotary parameters from `rope_scaling` (which takes precedence, as in transformers)
+    or `rope_parameters`, and from the top-level `rope_theta`."""
     field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
     hf.raw("rope_parameters")
     given = hf.raw(field) or {}

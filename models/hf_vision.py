@@ -51,8 +51,8 @@ _REST = {
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """A parameter [in, out] that a function makes of one whole tensor. `transposed` means that the
-    parameter is [out, in]."""
+    """A parameter [in, out] that a function computes from one whole tensor. `transposed` means that
+    the parameter is [out, in]."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,8 +69,8 @@ class Arranged:
 
 @dataclass(frozen=True, slots=True)
 class OfVision:
-    """A parameter of the vision encoder, whose tensors are read from `tensor`, because those of the
-    text part are a view without them."""
+    """A parameter of the vision encoder. Its tensors are read from the object `tensor`, because the
+    text part's tensors do not include them."""
 
     source: Source
     tensor: ReadTensor
@@ -123,7 +123,7 @@ def vision_source(parameter: ParameterShape, config: VisionConfig) -> Source:
 
 
 def _fused(name: str, part: str, end: str, parameter: ParameterShape) -> Source:
-    """Returns where queries, keys or values are stored, which share one tensor."""
+    """Returns where queries, keys or values are stored. They share one tensor."""
     size = parameter.shape[0]
     stored = (3 * size,) if end == "bias" else (3 * size, size)
     first = "qkv".index(part) * size
@@ -133,8 +133,8 @@ def _fused(name: str, part: str, end: str, parameter: ParameterShape) -> Source:
 
 
 def _by_pixel(found: np.ndarray) -> np.ndarray:
-    """Returns the patch embedding as [rows x columns x channels, out]. The frames of an image are
-    equal, so that their matrices are added."""
+    """Returns the patch embedding as [rows x columns x channels, out]. The matrices of the frames
+    are added, because all frames of an image are equal."""
     wide = found.astype(np.float32)
     if wide.ndim == 5:
         wide = wide.sum(axis=2)

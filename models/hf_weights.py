@@ -308,8 +308,8 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
 
 
 def _next_token_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:
-    """Returns where a parameter of the next-token layer is stored: behind the last layer, whose
-    form it has."""
+    """Returns where a parameter of the next-token layer is stored. The layer follows the last layer
+    and has its form."""
     number, (_, first, *rest) = len(config.layers), parameter.path
     if config.eagle is not None:
         return _eagle_source(parameter, config.eagle)

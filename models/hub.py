@@ -24,7 +24,7 @@ def local_model(name: str, revision: str | None = None, weights: bool = True) ->
 
     Args:
         name: A folder, or `org/name` of a Hugging Face repository. A folder takes precedence.
-        revision: Branch, tag or commit of the repository; None is its default branch.
+        revision: Branch, tag or commit of the repository; None means its default branch.
         weights: Whether to download weights too, or only configuration and tokenizer.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Image processors of checkpoints: from pixels to the resized image that the vision encoder reads,
-and the tokens that stand for it in the prompt.
+"""Image processors of checkpoints: they resize an image for the vision encoder, and lay out the
+image's tokens in the prompt.
 
-Two kinds exist. Qwen's resizes to multiples of a token's side within a range of areas. Pixtral's
+There are two kinds. Qwen's resizes to multiples of a token's side, with a bounded area. Pixtral's
 (Mistral 3) bounds the longest edge, and ends each row of tokens with a special token. Resized
 pixels and sizes equal those of transformers. This module must not import JAX, because router
 processes use it."""
@@ -33,8 +33,9 @@ class Size(NamedTuple):
 
 
 class TokenIds(NamedTuple):
-    """Tokens of an image: the one that stands for a row of the encoder's result, and those at the
-    end of each row of tokens and of the last row. None means that rows have no such token."""
+    """Token ids of an image: the token that stands for one row of the encoder's output, the token
+    at the end of each row of the image, and the token at the end of the last row. None means that
+    there is no such token."""
 
     image: int
     row_end: int | None = None
@@ -47,9 +48,10 @@ class ImageProcessor:
 
     Attributes:
         placeholder: Text of the token that the chat template writes for an image.
-        marks: Texts of all tokens that mark images. In texts of clients they are ordinary text.
+        marks: Texts of all tokens that mark images. In messages of clients they are ordinary text.
         tokens: Token ids of images.
-        patch, merge: Side of a patch in pixels, and number of patches along the side of a token.
+        patch, merge: Side of a patch in pixels, and number of patches along each side of a token's
+            square.
         size: Function of an image's height and width that returns the size after resizing.
         filter: Filter of the resize.
     """
@@ -69,7 +71,7 @@ class ImageProcessor:
 
     def layout(self, where: str, height: int, width: int) -> ImageLayout:
         """Returns the size of an image in the prompt. Raises InvalidRequestError, which begins with
-        `where`, for a shape that the processor does not read."""
+        `where`, for unsupported sizes."""
         if max(height, width) > MAX_ASPECT * min(height, width):
             raise InvalidRequestError(
                 f"{where} has {width} x {height} pixels; one side may be at most {MAX_ASPECT} times"
@@ -94,8 +96,8 @@ class ImageProcessor:
 def read_image_processor(
     directory: Path, token_text: Callable[[int], str | None], token_id: Callable[[str], int | None]
 ) -> ImageProcessor | None:
-    """Returns the image processor of a checkpoint, or None if the model reads no images. A
-    processor that is not supported is logged, and the model then reads text only.
+    """Returns the image processor of a checkpoint, or None if the model reads no images. For an
+    unsupported processor logs a warning and returns None.
 
     Args:
         token_text: Returns the text of a token of the tokenizer.
@@ -218,8 +220,8 @@ def _qwen(
 
 
 def qwen_size(height: int, width: int, side: int, least: int, most: int) -> Size:
-    """Returns the size of an image for Qwen's encoders: multiples of `side`, of an area in [least,
-    most] pixels, with nearly the aspect of the image."""
+    """Returns the size of an image for Qwen's encoders: multiples of `side`, with an area in
+    [least, most] pixels and nearly the image's aspect ratio."""
     made = Size(round(height / side) * side, round(width / side) * side)
     if made.height * made.width > most:
         shrink = math.sqrt(height * width / most)

@@ -34,7 +34,7 @@ def resized(pixels_HWC: np.ndarray, height: int, width: int, filter: int) -> np.
 
 class _Weights(NamedTuple):
     """Row t of the output is the sum over k of `weights_TK[t, k]` times row `first_T[t] + k` of the
-    input, divided by 2 ** bits. Rows behind the input have weight 0."""
+    input, divided by 2 ** bits. Rows beyond the input have weight 0."""
 
     first_T: np.ndarray
     weights_TK: np.ndarray

@@ -1,6 +1,6 @@
-"""Indexers, which select what each token attends to: positions in DeepSeek Sparse Attention
-(DeepSeek-V3.2, GLM-5; `jdisagg/ops/sparse_attention.py`), blocks of positions for each kv head in
-MiniMax M3 (`jdisagg/ops/block_attention.py`).
+"""Indexers, which select the positions that each token attends to: single positions in DeepSeek
+Sparse Attention (DeepSeek-V3.2, GLM-5; `jdisagg/ops/sparse_attention.py`), blocks of positions for
+each kv head in MiniMax M3 (`jdisagg/ops/block_attention.py`).
 
 All parameters are replicated, except the queries of a kv head. As in transformers, queries and keys
 of DeepSeek's indexer are neither rotated by a Hadamard matrix nor rounded to fp8, which the
@@ -46,7 +46,7 @@ class Indexer(nnx.Module):
         shards: Shards,
     ) -> Index:
         """Returns the inputs of the selection: keys of all tokens, and queries and weights of the
-        tokens `rows_R`, of which `latent_RC` are the query latents."""
+        tokens `rows_R`. `latent_RC` are the query latents of these tokens."""
         heads, size = self.config.heads, self.config.dim
         of_R = shards.of_rows(rows_R)
         q_RHD = self.q(latent_RC, of_R).reshape(latent_RC.shape[0], heads, size)

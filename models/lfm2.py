@@ -65,7 +65,7 @@ def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
 
 
 def _ffn(hf: HfConfig) -> int:
-    """Returns the width of the feed-forward block: two thirds of the stated one, multiplied and
+    """Returns the width of the feed-forward block: two thirds of the stated width, multiplied and
     rounded up, unless `block_auto_adjust_ff_dim` is false."""
     size = hf.count("block_ff_dim", hf.count("intermediate_size", 12288))
     factor, unit = hf.number("block_ffn_dim_multiplier", 1.0), hf.count("block_multiple_of", 256)

@@ -2,10 +2,10 @@
 linear attention without a softmax, whose state decays by a constant of each head and layer, then a
 norm over all heads and a gate.
 
-Its recurrence is that of Mamba-2 (`jdisagg/ops/state_space.py`) with keys, queries and values in
-place of b, c and x, one group for each head, and steps of one. Heads and state are sharded over the
-mesh axis "kv". Devices along the mesh axis "rep" repeat the same recurrence, and only the gate and
-the output projection are split over these devices. The state is float32."""
+Its recurrence is Mamba-2's (`jdisagg/ops/state_space.py`), with keys, queries and values for b, c
+and x, one group for each head, and steps of one. Heads and state are sharded over the mesh axis
+"kv". Devices along the mesh axis "rep" repeat the same recurrence, and only the gate and the output
+projection are split over these devices. The state is float32."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jdisagg.ops.state_space import StateSpaceInputs, state_space_runs, state_sp
 from models.decoder_config import DecoderConfig, LightningConfig
 from models.linear import Linear, Norm, own_heads, rows_of
 
-# Of the norm over all heads, whatever `rms_norm_eps` is.
+# Of the norm over all heads, independent of `rms_norm_eps`.
 NORM_EPSILON = 1e-6
 
 

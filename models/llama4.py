@@ -1,6 +1,6 @@
-"""Llama 4 (text part): three of four layers have rotary positions and attention within chunks of
-8,192 positions, the others have neither. Each token has one expert, whose input is scaled, and a
-shared one.
+"""Llama 4 (text part): three of four layers have rotary positions and attend within chunks of 8,192
+positions; the others have neither. Each token uses one routed expert, whose input is scaled, and a
+shared expert.
 
 Served up to the size of a chunk, within which attention in chunks equals full attention."""
 
@@ -42,7 +42,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 def _growth(hf: HfConfig) -> tuple[float, int] | None:
     """Returns the factor and the number of positions by which queries grow in layers without rotary
-    positions. Some published configs state a number in place of true."""
+    positions. Some published configs state a number instead of true."""
     stated = hf.raw("attn_temperature_tuning")
     growth = hf.number("attn_scale", 0.1), hf.count("floor_scale", 8192)
     return growth if stated is None or stated else None

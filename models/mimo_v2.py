@@ -92,7 +92,7 @@ def _ropes(hf: HfConfig) -> dict[str, dict[str, object]]:
 
 
 def _check_windowed(hf: HfConfig, heads: int, kv_heads: int, head_dim: int, value_dim: int) -> None:
-    """Raises CheckpointError if the sizes of layers with a window are not those supported."""
+    """Raises CheckpointError if the sizes of layers with a window are not supported."""
     sizes = {
         "swa_num_attention_heads": heads,
         "swa_num_key_value_heads": kv_heads,

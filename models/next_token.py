@@ -2,9 +2,9 @@
 the DeepSeek-V3 technical report, section 2.2: `project [norm(embedding); norm(hidden)]`, one
 decoder layer, and a norm. Embedding and head are the model's.
 
-The hidden state of a position is the one after the final norm, as vLLM and SGLang pass it to
-published weights. The entry of a position joins the token at the position with the hidden state
-before it, so that cached keys and values depend on no later token."""
+Hidden states are taken after the final norm, as vLLM and SGLang do with published weights. The KV
+of a position is computed from the token at this position and the hidden state of the position
+before, so that cached KV depends on no later token."""
 
 import jax
 import jax.numpy as jnp

@@ -43,7 +43,7 @@ def parameter_shapes(model: nnx.Module) -> tuple[ParameterShape, ...]:
 
 
 def path_name(path: ParameterPath) -> str:
-    """Returns the name of a parameter in an offer of a worker's weights."""
+    """Returns the name that a parameter has when a worker offers its weights."""
     return "/".join(map(str, path))
 
 

@@ -103,8 +103,8 @@ class PeftConfig:
 
 @dataclass(frozen=True, slots=True)
 class StoredFactors:
-    """The factors of one module: A [r, in] and B [out, r]. Those of E experts that share an entry
-    are A [E r, in], expert by expert, and B [out, r E], in which the expert varies faster."""
+    """The factors of one module: A [r, in] and B [out, r]. For joint factors of E experts, A is [E
+    r, in], expert by expert, and B is [out, r E], in which the expert varies fastest."""
 
     a: np.ndarray
     b: np.ndarray

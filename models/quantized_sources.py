@@ -147,7 +147,7 @@ def planned_reads(
     shardings: Sequence[Any],
     tensors: Mapping[str, tuple[int, ...]],
 ) -> list[tuple[str, Box]]:
-    """Returns the boxes of tensors that loading reads for this process's devices, in order.
+    """Returns the boxes of tensors that loading will read for this process's devices, in order.
 
     Args:
         sources, shapes, shardings: Source, shape and sharding of each parameter.

@@ -147,8 +147,8 @@ class SafetensorsFiles:
         )
 
     def renamed(self, beginnings: Sequence[tuple[str, str]]) -> "SafetensorsFiles":
-        """Returns a view of the tensors under other names: prefixes of names are replaced as
-        `beginnings` lists, one replacement after the other."""
+        """Returns a view of the tensors under other names. `beginnings` lists replacements of name
+        prefixes, which are applied one after the other."""
         names = {name: name for name in self._tensors}
         for old, new in beginnings:
             for name, called in names.items():
@@ -210,8 +210,8 @@ def _text_name(name: str) -> str:
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """Returns file names by tensor name from the index, or None without an index, or if a single
-    file is beside the index of files that are all gone (their tensors were merged)."""
+    """Returns file names by tensor name from the index. Returns None without an index, or if none
+    of the index's files exist, because their tensors were merged into a single file."""
     index_path = directory / _INDEX
     if not index_path.is_file():
         return None

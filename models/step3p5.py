@@ -1,6 +1,6 @@
 """Step 3.5 and 3.7 Flash (text part): more query heads in layers with a window, a gate for each
-head's output, rotary positions by kind of layer, experts chosen by corrected sigmoid scores beside
-a shared one, and in the last layers bounds on gates."""
+head's output, rotary parameters by kind of layer, experts chosen by corrected sigmoid scores, a
+shared expert, and bounds on the gates of the last layers."""
 
 from dataclasses import replace
 
@@ -97,7 +97,8 @@ def _experts(hf: HfConfig) -> ExpertConfig:
 def _of_layers(
     values: tuple[str, ...] | None, hf: HfConfig, field: str, count: int
 ) -> tuple[str, ...] | None:
-    """Returns the values of a list by layer without those of next-token layers at its end."""
+    """Returns the entries of a per-layer list, without the entries of next-token layers at its
+    end."""
     aside = hf.count("num_nextn_predict_layers", 0, least=0)
     if values is not None and len(values) not in (count, count + aside):
         raise hf.error(field, f"must have a value for each of {count} layers", "correct it")

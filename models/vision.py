@@ -1,9 +1,9 @@
 """Vision encoders: Flax NNX modules that map the patches of one image to activations of the text
 model, one for each image token.
 
-Patches come in blocks of `merge` x `merge`, so that those of a token are neighbours. All parameters
-are replicated. `jdisagg/executor/image_programs.py` runs patch embedding, blocks and merger as
-programs."""
+Patches are ordered in blocks of `merge` x `merge`, so that the patches of a token are adjacent. All
+parameters are replicated. `jdisagg/executor/image_programs.py` runs patch embedding, blocks and
+merger as programs."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def _activated(x: jax.Array, kind: str) -> jax.Array:
 
 
 def normalised(pixels_PC: jax.Array, mean: tuple[float, ...], std: tuple[float, ...]) -> jax.Array:
-    """Returns the values of uint8 pixels that an encoder reads, float32 [P, C]."""
+    """Normalises uint8 pixels for an encoder: float32 [P, C]."""
     wide = pixels_PC.astype(jnp.float32).reshape(pixels_PC.shape[0], -1, 3) / 255
     means, deviations = (jnp.asarray(part, jnp.float32)[None, None] for part in (mean, std))
     return ((wide - means) / deviations).reshape(pixels_PC.shape)
@@ -151,7 +151,8 @@ class VisionBlock(nnx.Module):
         return x_PD + self.down(inner_PF, shards)
 
     def _angles(self, place_P2: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns cosines and sines [P, H / 2]: first those of the rows, then of the columns."""
+        """Returns cosines and sines [P, H / 2] of the rotation angles: first for the rows, then for
+        the columns."""
         config, quarter = self.config, self.config.head_dim // 4
         exponent = jnp.arange(quarter, dtype=jnp.float32) * 4 / config.head_dim
         if config.kind == "qwen":
@@ -170,8 +171,8 @@ class VisionBlock(nnx.Module):
 
 
 class PatchMerger(nnx.Module):
-    """Merges the patches of each token and projects them to the width of the text model. Each patch
-    is normalised before, or with `merged_norm` the merged patches."""
+    """Merges the patches of each token and projects them to the width of the text model. The norm
+    is applied to each patch, or with `merged_norm` to the merged patches."""
 
     def __init__(
         self, make: Make, config: VisionConfig, form: KernelForm, *, merged_norm: bool = False

@@ -1,8 +1,8 @@
 """Configuration of a model's vision encoder as frozen plain data, read from the `vision_config` of
 a multimodal config.json. Holds no JAX arrays.
 
-A vision encoder that is not supported is no error, because the text part is served without it:
-`read_vision` returns None, and requests with images are refused."""
+An unsupported vision encoder is not an error: `read_vision` returns None, the text part is served,
+and requests with images are refused."""
 
 import logging
 import math
@@ -40,8 +40,8 @@ class VisionConfig:
         activation: Activation of the encoder's blocks.
         biased: Whether the projector has biases.
         out_epsilon: Epsilon of the projector's norm.
-        deepstack: Blocks of the encoder whose activations are also projected, and added to those of
-            image tokens after the first layers of the text model, one after the other.
+        deepstack: Numbers of encoder blocks. The projected activations of the n-th of these blocks
+            are added to the image tokens after the n-th layer of the text model.
     """
 
     kind: Literal["qwen", "pixtral"]
@@ -80,7 +80,7 @@ class VisionConfig:
 
     @property
     def parameters(self) -> int:
-        """Number of weights, apart from norms and biases."""
+        """Number of weights, without norms and biases."""
         merged = self.width * self.merge**2
         gates = 3 if self.kind == "pixtral" else 2
         block = 4 * self.width**2 + gates * self.width * self.ffn
@@ -107,8 +107,7 @@ ACTIVATIONS: dict[object, Literal["gelu_tanh", "gelu", "silu"]] = {
 
 
 def read_vision(hf: HfConfig, width: int, vocabulary: int) -> VisionConfig | None:
-    """Returns the vision encoder of a multimodal model, or None if the model has none, or one that
-    is not supported.
+    """Returns the vision encoder of a multimodal model, or None if the model has no supported one.
 
     Args:
         hf: Configuration of the whole model.
@@ -201,7 +200,7 @@ _READERS = {
 
 
 def spatial_sections(hf: HfConfig) -> tuple[int, int, int]:
-    """Returns the number of rotary frequencies that time, row and column have."""
+    """Returns the numbers of rotary frequencies for time, row and column."""
     for field in ("rope_scaling", "rope_parameters"):
         given = hf.fields.get(field)
         found = given.get("mrope_section") if isinstance(given, Mapping) else None
