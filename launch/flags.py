@@ -128,15 +128,15 @@ GROUPS: dict[str, dict[str, Spec]] = {
         ),
         "speculation": _text(
             None,
-            "Multi-token prediction as TOKENS:ACCEPTANCE, such as 2:0.8: drafts of a step, and the"
-            " probability that a draft is accepted if those before it are.",
+            "Multi-token prediction as TOKENS:ACCEPTANCE, such as 2:0.8: draft tokens per step, and"
+            " the probability that a draft is accepted if all earlier ones are.",
         ),
         "adapters": _count(
             None, "Slots for LoRA adapters on each mesh (docs/adapters.md). Default: none.", least=0
         ),
         "adapter_rank": _count(None, "Largest rank of a LoRA adapter. Default: 64.", least=1),
         "adapter_experts": _yes(
-            None, "Let LoRA adapters change routed experts, too, which takes far more memory."
+            None, "Let LoRA adapters change routed experts, too. This takes far more memory."
         ),
         "lora_modules": _text(
             None, "LoRA adapters to offer from the start: name=folder, separated by commas."
@@ -174,7 +174,11 @@ GROUPS: dict[str, dict[str, Spec]] = {
         ),
         "processes_per_instance": _count(1, "Processes that share one worker's mesh."),
         "routers": _count(1, "Routers over the same workers, on consecutive ports.", least=1),
-        "on": _one_of(("host", "ray"), "host", "Where: this host, or the nodes of a Ray cluster."),
+        "on": _one_of(
+            ("host", "ray"),
+            "host",
+            "Where processes run: this host, or the nodes of a Ray cluster.",
+        ),
         "gpus": _text(
             None,
             "GPUs to use, e.g. 0-3,6. 0,0 lets two workers share one. Default: all of the host.",
@@ -197,8 +201,8 @@ GROUPS: dict[str, dict[str, Spec]] = {
         ),
         "memory_fraction": _real(
             None,
-            "Part of each device's memory that a mesh may use. Default: 0.9 of an accelerator's,"
-            " 0.5 of a host's.",
+            "Fraction of each device's memory that a mesh may use. Default: 0.9 on accelerators,"
+            " 0.5 of the host's memory on CPUs.",
         ),
         "device_gib": _real(
             None, "Memory of each device, in GiB. Default: this host's devices.", least=0.0
@@ -207,9 +211,9 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "speculate": _one_of(
             SPECULATE,
             None,
-            "How decode steps draft tokens, which changes no stream: with the checkpoint's"
-            " next-token layer (mtp), with the EAGLE-3 head of --draft (eagle), from the sequence's"
-            " own tokens (ngram), with the first of these that applies (auto), or not at all.",
+            "Source of draft tokens, which change no stream: the checkpoint's next-token layer"
+            " (mtp), the EAGLE-3 head of --draft (eagle), the sequence's own tokens (ngram), the"
+            " first available of eagle, mtp and ngram (auto), or none (off).",
         ),
         "draft": _text(None, "Folder of an EAGLE-3 head, which drafts tokens."),
         "compilation_cache": _text(None, "Folder for compiled programs. '' disables it."),
@@ -270,12 +274,13 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "kv_channel": _one_of(
             KV_CHANNELS,
             None,
-            "How KV arrives from other processes. auto: GPU to GPU or shared memory on one host,"
+            "Channel for KV from other processes. auto: GPU to GPU or shared memory on one host,"
             " else NIXL if both sides have it and RDMA, else JAX's transfer engine. engine: never"
-            " NIXL or GPU to GPU. nixl: NIXL where both have it. cuda: auto; logs why not GPU.",
+            " NIXL or GPU to GPU. nixl: NIXL if both sides have it. cuda: auto, but logs why GPU to"
+            " GPU is unavailable.",
         ),
         "canary_seconds": _real(
-            5.0, "Seconds between the small requests that prove readiness. 0: never.", least=0
+            5.0, "Seconds between the small requests that check readiness. 0: never.", least=0
         ),
         "elastic": _yes(False, "Let workers change their role with the load."),
         "role": _one_of([role.value for role in WorkerRole], None, "Role of the worker."),
@@ -301,7 +306,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "tls_client_ca": _text(
             None, "PEM CA that must have signed the certificates of clients and workers."
         ),
-        "token_file": _text(None, "File of bearer tokens, one a line. A client sends the first."),
+        "token_file": _text(None, "File of bearer tokens, one per line. A client sends the first."),
         "cluster_token_file": _text(None, "File with the token of calls between processes."),
     },
     "Observation": {
@@ -332,19 +337,23 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "certificate": _text("", "PEM client certificate, if the server requires one."),
         "key": _text("", "PEM private key of the client certificate."),
         "server_name": _text("", "Name in the server's certificate, if not the host of --target."),
-        "deadline_seconds": _real(None, "Seconds after which the request is given up.", least=0),
+        "deadline_seconds": _real(None, "Seconds after which the request is cancelled.", least=0),
         "worker": _text(None, "Name of the worker."),
-        "weights_version": _text("", "Name of the weights in answers. Default: their hash."),
-        "update_mode": _one_of(UPDATE_MODES, "recompute", "What running requests do."),
-        "sleep_level": _count(1, "1: weights go to host memory. 2: they are read again.", least=1),
+        "weights_version": _text(
+            "", "Version of the weights, as reported in replies. Default: a part of their hash."
+        ),
+        "update_mode": _one_of(UPDATE_MODES, "recompute", "What happens to running requests."),
+        "sleep_level": _count(
+            1, "1: copy weights to host memory. 2: drop them and read them again at wake.", least=1
+        ),
     },
     "Request": {
         "prompt": _text(None, "Prompt text."),
-        "prompts_file": _text(None, "File with one prompt a line."),
+        "prompts_file": _text(None, "File with one prompt per line."),
         "chat": _yes(False, "Send the prompt as a user message through the chat template."),
         "system": _text(None, "System message, with --chat."),
-        "max_tokens": _count(None, "Most tokens to generate. Default: the server's."),
-        "min_tokens": _count(None, "Tokens to generate before an end token may come."),
+        "max_tokens": _count(None, "Largest number of tokens to generate. Default: the server's."),
+        "min_tokens": _count(None, "Number of tokens before the answer may end."),
         "temperature": _real(None, "Sampling temperature. 0 is greedy. Default: the server's."),
         "top_k": _count(None, "Sample among the k most likely tokens. 0: all."),
         "top_p": _real(None, "Sample among the most likely tokens with this total probability."),
@@ -361,10 +370,10 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "shared_tokens": _count(0, "Leading tokens that all prompts of --mixture share.", 0),
         "hit_rate": _real(0.0, "Fraction of each prompt of --mixture that the prefix cache holds."),
         "arrivals": _one_of(
-            ["poisson", "trace"], "poisson", "Poisson arrivals, or the trace's times, stretched."
+            ["poisson", "trace"], "poisson", "Poisson arrivals, or the trace's times, scaled."
         ),
-        "speed": _real(None, "Factor by which the trace is played faster."),
-        "rate": _real(None, "Mean requests per second. A trace's times are stretched to it."),
+        "speed": _real(None, "Factor by which the trace's times are divided."),
+        "rate": _real(None, "Mean requests per second. A trace's times are scaled to it."),
         "limit": _count(None, "First requests of the trace to use."),
         "requests": _count(1000, "Requests, without a trace.", least=1),
         "spread_tick_seconds": _real(
@@ -378,7 +387,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "turns": _real(
             None,
             "Mean turns of a conversation, without a trace. --prompt_tokens and --output_tokens"
-            " are a turn's.",
+            " then apply to each turn.",
         ),
         "think_seconds": _real(30.0, "Mean seconds between two turns, with --turns."),
         "system_tokens": _count(
@@ -396,8 +405,10 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "block_tokens": _count(512, "Tokens of one hashed block of the trace (Mooncake: 512)."),
         "ttft": _real(None, "Objective for the time to the first token, in seconds."),
         "tpot": _real(None, "Objective for the time per later token, in seconds."),
-        "attainment": _real(0.9, "Part of the requests that must meet both objectives."),
-        "requests_table": _text(None, "File for one row a request, .csv or .parquet."),
+        "attainment": _real(0.9, "Fraction of the requests that must meet both objectives."),
+        "requests_table": _text(
+            None, "File for a table with one row per request, .csv or .parquet."
+        ),
     },
     "Simulated hardware": {
         "prefill_hardware": _text(
@@ -420,30 +431,36 @@ GROUPS: dict[str, dict[str, Spec]] = {
             "Injected fault: death:decode-0:10:5, stall:W:at:back, slow:W:at:factor:seconds or"
             " cancels:at:part. Repeatable."
         ),
-        "accelerators": _count(8, "Accelerators in all."),
+        "accelerators": _count(8, "Total number of accelerators."),
         "devices_per_node": _count(
             None, "Accelerators of one host. Default: as the hardware is usually built."
         ),
         "domain_devices": _count(
             None, "Accelerators joined by NVLink or ICI. Default: as usually built."
         ),
-        "memory_gigabytes": _real(None, "Memory of a device, in GB. Default: as it reports."),
+        "memory_gigabytes": _real(
+            None, "Memory of a device, in GB. Default: the size that it reports."
+        ),
         "tokens_per_second": _real(
-            None, "Prompt tokens transferred per second. Default: one prompt's."
+            None, "Prompt tokens transferred per second. Default: one prompt per second."
         ),
         "links": _list(list(LINKS), "Links to compare."),
         "parallel_links": _count(1, "Links used in parallel."),
     },
     "Search": {
         "modes": _list(MODES, "Modes to compare."),
-        "finalists": _count(3, "Most candidates simulated with one and with two pools."),
+        "finalists": _count(
+            3, "Largest number of candidates to simulate, with one pool and with two."
+        ),
         "most_requests": _count(
-            4000, "Requests of one simulated run. Unclear runs take up to eight times as many."
+            4000, "Requests of one simulated run. Inconclusive runs use up to eight times as many."
         ),
         "serve_rate": _real(
             None, "Requests per second to serve. Also reports how many accelerators they need."
         ),
-        "dollars_per_hour": _real(None, "Price of an accelerator. Default: the table's."),
+        "dollars_per_hour": _real(
+            None, "Price of an accelerator. Default: from costs/hardware.py."
+        ),
         "processes": _count(None, "Simulations at the same time. Default: one per core."),
         "choose": _count(1, "Row of the table that --output writes."),
         "model_directory": _text("", "Checkpoint that the recipe names. Default: --model."),
@@ -461,7 +478,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
     "Files": {
         "recording": _list(None, "Recordings, separated by commas, of meshes that exchanged KV."),
         "log": _text(None, "Decision log."),
-        "show": _count(10, "Most differences to print.", least=0),
+        "show": _count(10, "Largest number of differences to print.", least=0),
         "inputs": _text(None, "Folder with *.timeline.json files."),
         "request": _text(None, "Id of the only request to keep."),
         "slowest": _count(0, "Keep this many of the slowest requests. 0: all.", least=0),
