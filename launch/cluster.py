@@ -72,7 +72,7 @@ def _run_on_ray(config: ClusterConfig, folder: Path) -> int:
             f"--on=ray needs the package ray ({error}); pip install 'jdisagg[ray]' on every node"
         ) from error
     if flags.gpus is not None:
-        raise ConfigError("--gpus: with --on=ray, Ray chooses the GPUs; leave it away")
+        raise ConfigError("--gpus: with --on=ray, Ray chooses the GPUs; omit it")
     with on_ray.connected():
         nodes = on_ray.router_nodes(config.routers)
         hosts = tuple(address for _, address in nodes)

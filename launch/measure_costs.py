@@ -66,7 +66,7 @@ def main() -> None:
     memory = flags.memory_gigabytes
     if memory is not None and not 0 < memory < float("inf"):
         raise ConfigError(
-            f"--memory_gigabytes must be positive, got {memory:g}; leave it away to take what the"
+            f"--memory_gigabytes must be positive, got {memory:g}; omit it to take what the"
             " device reports"
         )
     wanted.context_tokens(shape)

@@ -1,4 +1,4 @@
-"""A server beside a notebook: `server = await start_server("--mode=unified")` in a cell.
+"""A server for a notebook: `server = await start_server("--mode=unified")` in a cell.
 
 The server is `jdisagg serve` in a separate process, on loopback ports that the system chooses. The
 notebook's kernel does not import JAX, and the server does not slow the kernel, so that a cell

@@ -18,8 +18,8 @@ NAMES = {
 
 
 def read_kinds(hf: HfConfig, field: str, kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Returns the kind of each layer from the list in `field`, under the present names of
-    transformers. Raises an error for a kind outside `kinds`."""
+    """Returns the kind of each layer from the list in `field`. Former names of transformers are
+    replaced by present ones. Raises CheckpointError for a kind outside `kinds`."""
     stated = hf.names(field)
     if stated is None or kinds is None:
         return stated

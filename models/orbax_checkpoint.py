@@ -1,7 +1,7 @@
 """Checkpoints in Orbax format. A checkpoint can be written from any parallel layout and restored
 directly into the shardings of any other layout.
 
-A directory holds `orbax/` (one array per parameter, named by its path) beside config.json and the
+A directory holds `orbax/` (one array per parameter, named by its path) next to config.json and the
 tokenizer's files. Arrays are stored as [in, out] with the unpadded vocabulary, independent of
 platform and layout. Orbax pads the vocabulary on restore, and kernels that a platform stores as
 [out, in] are transposed on their devices afterwards."""

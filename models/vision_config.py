@@ -263,7 +263,7 @@ def processor_settings(read: Callable[[str], Mapping[str, object]]) -> Mapping[s
 def _normalisation(
     hf: HfConfig, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Reads the normalisation of pixels from the processor's file beside config.json."""
+    """Reads the normalisation of pixels from the processor's file next to config.json."""
     found = processor_settings(hf.beside)
     given = [found.get("image_mean"), found.get("image_std")]
     for name, value in zip(("image_mean", "image_std"), given, strict=True):

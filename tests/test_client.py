@@ -227,7 +227,7 @@ async def test_a_token_that_is_missing_is_an_error_and_not_an_answer(door: HttpD
 
     door.path.stream = gap
     async with AsyncClient(door.target) as client:
-        with pytest.raises(JdisaggError, match="token 2 came where 1 was due"):
+        with pytest.raises(JdisaggError, match="received token 2, expected 1"):
             await client.complete("x")
 
 

@@ -324,8 +324,9 @@ class CostModel:
         )
 
     def kv_tokens_per_rank(self, reserve: float = 0.1) -> int:
-        """Returns the number of tokens whose KV fits on one dp rank beside the weights, or 0 if the
-        weights do not fit. `reserve`: fraction of memory that is kept free for activations."""
+        """Returns the number of tokens whose KV fits on one dp rank in addition to the weights, or
+        0 if the weights do not fit. `reserve`: fraction of memory that is kept free for
+        activations."""
         free = self.accelerator.memory_bytes * (1 - reserve) - self.weight_bytes_per_device
         return max(0, int(free / self.kv_bytes_per_device))
 

@@ -402,8 +402,8 @@ class Frontend:
             given = len(child.token_ids)
             if given > most or (given == most and child.finish_reason is None):
                 raise InvalidRequestError(
-                    f"accepted tokens of child {index}: {given} leave none of its {most} to go on"
-                    " with"
+                    f"accepted tokens of child {index}: {given} reach its limit of {most}, and"
+                    " none is left to generate"
                 )
             self.prompts.check_ids(f"accepted tokens of child {index}", child.token_ids)
 

@@ -141,7 +141,7 @@ class WeightsControl:
             pause_seconds = self._clock.now() - paused_at
         if not done:
             self._counters.add("weights_updates_failed")
-            raise UnavailableError(f"weights: no worker took them: {failed[0]}")
+            raise UnavailableError(f"weights: all workers failed to update: {failed[0]}")
         self._counters.add("weights_updated")
         nbytes = sum(one.bytes for one in staged.values())
         return WeightsReport(
@@ -344,8 +344,8 @@ def _no_room(staged: Mapping[str, StagedWeights]) -> InvalidRequestError:
         ((name, one.missing_bytes) for name, one in staged.items()), key=lambda pair: pair[1]
     )
     return InvalidRequestError(
-        f"weights: worker {name!r} lacks {missing:,} bytes for new weights beside the present ones,"
-        " and sequences keep their KV only there; use mode recompute or drain, or lower"
+        f"weights: worker {name!r} lacks {missing:,} bytes for a second copy of the weights, which"
+        " is needed to keep the KV of sequences; use mode recompute or drain, or lower"
         " --memory_fraction"
     )
 

@@ -1,7 +1,7 @@
 """Process-wide settings that improve speed. Each function is called once, when the process starts.
 
-`keep_freed_memory`: XLA on CPU allocates its temporaries anew in each step. With glibc's defaults
-large ones are mapped and unmapped every time, and the page faults cost 10-20 % of a long bfloat16
+`keep_freed_memory`: XLA on CPU allocates new temporaries in each step. With glibc's defaults large
+ones are mapped and unmapped every time, and the page faults cost 10-20 % of a long bfloat16
 prefill. The function has the effect of the environment variables MALLOC_MMAP_THRESHOLD_,
 MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_, without a restart of the process.
 

@@ -5,7 +5,7 @@ Each kernel (`ops/optional_kernels.py`) runs once on small inputs in a child pro
 is compared with plain XLA. A kernel that does not compile, crashes the process, does not end or
 gives a different result is replaced by plain XLA. The reason is logged and reported in the worker's
 status. The child ends before this process opens the accelerator, so that both never need its memory
-at the same time. Results are stored beside the compiled programs, by version of JAX and of the
+at the same time. Results are stored next to the compiled programs, by version of JAX and of the
 driver. The check uses fixed sizes. A kernel that fails only at a model's own sizes makes the
 worker's warm-up fail. `--kernels=xla` then replaces all kernels."""
 

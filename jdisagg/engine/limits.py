@@ -115,7 +115,7 @@ def _check_pages(instance: InstanceConfig, platform: str) -> None:
     if instance.page_size < least:
         raise ConfigError(
             f"page_size={instance.page_size} must be at least {least} on a {platform.upper()},"
-            " whose arrays lie in tiles of so many tokens; set --page_size=128"
+            " which stores arrays in tiles of this many tokens; set --page_size=128"
         )
 
 

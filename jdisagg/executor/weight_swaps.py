@@ -1,11 +1,11 @@
 """Replaces the weights of an instance while it serves, and frees them while it sleeps.
 
-A thread reads a checkpoint onto the instance's devices, so that running steps go on. `PutWeights`
-then replaces the arrays of every part between two steps. Programs get all weights as arguments, so
-that no program is compiled again. This requires equal shapes and an equal configuration, which are
-checked when the weights are read. Everything derived from a checkpoint (reordered and quantized
-matrices, KV scales, the next-token layer) is computed while it is read. Adapters are separate
-arrays and stay in their slots."""
+A thread reads a checkpoint onto the instance's devices, so that running steps continue.
+`PutWeights` then replaces the arrays of every part between two steps. Programs get all weights as
+arguments, so that no program is compiled again. This requires equal shapes and an equal
+configuration, which are checked when the weights are read. Everything derived from a checkpoint
+(reordered and quantized matrices, KV scales, the next-token layer) is computed while it is read.
+Adapters are separate arrays and stay in their slots."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -117,15 +117,14 @@ class _Follower:
                 case Beat():
                     pass
         raise UnavailableError(
-            "the instance failed: the leader's stream ended; this process must be started anew with"
-            " the others"
+            "the instance failed: the leader's stream ended; restart all processes of the instance"
         )
 
     def _run(self, order: Ordered) -> None:
         if order.number != self._next:
             raise UnavailableError(
-                f"the instance failed: command {self._next} is missing, {order.number} came; start"
-                " it anew"
+                f"the instance failed: command {self._next} is missing, {order.number} came;"
+                " restart the instance"
             )
         self._next += 1
         future = asyncio.ensure_future(self._executor.run(order.command))
@@ -157,6 +156,6 @@ class _Follower:
             )
             if self._watch.look(now) > limit:
                 raise UnavailableError(
-                    f"the instance failed: the leader was silent for {limit} s; start it anew"
+                    f"the instance failed: the leader was silent for {limit} s; restart it"
                 )
             await asyncio.sleep(self._timeouts.look_seconds)

@@ -106,11 +106,11 @@ class Followers:
             )
         if self.failure or self._stopped:
             raise UnavailableError(
-                f"instance: it is over ({self.failure or 'stopped'}); start all its processes anew"
+                f"instance: it is over ({self.failure or 'stopped'}); restart all its processes"
             )
         if join.process in self._sessions:
             raise InvalidRequestError(
-                f"instance: process {join.process} has joined already; start all processes anew"
+                f"instance: process {join.process} has joined already; restart all processes"
             )
         session = self._sessions[join.process] = FollowerSession(self, join, self._clock.now())
         if self._pulse is None:
@@ -176,7 +176,7 @@ class Followers:
         if self.failure or self._stopped:
             return
         self.failure = UnavailableError(
-            f"the instance failed: {why}; it ends as one and must be started anew"
+            f"the instance failed: {why}; all its processes end; restart them"
         )
         self._failed.set()
         self._changed.set()

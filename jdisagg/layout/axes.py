@@ -36,7 +36,7 @@ LogicalAxis = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """Sizes of a model that the shard counts of a layout must divide.
+    """Model sizes that must be multiples of a layout's shard counts.
 
     Attributes:
         experts: Number of experts, 0 for a dense model.

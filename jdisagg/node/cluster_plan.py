@@ -68,14 +68,14 @@ class ClusterConfig:
         if self.changes_roles and self.processes > 1:
             raise ConfigError(
                 f"--elastic: workers of --processes_per_instance={self.processes} processes cannot"
-                " change their roles; give each instance one process, or leave --elastic away: the"
-                " router's advice stays"
+                " change their roles; give each instance one process, or omit --elastic and follow"
+                " the router's advice"
             )
         staged = max(self.engine.prefill.layout.pp, self.engine.decode.layout.pp)
         if self.changes_roles and staged > 1:
             raise ConfigError(
                 f"--elastic: workers with pipeline stages (pp={staged}) cannot change their roles;"
-                " use pp=1, or leave --elastic away: the router's advice stays"
+                " use pp=1, or omit --elastic and follow the router's advice"
             )
 
 

@@ -25,7 +25,7 @@ def fixed_because(processes: int, told_how: bool) -> str:
             f"its instance has {processes} processes, and only instances of one process can"
             " change; end it and start it in the other role"
         )
-    return "" if told_how else "it was started without a way to lay its weights out anew"
+    return "" if told_how else "it was started without a function that re-lays its weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +135,13 @@ class RoleState:
         if WorkerRole.MIXED in (call.role, self.now.role) or call.role is self.now.role:
             raise InvalidRequestError(
                 f"worker {self._name!r} is {self.now.role.value} and was asked to be"
-                f" {call.role.value}: prefill and decode change places alone"
+                f" {call.role.value}: only prefill and decode can be exchanged"
             )
         if max(call.layout.pp, self.now.layout.pp) > 1:
             raise LayoutError(
                 f"worker {self._name!r} ({self.now.layout}) cannot become {call.role.value}"
-                f" ({call.layout}): a role change lays out the weights of one mesh anew, and"
-                " pipeline stages have several; start a worker in the other role"
+                f" ({call.layout}): a role change needs layouts without pipeline stages (pp=1);"
+                " start a worker in the other role"
             )
         if call.layout.devices > self._devices:
             raise LayoutError(

@@ -266,7 +266,7 @@ class Router:
                 membership.excuse(absent_seconds)
             for card in membership.sweep():
                 print(
-                    f"worker {card.name} at {card.address} is silent: given up until it registers"
+                    f"worker {card.name} at {card.address} is silent: ignored until it registers"
                     " again",
                     flush=True,
                 )

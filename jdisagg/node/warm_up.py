@@ -2,7 +2,7 @@
 while a worker serves, and a mark that the programs of a configuration were compiled on this machine
 before.
 
-The mark is a file beside the compilation cache, named by a hash of everything that determines the
+The mark is a file next to the compilation cache, named by a hash of everything that determines the
 programs: configuration, role, model and versions. It contains the measured times of the programs.
 If the cache was cleared but the mark was not, requests wait until their programs are compiled, as
 without warm-up."""

@@ -221,7 +221,7 @@ def routing_families(waiting: int) -> Iterator[Metric]:
 def build_families(process: str, model: str, version: str, jax: str) -> Iterator[Metric]:
     yield _gauge(
         "jdisagg_process_info",
-        "Always 1; the label has the process's name.",
+        "Always 1. The label is the process's name.",
         ("process",),
         [((process,), 1)],
     )

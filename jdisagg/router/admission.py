@@ -100,7 +100,7 @@ class Quotas:
         name, full = _bucket_of(tenant), rate * self._burst_seconds
         if wait_seconds := self._spending.wait_seconds(name, tokens, rate, full, now):
             raise QuotaExceededError(
-                f"tenant {tenant!r} has used up its {rate:g} tokens a second"
+                f"tenant {tenant!r} has used up its {rate:g} tokens per second"
                 f" (routing.tenant_quotas); {tokens:g} more are available in {wait_seconds:.1f} s:"
                 " try again then",
                 retry_after_seconds=wait_seconds,

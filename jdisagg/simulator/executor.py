@@ -1,11 +1,11 @@
 """A simulated mesh: an `Executor` (scheduler/executor.py) whose commands take the seconds that a
 cost model estimates.
 
-Commands run one after the other, as on a device. Only pulls of KV run beside other commands, on the
-simulated channel. Token ids are synthetic (`timeline`). A `DecodeSteps` command of k steps, called
-a span, is one event. `interrupt` ends a span early, between two steps, when a sequence waits to
-join the batch. Because a span is one event, the simulator's work does not grow with the number of
-tokens.
+Commands run one after the other, as on a device. Only pulls of KV run in parallel with other
+commands, on the simulated channel. Token ids are synthetic (`timeline`). A `DecodeSteps` command of
+k steps, called a span, is one event. `interrupt` ends a span early, between two steps, when a
+sequence waits to join the batch. Because a span is one event, the simulator's work does not grow
+with the number of tokens.
 
 The live loop issues steps ahead of the running step (worker/step_loop.py). A command submitted
 during a step therefore takes effect `run_ahead` steps after the running step ends. The simulation

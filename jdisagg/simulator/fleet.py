@@ -135,8 +135,8 @@ class Fleet:
             )
         if self.prefix.appends and self.prefill is None:
             raise ConfigError(
-                f"prefix.append_tokens={self.prefix.appends} needs prefill workers beside the"
-                f" decode workers, and mode {self.mode.value} has none; leave it out"
+                f"prefix.append_tokens={self.prefix.appends} needs prefill and decode"
+                f" workers, and mode {self.mode.value} has none; leave it out"
             )
         for pool in self.pools:
             self.limits_of(pool)

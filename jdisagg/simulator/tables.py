@@ -110,7 +110,7 @@ def text_of(report: Report) -> str:
             f" ({', '.join(f'{count} {end}' for end, count in sorted(report.ends.items()))}),"
             f" {report.arrivals_per_second:.3g} a second over {report.duration_seconds:.4g} s;"
             f" {report.output_tokens_per_second:.4g} output and"
-            f" {report.prompt_tokens_per_second:.4g} prompt tokens a second"
+            f" {report.prompt_tokens_per_second:.4g} prompt tokens per second"
         ),
         f"{'milliseconds':22}"
         + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "longest")),

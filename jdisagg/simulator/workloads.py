@@ -53,7 +53,7 @@ class Arrival:
         if self.block_hashes and min(self.block_hashes) < 0:
             raise WorkloadError(
                 f"names of an arrival's blocks must be 0 or more, got {min(self.block_hashes)};"
-                " number them anew"
+                " renumber them"
             )
 
 

@@ -211,5 +211,5 @@ def memory_of(answer: Posted, kind: type[Memory]) -> Memory:
     """Returns the memory location in a sender's answer. Raises HandoffError if the location belongs
     to another backend than `kind`."""
     if not isinstance(answer.memory, kind):
-        raise HandoffError("the sender answered with memory that was not asked for; pull again")
+        raise HandoffError("the sender answered with other memory than requested; pull again")
     return answer.memory

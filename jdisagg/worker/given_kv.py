@@ -148,7 +148,7 @@ class GivenKv:
         for owner, (where, handoff) in reversed(self._given.items()):
             if where == rank and owner in self._holding:
                 self._counters.add("peer_gives_cut")
-                self._outgoing.end(handoff, HandoffError("its pages are needed where they lie"))
+                self._outgoing.end(handoff, HandoffError("its owner needs the pages"))
                 return True
         return False
 

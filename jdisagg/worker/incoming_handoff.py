@@ -271,7 +271,7 @@ class IncomingHandoff:
                 self.line.acknowledge(offer.offer_id)
                 return
         raise HandoffError(
-            f"{self.line.name}: a block could not be had in {tries} tries: {problem}"
+            f"{self.line.name}: a block could not be transferred in {tries} tries: {problem}"
         )
 
     def _insert_command(self, offer: Offer) -> InsertBlock:
@@ -294,7 +294,9 @@ class IncomingHandoff:
     def _pages(self, offer: Offer) -> tuple[int, ...]:
         if offer.kind is KvKind.WINDOW:
             if self._to.windows is None:
-                raise HandoffError(f"{self.line.name}: layers with a window came apart")
+                raise HandoffError(
+                    f"{self.line.name}: KV of a sliding window, but no window pages are reserved"
+                )
             return self._to.windows.pages(offer.start + offer.valid_tokens)
         if offer.kind is KvKind.POSITIONS:
             return self._to.pages(offer.start + offer.valid_tokens)

@@ -273,7 +273,7 @@ class OutgoingKv:
         handoff = self._handoffs.get(handoff_id)
         if handoff is not None:
             self._counters.add("handoffs_aborted")
-            self.end(handoff, HandoffError(f"hand-off {handoff_id} was given up: {reason}"))
+            self.end(handoff, HandoffError(f"hand-off {handoff_id} was aborted: {reason}"))
 
     async def _await_opening(self, handoff_id: int) -> OutgoingHandoff:
         """Waits until the prefill call of this hand-off arrives, because the receiver may connect
@@ -296,7 +296,7 @@ class OutgoingKv:
                 self._awaited[handoff_id] = others
         handoff = self._handoffs.get(handoff_id)
         if handoff is None:
-            raise HandoffError(f"worker {name!r}: hand-off {handoff_id} was given up")
+            raise HandoffError(f"worker {name!r}: hand-off {handoff_id} was aborted")
         return handoff
 
     def _lease(self, handoff: OutgoingHandoff) -> float:

@@ -57,7 +57,7 @@ def test_bad_input_is_one_line_that_names_it_before_anything_is_measured() -> No
             ("--output=/nowhere/at/all.json",),
             "--output=/nowhere/at/all.json: its folder does not exist",
         ),
-        (("--memory_gigabytes=-1",), "--memory_gigabytes must be positive, got -1; leave it away"),
+        (("--memory_gigabytes=-1",), "--memory_gigabytes must be positive, got -1; omit it"),
         (("--memory_gigabytes=0",), "--memory_gigabytes must be positive, got 0"),
     )
     *ended, devices = ends("measure_costs", *(flags for flags, _ in refused), ("--devices=0",))

@@ -133,9 +133,9 @@ async def test_a_worker_that_cannot_come_back_ends_so_that_it_is_started_again(
     ("role", "layout", "kind", "message"),
     [
         (DECODE, "dp=4", LayoutError, "needs 4 devices, and worker 'w' has 2"),
-        (DECODE, "pp=2", LayoutError, "pipeline stages have several"),
+        (DECODE, "pp=2", LayoutError, "without pipeline stages"),
         (PREFILL, "tp=1", InvalidRequestError, "is prefill and was asked to be prefill"),
-        (WorkerRole.MIXED, "tp=1", InvalidRequestError, "change places alone"),
+        (WorkerRole.MIXED, "tp=1", InvalidRequestError, "only prefill and decode"),
         (DECODE, "dp=2,ep=2", LayoutError, "no experts"),
     ],
 )

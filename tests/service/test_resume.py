@@ -186,9 +186,9 @@ async def test_a_request_that_still_runs_here_is_resumed_once_its_broken_stream_
 def test_a_stream_that_goes_on_at_the_wrong_token_is_an_error() -> None:
     stream = ResumableStream(ClientRequest("once", {}), 30.0)
     stream.take(pb.GenerateResponse(first_index=0, token_ids=[1]))
-    with pytest.raises(JdisaggError, match="token 2 came where 1 was due"):
+    with pytest.raises(JdisaggError, match="received token 2, expected 1"):
         stream.take(pb.GenerateResponse(first_index=2, token_ids=[3]))
-    with pytest.raises(JdisaggError, match="token 0 came where 1 was due"):
+    with pytest.raises(JdisaggError, match="received token 0, expected 1"):
         stream.take(pb.GenerateResponse(first_index=0, token_ids=[1]))
 
 
@@ -219,7 +219,7 @@ def test_a_resumption_that_makes_no_sense_is_refused_by_name(change, words) -> N
 
 
 @pytest.mark.parametrize(
-    ("tokens", "words"), [([999], "is not a token id"), ([1] * 5, "leave none of its 5")]
+    ("tokens", "words"), [([999], "is not a token id"), ([1] * 5, "reach its limit of 5")]
 )
 async def test_accepted_tokens_are_checked_against_the_model_and_the_request(tokens, words) -> None:
     asked = wire_generation.client_request_from_proto(

@@ -158,7 +158,9 @@ async def test_a_worker_that_dies_before_it_commits_is_named_and_the_others_serv
         report = await client.update_weights("/one", version="1")
         assert report.workers == ("d",) and report.failed == ("p: connection refused",)
         served.decode.dies = True
-        with pytest.raises(UnavailableError, match="no worker took them: d: connection refused"):
+        with pytest.raises(
+            UnavailableError, match="all workers failed to update: d: connection refused"
+        ):
             await client.update_weights("/two")
 
 

@@ -285,7 +285,7 @@ def test_an_answer_that_was_not_asked_for_fails_the_pull(pair: Pair, loopback: L
     loopback.tamper = tamper
     block = case("tp=2", "tp=2")
     pair.sender.offer(1, block.block, 0)
-    with pytest.raises(HandoffError, match="memory that was not asked for"):
+    with pytest.raises(HandoffError, match="other memory than requested"):
         finished(pair.ends.pull(1, block)).arrays()
     assert asked
 

@@ -93,7 +93,7 @@ def read_kv(
     raw, views, digest = _opened(path)
     if digest != (found := _digest(raw, views)):
         raise KVFileError(
-            f"KV file {path} is spoiled: its field {_DIGEST} is {digest!r}, and its content has"
+            f"KV file {path} is corrupt: its field {_DIGEST} is {digest!r}, and its content has"
             f" {found!r}; save it again"
         )
     header = _decoded(path, raw)
@@ -142,7 +142,7 @@ def _opened(path: Path) -> tuple[bytes, _Views, str]:
         raise KVFileError(f"KV file {path} cannot be read ({error}); give another") from error
     except safetensors.SafetensorError as error:
         raise KVFileError(
-            f"KV file {path} is truncated, spoiled or no safetensors file ({error}); save it again"
+            f"KV file {path} is truncated, corrupt or no safetensors file ({error}); save it again"
         ) from error
     size = int.from_bytes(content[:8], "little")
     metadata = json.loads(content[8 : 8 + size]).get("__metadata__", {})

@@ -323,13 +323,13 @@ def _check_fits(kv: KVCache, limits: MeshLimits) -> None:
     if kv.first_position:
         raise InvalidRequestError(
             f"the cache begins at position {kv.first_position}: the KV before it is missing,"
-            " and its keys are rotated for their positions; join it behind"
-            f" a cache of positions 0 to {kv.first_position - 1}"
+            " and its keys are rotated for their positions; append it"
+            f" to a cache of positions 0 to {kv.first_position - 1}"
         )
     if len(kv) > limits.context_tokens:
         raise InvalidRequestError(
             f"the cache has {len(kv)} tokens and this engine's context holds"
-            f" {limits.context_tokens}; push at most so many (kv[:{limits.context_tokens}])"
+            f" {limits.context_tokens}; push fewer (kv[:{limits.context_tokens}])"
         )
 
 

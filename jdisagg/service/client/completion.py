@@ -58,8 +58,8 @@ class Collector:
         choice = self._choices.setdefault(event.child, Choice())
         if event.token_ids and event.first_index != len(choice.token_ids):
             raise JdisaggError(
-                f"stream of child {event.child}: token {event.first_index} came where"
-                f" {len(choice.token_ids)} was due"
+                f"stream of child {event.child}: received token {event.first_index}, expected"
+                f" {len(choice.token_ids)}"
             )
         choice.text += event.text
         choice.token_ids += event.token_ids

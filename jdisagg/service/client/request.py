@@ -36,8 +36,8 @@ _PASSED_ON = (
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """Keyword arguments of `generate` and `complete`, beside the sampling options. An option that
-    is missing or None has its default.
+    """Keyword arguments of `generate` and `complete`, in addition to the sampling options. An
+    option that is missing or None has its default.
 
     Attributes:
         token_ids, messages: The prompt as token ids or as a chat, instead of a text.

@@ -106,8 +106,8 @@ class ResumableStream:
         tokens = self._tokens.setdefault(event.child, [])
         if event.token_ids and event.first_index != len(tokens):
             raise JdisaggError(
-                f"stream of child {event.child}: token {event.first_index} came where {len(tokens)}"
-                " was due"
+                f"stream of child {event.child}: received token {event.first_index}, expected"
+                f" {len(tokens)}"
             )
         tokens += event.token_ids
         if event.finish_reason is not None:

@@ -1,7 +1,7 @@
 """Regenerates the committed gRPC stubs: `python -m jdisagg.service.grpc.generate_stubs`. Needs
 grpcio-tools, in the `dev` extra.
 
-Writes *_pb2.py, *_pb2.pyi and, for files with services, *_pb2_grpc.py beside each .proto. The
+Writes *_pb2.py, *_pb2.pyi and, for files with services, *_pb2_grpc.py next to each .proto. The
 include path is the checkout, so that generated files import each other as `from
 jdisagg.service.grpc import generation_pb2`. A test regenerates them into another folder and
 compares."""

@@ -162,7 +162,7 @@ def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
 @dataclass(frozen=True, slots=True)
 class Fitting:
     """A layout whose weights fit into memory. `kv_tokens`: number of tokens whose KV fits on each
-    dp rank beside the weights."""
+    dp rank in addition to the weights."""
 
     layout: Layout
     model: CostModel

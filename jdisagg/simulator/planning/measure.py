@@ -130,7 +130,7 @@ def highest_rate(
       carried: Rate that is known to reach `wanted`, from which the search starts; 0 if no such rate
         is known.
       near: Whether the result is probably within a few percent of `guess`. The search then starts
-        beside it and widens its steps.
+          near it and widens its steps.
     """
     runs = 0
 

@@ -247,8 +247,8 @@ def error_bars(best: Finding, low: float, high: float, error: float) -> str:
 
 
 def devices_for(finding: Finding, rate: float) -> int:
-    """Returns the number of accelerators with which copies of the finding's smallest group of
-    instances serve `rate` requests per second."""
+    """Returns the number of accelerators needed to serve `rate` requests per second with copies
+    of the smallest group of instances that has the finding's ratio of roles."""
     unit = finding.candidate.unit_devices()
     groups = finding.candidate.devices // unit
     return math.ceil(rate * groups / finding.rate - 1e-9) * unit

@@ -100,13 +100,13 @@ def _flipped(at: Callable[[bytes], int]) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda content: content[:-1], "truncated, spoiled or no safetensors file"),
-        (lambda content: content[:40], "truncated, spoiled or no safetensors file"),
-        (lambda content: b"", "truncated, spoiled or no safetensors file"),
-        (lambda content: b"\xff" * 64, "truncated, spoiled or no safetensors file"),
-        (_flipped(lambda content: len(content) - 5), "is spoiled: its field jdisagg_kv_sha256"),
-        (_flipped(lambda content: content.index(b"f00d")), "is spoiled: its field jdisagg_kv_sha"),
-        (_flipped(lambda content: content.index(b"layers.0.k") + 9), "is spoiled"),
+        (lambda content: content[:-1], "truncated, corrupt or no safetensors file"),
+        (lambda content: content[:40], "truncated, corrupt or no safetensors file"),
+        (lambda content: b"", "truncated, corrupt or no safetensors file"),
+        (lambda content: b"\xff" * 64, "truncated, corrupt or no safetensors file"),
+        (_flipped(lambda content: len(content) - 5), "is corrupt: its field jdisagg_kv_sha256"),
+        (_flipped(lambda content: content.index(b"f00d")), "is corrupt: its field jdisagg_kv_sha"),
+        (_flipped(lambda content: content.index(b"layers.0.k") + 9), "is corrupt"),
     ],
 )
 def test_a_file_that_was_cut_or_spoiled_is_refused(
