@@ -7,10 +7,11 @@ decode DP=16 + EP=16 on two.
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
 (tests/engine/test_memory_plan.py checks it), not from a run. The worker of two hosts is started on
 each, with --num_processes, --process_id and --coordinator (docs/operations.md); the prefill worker
-likewise with --role=prefill. 671 GB of matrices are 85 GB a prefill device. A decode device holds a
-sixteenth of the experts and all of the attention, 61 GB. A token is a latent of 512 and 64 values a
-layer, 70,272 bytes, which tp does not shard, so that data parallelism spreads it. The checkpoint's
-blocks of 128 x 128 are dequantized and requantized to e4m3, one scale an output."""
+likewise with --role=prefill. The 671 GB of matrices take 85 GB per prefill device. A decode device
+holds a sixteenth of the experts and a copy of attention, 61 GB. KV takes 70,272 bytes per token: a
+latent of 512 + 64 values per layer. tp does not shard it, so decode uses data parallelism. The
+checkpoint's blocks of 128 x 128 are dequantized and requantized to e4m3, with one scale per
+output."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

@@ -3,10 +3,10 @@
     jdisagg serve --config=configs/gemma_4_31b_h200.py --model=DIR
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
-(tests/engine/test_memory_plan.py checks it), not from a run. 61 GB of weights are half as much a
-device of either side. KV takes 901,120 bytes a token, nearly all of it in the 50 layers with a
-window of 1,024. A sequence of any length holds 0.9 GB there, and 81,920 bytes a token in the other
-ten. Slots are therefore few, and two devices share a rank."""
+(tests/engine/test_memory_plan.py checks it), not from a run. The 61 GB of weights take 31 GB per
+device on either side. KV takes 901,120 bytes per token, nearly all of it in the 50 layers with a
+window of 1,024. A sequence of any length needs 0.9 GB there, and 81,920 bytes per token in the
+other ten. So there are few slots, and each rank has two devices."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

@@ -5,9 +5,9 @@ eight.
         --router=HOST:PORT
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
-(tests/engine/test_memory_plan.py checks it), not from a run. Prefill takes half a host
-(--role=prefill --gpus=0-3), decode a whole one. 353 GB of matrices are 89 GB a device on
-four and 51 on eight, with each rank's attention beside its experts. KV takes 376,832 bytes a token
+(tests/engine/test_memory_plan.py checks it), not from a run. Prefill uses half a host
+(--role=prefill --gpus=0-3), decode a whole one. The 353 GB of matrices take 89 GB per device on
+four and 51 GB on eight, including each rank's copy of attention. KV takes 376,832 bytes per token
 (2 x 92 layers x 8 kv heads x 128 x 2), so tp = 2 halves it on each device of a rank."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig

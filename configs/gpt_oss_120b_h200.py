@@ -4,10 +4,10 @@ EP=2.
     jdisagg serve --config=configs/gpt_oss_120b_h200.py --model=DIR
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
-(tests/engine/test_memory_plan.py checks it), not from a run. 117 GB of matrices, dequantized from
-mxfp4, are half as much a device. KV takes 73,728 bytes a token (2 x 36 layers x 8 kv heads x 64 x
-2), of which decode workers hold half, that of the full-attention layers. Layers with a window of
-128 hold three pages a sequence."""
+(tests/engine/test_memory_plan.py checks it), not from a run. The 117 GB of matrices, dequantized
+from mxfp4, take 59 GB per device. KV takes 73,728 bytes per token (2 x 36 layers x 8 kv heads x 64
+x 2). Decode workers hold only the half of the full-attention layers, and three pages per sequence
+in layers with a window of 128."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

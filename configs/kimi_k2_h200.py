@@ -6,10 +6,11 @@ H200, decode DP=16 + EP=16 on two more.
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
 (tests/engine/test_memory_plan.py checks it), not from a run. Workers of two hosts are started on
-each, with --num_processes, --process_id and --coordinator (docs/operations.md). 1,026 GB of
-matrices: experts over sixteen devices are 62 GB each on either side, attention is sharded by
-tp in prefill and whole in decode. The checkpoint's int4 in groups of 32 is requantized to e4m3 with
-one scale an output. --weights=int4 would halve that, but far more coarsely than the checkpoint."""
+each, with --num_processes, --process_id and --coordinator (docs/operations.md). The matrices take
+1,026 GB. On either side, experts take 62 GB on each of sixteen devices. Attention is sharded by tp
+in prefill and replicated in decode. The checkpoint's int4 in groups of 32 is requantized to e4m3
+with one scale per output. --weights=int4 would need half as much memory, but rounds far more
+coarsely than the checkpoint."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

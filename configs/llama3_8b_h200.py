@@ -2,10 +2,10 @@
 
     jdisagg serve --config=configs/llama3_8b_h200.py --model=DIR
 
-NOT TESTED on such hardware: the layouts and sizes follow from arithmetic, not from a run. Weights
-take 16 GB a replica, and each decode rank holds a whole one. KV takes 131,072 bytes a token (2 x 32
-layers x 8 kv heads x 128 x 2), so the 6,400 pages of 64 tokens below are 54 GB a decode device. In
-one process KV is transferred by device_put, peer to peer over NVLink."""
+NOT TESTED on such hardware: the layouts and sizes follow from arithmetic, not from a run. Each
+decode rank holds all weights, 16 GB. KV takes 131,072 bytes per token (2 x 32 layers x 8 kv heads x
+128 x 2), so the 6,400 pages of 64 tokens below take 54 GB per decode device. In one process KV is
+transferred by device_put, peer to peer over NVLink."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

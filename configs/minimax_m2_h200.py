@@ -4,10 +4,10 @@ DP=4 + EP=4.
     jdisagg serve --config=configs/minimax_m2_h200.py --model=DIR
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
-(tests/engine/test_memory_plan.py checks it), not from a run. 229 GB of matrices are 58 GB a device
-of prefill and, with the attention whole on each rank, 61 GB of decode. KV takes 253,952 bytes a
-token (2 x 62 layers x 8 kv heads x 128 x 2). In one process KV is transferred by device_put, peer
-to peer over NVLink."""
+(tests/engine/test_memory_plan.py checks it), not from a run. The 229 GB of matrices take 58 GB per
+prefill device and, with a copy of attention on each rank, 61 GB per decode device. KV takes 253,952
+bytes per token (2 x 62 layers x 8 kv heads x 128 x 2). In one process KV is transferred by
+device_put, peer to peer over NVLink."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

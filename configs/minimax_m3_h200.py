@@ -6,10 +6,10 @@ decode DP=8 + EP=8 on another.
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
 (tests/engine/test_memory_plan.py checks it), not from a run. The prefill worker is started likewise
-with --role=prefill. 426 GB of matrices are 54 GB a prefill device and, with the attention whole on
-each rank, 67 GB a decode device. A token is 4 kv heads of 128 in 60 layers and an index key of 128
-values in 57, 137,472 bytes. The indexer selects 16 blocks of 128 positions, so decode reads 2,048
-positions of a long sequence."""
+with --role=prefill. The 426 GB of matrices take 54 GB per prefill device and, with a copy of
+attention on each rank, 67 GB per decode device. KV takes 137,472 bytes per token: 4 kv heads of 128
+in 60 layers, and an index key of 128 values in 57 layers. The indexer selects 16 blocks of 128
+positions, so decode reads 2,048 positions of a long sequence."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

@@ -4,10 +4,10 @@ NVLink domain.
     jdisagg serve --config=configs/qwen3_235b_h200.py --model=DIR
 
 NOT TESTED on such hardware: it needs 20 devices in one process, which few hosts have, and shows the
-layouts that the design targets. 470 GB of weights are 118 GB a device on 4 devices (they fill an
-H200 of 141 GB: prefill keeps few pages), and 29 GB of experts a device on 16, with the attention's
-replicas beside them. KV takes 192,512 bytes a token (2 x 94 layers x 4 kv heads x 128 x 2); tp = 4
-splits the 4 kv heads, so that each device of a rank holds a quarter."""
+layouts that the design targets. The 470 GB of weights take 118 GB per device on 4 devices, so a
+prefill H200 (141 GB) has room for few pages. On 16 devices, experts take 29 GB per device in
+addition to replicated attention. KV takes 192,512 bytes per token (2 x 94 layers x 4 kv heads x 128
+x 2); tp = 4 splits the 4 kv heads, so that each device of a rank holds a quarter."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

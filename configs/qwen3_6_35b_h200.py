@@ -3,10 +3,10 @@
     jdisagg serve --config=configs/qwen3_6_35b_h200.py --model=DIR
 
 NOT TESTED on such hardware: layouts and sizes follow from arithmetic
-(tests/engine/test_memory_plan.py checks it), not from a run. 69 GB of weights are half as much a
-device. KV takes 20,480 bytes a token (2 x 10 layers x 2 kv heads x 256 x 2); the other 30 layers
-hold a state of 64 MB a sequence, so that slots, not pages, fill a decode device: 128 and a quarter
-ahead are 10 GB."""
+(tests/engine/test_memory_plan.py checks it), not from a run. The 69 GB of weights take 35 GB per
+device. KV takes 20,480 bytes per token (2 x 10 layers x 2 kv heads x 256 x 2); the other 30 layers
+hold a state of 64 MB per sequence, so that slots, not pages, fill a decode device: 128 slots and a
+quarter more for arriving sequences take 10 GB."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

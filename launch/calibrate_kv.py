@@ -47,7 +47,7 @@ flags = define(
 )
 
 DEFAULT_TEXT = Path(__file__).with_name("calibration_text.txt")
-# Attention is dense: its scores take tokens x tokens x 4 bytes a head.
+# Attention is dense: its scores take tokens x tokens x 4 bytes per head.
 SEQUENCE_TOKENS = 512
 _ELSEWHERE = f"name another file, and put it into the model's directory as {KV_SCALES_FILE}"
 

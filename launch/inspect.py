@@ -60,7 +60,7 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
     if (config := found.config) is not None:
         kept = kv_by_kind(replace(config, kv_dtype=flags.kv_dtype or ""), flags.dtype)
         for kind, count in layers_by_kind(config):
-            each = f": {kept[kind]:,} bytes of KV a token each" if kept[kind] else ""
+            each = f": {kept[kind]:,} bytes of KV per token each" if kept[kind] else ""
             lines.append(("layers", f"{count} x {kind}{each}"))
     if (geometry := found.geometry) is not None:
         geometry = replace(geometry, kv_dtype=KEPT_DTYPES.get(flags.kv_dtype or "", ""))
@@ -73,11 +73,14 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
         lines += [
             ("parameters", f"{geometry.parameters:,}, {geometry.active_parameters:,} active"),
             ("context", f"{context:,} tokens"),
-            ("KV a token", f"{a_token:,} bytes ({flags.kv_dtype or flags.dtype}){_beside(state)}"),
-            ("KV a sequence", f"{a_token * context:,} bytes of full context"),
+            (
+                "KV per token",
+                f"{a_token:,} bytes ({flags.kv_dtype or flags.dtype}){_beside(state)}",
+            ),
+            ("KV per sequence", f"{a_token * context:,} bytes of full context"),
         ]
         if state:
-            lines.append(("sequence state", f"{state:,} bytes, however long it is"))
+            lines.append(("sequence state", f"{state:,} bytes, independent of its length"))
     if config is not None and (vision := config.vision) is not None:
         side = vision.patch * vision.merge
         lines.append(
@@ -103,10 +106,10 @@ def _under(found: Inspection, layout: Layout) -> list[tuple[str, str]]:
     )
     kinds = f"{flags.dtype}, matrices in {flags.weights}" if flags.weights else flags.dtype
     kinds += f", KV in {flags.kv_dtype}" if flags.kv_dtype else ""
-    kept = f"{a_token:,} of KV a token" + (f", {state:,} of state a sequence" if state else "")
+    kept = f"{a_token:,} of KV per token" + (f", {state:,} of state per sequence" if state else "")
     return [
         ("layout", f"{layout}, {layout.devices} devices"),
-        ("bytes a device", f"{weights:,} of weights, {kept} ({kinds})"),
+        ("bytes per device", f"{weights:,} of weights, {kept} ({kinds})"),
     ]
 
 
@@ -119,7 +122,7 @@ def _kv_scales(directory: Path, found: Inspection) -> str:
 
 
 def _beside(state: int) -> str:
-    return "" if state else "; no state beside it"
+    return "" if state else "; no recurrent state"
 
 
 if __name__ == "__main__":

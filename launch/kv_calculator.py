@@ -47,7 +47,7 @@ flags = define(
 
 def main() -> None:
     if flags.model == "help":
-        _show(("model", "parameters", "KV bytes a token"), catalog_rows())
+        _show(("model", "parameters", "KV bytes per token"), catalog_rows())
         return
     shape = find_geometry(flags.model, flags.kv_dtype)
     prompt, rate, links = _checked(shape)

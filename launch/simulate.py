@@ -93,9 +93,7 @@ def main() -> None:
     if fleet.prefix.reuse:
         print(reuse_text(result.counters))
     per_second = len(arrivals) / seconds if seconds else 0.0
-    print(
-        f"simulated {result.seconds:.1f} s in {seconds:.1f} s ({per_second:.0f} requests a second)"
-    )
+    print(f"simulated {result.seconds:.1f} s in {seconds:.1f} s ({per_second:.0f} requests/s)")
     print(flags.defaults_text())
     for line in reasons(result.outcomes):
         print(line, file=sys.stderr)

@@ -368,7 +368,7 @@ class CostModel:
                 memory += traffic * product.layers
         head = self._head(sampled)
         compute, memory = compute + head.compute, memory + head.memory
-        blocks = shape.blocks / (2 * shape.layers)  # blocks a layer, as a fraction of two
+        blocks = shape.blocks / (2 * shape.layers)  # blocks per layer, as a fraction of two
         # Norms, residuals, rope and the gate read and write activations in about eight passes over
         # the width and three over the ffn.
         memory += (

@@ -70,7 +70,7 @@ WHOLE_EXPERTS_SPEED, WHOLE_EXPERTS_START = 0.5, 45
 # DeepGEMM's grouped fp8 products also on Blackwell.
 WIDE, GROUPED_FP8_SPEED = 8, 1.0
 # Exchange over scale-out links, from DeepEP's published measurements: 43 to 58 of 50 GB/s per NIC
-# with EP16 to EP64, decode kernels for up to a few hundred tokens a rank, prefill kernels beyond.
+# with EP16 to EP64, decode kernels for up to a few hundred tokens per rank, prefill kernels beyond.
 _ACROSS_HOSTS = {"exchange_bandwidth": 0.9, "overlaps": True}
 DIRECT_TOKENS = 512
 

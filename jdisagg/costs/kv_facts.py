@@ -71,7 +71,7 @@ def kv_facts(
     active = count_text(shape.active_parameters)
     state = shape.state_bytes(dtype)  # bytes of recurrent layers, which hold no KV
     beside = (
-        [("state a sequence", f"{bytes_text(state)}, independent of its length")] if state else []
+        [("state per sequence", f"{bytes_text(state)}, independent of its length")] if state else []
     )
     part = sent_part(shape, prompt_tokens)
     if windowed := shape.windowed_bytes_per_token(dtype):
@@ -89,9 +89,9 @@ def kv_facts(
         ]
     return [
         ("parameters", f"{count_text(shape.parameters)}, {active} active"),
-        ("KV a token", f"{kept:,} bytes ({kv_formula(shape, dtype)})"),
+        ("KV per token", f"{kept:,} bytes ({kv_formula(shape, dtype)})"),
         *beside,
-        ("on the wire a token", f"{wire:,.0f} bytes (codec {codec}, {wire / kept:.2f} of it)"),
+        ("on the wire per token", f"{wire:,.0f} bytes (codec {codec}, {wire / kept:.2f} of it)"),
         (f"KV of {prompt_tokens:,} tokens", bytes_text(kept * prompt_tokens)),
         (
             f"bandwidth for {tokens_per_second:,.0f} tokens/s",
@@ -178,8 +178,8 @@ def instance_facts(model: CostModel, prompt_tokens: int) -> list[Row]:
         (
             name,
             (
-                f"{bytes_text(weights)} of weights a device, room for {tokens:,} tokens a dp rank"
-                f" ({tokens // prompt_tokens:,} prompts)"
+                f"{bytes_text(weights)} of weights per device, room for {tokens:,} tokens per dp"
+                f" rank ({tokens // prompt_tokens:,} prompts)"
             ),
         )
     ]

@@ -85,7 +85,7 @@ class Attempt:
         self._joined = False
         self.received = False
         self._telling = asyncio.Lock()
-        self._told = run.suspensions_known_anew
+        self._told = run.past_suspensions
         self._migration: Migration | None = None
         # Source of the KV.
         self._source: HandoffSource | None = None
@@ -300,7 +300,7 @@ class Attempt:
                 held, spans = self._migration.arrived()
                 self._deviated("sequences_moved")
                 self._held, self._migration = held, None
-                self._told = self._run.suspensions_known_anew
+                self._told = self._run.past_suspensions
                 await self.tell_suspended()
         except BaseException:
             await to_the_end(self._end_decode(spans))

@@ -155,9 +155,9 @@ class RequestRun:
             self.awake.clear()
 
     @property
-    def suspensions_known_anew(self) -> int:
-        """Number of suspensions and resumptions so far. A worker that starts the request now need
-        not be notified of these."""
+    def past_suspensions(self) -> int:
+        """Number of suspensions and resumptions of which a worker that starts now need not be
+        notified: all, except a suspension in effect."""
         return self.suspensions - (self.keep_seconds is not None)
 
     # ---- time

@@ -27,7 +27,7 @@ APPEND_TOKENS = 256
 def with_defaults(
     prefix: PrefixConfig, mode: Mode, *, priced: bool = True, host_bytes: int = 0
 ) -> PrefixConfig:
-    """Returns the settings with all open fields set.
+    """Replaces None in the settings by defaults.
 
     Args:
         mode: Mode of the cluster, or DISAGGREGATED for a worker of one role.

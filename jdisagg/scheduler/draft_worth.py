@@ -14,7 +14,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-LEAST_GAIN = 1.05  # tokens a second with drafts, relative to without
+LEAST_GAIN = 1.05  # tokens per second with drafts, relative to without
 SAMPLES = 9  # step times of which the median counts
 LEAST_SAMPLES = 3
 # First steps with drafts, which are not measured: one runs the program for the first time, and the

@@ -130,11 +130,11 @@ def text_of(report: Report) -> str:
         each = (
             ""
             if report.goodput_per_accelerator is None
-            else f", {report.goodput_per_accelerator:.4g} an accelerator"
+            else f", {report.goodput_per_accelerator:.4g} per accelerator"
         )
         lines.append(
             f"SLO attainment {100 * report.attainment:.1f} %, goodput"
-            f" {report.goodput_per_second:.4g} requests a second{each}"
+            f" {report.goodput_per_second:.4g} requests per second{each}"
         )
     if len(report.tenants) > 1:
         lines.append(

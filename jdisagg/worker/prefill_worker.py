@@ -320,7 +320,7 @@ class PrefillWorker(MeshWorker):
         if tokens > mesh.context_tokens or pages_for(tokens, mesh.page_size) > mesh.pages_per_rank:
             raise InvalidRequestError(
                 f"prompt has {tokens} tokens; worker {self.name!r} holds {mesh.context_tokens} of"
-                f" context and {mesh.pages_per_rank} pages of {mesh.page_size} a rank: shorten it"
+                f" context and {mesh.pages_per_rank} pages of {mesh.page_size} per rank: shorten it"
             )
         if call.from_token % mesh.granule_tokens or not 0 <= call.from_token <= tokens:
             raise HandoffError(

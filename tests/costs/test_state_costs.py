@@ -28,8 +28,8 @@ def test_a_step_reads_and_writes_the_state_of_each_sequence_and_kv_of_the_other_
     wire = Link("slow", 1e9, 0.0, 1.0)
     assert model.transfer(0, wire).communication == pytest.approx(state / 1e9)
     said = dict(kv_facts(hybrid, "bfloat16", "none", 1000, 1.0))
-    assert said["state a sequence"] == "8.59 MB, independent of its length"
-    assert "state a sequence" not in dict(kv_facts(DENSE, "bfloat16", "none", 1000, 1.0))
+    assert said["state per sequence"] == "8.59 MB, independent of its length"
+    assert "state per sequence" not in dict(kv_facts(DENSE, "bfloat16", "none", 1000, 1.0))
 
 
 def test_what_all_heads_of_mamba_share_is_on_every_shard_and_need_not_divide() -> None:

@@ -86,7 +86,7 @@ def test_the_command_of_the_wheel_finds_its_pages_from_an_empty_folder(
         text=True,
         timeout=120,
     )
-    assert ran.returncode == 0 and "KV a token" in ran.stdout, ran.stderr
+    assert ran.returncode == 0 and "KV per token" in ran.stdout, ran.stderr
 
 
 @pytest.mark.slow

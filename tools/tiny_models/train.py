@@ -8,7 +8,7 @@ Needs the `train` extra (Optax). The shipped weights were trained with seed 0, P
 work, so CPU times are rough. No run was repeated at full length. The MoE run was stopped after step
 1600 and resumed with --keep. Loss on held-out text, next to unigram and bigram baselines:
 
-| family | steps | CPU time | nats a token | bigram counts | unigram counts | | --- | --- | --- |
+| family | steps | CPU time | nats per token | bigram counts | unigram counts | | --- | --- | --- |
 --- | --- | --- | | llama | 4000 (4 million tokens) | about 12 minutes | 0.332 | 2.381 | 5.584 | |
 qwen3_moe | 3000 (3 million tokens) | about 14 minutes | 0.279 | 2.381 | 5.584 |"""
 
@@ -79,7 +79,7 @@ def train_and_write(destination: Path, keep: Path | None) -> None:
         for name, loss in held_out_losses(network, tokenizer, flags.seed).items()
     }
     print(
-        f"held-out loss, nats a token: {json.dumps(losses)}; JAX {jax.__version__}; written to"
+        f"held-out loss, nats per token: {json.dumps(losses)}; JAX {jax.__version__}; written to"
         f" {destination}"
     )
 

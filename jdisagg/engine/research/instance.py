@@ -92,8 +92,8 @@ class ResearchInstance(MeshExecutor):
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], spec: SampleSpec) -> list[KVCache]:
         """Computes prompts, as many at the same time as fit into the free pages, and chooses the
-        next token of each prompt. Returns the prompts' caches and frees the pages. The call blocks
-        until then."""
+        next token of each prompt. Blocks until all are computed. Returns the prompts' caches and
+        frees the pages."""
         started = time.perf_counter()
         done: list[Run] = []
         waiting: list[Run] = []

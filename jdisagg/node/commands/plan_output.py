@@ -188,7 +188,7 @@ def plan_recipe(
     jdisagg cluster --config={path}{model}{hosts}
     jdisagg serve --config={path}{model}        (one instance of each role, in one process)
 
-PREDICTED by jdisagg plan, not measured: {rate} requests/s an accelerator, {share} of them within
+PREDICTED by jdisagg plan, not measured: {rate} requests/s per accelerator, {share} of them within
 {limits}; bound by {item.binding}.
 """
     return recipe_text(engine, shape, text)

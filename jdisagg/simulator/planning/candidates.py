@@ -207,7 +207,8 @@ def fitting_layouts(
         raise NothingFits(
             f"nothing fits, because the weights of {geometry.name} ({needed / 1e9:.0f} GB in"
             f" {kept}) leave no room for KV on up to {most} {device.name} of"
-            f" {device.memory_bytes / 1e9:.0f} GB (at best {weights_least / 1e9:.0f} GB a device);"
+            f" {device.memory_bytes / 1e9:.0f} GB (at best {weights_least / 1e9:.0f} GB per"
+            " device);"
             " give more accelerators, larger ones, or a larger scale-up domain, or weights in fewer"
             " bits"
         )

@@ -329,7 +329,7 @@ class _Found:
             return
         self._findings[candidate] = finding
         self._told.answer(
-            f"{self.text}: {finding.per_accelerator:.3g} requests/s an accelerator, bound by"
+            f"{self.text}: {finding.per_accelerator:.3g} requests/s per accelerator, bound by"
             f" {finding.binding}"
         )
 

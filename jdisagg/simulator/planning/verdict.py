@@ -120,7 +120,7 @@ def first_answer(priced: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
         best.setdefault(item[0].mode, item)
     lines = [
         f"  {item.mode.value} {item.name}: up to {bounds.rate / site.accelerators:.3g} requests/s"
-        f" an accelerator, bound by {bounds.binding[0]}"
+        f" per accelerator, bound by {bounds.binding[0]}"
         for item, bounds in best.values()
     ]
     return "\n".join(["By arithmetic, before simulation:", *lines])
@@ -242,7 +242,7 @@ def error_bars(best: Finding, low: float, high: float, error: float) -> str:
     each = best.per_accelerator
     return (
         f"If all steps take {error:.0%} more or {error:.0%} less time than predicted, the first row"
-        f" carries {low * each:.3g} or {high * each:.3g} requests/s an accelerator."
+        f" carries {low * each:.3g} or {high * each:.3g} requests/s per accelerator."
     )
 
 
@@ -284,7 +284,7 @@ def no_rate(findings: Sequence[Finding], goal: Goal) -> str:
 def _said(finding: Finding) -> str:
     return (
         f"{finding.candidate.mode.value} {finding.candidate.name} carries"
-        f" {finding.per_accelerator:.3g} requests/s an accelerator"
+        f" {finding.per_accelerator:.3g} requests/s per accelerator"
     )
 
 

@@ -315,7 +315,7 @@ def test_first_answers_by_arithmetic_and_by_stepping_come_before_anything_is_sim
     found = Planner(geometry("llama-3-70b"), SITE, GOAL, runners, search, said).plan(WORKLOAD)
     for answer in said.answers[:2]:
         lines = answer.splitlines()
-        assert len(lines) == 4 and all("requests/s an accelerator" in line for line in lines[1:])
+        assert len(lines) == 4 and all("requests/s per accelerator" in line for line in lines[1:])
     for item in found.findings:
         name = f"{item.candidate.mode.value} {item.candidate.name}: {item.per_accelerator:.3g}"
         assert item.simulated is any(line.startswith(name) for line in said.answers[2:])
@@ -338,7 +338,7 @@ def test_error_bars_are_the_rates_with_slower_and_faster_steps():
     """A request of 0.1 s until its first token misses a TTFT limit of 0.5 s only if its step takes
     five times as long, so that the capacity of the servers alone scales with the error."""
     found = plan(lambda item: 8.0)
-    said = re.search(r"carries ([\d.]+) or ([\d.]+) requests/s an accelerator", found.verdict)
+    said = re.search(r"carries ([\d.]+) or ([\d.]+) requests/s per accelerator", found.verdict)
     assert said is not None and "15% more or 15% less" in found.verdict
     each = found.findings[0].per_accelerator
     low, high = (float(value) / each for value in said.groups())
