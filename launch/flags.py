@@ -174,11 +174,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
         ),
         "processes_per_instance": _count(1, "Processes that share one worker's mesh."),
         "routers": _count(1, "Routers over the same workers, on consecutive ports.", least=1),
-        "on": _one_of(
-            ("host", "ray"),
-            "host",
-            "Where processes run: this host, or the nodes of a Ray cluster.",
-        ),
+        "on": _one_of(("host", "ray"), "host", "Run on this host, or on a Ray cluster's nodes."),
         "gpus": _text(
             None,
             "GPUs to use, e.g. 0-3,6. 0,0 lets two workers share one. Default: all of the host.",
@@ -339,13 +335,9 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "server_name": _text("", "Name in the server's certificate, if not the host of --target."),
         "deadline_seconds": _real(None, "Seconds after which the request is cancelled.", least=0),
         "worker": _text(None, "Name of the worker."),
-        "weights_version": _text(
-            "", "Version of the weights, as reported in replies. Default: a part of their hash."
-        ),
+        "weights_version": _text("", "Version of the weights. Default: a part of their hash."),
         "update_mode": _one_of(UPDATE_MODES, "recompute", "What happens to running requests."),
-        "sleep_level": _count(
-            1, "1: copy weights to host memory. 2: drop them and read them again at wake.", least=1
-        ),
+        "sleep_level": _count(1, "1: weights to host memory. 2: read again at wake.", least=1),
     },
     "Request": {
         "prompt": _text(None, "Prompt text."),
@@ -406,9 +398,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "ttft": _real(None, "Objective for the time to the first token, in seconds."),
         "tpot": _real(None, "Objective for the time per later token, in seconds."),
         "attainment": _real(0.9, "Fraction of the requests that must meet both objectives."),
-        "requests_table": _text(
-            None, "File for a table with one row per request, .csv or .parquet."
-        ),
+        "requests_table": _text(None, "File with one row per request, .csv or .parquet."),
     },
     "Simulated hardware": {
         "prefill_hardware": _text(
@@ -438,9 +428,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "domain_devices": _count(
             None, "Accelerators joined by NVLink or ICI. Default: as usually built."
         ),
-        "memory_gigabytes": _real(
-            None, "Memory of a device, in GB. Default: the size that it reports."
-        ),
+        "memory_gigabytes": _real(None, "Memory of a device, in GB. Default: its own report."),
         "tokens_per_second": _real(
             None, "Prompt tokens transferred per second. Default: one prompt per second."
         ),
@@ -449,18 +437,14 @@ GROUPS: dict[str, dict[str, Spec]] = {
     },
     "Search": {
         "modes": _list(MODES, "Modes to compare."),
-        "finalists": _count(
-            3, "Largest number of candidates to simulate, with one pool and with two."
-        ),
+        "finalists": _count(3, "Candidates to simulate, with one pool and with two."),
         "most_requests": _count(
             4000, "Requests of one simulated run. Inconclusive runs use up to eight times as many."
         ),
         "serve_rate": _real(
             None, "Requests per second to serve. Also reports how many accelerators they need."
         ),
-        "dollars_per_hour": _real(
-            None, "Price of an accelerator. Default: from costs/hardware.py."
-        ),
+        "dollars_per_hour": _real(None, "Price of an accelerator. Default: costs/hardware.py."),
         "processes": _count(None, "Simulations at the same time. Default: one per core."),
         "choose": _count(1, "Row of the table that --output writes."),
         "model_directory": _text("", "Checkpoint that the recipe names. Default: --model."),
