@@ -31,6 +31,9 @@ from jdisagg.ops.quantized_weights import scaled_product, widened
 
 # A single bfloat16 row is slow on CPU (`ops/linear.py`). Above 128 rows only padding grows.
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 2, 128
+# Pairs of a grouped product that a loop does not divide, as in decode steps: XLA for TPU v7x would
+# copy all weights to the loop's tiles in each step.
+FEW_PAIRS = 8192
 
 
 class Routing(NamedTuple):
@@ -403,8 +406,10 @@ def _ragged_expert(
 
 def pairs_at_once(pairs: int, held: int, experts: int) -> int | None:
     """Returns the number of pairs of one grouped product on a device that holds `held` of `experts`
-    experts: a power of two, at least twice the device's mean share of all pairs. None if this is
-    most of the pairs."""
+    experts: a power of two, at least twice the device's mean share of all pairs. None, for one
+    product of all pairs, if this is most of the pairs, or if the pairs are few."""
+    if pairs <= FEW_PAIRS:
+        return None
     step = MAX_BLOCK_ROWS
     while step * experts < 2 * pairs * held:
         step *= 2
