@@ -104,5 +104,5 @@ def test_turns_that_are_short_are_appended_where_the_last_one_was_decoded() -> N
 
 def test_appending_is_refused_where_no_prefill_worker_is_beside() -> None:
     fleet = small_fleet(Mode.CHUNKED)
-    with pytest.raises(ConfigError, match="append_tokens=64 needs prefill workers"):
+    with pytest.raises(ConfigError, match="append_tokens=64 needs prefill and decode workers"):
         replace(fleet, prefix=PrefixConfig(reuse=True, append_tokens=64))
