@@ -55,7 +55,7 @@ class LightningAttention(nnx.Module):
                 out_TNH, kept_RNHH = state_space_step(inputs, kept_RNHH)
             else:
                 out_TNH, kept_RNHH = state_space_runs(inputs, kept_RNHH, runs, shards.platform)
-            return out_TNH, (kept_RNHH.reshape(kept_RNX.shape),)
+            return out_TNH, (kept_RNHH.reshape(-1, *kept_RNX.shape[1:]),)
 
         out_RNH, x_RD = rows_of(recur(advance), rows_R), rows_of(x_TD, rows_R)
         if not x_RD.shape[0]:
