@@ -109,8 +109,10 @@ def prefill_attention(
     elif index is None and prefill_attention_tpu.applies(
         q_TNH, k_TKH, past, platform=platform, device_kind=device_kind, latent=latent is not None
     ):
-        start_T, how["marked"] = first_key(segment_T, window), latent is not None
-        o_TNH = prefill_attention_tpu.attend(*chunk, positions_T, start_T, past, cap=cap, **how)
+        start_T, marked = first_key(segment_T, window), latent is not None
+        o_TNH = prefill_attention_tpu.attend(
+            *chunk, positions_T, start_T, past, cap=cap, marked=marked, **how
+        )
     else:
         o_TNH = _blocks(
             *chunk,
