@@ -6,7 +6,7 @@ meshes, no KV cache."""
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -141,6 +141,11 @@ class Running:
         endless = params.ignore_eos and params.grammar is None
         stops = () if endless else self.tokenizer.eos_ids
         return Request(name, ids, params, (*stops, *params.stop_token_ids))
+
+
+def token_indices(events: Iterable[StreamEvent]) -> list[int]:
+    """Returns the index of each token of the events, which may have several tokens each."""
+    return [event.first_index + at for event in events for at in range(len(event.token_ids))]
 
 
 def collect(events: Sequence[StreamEvent]) -> Collected:

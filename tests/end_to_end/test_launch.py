@@ -18,7 +18,7 @@ from jdisagg.client import Client
 from jdisagg.request import FinishReason
 from models.tokenizer import Tokenizer
 from tests import time_scale
-from tests.end_to_end.clusters import LLAMA, dense_greedy
+from tests.end_to_end.clusters import LLAMA, dense_greedy, token_indices
 from tests.lanes import first_quick
 from tests.programs import CACHE_FLAG
 
@@ -228,7 +228,7 @@ def test_a_server_streams_to_ask_survives_its_death_and_drains_at_sigterm(cache:
         seen = [next(events)]
         server.send_signal(signal.SIGTERM)
         seen += events
-        assert [event.first_index for event in seen if event.token_ids] == list(range(400))
+        assert token_indices(seen) == list(range(400))
         assert (
             seen[-1].finish_reason is FinishReason.LENGTH
             and seen[-1].usage
