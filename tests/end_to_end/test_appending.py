@@ -54,7 +54,7 @@ def appended(commands: Sequence[StepCommand]) -> list[int]:
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("prefill", "decode", "prefill_page", "decode_page"),
-    [("tp=2", "dp=2", 16, 8), ("dp=2", "tp=2", 32, 16)],
+    [("tp=2", "dp=2", 16, 8), pytest.param("dp=2", "tp=2", 32, 16, marks=pytest.mark.slow)],
 )
 async def test_what_the_decode_mesh_appends_changes_no_token(
     prefill: str, decode: str, prefill_page: int, decode_page: int

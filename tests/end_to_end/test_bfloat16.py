@@ -87,8 +87,10 @@ def check_parted(directory: Path, reference: Streams, streams: Streams) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("directory", "prefill", "decode"),
-    [(LLAMA, "tp=2", "dp=2,tp=2"), (MOE, "dp=1,tp=4,ep=4", "dp=4,tp=1,ep=4")],
-    ids=["dense", "experts"],
+    [
+        pytest.param(LLAMA, "tp=2", "dp=2,tp=2", id="dense"),
+        pytest.param(MOE, "dp=1,tp=4,ep=4", "dp=4,tp=1,ep=4", id="experts", marks=pytest.mark.slow),
+    ],
 )
 async def test_layouts_part_only_where_the_choice_was_close(directory, prefill, decode):
     """Which prompts share a chunk, and so which programs run, is a matter of the moment when all

@@ -90,7 +90,15 @@ FORCED: list[Mapping[tuple[str, int], Fault]] = [
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("forced", FORCED, ids=["lost", "late", "refused", "garbled"])
+@pytest.mark.parametrize(
+    "forced",
+    [
+        pytest.param(FORCED[0], id="lost"),
+        pytest.param(FORCED[1], id="late", marks=pytest.mark.slow),
+        pytest.param(FORCED[2], id="refused", marks=pytest.mark.slow),
+        pytest.param(FORCED[3], id="garbled"),
+    ],
+)
 async def test_each_fault_alone_changes_no_token(
     monkeypatch: pytest.MonkeyPatch, forced: Mapping[tuple[str, int], Fault]
 ):

@@ -94,7 +94,7 @@ async def one_by_one(monkeypatch: pytest.MonkeyPatch, directory: Path = LLAMA) -
         (Mode.UNIFIED, "", "tp=1", 1),
         (Mode.CHUNKED, "", "dp=2,tp=2", 4),
         (Mode.DISAGGREGATED, "tp=2", "dp=2", 1),
-        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2", 1, marks=pytest.mark.ci),
+        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2", 1, marks=pytest.mark.slow),
     ],
 )
 async def test_runs_change_no_stream(

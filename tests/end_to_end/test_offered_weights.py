@@ -194,7 +194,11 @@ def test_likewise_in_all_combinations(
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("prefill", "decode", "split"), [("tp=2", "dp=2", "mixed"), ("tp=4", "dp=2,tp=2", "columns")]
+    ("prefill", "decode", "split"),
+    [
+        ("tp=2", "dp=2", "mixed"),
+        pytest.param("tp=4", "dp=2,tp=2", "columns", marks=pytest.mark.slow),
+    ],
 )
 async def test_a_cluster_with_weights_of_another_process_has_the_log_probabilities_of_a_cold_start(
     source: Trainer, others: dict[str, Path], prefill: str, decode: str, split: str
@@ -273,7 +277,9 @@ async def test_an_update_that_is_given_up_during_hand_offs_leaves_streams_as_the
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("mode", [UpdateMode.RECOMPUTE, UpdateMode.DRAIN])
+@pytest.mark.parametrize(
+    "mode", [UpdateMode.DRAIN, pytest.param(UpdateMode.RECOMPUTE, marks=pytest.mark.slow)]
+)
 async def test_workers_without_memory_for_two_copies_sleep_while_they_read(
     source: Trainer, others: dict[str, Path], mode: UpdateMode
 ) -> None:

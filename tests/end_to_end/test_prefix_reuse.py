@@ -137,10 +137,10 @@ async def reference() -> list[object]:
     ("mode", "prefill", "decode", "prefill_page", "decode_page"),
     [
         (Mode.DISAGGREGATED, "tp=2", "dp=2", 16, 8),
-        (Mode.DISAGGREGATED, "dp=2", "tp=2", 32, 16),
+        pytest.param(Mode.DISAGGREGATED, "dp=2", "tp=2", 32, 16, marks=pytest.mark.slow),
         pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2,tp=2", 16, 8, marks=pytest.mark.slow),
         (Mode.CHUNKED, "", "dp=2", 16, 16),
-        (Mode.UNIFIED, "", "tp=2", 16, 8),
+        pytest.param(Mode.UNIFIED, "", "tp=2", 16, 8, marks=pytest.mark.slow),
     ],
 )
 async def test_streams_are_those_of_a_server_that_keeps_nothing(
@@ -158,7 +158,12 @@ async def test_streams_are_those_of_a_server_that_keeps_nothing(
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [("tp=2", "dp=2"), ("dp=2,tp=2", "tp=2"), ("pp=2,tp=2", "tp=2")]
+    ("prefill", "decode"),
+    [
+        ("dp=2,tp=2", "tp=2"),
+        pytest.param("tp=2", "dp=2", marks=pytest.mark.slow),
+        pytest.param("pp=2,tp=2", "tp=2", marks=pytest.mark.slow),
+    ],
 )
 async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_memory(
     prefill: str, decode: str

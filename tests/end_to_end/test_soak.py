@@ -159,7 +159,7 @@ def _give_freed_memory_back() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-@pytest.mark.parametrize("requests", [200, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("requests", [100, pytest.param(2500, marks=pytest.mark.slow)])
 async def test_memory_is_flat_however_requests_end(requests: int):
     async with served(config(context=256, slots=4, decode_page=8, pages=32, growth=1)) as door:
         reference = {

@@ -115,7 +115,7 @@ async def alone() -> list[Collected]:
     ("mode", "prefill", "decode", "steps"),
     [
         pytest.param(Mode.UNIFIED, "tp=1", "tp=1", 1, marks=pytest.mark.slow),
-        (Mode.CHUNKED, "tp=1", "dp=2,tp=2", 4),
+        pytest.param(Mode.CHUNKED, "tp=1", "dp=2,tp=2", 4, marks=pytest.mark.slow),
         (Mode.DISAGGREGATED, "tp=2", "dp=2", 1),
         pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2,tp=2", 4, marks=pytest.mark.slow),
     ],

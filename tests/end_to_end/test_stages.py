@@ -58,8 +58,8 @@ PAIRS = [
     ("prefill", "decode"),
     [
         ("pp=2,tp=2", "pp=3"),
-        pytest.param("pp=2", "tp=1", marks=ci),
-        pytest.param("tp=2", "pp=4", marks=ci),
+        pytest.param("pp=2", "tp=1", marks=slow),
+        pytest.param("tp=2", "pp=4", marks=slow),
         pytest.param("pp=3", "pp=2,dp=2", marks=ci),
     ],
 )
@@ -101,7 +101,10 @@ async def test_a_family_with_other_first_layers_gives_its_tokens(tmp_path: Path)
 @ci
 @pytest.mark.parametrize(
     ("mode", "prefill", "decode", "steps"),
-    [(Mode.DISAGGREGATED, "pp=2", "pp=3", 1), (Mode.CHUNKED, "tp=1", "pp=2,dp=2", 4)],
+    [
+        (Mode.DISAGGREGATED, "pp=2", "pp=3", 1),
+        pytest.param(Mode.CHUNKED, "tp=1", "pp=2,dp=2", 4, marks=slow),
+    ],
 )
 async def test_mixed_requests_all_at_once_give_the_streams_of_each_alone(
     mode: Mode, prefill: str, decode: str, steps: int
@@ -131,7 +134,11 @@ async def test_sequences_that_move_between_stages_and_one_mesh_give_the_streams_
 
 @ci
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [("tp=2", "pp=2"), ("tp=4", "pp=2,tp=2")], ids=["opt-13b", "opt-66b"]
+    ("prefill", "decode"),
+    [
+        pytest.param("tp=2", "pp=2", id="opt-13b", marks=slow),
+        pytest.param("tp=4", "pp=2,tp=2", id="opt-66b"),
+    ],
 )
 async def test_the_placements_of_distserve_with_two_stages_of_decode_give_the_streams_of_each_alone(
     prefill: str, decode: str

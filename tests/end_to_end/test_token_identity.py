@@ -158,8 +158,8 @@ async def outgrow_their_pages(
         pytest.param(Mode.CHUNKED, "tp=1", "tp=1", 58, 1, 0.0, marks=pytest.mark.slow),
         pytest.param(Mode.DISAGGREGATED, "tp=1", "tp=2", 58, 1, 0.25, marks=pytest.mark.slow),
         (Mode.DISAGGREGATED, "tp=2", "dp=2", 56, 1, 0.25),
-        (Mode.CHUNKED, "tp=1", "tp=1", 58, 1, 0.25),
-        (Mode.DISAGGREGATED, "pp=2", "pp=2", 58, 1, 0.25),
+        pytest.param(Mode.CHUNKED, "tp=1", "tp=1", 58, 1, 0.25, marks=pytest.mark.slow),
+        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2", 58, 1, 0.25, marks=pytest.mark.slow),
         pytest.param(Mode.CHUNKED, "tp=1", "pp=2", 58, 4, 0.0, marks=pytest.mark.slow),
     ],
 )

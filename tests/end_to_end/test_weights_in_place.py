@@ -367,7 +367,7 @@ async def test_a_reading_ends_with_its_update_and_the_next_one_begins_at_once(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("mode", ["disaggregated", "chunked"])
+@pytest.mark.parametrize("mode", ["disaggregated", pytest.param("chunked", marks=pytest.mark.slow)])
 async def test_kv_of_old_weights_in_host_memory_and_on_disk_serves_no_request(
     tmp_path: Path, mode: str
 ) -> None:
@@ -394,7 +394,15 @@ async def test_kv_of_old_weights_in_host_memory_and_on_disk_serves_no_request(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("case", ["int8", "experts", "draft layer", "fp8 kv", "adapters", "stages"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "draft layer",
+        "adapters",
+        "stages",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("int8", "experts", "fp8 kv")),
+    ],
+)
 async def test_all_that_is_made_from_weights_is_made_anew(tmp_path: Path, case: str) -> None:
     base = MOE if case == "experts" else LLAMA
     engine = config(prefill="tp=2,ep=2" if case == "experts" else "tp=2", directory=base)
@@ -485,7 +493,7 @@ def device_bytes(run: Running) -> int:
     [
         (1, "tp=2"),
         pytest.param(2, "tp=2", marks=pytest.mark.ci),
-        pytest.param(1, "pp=2", marks=pytest.mark.ci),
+        pytest.param(1, "pp=2", marks=pytest.mark.slow),
     ],
 )
 async def test_a_sleeping_cluster_has_freed_weights_and_pages_and_wakes_with_both(
