@@ -257,7 +257,7 @@ async def test_the_shipped_model_takes_several_tokens_a_step_with_its_own_layer(
 @pytest.mark.parametrize(
     ("name", "drafts"),
     [
-        ("gpt_oss", True),
+        pytest.param("gpt_oss", True, marks=pytest.mark.slow),
         pytest.param("qwen3_next", False, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
         pytest.param("mistral_window", True, marks=pytest.mark.slow),

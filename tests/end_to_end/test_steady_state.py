@@ -48,8 +48,8 @@ def test_the_count_sees_a_compilation():
     [
         (Mode.DISAGGREGATED, "tp=1", "dp=2,tp=2"),
         pytest.param(Mode.DISAGGREGATED, "dp=2,tp=2", "tp=1", marks=pytest.mark.slow),
-        (Mode.CHUNKED, "", "dp=2"),
-        (Mode.DISAGGREGATED, "pp=2", "pp=2"),
+        pytest.param(Mode.CHUNKED, "", "dp=2", marks=pytest.mark.slow),
+        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2", marks=pytest.mark.slow),
     ],
 )
 async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode, monkeypatch):

@@ -122,7 +122,10 @@ async def with_update(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("mode, prefix", [("disaggregated", True), ("chunked", False)])
+@pytest.mark.parametrize(
+    "mode, prefix",
+    [("disaggregated", True), pytest.param("chunked", False, marks=pytest.mark.slow)],
+)
 async def test_running_sequences_keep_accepted_tokens_and_continue_with_the_new_weights(
     tmp_path: Path, mode: str, prefix: bool
 ) -> None:
@@ -561,7 +564,7 @@ async def test_running_requests_wait_for_the_end_of_a_sleep(tmp_path: Path) -> N
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("quantized", ["", "int8"])
+@pytest.mark.parametrize("quantized", ["", pytest.param("int8", marks=pytest.mark.slow)])
 async def test_a_trainer_in_the_process_offers_sharded_arrays_and_each_byte_is_read_once_a_shard(
     tmp_path: Path, quantized: str
 ) -> None:

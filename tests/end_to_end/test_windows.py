@@ -69,7 +69,7 @@ async def test_a_sequence_many_windows_long_holds_no_more_than_one(
     assert executor.pool_bytes == layout.dp * PAGE * (held + rings)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 async def test_nothing_is_compiled_for_windows_once_it_is_warm(tmp_path: Path) -> None:
     directory = golden_copy("gpt_oss", tmp_path)
     prompt, greedy = golden_greedy(directory)

@@ -138,7 +138,9 @@ async def test_a_replica_that_differs_is_broken():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize(
+    "name", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4", "fp8"))]
+)
 async def test_a_lossy_codec_says_whether_what_came_is_what_was_packed(name):
     async with pair("tp=2", "dp=2", codec=name, pages=(16, 8)) as two:
         await two.compute(ROWS, KEY)
@@ -255,8 +257,8 @@ async def test_damage_that_is_not_finite_does_not_stay_in_pages(name):
 @pytest.mark.parametrize(
     ("prefill", "decode", "dtype", "codec_name"),
     [
-        ("tp=1", "tp=4", "bfloat16", "none"),
-        ("dp=2,tp=2", "tp=2", "float32", "none"),
+        pytest.param("tp=1", "tp=4", "bfloat16", "none", marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2", "tp=2", "float32", "none", marks=pytest.mark.slow),
         ("tp=2", "dp=2", "float32", "int8"),
     ],
 )

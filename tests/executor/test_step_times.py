@@ -16,7 +16,7 @@ from tests.executor.meshes import HandChannel, executor
     ("role", "chunks", "steps"),
     [
         (MeshRole(True, False, emit=True), [(64, 0), (64, 192)], []),
-        (MeshRole(False, True), [], [(1, 1), (2, 1), (2, 252)]),
+        pytest.param(MeshRole(False, True), [], [(1, 1), (2, 1), (2, 252)], marks=pytest.mark.slow),
     ],
 )
 def test_a_warm_mesh_measures_its_programs_without_compiling(role, chunks, steps) -> None:

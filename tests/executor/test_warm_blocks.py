@@ -32,7 +32,7 @@ def mixed(codec: str) -> MeshRole:
     [
         pytest.param("tp=4", "dp=2,tp=2", "none", 0, marks=pytest.mark.slow),
         pytest.param("tp=1", "tp=4", "int8", 0, marks=pytest.mark.ci),
-        pytest.param("tp=2", "tp=1", "int4", 0, marks=pytest.mark.ci),
+        pytest.param("tp=2", "tp=1", "int4", 0, marks=pytest.mark.slow),
         pytest.param("tp=2", "dp=2", "none", 32, marks=pytest.mark.ci),
     ],
 )
@@ -64,7 +64,7 @@ async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec,
 @pytest.mark.parametrize(
     ("role", "layouts", "tokens"),
     [
-        pytest.param(mixed("none"), ("tp=2", "tp=2"), (0, 73), id="moves"),
+        pytest.param(mixed("none"), ("tp=2", "tp=2"), (0, 73), id="moves", marks=pytest.mark.slow),
         pytest.param(mixed("int8"), ("tp=2", "tp=2"), (0, 73), id="codec"),
         *(
             pytest.param(

@@ -76,7 +76,7 @@ def test_the_two_workers_on_one_gpu_are_given_it_both_with_half_of_its_memory(
     assert [one["XLA_CLIENT_MEM_FRACTION"] for one in told] == ["0.4500", "0.4500"]
 
 
-LONG = ("handoff", "serve")  # processes of their own, minutes each
+LONG = ("handoff", "serve", "kernels", "prefill")  # a minute of processor time or more
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_processes_that_have_names_for_addresses_serve(tmp_path: Path) -> None:
     assert not load.errors
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_an_update_of_one_process_after_the_other_costs_no_stream(tmp_path: Path) -> None:
     """Updates to a version with longer messages and back again, in other orders, under load."""
     newer = newer_tree(tmp_path / "newer")

@@ -75,7 +75,7 @@ def complete(folder: Path, name: str, task: Task) -> dict[str, object]:
     ("model", "layout"),
     [
         pytest.param(LLAMA, "dp=2,tp=2"),
-        pytest.param(LLAMA, "pp=2,tp=2"),
+        pytest.param(LLAMA, "pp=2,tp=2", marks=pytest.mark.slow),
         pytest.param(LLAMA, "pp=2,dp=2", marks=pytest.mark.slow),
         pytest.param(LLAMA, "tp=4", marks=pytest.mark.slow),
         pytest.param(MOE, "tp=4,ep=4", marks=pytest.mark.slow),
