@@ -307,7 +307,7 @@ METRICS = {
     ],
     "Speed of the simulator, one core": [
         Metric(
-            "8,502 requests on 40 instances, requests a second",
+            "8,502 requests on 40 instances, requests per second",
             "at least 2000",
             "",
             "simulator_speed",

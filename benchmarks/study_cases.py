@@ -132,7 +132,7 @@ class StudyCase:
 
     @cached_property
     def candidates(self) -> dict[Candidate, dict[str, float]]:
-        """With the rate (requests a second of all) that arithmetic allows under each of the
+        """With the rate (requests per second of all) that arithmetic allows under each of the
         limits that are searched."""
         shape, site, demand = (
             geometry(self.setting.model),

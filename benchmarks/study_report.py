@@ -59,7 +59,7 @@ def rate_at_attainment(points: Sequence[tuple[float, float]], wanted: float = 0.
 def goodput_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]],
     wanted: float = 0.9,
-    unit: str = "requests a second",
+    unit: str = "requests per second",
 ) -> "Figure":
     """Plots SLO attainment over request rate, one line for each name in `curves`. The legend gives
     the rate at which each line crosses the attainment `wanted`."""
@@ -251,7 +251,7 @@ def draw(name: str, case: Mapping[str, object], limits: str, folder: Path) -> st
         best = best_of(case, mode, limits)
         if best is not None:
             lines[f"{mode}, {best.name}"] = points_of(curves[f"{mode}: {best.name}"], limits)
-    figure = goodput_curves(lines, WANTED, "requests a second and accelerator")
+    figure = goodput_curves(lines, WANTED, "requests per second and accelerator")
     figure.axes[0].set_title(f"{name}, {limits} limits", fontsize="small")
     file = (
         "study_"

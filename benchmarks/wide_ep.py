@@ -3,9 +3,9 @@ predicts for them.
 
     python -m benchmarks.wide_ep --name=wide_ep
 
-Each row is one step of a saturated pool: output tokens a second of a GPU that decodes, or prompt
-tokens a second of a GPU that prefills. No constant was fitted to these rows. Where the source does
-not state the batch, the assumed batch is marked. The engines and their kernels are those of
+Each row is one step of a saturated pool: output tokens per second of a GPU that decodes, or prompt
+tokens per second of a GPU that prefills. No constant was fitted to these rows. Where the source
+does not state the batch, the assumed batch is marked. The engines and their kernels are those of
 `jdisagg plan --engine` (jdisagg/costs/engines.py)."""
 
 import datetime
@@ -52,7 +52,7 @@ class Deployment:
     assumed: bool = False
 
     def predicted(self, *, overlap: bool = True) -> float:
-        """Returns tokens a second of a GPU."""
+        """Returns tokens per second of a GPU."""
         engine, layout = ENGINES[self.engine], Layout(dp=self.ep, ep=self.ep)
         card = engine.card(accelerator(self.card), MODEL, layout, self.weights)
         kernels = card.kernels if overlap else replace(card.kernels, overlaps=False)
@@ -98,7 +98,7 @@ def figures() -> list[dict[str, object]]:
                 "step": (
                     f"decode, {item.sequences} sequences a GPU of {item.tokens} tokens"
                     if item.sequences
-                    else f"prefill, {item.tokens} tokens a GPU"
+                    else f"prefill, {item.tokens} tokens per GPU"
                 )
                 + (" (assumed)" if item.assumed else ""),
                 "measured": item.measured,

@@ -29,7 +29,7 @@ A100 = accelerator("a100")
 CHUNKS = (512, 2048)
 SCALES = (0.5, 1.0, 2.0)  # of both limits
 CONTEXT = 2048
-QUICK_START = Goal(0.2, 0.1)  # of DistServe's README, which says 1.56 requests a second and GPU
+QUICK_START = Goal(0.2, 0.1)  # of DistServe's README, which says 1.56 requests per second and GPU
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Case:
     published: str
     one: Instance
     two: tuple[tuple[Instance, Instance], ...]
-    guess: float  # requests a second and GPU
+    guess: float  # requests per second and GPU
 
 
 def sharegpt(count: int) -> Sequence[Arrival]:
@@ -272,7 +272,7 @@ def tables(small: bool) -> tuple[list[dict[str, object]], int]:
     tally, requests = Tally(), 150 if small else 1500
     return [
         {
-            "title": "One engine on all sides: requests a second and GPU, 90 % within the limits",
+            "title": "One engine on all sides: requests per second and GPU, 90 % within the limits",
             "columns": [
                 "case", "TTFT, TPOT", "unified", "chunked", "two pools", "over unified",
                 "over chunked", "published, over vLLM",
@@ -280,7 +280,7 @@ def tables(small: bool) -> tuple[list[dict[str, object]], int]:
             "rows": [row for case in CASES for row in compared(case, requests, tally)],
         },
         {
-            "title": "OPT-13B, ShareGPT, one thing changed at a time: requests a second and GPU",
+            "title": "OPT-13B, ShareGPT, one thing changed at a time: requests per second and GPU",
             "columns": ["", "0.2 s, 0.1 s", "0.25 s, 0.1 s", "0.5 s, 0.1 s", "0.25 s, 0.05 s"],
             "rows": stepped(steps(tally), requests),
         },

@@ -31,7 +31,7 @@ H20 = replace(H200, name="h20", peak_flops=148e12, memory_bytes_per_second=4.0e1
 # Matrices in fp8, as they must be for eight H20 to hold them.
 MODEL = replace(geometry("qwen3.5-397b-a17b"), matrix_bits=8)
 ETHERNET = replace(LINKS["ethernet-100g"], name="between sites, 100 Gb/s", latency_seconds=1e-3)
-GOAL = Goal(8.0, 0.025)  # 40 tokens a second, as in the paper; its TTFT is not limited
+GOAL = Goal(8.0, 0.025)  # 40 tokens per second, as in the paper; its TTFT is not limited
 REMOTE, LOCAL = 4, 8  # instances of 8 H200 and of 8 H20
 HOMOGENEOUS = 12  # instances of 8 H20 instead of all of them
 OVERLAP = 8  # groups of layers that leave as they are computed
@@ -190,7 +190,7 @@ def tables(small: bool) -> tuple[list[dict[str, object]], int]:
     rows, chosen = compared(load, tally)
     first = f"at {chosen.rate:.3g} a second: TTFT p50, s"
     near = f"{chosen.prefills} + {LOCAL - chosen.prefills} near instances"
-    columns = ["goodput, requests a second", first, "p90, s", "TPOT p90, ms", "went far",
+    columns = ["goodput, requests per second", first, "p90, s", "TPOT p90, ms", "went far",
                "told apart at tokens", "rightly"]  # fmt: skip
     return [
         {

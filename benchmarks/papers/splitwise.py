@@ -285,8 +285,9 @@ def _over(rate: float, rival: float) -> object:
 def tables(small: bool) -> tuple[list[dict[str, object]], int]:
     bench = Bench(100 if small else 800)
     settings = (Setting(), Setting(trace="code"))
-    columns = ["trace", "design", "machines (prompt + token)", "power", "cost", "requests a second",
-               "over Baseline-A100", "over Baseline-H100", "breaks first"]  # fmt: skip
+    columns = ["trace", "design", "machines (prompt + token)", "power", "cost",
+               "requests per second", "over Baseline-A100", "over Baseline-H100",
+               "breaks first"]  # fmt: skip
     power = [compared(bench, item, "power") for item in settings]
     cost = [compared(bench, item, "cost") for item in settings]
     return [
@@ -301,7 +302,8 @@ def tables(small: bool) -> tuple[list[dict[str, object]], int]:
             "rows": [row for rows, _ in cost for row in rows],
         },
         {
-            "title": "Conversation, the same power, one thing changed at a time: requests a second",
+            "title": "Conversation, the same power, one thing changed at a time: "
+            "requests per second",
             "columns": ["changed", *(design.name for design in TOLD), "AA over A100",
                         "better of HA, HHcap over H100"],
             "rows": changed(bench, power[0][1]),

@@ -24,7 +24,7 @@ from jdisagg.simulator.workloads import Arrival
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 MODEL, CARD, DEVICES = "qwen3-14b", accelerator("a100"), 8
-GUESS = 1.5  # requests a second and GPU
+GUESS = 1.5  # requests per second and GPU
 WHOLE = 8192
 REGIMES = {
     "first token tight": Goal(0.5, 0.2),
@@ -150,7 +150,9 @@ def tables(small: bool) -> tuple[list[dict[str, object]], int]:
     rows, chosen = regimes(requests, tally)
     return [
         {
-            "title": f"{MODEL} on {DEVICES} A100, Azure's conversation: requests a second and GPU",
+            "title": (
+                f"{MODEL} on {DEVICES} A100, Azure's conversation: requests per second and GPU"
+            ),
             "columns": [
                 "limits lean to", "TTFT, TPOT", "one pool", "of", "two pools", "of", "two kinds",
                 "of", "two kinds over the better", "prompts at decode workers",
@@ -159,7 +161,7 @@ def tables(small: bool) -> tuple[list[dict[str, object]], int]:
         },
         {
             "title": "Balanced limits, one thing changed at a time",
-            "columns": ["", "requests a second and GPU", "prompts at decode workers"],
+            "columns": ["", "requests per second and GPU", "prompts at decode workers"],
             "rows": changed(requests, tally, chosen),
         },
     ], tally.runs  # fmt: skip

@@ -21,7 +21,7 @@ from jdisagg.simulator.run import Result, simulate
 SLO = SloLimits(ttft_seconds=1.0, tpot_seconds=0.03)
 ROUTING = RoutingConfig(ttft_slo_seconds=SLO.ttft_seconds, tpot_slo_seconds=SLO.tpot_seconds)
 LENGTHS = workloads.Fixed(1500, 60)
-CAPACITY = 36.0  # requests a second: one H100 prefills 1,500 tokens of an 8B model in 27 ms
+CAPACITY = 36.0  # requests per second: one H100 prefills 1,500 tokens of an 8B model in 27 ms
 SECONDS = 8.0
 
 

@@ -20,7 +20,7 @@ from tests.transfer.world import PATIENCE_SECONDS, World, card
 
 BIG_TOKENS = 1 << 21  # 128 MB
 RESET_SECONDS = time_scale.seconds(5.0)
-# A block that takes several times its limit, at so many bytes a second of each connection.
+# A block that takes several times its limit, at so many bytes per second of each connection.
 SLOW_BYTES, SLOW_RATE, SLOW_LIMIT_SECONDS = 1 << 20, 50_000, 2.0
 
 

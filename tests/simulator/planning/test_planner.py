@@ -39,8 +39,8 @@ Capacity = Callable[[Candidate], float]
 
 
 class Servers:
-    """Serves up to `capacity(candidate)` requests a second in time and all above that late. Records
-    the candidates that were run."""
+    """Serves up to `capacity(candidate)` requests per second in time and all above that late.
+    Records the candidates that were run."""
 
     def __init__(self, capacity: Capacity, late: str = "ttft") -> None:
         self._capacity, self._late = capacity, late
