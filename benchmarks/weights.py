@@ -310,7 +310,7 @@ def _state(model: object) -> object:
 
 
 async def stream(client: AsyncClient, times: list[float]) -> None:
-    async for _ in client.generate(list(range(3, 9)), max_tokens=450, ignore_eos=True):
+    async for _ in client.generate(token_ids=range(3, 9), max_tokens=450, ignore_eos=True):
         times.append(time.monotonic())
 
 
@@ -334,6 +334,8 @@ async def pauses(target: str, folders: list[Path]) -> dict[str, object]:
                 streams: list[list[float]] = [[] for _ in range(_STREAMS.value)]
                 running = [asyncio.create_task(stream(client, one)) for one in streams]
                 while min(map(len, streams)) < 40:
+                    for task in filter(asyncio.Task.done, running):
+                        task.result()  # raises the error of a stream that failed
                     await asyncio.sleep(0.01)
                 calm = gaps(streams, 0.0, time.monotonic())
                 began = time.monotonic()
