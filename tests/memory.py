@@ -1,6 +1,5 @@
 """Bounds the memory of a process that runs many tests: JAX's caches are cleared between two tests
-once they are large. Tracing makes many objects that live for a while, so the garbage collector runs
-rarely: with Python's own thresholds it takes a tenth of the processor time of tests with meshes."""
+once they are large."""
 
 import ctypes
 import gc
@@ -10,7 +9,6 @@ import jax
 import psutil
 
 MUCH = 1.2 * 2**30  # bytes; a test may need half a gigabyte on top
-COLLECT_AFTER = 50_000, 20, 10  # objects, then collections of each younger generation
 
 
 class Memory:
@@ -19,7 +17,6 @@ class Memory:
 
     def __init__(self) -> None:
         self._bound = MUCH
-        gc.set_threshold(*COLLECT_AFTER)
 
     def drop(self) -> None:
         """Runs between two tests. Memory in use stays, and then the bound grows."""

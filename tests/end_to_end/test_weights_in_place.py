@@ -397,15 +397,7 @@ async def test_kv_of_old_weights_in_host_memory_and_on_disk_serves_no_request(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "case",
-    [
-        "draft layer",
-        "adapters",
-        "stages",
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("int8", "experts", "fp8 kv")),
-    ],
-)
+@pytest.mark.parametrize("case", ["draft layer", "adapters", "stages"])
 async def test_all_that_is_made_from_weights_is_made_anew(tmp_path: Path, case: str) -> None:
     base = MOE if case == "experts" else LLAMA
     engine = config(prefill="tp=2,ep=2" if case == "experts" else "tp=2", directory=base)
