@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,6 +45,7 @@ WORDS = (
 )
 TOKENS = 10
 PAGES = PrefixConfig(reuse=True, grain_tokens=16, append_tokens=0, host_gib=0)
+MORE, slow = ("int8", "experts", "fp8 kv"), partial(pytest.param, marks=pytest.mark.slow)
 
 
 async def ask(run: Running, name: str, prompt: str = WORDS, **sampling: object) -> Collected:
@@ -397,7 +399,7 @@ async def test_kv_of_old_weights_in_host_memory_and_on_disk_serves_no_request(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("case", ["draft layer", "adapters", "stages"])
+@pytest.mark.parametrize("case", ["draft layer", "adapters", "stages", *map(slow, MORE)])
 async def test_all_that_is_made_from_weights_is_made_anew(tmp_path: Path, case: str) -> None:
     base = MOE if case == "experts" else LLAMA
     engine = config(prefill="tp=2,ep=2" if case == "experts" else "tp=2", directory=base)
