@@ -96,7 +96,7 @@ def figures() -> list[dict[str, object]]:
                 "source": item.source,
                 "deployment": f"{item.engine}, {item.card}, EP{item.ep}, {item.weights}",
                 "step": (
-                    f"decode, {item.sequences} sequences a GPU of {item.tokens} tokens"
+                    f"decode, {item.sequences} sequences per GPU of {item.tokens} tokens"
                     if item.sequences
                     else f"prefill, {item.tokens} tokens per GPU"
                 )

@@ -160,7 +160,7 @@ def thresholds(load: Load, tally: Tally, chosen: Chosen) -> list[list[object]]:
     fleet, carried = selective(chosen.prefills), chosen.carried
     rows = [
         told("price", fleet, load, carried, chosen.rate, tally),
-        told(f"price, told of at {carried:.3g} a second", fleet, load, carried, carried, tally),
+        told(f"price, told of at {carried:.3g} per second", fleet, load, carried, carried, tally),
     ]
     for threshold in THRESHOLDS:
         fleet = selective(chosen.prefills, threshold)
@@ -188,7 +188,7 @@ def tables(small: bool) -> tuple[list[dict[str, object]], int]:
     tally, requests = Tally(), 120 if small else 500
     load = Load(workload(requests), GOAL, requests)
     rows, chosen = compared(load, tally)
-    first = f"at {chosen.rate:.3g} a second: TTFT p50, s"
+    first = f"at {chosen.rate:.3g} per second: TTFT p50, s"
     near = f"{chosen.prefills} + {LOCAL - chosen.prefills} near instances"
     columns = ["goodput, requests per second", first, "p90, s", "TPOT p90, ms", "went far",
                "told apart at tokens", "rightly"]  # fmt: skip
