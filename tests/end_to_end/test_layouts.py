@@ -25,6 +25,7 @@ from tests.end_to_end.clusters import (
     running,
 )
 from tests.end_to_end.pairwise import pairwise
+from tests.golden.arrays import arrays_of
 from tests.lanes import first_quick
 
 PROMPT = (
@@ -167,7 +168,7 @@ async def test_a_family_gives_the_tokens_of_transformers(
     )
     async with running(sizes) as run:
         done = await check_bytes(run, prompt, greedy, logprobs=1)
-    logits = np.load(directory / "expected.npz")["logits"][len(prompt) - 1].astype(np.float64)
+    logits = arrays_of(directory / "expected.npz")["logits"][len(prompt) - 1].astype(np.float64)
     first = logits[greedy[0]] - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     assert done.logprobs[0][0].logprob == pytest.approx(first, abs=1e-3)
 

@@ -22,6 +22,7 @@ from tests.executor.test_prefill_rows import (
     prefiller,
     prompt,
 )
+from tests.golden.arrays import arrays_of
 
 TOP = 4
 NEAR = 1e-4  # of logarithms as far as -20, in float32
@@ -102,7 +103,7 @@ def test_prompts_are_scored_as_in_a_dense_pass(directory: Path, layout: str) -> 
 def test_prompts_are_scored_as_transformers_does(name: str, layout: str) -> None:
     """Of models whose last layers differ: capped logits, sinks, one latent, a state beside. Two
     devices hold unlike parts of a vocabulary of 131."""
-    expected = np.load(GOLDEN / name / "expected.npz")
+    expected = arrays_of(GOLDEN / name / "expected.npz")
     ids, logits_TV = tuple(expected["prompt"].tolist()), expected["logits"].astype(np.float64)
     want_TV = logits_TV - np.logaddexp.reduce(logits_TV, axis=-1, keepdims=True)
     executor = prefiller(GOLDEN / name, layout)

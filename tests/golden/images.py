@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jdisagg.images import PromptImage
+from tests.golden.arrays import arrays_of
 
 GOLDEN = Path(__file__).parent
 FIXTURES = sorted(path.parent.name for path in GOLDEN.glob("*/images.npz"))
@@ -13,7 +12,7 @@ FIXTURES = sorted(path.parent.name for path in GOLDEN.glob("*/images.npz"))
 
 def golden_images(name: str) -> tuple[Any, tuple[PromptImage, ...]]:
     """Returns the arrays of a fixture, and the two images of its prompt."""
-    found = np.load(GOLDEN / name / "images.npz")
+    found = arrays_of(GOLDEN / name / "images.npz")
     images = [
         PromptImage.of(
             int(start), int(length), tuple(grid.tolist()), found[f"pixels{at}"].tobytes()

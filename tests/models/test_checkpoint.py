@@ -25,6 +25,7 @@ from models.checkpoint import LoadedModel, load_config, load_model
 from models.feed_forward import SparseMLP
 from models.safetensors_files import SafetensorsFiles
 from tests import time_scale
+from tests.golden.arrays import arrays_of
 from tests.lanes import first_quick
 from tests.models.sharded import sharded_logits
 
@@ -95,7 +96,7 @@ def _floats(directory: Path) -> dict[str, np.ndarray]:
     ],
 )
 def test_logits_do_not_depend_on_the_layout(name: str, layout: str) -> None:
-    expected = np.load(GOLDEN / name / "expected.npz")
+    expected = arrays_of(GOLDEN / name / "expected.npz")
     ranks = Layout.parse(layout).dp
     logits_BTV = sharded_logits(
         _load(GOLDEN / name, layout),
@@ -293,7 +294,7 @@ def test_experts_fused_the_other_way_round_are_read_alike(tmp_path: Path) -> Non
     for name in fused:
         tensors[name] = np.ascontiguousarray(np.swapaxes(tensors[name], 1, 2))
     save_file(tensors, directory / "model.safetensors")
-    expected = np.load(directory / "expected.npz")
+    expected = arrays_of(directory / "expected.npz")
     logits_BTV = sharded_logits(_load(directory), expected["prompt"][None])
     assert np.abs(logits_BTV[0] - expected["logits"]).max() < 2e-4
 

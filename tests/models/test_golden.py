@@ -15,6 +15,7 @@ from jdisagg.ops.dense_attention import dense_causal_attend
 from models.catalog import FAMILIES
 from models.checkpoint import load_model
 from models.hf_config import HfConfig
+from tests.golden.arrays import arrays_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FIXTURES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
@@ -27,7 +28,7 @@ def test_every_family_has_a_fixture() -> None:
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_logits_and_greedy_tokens_equal_transformers(name: str) -> None:
-    expected = np.load(GOLDEN / name / "expected.npz")
+    expected = arrays_of(GOLDEN / name / "expected.npz")
     prompt, greedy = expected["prompt"], expected["greedy"]
     model = load_model(GOLDEN / name, Layout(), jax.devices()[:1]).model
     # each greedy token is checked given those before it

@@ -15,6 +15,7 @@ from jdisagg.ops.dense_attention import dense_causal_attend
 from models.checkpoint import load_model
 from models.decoder import Decoder
 from models.linear import AdapterStack
+from tests.golden.arrays import arrays_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FIXTURES = sorted(path.name for path in (GOLDEN / "adapters").iterdir())
@@ -56,7 +57,7 @@ def _stacks(layer: nnx.Module) -> list[tuple[tuple[str, ...], AdapterStack]]:
 @pytest.mark.parametrize("name", FIXTURES)
 def test_logits_equal_those_of_the_merged_checkpoint(name: str) -> None:
     folder = GOLDEN / "adapters" / name
-    expected = np.load(folder / "expected.npz")
+    expected = arrays_of(folder / "expected.npz")
     model = load_model(GOLDEN / name, Layout(), jax.devices()[:1]).model
     count = len(expected["prompt"])
     tokens_T, at_T = jnp.asarray(expected["prompt"], jnp.int32), jnp.arange(count)

@@ -14,6 +14,7 @@ from jdisagg.engine.research.kv_cache import KVCache
 from jdisagg.layout.axes import Layout
 from jdisagg.ops.dense_attention import dense_causal_attend
 from models.checkpoint import LoadedModel, load_model
+from tests.golden.arrays import arrays_of
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CHUNK_TOKENS, CONTEXT_TOKENS = 16, 112
@@ -31,7 +32,7 @@ class Expected(NamedTuple):
 
 
 def hugging_face(name: str) -> Expected:
-    found = np.load(GOLDEN / name / "expected.npz")
+    found = arrays_of(GOLDEN / name / "expected.npz")
     return Expected(found["prompt"].tolist(), found["greedy"].tolist(), found["logits"])
 
 
