@@ -9,8 +9,20 @@ import pytest
 
 def first_quick(cases: Iterable[Sequence[object]], quick: int = 1) -> list[object]:
     """Returns cases for `parametrize`: all but the first `quick` are in lane `ci`."""
+    return _later(cases, quick, pytest.mark.ci)
+
+
+def first_ci(cases: Iterable[Sequence[object]], ci: int = 1) -> list[object]:
+    """Returns cases for `parametrize` of a test in lane `ci`: all but the first `ci` are slow."""
+    return _later(cases, ci, pytest.mark.slow)
+
+
+def _later(
+    cases: Iterable[Sequence[object]], first: int, mark: pytest.MarkDecorator
+) -> list[object]:
+    """Marks all but the first cases."""
     return [
-        case if number < quick else pytest.param(*case, marks=pytest.mark.ci)
+        case if number < first else pytest.param(*case, marks=mark)
         for number, case in enumerate(cases)
     ]
 

@@ -6,7 +6,7 @@ meshes, no KV cache."""
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from launch.model import loader
 from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
 from tests.fakes.cluster import Collected
+from tests.golden.arrays import arrays_of
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -44,7 +45,7 @@ def golden_copy(name: str, folder: Path) -> Path:
 
 def golden_greedy(directory: Path) -> tuple[list[int], list[int]]:
     """A prompt and the greedy tokens that transformers gives next."""
-    found = np.load(directory / "expected.npz")
+    found = arrays_of(directory / "expected.npz")
     return found["prompt"].tolist(), found["greedy"].tolist()
 
 
@@ -141,11 +142,6 @@ class Running:
         endless = params.ignore_eos and params.grammar is None
         stops = () if endless else self.tokenizer.eos_ids
         return Request(name, ids, params, (*stops, *params.stop_token_ids))
-
-
-def token_indices(events: Iterable[StreamEvent]) -> list[int]:
-    """Returns the index of each token of the events, which may have several tokens each."""
-    return [event.first_index + at for event in events for at in range(len(event.token_ids))]
 
 
 def collect(events: Sequence[StreamEvent]) -> Collected:

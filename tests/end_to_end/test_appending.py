@@ -23,6 +23,7 @@ from tests import time_scale
 from tests.end_to_end import test_prefix_reuse
 from tests.end_to_end.clusters import LLAMA, config, dense_greedy, running
 from tests.end_to_end.test_cluster import PROMPT, all_free, cluster, wait_until
+from tests.lanes import first_ci
 from tests.router.fleets import H100
 from tests.worker.test_appending import SLOW
 
@@ -54,7 +55,7 @@ def appended(commands: Sequence[StepCommand]) -> list[int]:
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("prefill", "decode", "prefill_page", "decode_page"),
-    [("tp=2", "dp=2", 16, 8), pytest.param("dp=2", "tp=2", 32, 16, marks=pytest.mark.slow)],
+    first_ci([("tp=2", "dp=2", 16, 8), ("dp=2", "tp=2", 32, 16)]),
 )
 async def test_what_the_decode_mesh_appends_changes_no_token(
     prefill: str, decode: str, prefill_page: int, decode_page: int

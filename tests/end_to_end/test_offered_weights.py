@@ -34,7 +34,7 @@ from tests.end_to_end.pairwise import pairwise
 from tests.end_to_end.process_matrix.cases import DECODES, DTYPES, PREFILLS
 from tests.end_to_end.test_weights_in_place import TOKENS, WORDS, ask, cold, device_bytes, versions
 from tests.end_to_end.trainer import SPLITS, Trainer, trainer, trainers
-from tests.lanes import first_quick
+from tests.lanes import first_ci, first_quick
 
 # The source's form: tensors of a checkpoint in some sharding, or the parameters of a worker with
 # some layout.
@@ -195,10 +195,7 @@ def test_likewise_in_all_combinations(
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("prefill", "decode", "split"),
-    [
-        ("tp=2", "dp=2", "mixed"),
-        pytest.param("tp=4", "dp=2,tp=2", "columns", marks=pytest.mark.slow),
-    ],
+    first_ci([("tp=2", "dp=2", "mixed"), ("tp=4", "dp=2,tp=2", "columns")]),
 )
 async def test_a_cluster_with_weights_of_another_process_has_the_log_probabilities_of_a_cold_start(
     source: Trainer, others: dict[str, Path], prefill: str, decode: str, split: str
@@ -277,9 +274,7 @@ async def test_an_update_that_is_given_up_during_hand_offs_leaves_streams_as_the
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "mode", [UpdateMode.DRAIN, pytest.param(UpdateMode.RECOMPUTE, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("mode",), first_ci([(UpdateMode.DRAIN,), (UpdateMode.RECOMPUTE,)]))
 async def test_workers_without_memory_for_two_copies_sleep_while_they_read(
     source: Trainer, others: dict[str, Path], mode: UpdateMode
 ) -> None:

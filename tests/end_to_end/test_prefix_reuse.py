@@ -19,6 +19,7 @@ from jdisagg.worker import disk_tier, host_pieces
 from tests import time_scale
 from tests.end_to_end.clusters import Running, config, running
 from tests.fakes.cluster import Collected
+from tests.lanes import first_ci
 
 WORDS = ("once upon a time there was a little dog who lived in the forest").split()  # noqa: SIM905
 
@@ -159,11 +160,7 @@ async def test_streams_are_those_of_a_server_that_keeps_nothing(
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [
-        ("dp=2,tp=2", "tp=2"),
-        pytest.param("tp=2", "dp=2", marks=pytest.mark.slow),
-        pytest.param("pp=2,tp=2", "tp=2", marks=pytest.mark.slow),
-    ],
+    first_ci([("dp=2,tp=2", "tp=2"), ("tp=2", "dp=2"), ("pp=2,tp=2", "tp=2")]),
 )
 async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_memory(
     prefill: str, decode: str

@@ -19,6 +19,7 @@ from tests.end_to_end.clusters import LLAMA, dense_greedy
 from tests.end_to_end.process_matrix.cases import ALL, CHUNK_TOKENS, NEW_TOKENS, PAIRWISE, Case
 from tests.end_to_end.process_matrix.processes import PROMPT_IDS, Matrix, in_process, two_processes
 from tests.end_to_end.test_bfloat16 import check_parted
+from tests.lanes import first_ci
 
 pytestmark = pytest.mark.ci
 
@@ -105,18 +106,12 @@ async def check(matrix: Matrix, case: Case, channel: str = "transfer engine") ->
 
 
 # Each layout and both page sizes, dtypes and codecs once; every pair of them is in the slow lane.
-SOME = [
-    pytest.param(case, marks=pytest.mark.slow) if number >= 5 else case
-    for number, case in enumerate(PAIRWISE)
-]
-
-
-@pytest.mark.parametrize("case", SOME, ids=str)
+@pytest.mark.parametrize(("case",), first_ci(zip(PAIRWISE), 5), ids=str)
 async def test_two_processes_move_kv_and_give_the_tokens_of_one(matrix: Matrix, case: Case):
     await check(matrix, case)
 
 
-@pytest.mark.parametrize("case", SOME[:2], ids=str)
+@pytest.mark.parametrize("case", PAIRWISE[:2], ids=str)
 async def test_likewise_from_device_to_device(lending: Matrix, case: Case):
     await check(lending, case, "CUDA memory")
 

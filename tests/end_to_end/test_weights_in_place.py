@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +36,7 @@ from tests.end_to_end.clusters import LLAMA, MOE, Running, collect, config, dens
 from tests.end_to_end.other_weights import flip, perturbed, with_sums
 from tests.end_to_end.test_adapters import named, with_slots
 from tests.fakes.cluster import Collected
+from tests.lanes import first_ci
 from tests.models.next_token_checkpoints import with_next_token_layer
 
 WORDS = (
@@ -45,7 +45,7 @@ WORDS = (
 )
 TOKENS = 10
 PAGES = PrefixConfig(reuse=True, grain_tokens=16, append_tokens=0, host_gib=0)
-MORE, slow = ("int8", "experts", "fp8 kv"), partial(pytest.param, marks=pytest.mark.slow)
+MADE = ("draft layer", "adapters", "stages", "int8", "experts", "fp8 kv")  # from weights
 
 
 async def ask(run: Running, name: str, prompt: str = WORDS, **sampling: object) -> Collected:
@@ -125,8 +125,7 @@ async def with_update(
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "mode, prefix",
-    [("disaggregated", True), pytest.param("chunked", False, marks=pytest.mark.slow)],
+    ("mode", "prefix"), first_ci([("disaggregated", True), ("chunked", False)])
 )
 async def test_running_sequences_keep_accepted_tokens_and_continue_with_the_new_weights(
     tmp_path: Path, mode: str, prefix: bool
@@ -372,7 +371,7 @@ async def test_a_reading_ends_with_its_update_and_the_next_one_begins_at_once(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("mode", ["disaggregated", pytest.param("chunked", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mode",), first_ci([("disaggregated",), ("chunked",)]))
 async def test_kv_of_old_weights_in_host_memory_and_on_disk_serves_no_request(
     tmp_path: Path, mode: str
 ) -> None:
@@ -399,7 +398,7 @@ async def test_kv_of_old_weights_in_host_memory_and_on_disk_serves_no_request(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("case", ["draft layer", "adapters", "stages", *map(slow, MORE)])
+@pytest.mark.parametrize(("case",), first_ci(zip(MADE), 3))
 async def test_all_that_is_made_from_weights_is_made_anew(tmp_path: Path, case: str) -> None:
     base = MOE if case == "experts" else LLAMA
     engine = config(prefill="tp=2,ep=2" if case == "experts" else "tp=2", directory=base)
@@ -558,7 +557,7 @@ async def test_running_requests_wait_for_the_end_of_a_sleep(tmp_path: Path) -> N
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("quantized", ["", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("quantized",), first_ci([("",), ("int8",)]))
 async def test_a_trainer_in_the_process_offers_sharded_arrays_and_each_byte_is_read_once_a_shard(
     tmp_path: Path, quantized: str
 ) -> None:

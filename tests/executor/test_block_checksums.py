@@ -13,7 +13,7 @@ from jdisagg.errors import HandoffError
 from jdisagg.messages.step_commands import DisconnectPeer, ExtractBlock, ExtractResult, PullBlock
 from jdisagg.transfer.codec import codec
 from tests.executor.meshes import PEER, Pair
-from tests.lanes import first_quick
+from tests.lanes import first_ci, first_quick
 from tests.ops.test_checksum import twin
 
 KEY = 0xC0FFEE_0123456789
@@ -138,9 +138,7 @@ async def test_a_replica_that_differs_is_broken():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "name", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4", "fp8"))]
-)
+@pytest.mark.parametrize(("name",), first_ci([("int8",), ("int4",), ("fp8",)]))
 async def test_a_lossy_codec_says_whether_what_came_is_what_was_packed(name):
     async with pair("tp=2", "dp=2", codec=name, pages=(16, 8)) as two:
         await two.compute(ROWS, KEY)
@@ -256,11 +254,13 @@ async def test_damage_that_is_not_finite_does_not_stay_in_pages(name):
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("prefill", "decode", "dtype", "codec_name"),
-    [
-        pytest.param("tp=1", "tp=4", "bfloat16", "none", marks=pytest.mark.slow),
-        pytest.param("dp=2,tp=2", "tp=2", "float32", "none", marks=pytest.mark.slow),
-        ("tp=2", "dp=2", "float32", "int8"),
-    ],
+    first_ci(
+        [
+            ("tp=2", "dp=2", "float32", "int8"),
+            ("tp=1", "tp=4", "bfloat16", "none"),
+            ("dp=2,tp=2", "tp=2", "float32", "none"),
+        ]
+    ),
 )
 async def test_a_block_of_several_layer_groups_sums_to_what_they_sum_to_apart(
     prefill, decode, dtype, codec_name
