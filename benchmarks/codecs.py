@@ -22,8 +22,8 @@ from absl import app, flags
 
 from benchmarks.measure import save
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
-from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.layout.axes import Layout
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.ops.kv_pages import as_kept, as_read

@@ -214,8 +214,9 @@ class DevicelessPrograms(Programs):
         donate: tuple[int, ...] = (),
     ) -> Callable[..., Any]:
         name, began = self._key, time.monotonic()
-        with use_abstract_mesh(self._abstract):
-            lowered = self._lower(self._abstract, body, arguments, in_specs, out_specs, donate)
+        specs = in_specs, out_specs, donate
+        with use_abstract_mesh(self._abstract), self.precision():
+            lowered = self._trace(self._abstract, body, arguments, *specs).lower()
             read = self._bytes_of(arguments, in_specs, donate)
             compiled, counted = self._counted(lowered, name, read)
         memory = compiled.memory_analysis()

@@ -33,8 +33,8 @@ from benchmarks import plain_loop
 from benchmarks.measure import paired, save
 from benchmarks.measured_model import NoText, load
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
-from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.layout.axes import Layout
 from jdisagg.request import Request, SamplingParams
 from jdisagg.worker.decode_worker import DecodeWorker

@@ -27,8 +27,8 @@ from absl import app, flags
 from benchmarks.measure import save
 from benchmarks.measured_model import NoText
 from jdisagg.config import SPECULATE, EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
-from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import EmbeddedCluster
+from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.messages.step_commands import DecodeResult, DecodeSteps
 from jdisagg.request import Request, SamplingParams
 from jdisagg.scheduler.decode_batches import DecodeBatches

@@ -39,10 +39,10 @@ from benchmarks.peers.contender import DRIVERS, PeerEngine, Tokens, check_same, 
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.prompts import ModelInfo
-from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.host_settings import keep_freed_memory
 from jdisagg.errors import ConfigError, JdisaggError
+from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.layout.axes import Layout
 from jdisagg.ops.parameters import layout_mesh
 from jdisagg.request import Request, SamplingParams

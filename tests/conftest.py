@@ -15,7 +15,7 @@ if "xla_force_host_platform_device_count" not in _flags:
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from jdisagg.engine.compilation import use_compilation_cache  # noqa: E402
+from jdisagg.executor.program_cache import use_compilation_cache  # noqa: E402
 from tests.cost import Cost  # noqa: E402
 from tests.lanes import sort_into_lanes  # noqa: E402
 from tests.memory import Memory  # noqa: E402

@@ -55,7 +55,7 @@ def _run(part: str, out: Path, small: bool, seconds: float, only: str, programs:
     if small:
         os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, for children too
     from benchmarks.device_day.day import Day, table
-    from jdisagg.engine.compilation import use_compilation_cache
+    from jdisagg.executor.program_cache import use_compilation_cache
 
     use_compilation_cache(programs)
     day = Day(part, out, small, seconds, only)

@@ -21,7 +21,7 @@ from benchmarks.soak.cluster import ChaosCluster, Shape
 from benchmarks.soak.load import known_kinds
 from benchmarks.soak.report import summary, table
 from benchmarks.soak.scenarios import Harness, Outcome, all_scenarios
-from jdisagg.engine.compilation import use_compilation_cache
+from jdisagg.executor.program_cache import use_compilation_cache
 
 
 def main() -> int:

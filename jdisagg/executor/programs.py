@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jdisagg.executor.program_store import ProgramStore
 from jdisagg.layout.platforms import traits_of
 from jdisagg.ops.device_layout import kept_format
 
@@ -73,7 +74,10 @@ class Programs:
     """The compiled programs of one mesh. Thread-safe, so that warm-up can compile several at
     once.
 
-    The first pipeline stage of an instance also holds the programs of the `later` stages."""
+    The first pipeline stage of an instance also holds the programs of the `later` stages.
+
+    `store` finds programs of earlier processes. The owner sets it, because only the owner can name
+    what its programs are made of. It is not used by a mesh of several processes."""
 
     def __init__(self, mesh: Mesh, *later: Mesh) -> None:
         self.mesh = mesh
@@ -84,6 +88,7 @@ class Programs:
         )
         self._compilations = 0
         self.compiler_options: dict[str, str | bool] = {}
+        self.store: ProgramStore | None = None
         self._by_rank = NamedSharding(mesh, RANK)
         self._built: dict[Hashable, Callable[..., Any]] = {}
         self._lock = threading.Lock()
@@ -189,8 +194,12 @@ class Programs:
             with building:  # a thread that needs the same program waits for it
                 program = self._built.get(key)
                 if program is None:
-                    with _short_turns:
-                        program = build()
+                    self._this_thread.key = key  # for `compile`, which `build` calls
+                    try:
+                        with _short_turns:
+                            program = build()
+                    finally:
+                        self._this_thread.key = None
                     with self._lock:
                         self._built[key] = program
                         self._compilations += 1
@@ -223,10 +232,23 @@ class Programs:
                 otherwise XLA does not alias them.
             donate: Indices of donated arguments.
         """
-        lowered = self._lower(self.mesh, body, arguments, in_specs, out_specs, donate)
-        return lowered.compile(compiler_options=self.compiler_options)
+        specs, options = (in_specs, out_specs, donate), self.compiler_options
+        trace = lambda: self._trace(self.mesh, body, arguments, *specs)  # noqa: E731
+        store, key, name = self.store, getattr(self._this_thread, "key", None), None
+        if store is not None and key is not None and not self.spans_processes:
+            forms = jax.tree.map(lambda array: (array.shape, str(array.dtype)), arguments)
+            name = store.name(body.__qualname__, key, forms, specs, options)
+        with self.precision():
+            if store is None or name is None:
+                return trace().lower().compile(compiler_options=options)
+            return store.load(name) or store.compile(name, trace, options)
 
-    def _lower(
+    def precision(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context with the platform's precision of float32 products, in which programs
+        are traced and lowered."""
+        return jax.default_matmul_precision(traits_of(self.platform).float32_precision)
+
+    def _trace(
         self,
         mesh: Mesh | AbstractMesh,
         body: Callable[..., Any],
@@ -234,7 +256,7 @@ class Programs:
         in_specs: tuple[Any, ...],
         out_specs: Any,
         donate: tuple[int, ...],
-    ) -> jax.stages.Lowered:
+    ) -> jax.stages.Traced:
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
@@ -246,11 +268,9 @@ class Programs:
         abstract = jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arguments, in_shardings
         )
-        jitted = jax.jit(
+        return jax.jit(
             mapped, in_shardings=in_formats, out_shardings=out_formats, donate_argnums=donate
-        )
-        with jax.default_matmul_precision(traits_of(self.platform).float32_precision):
-            return jitted.lower(*abstract)
+        ).trace(*abstract)
 
     def _formats(self, arrays: Any, specs: Any) -> Any:
         """Returns the shardings of a program's arguments or results. On platforms that need it,

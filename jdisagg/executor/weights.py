@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from jdisagg.executor.digests import digest
 from jdisagg.layout.axes import MESH_AXES, TP_AXES, Layout
 from jdisagg.model_api import AdapterSize, Model, ModulePath, Shards
 from jdisagg.ops.parameters import param_specs
@@ -47,21 +48,31 @@ class Part:
     stacks: tuple[StackPlace, ...] = ()
 
     @cached_property
-    def structure(self) -> object:
+    def structure(self) -> "Structure":
         """Key by which programs are shared: parts with the same key run in the same program."""
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in self.leaves)
-        return _key((self.graphdef, self.treedef, shapes, self.specs))
+        return _structure((self.graphdef, self.treedef, shapes, self.specs))
 
     def merge(self, leaves: Sequence[jax.Array]) -> nnx.Module:
         """Rebuilds the module around `leaves`, which may be a device's shards or traced arrays."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))  # type: ignore[arg-type]
 
 
-@cache
-def _key(structure: tuple[object, ...]) -> object:
-    """Returns one object for all equal structures. To hash a structure takes 0.1 ms, which would be
-    spent on each layer of each chunk."""
-    return object()
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Everything of a part on which its programs depend. There is one object for all equal
+    structures, compared by identity. To hash a structure takes 0.1 ms, which would be spent on each
+    layer of each chunk."""
+
+    made_of: tuple[object, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash that is equal in all processes. Raises IndigestibleError if there is none."""
+        return digest(self.made_of)
+
+
+_structure = cache(Structure)
 
 
 Zeros = Callable[[tuple[int, ...], jnp.dtype, PartitionSpec], jax.Array]
@@ -128,6 +139,15 @@ class Weights:
         """The parts outside the layers that a step on this mesh needs. None on a mesh between the
         first and the last stage."""
         return self.stem if self.begins else self.head if self.ends else None
+
+    @property
+    def digest(self) -> str:
+        """Hash of what programs depend on, without the arrays. Raises IndigestibleError if there is
+        none."""
+        vision = None if self.vision is None else (len(self.vision.blocks), self.vision.deep_after)
+        parts = [(part.structure, part.stacks) for part in self.parts]
+        drafts = self.next_token is not None
+        return digest(parts, drafts, vision, self.width, jnp.dtype(self.dtype), self.held)
 
     @cached_property
     def taps(self) -> tuple[int, ...]:

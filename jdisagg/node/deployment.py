@@ -18,7 +18,6 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.prompts import ChatTokenizer, ModelInfo
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.served_adapters import CheckAdapter, ServedAdapters
-from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster, devices_of
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.host_settings import keep_freed_memory
@@ -34,6 +33,7 @@ from jdisagg.engine.memory_plan import (
 from jdisagg.engine.prefix_defaults import engine_defaults, fit_with_defaults
 from jdisagg.engine.replica import Loaded, LoadModel
 from jdisagg.errors import ConfigError
+from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.executor.weight_swaps import WeightsSource
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout

@@ -26,6 +26,11 @@ def switch_off(names: Iterable[str]) -> None:
     _off.update(names)
 
 
+def switched_off() -> frozenset[str]:
+    """Returns the names of the kernels that are switched off."""
+    return frozenset(_off)
+
+
 def usable(name: str) -> bool:
     """Returns whether a kernel is enabled. The kernel must also support the platform and the
     sizes."""

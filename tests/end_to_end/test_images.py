@@ -162,10 +162,14 @@ async def test_moved_sequences_keep_their_positions(tmp_path: Path) -> None:
         assert isinstance(cluster, TwoDecoders)
         moving = asyncio.create_task(cluster.move_some())
         requests = [asked(run, prompt, images, f"r{at}", max_tokens=100) for at in range(3)]
-        done = await run.complete_all(requests)
+        done = []
+        for _ in range(6):  # a sequence may end before the programs that move it are compiled
+            done += await run.complete_all(requests)
+            if cluster.first.counters["sequences_moved"]:
+                break
         moving.cancel()
         assert cluster.first.counters["sequences_moved"] > 0
-    assert [one.tokens for one in done] == [expected] * 3
+    assert [one.tokens for one in done] == [expected] * len(done)
 
 
 @pytest.mark.ci

@@ -17,10 +17,10 @@ import jax
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
-from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.engine.limits import mesh_limits, stage_cut
 from jdisagg.errors import UnavailableError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
+from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.executor.programs import Programs
 from jdisagg.instance.processes import ProcessGroup, join_instance
 from jdisagg.layout.axes import Layout

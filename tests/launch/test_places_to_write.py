@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.engine.compilation import use_compilation_cache
 from jdisagg.errors import ConfigError
+from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.node.cluster_log import ClusterLog
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from tests.launch.script_ends import ends

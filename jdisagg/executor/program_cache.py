@@ -6,7 +6,8 @@ import fcntl
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import jax
@@ -59,16 +60,29 @@ class ProgramCache(CacheInterface):
     def __init__(self, path: Path, longest_wait: float = LONGEST_WAIT_SECONDS) -> None:
         self._path = path
         self._longest_wait = longest_wait
-        self._compiling = threading.local()  # .lock: the locked file of the thread's key
+        # .lock: the locked file of the thread's key; .asked: the list of `keys_asked`
+        self._compiling = threading.local()
+
+    @contextmanager
+    def keys_asked(self) -> Iterator[list[str]]:
+        """Returns a context that yields a list, to which `get` adds the keys that JAX asks for on
+        this thread."""
+        self._compiling.asked = asked = []
+        try:
+            yield asked
+        finally:
+            self._compiling.asked = None
 
     def get(self, key: str) -> bytes | None:
         self._unlock()  # the thread's earlier compilation failed or could not be written
-        entry = self._read(key)
+        if (asked := getattr(self._compiling, "asked", None)) is not None:
+            asked.append(key)
+        entry = self.read(key)
         if entry is not None or jax.process_count() > 1:
             # Processes of an instance compile in lockstep, so none may wait for another instance.
             return entry
         self._lock(key)
-        entry = self._read(key)
+        entry = self.read(key)
         if entry is not None:
             self._unlock()
         return entry
@@ -76,12 +90,9 @@ class ProgramCache(CacheInterface):
     def put(self, key: str, value: bytes) -> None:
         """Writes an entry. Replaces an existing file, because JAX compiles only if the file could
         not be read."""
-        new = self._path / f"{key}-{os.getpid()}-{threading.get_ident()}.new"
         try:
-            new.write_bytes(value)
-            new.replace(self._entry(key))
+            self.write(key, value)
         finally:
-            new.unlink(missing_ok=True)
             self._unlock()
             self._lock_file(key).unlink(missing_ok=True)
 
@@ -97,11 +108,21 @@ class ProgramCache(CacheInterface):
     def _lock_file(self, key: str) -> Path:
         return self._path / f"{key}-lock"
 
-    def _read(self, key: str) -> bytes | None:
+    def read(self, key: str) -> bytes | None:
+        """Returns an entry, or None if there is none. Never waits for another process."""
         try:
             return self._entry(key).read_bytes()
         except FileNotFoundError:
             return None
+
+    def write(self, key: str, value: bytes) -> None:
+        """Writes an entry in one step, so that no reader sees a part of it."""
+        new = self._path / f"{key}-{os.getpid()}-{threading.get_ident()}.new"
+        try:
+            new.write_bytes(value)
+            new.replace(self._entry(key))
+        finally:
+            new.unlink(missing_ok=True)
 
     def _lock(self, key: str) -> None:
         """Waits for the lock on an entry. If locking fails, the program is compiled without a

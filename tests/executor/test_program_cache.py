@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax._src import compilation_cache as jax_cache
 
-from jdisagg.engine.compilation import ProgramCache
+from jdisagg.executor.program_cache import ProgramCache
 from tests.programs import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ COMPILES = """
 import json, os, sys, time
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, jax.numpy as jnp
-from jdisagg.engine.compilation import use_compilation_cache
+from jdisagg.executor.program_cache import use_compilation_cache
 
 folder, count = sys.argv[1], int(sys.argv[2])
 use_compilation_cache(folder)
@@ -99,7 +99,7 @@ def test_a_compiler_that_is_killed_holds_nobody_up(tmp_path: Path) -> None:
             sys.executable,
             "-c",
             "import sys, time; from pathlib import Path\n"
-            "from jdisagg.engine.compilation import ProgramCache\n"
+            "from jdisagg.executor.program_cache import ProgramCache\n"
             "assert ProgramCache(Path(sys.argv[1])).get('a') is None\n"
             "print('compiling', flush=True); time.sleep(600)",
             str(tmp_path),

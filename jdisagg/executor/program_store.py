@@ -1,0 +1,246 @@
+"""Finds a compiled program of an earlier process without tracing it.
+
+JAX's compilation cache (`program_cache.py`) finds an executable by the text of the lowered program.
+Tracing and lowering every program takes most of the time of a start whose executables are all in
+the cache. An entry of this store has a name that is known before: a digest of everything from which
+the text follows. It holds the key of the executable in JAX's cache, and what JAX needs besides the
+executable to call it. It is in the same folder, and is a pickle: as with JAX's own entries, which
+are machine code, only trusted users may write to the folder.
+
+The name covers the sources of this project, which a process can replace at run time: a notebook
+tries another attention, a test injects a fault. An entry therefore also holds the digests of the
+modules that were loaded when its program was traced, and is used only where the same modules are
+loaded unchanged, or not loaded. A program made of something without a digest, such as a model class
+of another package, is traced."""
+
+import functools
+import importlib.metadata
+import io
+import logging
+import os
+import pickle
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+# As in `program_cache.py`; `jax.experimental.serialize_executable` is the model of what is kept.
+# Unlike it, the executable's bytes stay in JAX's cache: on CPUs, an executable that was read from
+# the cache cannot be serialized again.
+from jax._src import compilation_cache as jax_cache
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax.sharding import Mesh
+
+from jdisagg.executor.digests import (
+    IndigestibleError,
+    LoadedCode,
+    differing,
+    digest,
+    digest_of_sources,
+)
+from jdisagg.executor.program_cache import ProgramCache
+from jdisagg.ops.optional_kernels import switched_off
+
+log = logging.getLogger(__name__)
+
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+# Settings of JAX that do not change programs, by the beginnings of their names.
+_OTHER_SETTINGS = (
+    *("jax_compilation_cache", "jax_persistent_cache", "jax_debug_log", "jax_dump", "jax_log"),
+    *("jax_logging", "jax_platforms", "jax_platform_name", "jax_traceback", "jax_tracer"),
+)
+
+_loaded_code = LoadedCode()
+
+
+class Entry(NamedTuple):
+    """A stored program.
+
+    Attributes:
+        executable: Key of the executable in JAX's cache.
+        code: Digests of the modules that were loaded when the program was traced.
+        call: Pickled description of the executable, its arguments and results.
+    """
+
+    executable: str
+    code: dict[str, str]
+    call: bytes
+
+
+def program_store(mesh: Mesh, *made_of: object) -> "ProgramStore | None":
+    """Returns the store of a mesh's programs. Returns None if something that they are made of has
+    no digest.
+
+    Args:
+        made_of: What the owner of the programs was made of: model, layout, limits, role. Together
+            with a program's key and arguments it must determine the program.
+    """
+    try:
+        return ProgramStore(mesh, digest(made_of))
+    except IndigestibleError as error:
+        log.info("programs are traced at each start: %s has no digest", error)
+        return None
+
+
+class ProgramStore:
+    """The stored programs of one mesh, made by `program_store`. Thread-safe."""
+
+    def __init__(self, mesh: Mesh, made_of: str) -> None:
+        self._devices = list(mesh.devices.flat)
+        devices = [(device.id, device.device_kind) for device in self._devices]
+        self._made_of = digest(mesh.axis_names, mesh.devices.shape, devices, made_of)
+        self._client = self._devices[0].client
+        self.found = 0
+
+    def name(self, *program: object) -> str | None:
+        """Returns the name of a program, or None if it cannot be stored.
+
+        Args:
+            program: Its key, abstract arguments and options.
+        """
+        try:
+            return digest(self._made_of, _surroundings(self._client), _settings(), program)
+        except IndigestibleError as error:
+            log.debug("a program is not stored: %s has no digest", error)
+            return None
+
+    def load(self, name: str) -> Callable[..., Any] | None:
+        """Returns a stored program. Returns None if there is none, if the code that it was traced
+        from was replaced, or if it cannot be read."""
+        cache = self._cache()
+        stored = cache.read(f"{name}-program") if cache else None
+        if cache is None or stored is None:
+            return None
+        try:
+            entry: Entry = pickle.loads(stored)
+            changed = differing(entry.code, _loaded_code.digests())
+            executable = None if changed else cache.read(entry.executable)
+            if executable is None:
+                return None
+            program = self._call(entry.call, executable)
+        except Exception as error:  # written by another version, or cut short
+            log.warning("a stored program cannot be read and is compiled again: %s", error)
+            return None
+        self.found += 1
+        return program
+
+    def compile(
+        self, name: str, trace: Callable[[], jax.stages.Traced], options: dict[str, str | bool]
+    ) -> jax.stages.Compiled:
+        """Calls `trace`, compiles the program, and stores it."""
+        if (cache := self._cache()) is None:
+            return trace().lower().compile(compiler_options=options)
+        before = _loaded_code.digests()
+        traced = trace()
+        lowered = traced.lower()
+        after = _loaded_code.digests()
+        with cache.keys_asked() as keys:
+            program = lowered.compile(compiler_options=options)
+        # The values of arrays on a device, such as weights, are not part of the name. Without a
+        # key, the executable is not in JAX's cache.
+        values = any(isinstance(constant, jax.Array) for constant in traced.jaxpr.consts)
+        if len(keys) == 1 and not values and not differing(before, after):
+            try:
+                entry = Entry(keys[0], after, _description(program))
+                cache.write(f"{name}-program", pickle.dumps(entry))
+            except (pickle.PicklingError, TypeError, AttributeError, OSError) as error:
+                log.debug("a program is not stored: %s", error)
+        return program
+
+    def _cache(self) -> ProgramCache | None:
+        """Returns JAX's cache. None if it is disabled, or is not ours."""
+        settings = jax.config.values
+        if not (settings["jax_compilation_cache_dir"] and settings["jax_enable_compilation_cache"]):
+            return None
+        cache = jax_cache._get_cache(self._client)
+        return cache if isinstance(cache, ProgramCache) else None
+
+    def _call(self, description: bytes, executable: bytes) -> jax.stages.Compiled:
+        packed, _ = jax_cache.extract_executable_and_time(
+            jax_cache.decompress_executable(executable)
+        )
+        devices = xla_client.DeviceList(tuple(self._devices))
+        loaded = self._client.deserialize_executable(packed, devices, None)
+        unpickler = _Unpickler(io.BytesIO(description), self._client, loaded)
+        unloaded, arguments, results, no_kwargs = unpickler.load()
+        return jax.stages.Compiled(unloaded.load(), [], arguments, results, no_kwargs=no_kwargs)
+
+
+def _description(program: jax.stages.Compiled) -> bytes:
+    """Returns what JAX needs to call a program, without the executable. Raises PicklingError if the
+    program needs more than its arguments: constants that are passed to it, or Python functions."""
+    executable: Any = program._executable
+    unloaded = executable._unloaded_executable
+    if program._params.const_args or unloaded.host_callbacks or unloaded.keepalive:
+        raise pickle.PicklingError("it has constants or calls Python functions")
+    with io.BytesIO() as file:
+        parts = (unloaded, program.args_info, program.out_tree, program._no_kwargs)
+        _Pickler(file, program.runtime_executable()).dump(parts)
+        return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, executable: object) -> None:
+        super().__init__(file)
+        self._executable = executable
+
+    def persistent_id(self, obj: Any) -> tuple[str, int] | None:
+        if obj is self._executable:
+            return "executable", 0
+        if isinstance(obj, jax.Device):
+            return "device", obj.id
+        return ("client", 0) if isinstance(obj, xla_client.Client) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, client: Any, executable: object) -> None:
+        super().__init__(file)
+        self._client, self._executable = client, executable
+
+    def persistent_load(self, pid: tuple[str, int]) -> Any:
+        kind, number = pid
+        if kind == "executable":
+            return self._executable
+        return self._client if kind == "client" else _device(self._client, number)
+
+
+@functools.cache
+def _devices_of(client: Any) -> dict[int, Any]:
+    return {device.id: device for device in client.devices()}
+
+
+def _device(client: Any, number: int) -> Any:
+    return _devices_of(client)[number]
+
+
+@functools.cache
+def _surroundings(client: Any) -> str:
+    """Returns a digest of what does not change in this process: sources, versions, processor."""
+    packages = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
+    versions = [(name, importlib.metadata.version(name)) for name in packages]
+    described = client.platform, client.platform_version
+    python = platform.python_version(), platform.machine(), _processor()
+    return digest(digest_of_sources(), versions, described, python)
+
+
+def _processor() -> str:
+    """Returns the instruction sets of the processor, for which XLA compiles CPU programs."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    found = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return "\n".join(sorted(found))
+
+
+def _settings() -> str:
+    """Returns a digest of what may change in this process and enters programs."""
+    settings = {
+        name: value
+        for name, value in sorted(jax.config.values.items())
+        if not name.startswith(_OTHER_SETTINGS)
+    }
+    variables = [os.environ.get(name, "") for name in _VARIABLES]
+    return digest(settings, variables, sorted(switched_off()))
