@@ -10,8 +10,8 @@ are machine code, only trusted users may write to the folder.
 The name covers the sources of this project, which a process can replace at run time: a notebook
 tries another attention, a test injects a fault. An entry therefore also holds the digests of the
 modules that were loaded when its program was traced, and is used only where the same modules are
-loaded unchanged, or not loaded. A program made of something without a digest, such as a model class
-of another package, is traced."""
+loaded unchanged, or not loaded. Programs that were traced from the same code share these digests. A
+program made of something without a digest, such as a model class of another package, is traced."""
 
 import functools
 import importlib.metadata
@@ -52,6 +52,8 @@ _OTHER_SETTINGS = (
     *("jax_logging", "jax_platforms", "jax_platform_name", "jax_traceback", "jax_tracer"),
 )
 
+SUFFIX = "-program"  # of the names of entries
+
 _loaded_code = LoadedCode()
 
 
@@ -60,12 +62,12 @@ class Entry(NamedTuple):
 
     Attributes:
         executable: Key of the executable in JAX's cache.
-        code: Digests of the modules that were loaded when the program was traced.
+        code: Key of the digests of the modules that were loaded when the program was traced.
         call: Pickled description of the executable, its arguments and results.
     """
 
     executable: str
-    code: dict[str, str]
+    code: str
     call: bytes
 
 
@@ -92,7 +94,7 @@ class ProgramStore:
         devices = [(device.id, device.device_kind) for device in self._devices]
         self._made_of = digest(mesh.axis_names, mesh.devices.shape, devices, made_of)
         self._client = self._devices[0].client
-        self.found = 0
+        self.found = 0  # number of programs that `load` has found
 
     def name(self, *program: object) -> str | None:
         """Returns the name of a program, or None if it cannot be stored.
@@ -110,14 +112,14 @@ class ProgramStore:
         """Returns a stored program. Returns None if there is none, if the code that it was traced
         from was replaced, or if it cannot be read."""
         cache = self._cache()
-        stored = cache.read(f"{name}-program") if cache else None
+        stored = cache.read(name + SUFFIX) if cache else None
         if cache is None or stored is None:
             return None
         try:
             entry: Entry = pickle.loads(stored)
-            changed = differing(entry.code, _loaded_code.digests())
-            executable = None if changed else cache.read(entry.executable)
-            if executable is None:
+            if differing(_code_then(cache, entry.code), _loaded_code.digests()):
+                return None
+            if (executable := cache.read(entry.executable)) is None:
                 return None
             program = self._call(entry.call, executable)
         except Exception as error:  # written by another version, or cut short
@@ -143,8 +145,8 @@ class ProgramStore:
         values = any(isinstance(constant, jax.Array) for constant in traced.jaxpr.consts)
         if len(keys) == 1 and not values and not differing(before, after):
             try:
-                entry = Entry(keys[0], after, _description(program))
-                cache.write(f"{name}-program", pickle.dumps(entry))
+                entry = Entry(keys[0], _written_code(cache, after), _description(program))
+                cache.write(name + SUFFIX, pickle.dumps(entry))
             except (pickle.PicklingError, TypeError, AttributeError, OSError) as error:
                 log.debug("a program is not stored: %s", error)
         return program
@@ -166,6 +168,23 @@ class ProgramStore:
         unpickler = _Unpickler(io.BytesIO(description), self._client, loaded)
         unloaded, arguments, results, no_kwargs = unpickler.load()
         return jax.stages.Compiled(unloaded.load(), [], arguments, results, no_kwargs=no_kwargs)
+
+
+@functools.lru_cache(maxsize=16)
+def _code_then(cache: ProgramCache, key: str) -> dict[str, str]:
+    """Reads digests of modules. Raises FileNotFoundError if they are not in the folder."""
+    if (stored := cache.read(key)) is None:
+        raise FileNotFoundError(key)
+    return pickle.loads(stored)
+
+
+def _written_code(cache: ProgramCache, code: dict[str, str]) -> str:
+    """Writes digests of modules if they are not in the folder, and returns their key."""
+    packed = pickle.dumps(dict(sorted(code.items())))
+    key = f"{digest(packed)}-code"
+    if cache.read(key) != packed:
+        cache.write(key, packed)
+    return key
 
 
 def _description(program: jax.stages.Compiled) -> bytes:

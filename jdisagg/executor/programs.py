@@ -105,6 +105,12 @@ class Programs:
         """Number of compiled programs of all stages."""
         return self._compilations + sum(stage.compilations for stage in self.later)
 
+    @property
+    def found(self) -> int:
+        """Number of programs of all stages that were found in the store, without tracing."""
+        own = self.store.found if self.store else 0
+        return own + sum(stage.found for stage in self.later)
+
     @contextlib.contextmanager
     def only_compiled(self) -> Iterator[None]:
         """Returns a context in which `get` on this thread raises MissingProgram instead of

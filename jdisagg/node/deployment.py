@@ -297,4 +297,8 @@ class Deployment:
         if new is not None:
             new.note({replica.executor.name: replica.times for replica in cluster.replicas})
         seconds = time.monotonic() - self._began
-        _log.info("all programs are loaded %.0f s after the start; %s", seconds, self.about()[1])
+        _log.info(
+            "all programs are loaded %.0f s after the start (%d programs, %d of them found on"
+            " disk); %s",
+            *(seconds, cluster.compilations, cluster.found, self.about()[1]),
+        )

@@ -17,7 +17,7 @@ import pytest
 from jax._src import compilation_cache as jax_cache
 
 from jdisagg.executor.program_cache import use_compilation_cache
-from jdisagg.executor.program_store import ProgramStore, program_store
+from jdisagg.executor.program_store import SUFFIX, program_store
 from jdisagg.executor.programs import RANK, Programs
 from jdisagg.ops import optional_kernels
 from jdisagg.ops.optional_kernels import PAGED_ATTENTION
@@ -55,17 +55,17 @@ def computed(
     """Compiles a program of new `Programs` and runs it. Returns its result, and whether it was
     found."""
     programs = Programs(jax.make_mesh((ranks, 1), ("dp", "kv")))
-    programs.store = store = program_store(programs.mesh, made_of)
+    programs.store = program_store(programs.mesh, made_of)
     programs.compiler_options = options or {}
     arguments = (np.full((ranks, 1), 2.0, np.float32),)
     build = partial(programs.compile, body, arguments, (RANK,), RANK)
     result = programs.get((key, 1), build)(*arguments)
-    assert isinstance(store, ProgramStore) and programs.compilations == 1
-    return float(np.asarray(result)[0, 0]), store.found == 1
+    assert programs.compilations == 1
+    return float(np.asarray(result)[0, 0]), programs.found == 1
 
 
 def stored(folder: Path) -> list[Path]:
-    return list(folder.glob("*-program-cache"))
+    return list(folder.glob(f"*{SUFFIX}-cache"))
 
 
 def test_a_program_is_found_only_by_what_it_is_made_of(folder: Path) -> None:
@@ -113,13 +113,15 @@ def test_settings_of_jax_and_switched_off_kernels_are_part_of_the_name(
     assert computed()[1]
 
 
-@pytest.mark.parametrize("kind", ["program", "executable"])
+@pytest.mark.parametrize("kind", ["program", "code", "executable"])
 @pytest.mark.parametrize("fault", ["gone", "cut short", "garbage"])
 def test_a_damaged_entry_is_compiled_again(folder: Path, kind: str, fault: str) -> None:
     expected, _ = computed()
-    programs = stored(folder)
-    executables = [path for path in folder.glob("*-cache") if path not in programs]
-    for path in programs if kind == "program" else executables:
+    programs, codes = stored(folder), list(folder.glob("*-code-cache"))
+    files = {"program": programs, "code": codes}
+    files["executable"] = [path for path in folder.glob("jit*-cache") if path not in codes]
+    assert len(programs) == len(codes) == 1 and files["executable"]
+    for path in files[kind]:
         if fault == "gone":
             path.unlink()
         else:
@@ -168,9 +170,7 @@ def prefilled() -> tuple[str, int, int]:
     executor = prefiller(LLAMA, "dp=2,tp=2")
     try:
         tokens = run(executor, part(0, 0, 0, prompt(3, 40), 0, 40, GREEDY))
-        store = executor.programs.store
-        assert isinstance(store, ProgramStore)
-        return repr(tokens[0, 0]), executor.programs.compilations, store.found
+        return repr(tokens[0, 0]), executor.programs.compilations, executor.programs.found
     finally:
         executor.close()
 
