@@ -4,6 +4,7 @@
 Flax modules, functions by name. `LoadedCode` covers the code that tracing may run, as it is in this
 process, including functions, classes and constants that were replaced at run time."""
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -11,6 +12,7 @@ import hashlib
 import inspect
 import operator
 import sys
+import sysconfig
 import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # `jdisagg` belong to them, too.
 TRACED = (
     "jdisagg/costs",
+    "jdisagg/engine/research",
     "jdisagg/executor",
     "jdisagg/grammar",
     "jdisagg/layout",
@@ -73,16 +76,19 @@ def _parts(value: Any) -> Iterator[str]:
         yield f"{kind.__name__}:{value!r}"
     elif isinstance(value, enum.Enum):
         yield f"{_name(kind)}.{value.name}"
+    elif isinstance(value, type):
+        yield _name(value)
     elif isinstance(getattr(value, "digest", None), str):
         yield value.digest
+    elif isinstance(value, jax.Device):
+        yield f"device:{value.platform}:{value.id}:{value.device_kind}"
     elif isinstance(value, np.dtype):
         yield f"dtype:{value.str}:{value.name}"
     elif isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.hasobject:
             raise IndigestibleError("an array of objects")
-        whole = np.ascontiguousarray(value)
-        content = hashlib.sha256(whole.tobytes()).hexdigest()
-        yield f"array:{whole.dtype.name}:{whole.shape}:{content}"
+        content = hashlib.sha256(value.tobytes()).hexdigest()
+        yield f"array:{value.dtype.str}:{value.dtype.name}:{value.shape}:{content}"
     elif isinstance(value, (PartitionSpec, range)):
         yield f"{kind.__name__}:{value!r}"
     elif isinstance(value, jax.tree_util.PyTreeDef):
@@ -97,10 +103,15 @@ def _parts(value: Any) -> Iterator[str]:
         yield f"{_name(kind)}:{len(value)}"
         for item in value:
             yield from _parts(item)
-    elif isinstance(value, type) or callable(value) and hasattr(value, "__qualname__"):
-        yield _name(value)
     elif isinstance(value, functools.partial):
         yield from _parts(("partial", value.func, value.args, value.keywords))
+    elif callable(value) and hasattr(value, "__qualname__"):
+        name, module = _name(value), sys.modules.get(value.__module__)
+        for part in value.__qualname__.split("."):
+            module = getattr(module, part, None)
+        if module is not value:  # a method of an object, or a wrapper
+            raise IndigestibleError(f"another function than {name}")
+        yield name
     elif dataclasses.is_dataclass(value):
         yield _name(kind)
         for field in dataclasses.fields(value):
@@ -108,6 +119,12 @@ def _parts(value: Any) -> Iterator[str]:
             yield from _parts(getattr(value, field.name))
     else:
         raise IndigestibleError(f"a value of type {kind.__module__}.{kind.__qualname__}")
+
+
+def is_traced(module: str) -> bool:
+    """Returns whether a module belongs to the `TRACED` packages."""
+    packages = tuple(f"{package.replace('/', '.')}." for package in TRACED)
+    return f"{module}.".startswith(packages) or module.rpartition(".")[0] == "jdisagg"
 
 
 def _name(value: Any) -> str:
@@ -130,10 +147,14 @@ def digest_of_sources() -> str:
     files = [*ROOT.glob("jdisagg/*.py")]
     files += [path for package in TRACED for path in (ROOT / package).rglob("*.py")]
     text = hashlib.sha256()
-    for path in sorted(files):
+    for path in sorted(path for path in files if path.is_file()):
         text.update(str(path.relative_to(ROOT)).encode())
         text.update(path.read_bytes())
     return text.hexdigest()
+
+
+class ReplacedError(Exception):
+    """A module holds code that is not part of an installed package."""
 
 
 class LoadedCode:
@@ -145,37 +166,57 @@ class LoadedCode:
         self._seen: dict[str, tuple[list[object], str]] = {}
 
     def digests(self) -> dict[str, str]:
-        """Returns the digest of each loaded module, by its name."""
-        packages = tuple(f"{package.replace('/', '.')}." for package in TRACED)
+        """Returns the digest of each loaded module, by its name.
+
+        Raises:
+            ReplacedError: A module holds a function, class or object from elsewhere, such as a
+                notebook or a test. What it computes may depend on anything.
+        """
         with self._lock:
             return {
                 name: self._digest(name, module)
                 for name, module in list(sys.modules.items())
-                if name.startswith(packages) or name.rpartition(".")[0] == "jdisagg"
+                if is_traced(name)
             }
 
     def _digest(self, name: str, module: types.ModuleType) -> str:
         values = list(_values(module))
         before, found = self._seen.get(name, ([], ""))
         if len(before) != len(values) or not all(map(operator.is_, before, values)):
-            found = _hashed(_Reading(name).members(vars(module)))
+            self._seen.pop(name, None)
+            found = _hashed(_Reading(name).members(_members(module)))
             self._seen[name] = values, found
         return found
 
 
+def _members(module: types.ModuleType) -> dict[str, object]:
+    """Returns the values of a module, without its submodules, which appear when they are
+    imported."""
+    within = f"{module.__name__}."
+    return {
+        name: value
+        for name, value in vars(module).copy().items()
+        if not (isinstance(value, types.ModuleType) and value.__name__.startswith(within))
+    }
+
+
 def _values(module: types.ModuleType) -> Iterator[object]:
-    """Yields the values of a module, the members of its own classes, and the items of its
-    containers."""
-    for value in vars(module).values():
+    """Yields the values of a module, the members of its own classes, the items of its containers,
+    and the code of its functions."""
+    for value in _members(module).values():
         yield value
         if isinstance(value, type):
             if value.__module__ == module.__name__:
-                yield from vars(value).values()
+                for member in list(vars(value).values()):
+                    yield member
+                    yield getattr(member, "__code__", None)
+        elif isinstance(value, types.FunctionType):
+            yield value.__code__
         elif isinstance(value, dict):
-            yield from value
-            yield from value.values()
+            yield from list(value)
+            yield from list(value.values())
         elif isinstance(value, (list, set)):
-            yield from value
+            yield from list(value)
 
 
 def _hashed(parts: Iterable[str]) -> str:
@@ -183,11 +224,12 @@ def _hashed(parts: Iterable[str]) -> str:
 
 
 class _Reading:
-    """Describes the values of one module by texts. Each class and function is read once."""
+    """Describes the values of one module by texts. Each object is read once. Raises ReplacedError
+    for what does not belong to an installed package."""
 
     def __init__(self, module: str) -> None:
         self._module = module
-        self._read: set[int] = set()
+        self._read: dict[int, object] = {}  # holds the objects, so that ids stay theirs
 
     def members(self, members: Mapping[str, object]) -> Iterator[str]:
         for name, value in sorted(members.items()):
@@ -197,10 +239,11 @@ class _Reading:
 
     def _value(self, value: Any) -> Iterator[str]:
         if isinstance(value, (type, types.FunctionType)):
-            yield f"{value.__module__}.{value.__qualname__}"
-            if id(value) not in self._read:
-                self._read.add(id(value))
+            yield _installed(value)
+            if self._first(value):
                 yield from self._definition(value)
+        elif isinstance(value, types.ModuleType):
+            yield f"module:{value.__name__}:{getattr(value, '__file__', '')!r}"
         elif isinstance(value, (staticmethod, classmethod)):
             yield from self._value(value.__func__)
         elif isinstance(value, property):
@@ -208,34 +251,86 @@ class _Reading:
             yield from self._value(value.fset)
         elif isinstance(value, functools.cached_property):
             yield from self._value(value.func)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                yield from self._value(part)
         elif callable(value) and (inner := inspect.unwrap(value)) is not value:
             yield type(
                 value
             ).__qualname__  # such as a function under `jax.jit` or `functools.cache`
             yield from self._value(inner)
         else:
-            yield _text_of(value)
+            yield from self._object(value)
+
+    def _object(self, value: Any) -> Iterator[str]:
+        yield _installed(type(value))
+        try:
+            if isinstance(value, jax.Array):  # a constant; its shape and values count
+                value = np.asarray(value)
+            yield digest(value)
+            return
+        except (IndigestibleError, AttributeError, RecursionError):
+            pass
+        if not self._first(value):
+            return
+        if isinstance(value, Mapping):
+            for item in list(value.items()):
+                yield from self._value(item)
+        elif isinstance(value, (tuple, list)):
+            for item in list(value):
+                yield from self._value(item)
+        elif isinstance(value, (set, frozenset)):
+            yield from sorted(_hashed(self._value(item)) for item in list(value))
+        else:  # objects that hold locks and the like are not constants
+            with contextlib.suppress(IndigestibleError, AttributeError, RecursionError):
+                yield digest(vars(value) if hasattr(value, "__dict__") else ())
+
+    def _first(self, value: object) -> bool:
+        if id(value) in self._read:
+            return False
+        self._read[id(value)] = value
+        return True
 
     def _definition(self, value: type | types.FunctionType) -> Iterator[str]:
         """Yields the code of a function, or the members of a class of this module. Names suffice
         for classes of other modules, which are read there."""
         if isinstance(value, types.FunctionType):
-            yield from _code_texts(value.__code__)
-            yield _text_of((value.__defaults__, value.__kwdefaults__))
+            yield from self._code(value.__code__)
+            yield from self._value((value.__defaults__, value.__kwdefaults__))
             for cell in value.__closure__ or ():
                 yield from self._value(_content(cell))
         elif value.__module__ == self._module:
-            yield from self.members(vars(value))
+            yield from self.members(dict(vars(value)))
+
+    def _code(self, code: types.CodeType) -> Iterator[str]:
+        yield code.co_code.hex()
+        yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_flags))
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from self._code(constant)
+            else:
+                yield from self._value(constant)
 
 
-def _code_texts(code: types.CodeType) -> Iterator[str]:
-    yield code.co_code.hex()
-    yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_flags))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _code_texts(constant)
-        else:
-            yield _text_of(constant)
+def _installed(value: type | types.FunctionType) -> str:
+    """Returns the full name of a class or function of this project, of an installed package or of
+    Python. Raises ReplacedError for others."""
+    module = value.__module__ or ""
+    if module.startswith("unittest.mock") or not _is_installed(module.partition(".")[0]):
+        raise ReplacedError(f"{module}.{value.__qualname__}")
+    return f"{module}.{value.__qualname__}"
+
+
+@functools.cache
+def _is_installed(root: str) -> bool:
+    if root in KNOWN or root in sys.stdlib_module_names and root != "__main__":
+        return True
+    if root.startswith("namedtuple_"):  # methods that Python makes
+        return True
+    module = sys.modules.get(root)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    return any(str(place).startswith(f"{folder}/") for place in places for folder in folders)
 
 
 def _content(cell: types.CellType) -> object:
@@ -243,14 +338,6 @@ def _content(cell: types.CellType) -> object:
         return cell.cell_contents
     except ValueError:  # the function refers to itself and is not defined yet
         return None
-
-
-def _text_of(value: object) -> str:
-    """Returns the digest of a value. For other values, returns the type's name."""
-    try:
-        return digest(value)
-    except (IndigestibleError, AttributeError, RecursionError):
-        return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def differing(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -143,9 +143,8 @@ class MeshExecutor:
             limits.sent.positioned, len(limits.kv_spec.layers), limits.layer_groups
         )
         self._stages = _stages(programs, model, layout, limits)
-        kind = type(self).__name__, type(channel).__name__
         for stage in self._stages:
-            made_of = kind, layout, limits, role, model.vocabulary, stage.weights
+            made_of = type(self), layout, limits, role, model.vocabulary, stage.weights
             stage.programs.store = program_store(stage.programs.mesh, *made_of)
         self._pool = self._stages[0].pools.pages
         held = [stage.pools.pages.held for stage in self._stages]

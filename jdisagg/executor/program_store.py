@@ -8,10 +8,11 @@ executable to call it. It is in the same folder, and is a pickle: as with JAX's 
 are machine code, only trusted users may write to the folder.
 
 The name covers the sources of this project, which a process can replace at run time: a notebook
-tries another attention, a test injects a fault. An entry therefore also holds the digests of the
-modules that were loaded when its program was traced, and is used only where the same modules are
-loaded unchanged, or not loaded. Programs that were traced from the same code share these digests. A
-program made of something without a digest, such as a model class of another package, is traced."""
+tries another attention, a test injects a fault. An entry therefore also refers to the digests of
+the modules that were loaded when its program was traced, and is used only where the same modules
+are loaded unchanged, or not loaded. While these modules hold code from elsewhere, nothing is found
+or stored. Other packages, such as JAX, are known by their versions alone. A program made of
+something without a digest, such as a model class of a notebook, is traced."""
 
 import functools
 import importlib.metadata
@@ -20,8 +21,10 @@ import logging
 import os
 import pickle
 import platform
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -30,15 +33,18 @@ import jax
 # Unlike it, the executable's bytes stay in JAX's cache: on CPUs, an executable that was read from
 # the cache cannot be serialized again.
 from jax._src import compilation_cache as jax_cache
+from jax._src import config as jax_config
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import Mesh
 
 from jdisagg.executor.digests import (
     IndigestibleError,
     LoadedCode,
+    ReplacedError,
     differing,
     digest,
     digest_of_sources,
+    is_traced,
 )
 from jdisagg.executor.program_cache import ProgramCache
 from jdisagg.ops.optional_kernels import switched_off
@@ -76,8 +82,8 @@ def program_store(mesh: Mesh, *made_of: object) -> "ProgramStore | None":
     no digest.
 
     Args:
-        made_of: What the owner of the programs was made of: model, layout, limits, role. Together
-            with a program's key and arguments it must determine the program.
+        made_of: What the owner of the programs was made of: its type, model, layout, limits, role.
+            Together with a program's key and arguments it must determine the program.
     """
     try:
         return ProgramStore(mesh, digest(made_of))
@@ -91,64 +97,76 @@ class ProgramStore:
 
     def __init__(self, mesh: Mesh, made_of: str) -> None:
         self._devices = list(mesh.devices.flat)
-        devices = [(device.id, device.device_kind) for device in self._devices]
-        self._made_of = digest(mesh.axis_names, mesh.devices.shape, devices, made_of)
+        self._made_of = digest(mesh.axis_names, mesh.devices.shape, self._devices, made_of)
         self._client = self._devices[0].client
-        self.found = 0  # number of programs that `load` has found
+        self._lock = threading.Lock()
+        self._found = 0
 
-    def name(self, *program: object) -> str | None:
+    @property
+    def found(self) -> int:
+        """Number of programs that `load` has found."""
+        return self._found
+
+    def name(self, body: Callable[..., Any], *program: object) -> str | None:
         """Returns the name of a program, or None if it cannot be stored.
 
         Args:
-            program: Its key, abstract arguments and options.
+            body: Function that is traced. Only functions of `TRACED` packages can be stored.
+            program: The program's key, abstract arguments and options.
         """
         try:
-            return digest(self._made_of, _surroundings(self._client), _settings(), program)
-        except IndigestibleError as error:
-            log.debug("a program is not stored: %s has no digest", error)
+            if not (isinstance(body, FunctionType) and is_traced(body.__module__)):
+                raise IndigestibleError(f"{body}")
+            what = body.__module__, body.__qualname__, program
+            return digest(self._made_of, _surroundings(self._client), _settings(), what)
+        except Exception as error:  # an unforeseen value must not stop a start
+            _report(f"programs are traced: {type(error).__name__}: {error}")
             return None
 
     def load(self, name: str) -> Callable[..., Any] | None:
         """Returns a stored program. Returns None if there is none, if the code that it was traced
         from was replaced, or if it cannot be read."""
-        cache = self._cache()
-        stored = cache.read(name + SUFFIX) if cache else None
-        if cache is None or stored is None:
+        if (cache := self._cache()) is None:
             return None
         try:
+            if (stored := cache.read(name + SUFFIX)) is None:
+                return None
             entry: Entry = pickle.loads(stored)
             if differing(_code_then(cache, entry.code), _loaded_code.digests()):
                 return None
             if (executable := cache.read(entry.executable)) is None:
                 return None
             program = self._call(entry.call, executable)
-        except Exception as error:  # written by another version, or cut short
+        except ReplacedError as error:
+            _report(f"programs are traced while a module holds {error}")
+            return None
+        except Exception as error:  # written by another version, cut short, or not readable
             log.warning("a stored program cannot be read and is compiled again: %s", error)
             return None
-        self.found += 1
+        with self._lock:
+            self._found += 1
         return program
 
     def compile(
         self, name: str, trace: Callable[[], jax.stages.Traced], options: dict[str, str | bool]
     ) -> jax.stages.Compiled:
         """Calls `trace`, compiles the program, and stores it."""
-        if (cache := self._cache()) is None:
+        if (cache := self._cache()) is None or (before := _code_now()) is None:
             return trace().lower().compile(compiler_options=options)
-        before = _loaded_code.digests()
         traced = trace()
         lowered = traced.lower()
-        after = _loaded_code.digests()
         with cache.keys_asked() as keys:
             program = lowered.compile(compiler_options=options)
-        # The values of arrays on a device, such as weights, are not part of the name. Without a
-        # key, the executable is not in JAX's cache.
-        values = any(isinstance(constant, jax.Array) for constant in traced.jaxpr.consts)
-        if len(keys) == 1 and not values and not differing(before, after):
-            try:
-                entry = Entry(keys[0], _written_code(cache, after), _description(program))
-                cache.write(name + SUFFIX, pickle.dumps(entry))
-            except (pickle.PicklingError, TypeError, AttributeError, OSError) as error:
-                log.debug("a program is not stored: %s", error)
+        after = _code_now()
+        # Without a key, the executable is not in JAX's cache. The values of arrays on a device,
+        # such as weights, are not part of the name.
+        if after is None or differing(before, after) or len(keys) != 1 or _holds_arrays(traced):
+            return program
+        try:
+            entry = Entry(keys[0], _written_code(cache, after), _description(program))
+            cache.write(name + SUFFIX, pickle.dumps(entry))
+        except Exception as error:  # the program itself is compiled
+            log.debug("a program is not stored: %s", error)
         return program
 
     def _cache(self) -> ProgramCache | None:
@@ -168,6 +186,34 @@ class ProgramStore:
         unpickler = _Unpickler(io.BytesIO(description), self._client, loaded)
         unloaded, arguments, results, no_kwargs = unpickler.load()
         return jax.stages.Compiled(unloaded.load(), [], arguments, results, no_kwargs=no_kwargs)
+
+
+@functools.cache
+def _report(text: str) -> None:
+    """Logs a reason once."""
+    log.info(text)
+
+
+def _code_now() -> dict[str, str] | None:
+    """Returns the digests of the loaded modules. None if they cannot be computed."""
+    try:
+        return _loaded_code.digests()
+    except Exception as error:  # code from elsewhere, or a value of an unforeseen kind
+        _report(f"programs are not stored: {type(error).__name__}: {error}")
+        return None
+
+
+def _holds_arrays(traced: jax.stages.Traced) -> bool:
+    """Returns whether a program contains values of arrays on a device."""
+    todo: list[Any] = [traced.jaxpr]
+    while todo:
+        one = todo.pop()
+        if any(isinstance(constant, jax.Array) for constant in getattr(one, "consts", ())):
+            return True
+        for equation in getattr(getattr(one, "jaxpr", one), "eqns", ()):
+            for value in equation.params.values():
+                todo += value if isinstance(value, (tuple, list)) else [value]
+    return False
 
 
 @functools.lru_cache(maxsize=16)
@@ -262,4 +308,12 @@ def _settings() -> str:
         if not name.startswith(_OTHER_SETTINGS)
     }
     variables = [os.environ.get(name, "") for name in _VARIABLES]
-    return digest(settings, variables, sorted(switched_off()))
+    # The contexts of this thread, such as an abstract mesh; of most, only the type can be compared.
+    context = [f"{type(part).__name__}:{part!r}"[:200] for part in _context()]
+    return digest(settings, variables, sorted(switched_off()), context)
+
+
+def _context() -> list[object]:
+    """Returns what JAX itself compares before it uses an earlier trace again, without the axes of
+    programs that are being traced."""
+    return [part for part in jax_config.trace_context() if type(part).__name__ != "AxisEnv"]

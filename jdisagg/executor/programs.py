@@ -243,7 +243,7 @@ class Programs:
         store, key, name = self.store, getattr(self._this_thread, "key", None), None
         if store is not None and key is not None and not self.spans_processes:
             forms = jax.tree.map(lambda array: (array.shape, str(array.dtype)), arguments)
-            name = store.name(body.__qualname__, key, forms, specs, options)
+            name = store.name(body, key, forms, specs, options)
         with self.precision():
             if store is None or name is None:
                 return trace().lower().compile(compiler_options=options)

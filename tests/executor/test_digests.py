@@ -4,10 +4,10 @@ import enum
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,18 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+import jdisagg.ops
 from jdisagg.executor import digests
-from jdisagg.executor.digests import TRACED, IndigestibleError, LoadedCode, differing, digest
+from jdisagg.executor.digests import (
+    TRACED,
+    IndigestibleError,
+    LoadedCode,
+    ReplacedError,
+    differing,
+    digest,
+)
 from jdisagg.layout.axes import Layout
-from jdisagg.ops import activations, norm, optional_kernels
+from jdisagg.ops import norm, optional_kernels
 from tests.test_import_rules import GRAPH, reached
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +87,8 @@ def test_two_processes_compute_equal_digests_whatever_the_order_of_their_sets() 
         (jax.nn.silu, jax.nn.gelu),
         (partial(jax.nn.gelu, approximate=True), partial(jax.nn.gelu, approximate=False)),
         (range(3), range(1, 3)),
+        (np.array(1.0), np.array([1.0])),
+        (np.array([1], ">i4"), np.array([16777216], "<i4")),
     ],
 )
 def test_values_that_differ_have_digests_that_differ(one: object, other: object) -> None:
@@ -94,7 +104,10 @@ def test_the_structure_of_a_module_covers_its_static_attributes() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [lambda: 1, jnp.ones(2), object(), _Foreign(1), _Color.RED, np.array([object()]), Path()],
+    [
+        *(lambda: 1, jnp.ones(2), object(), _Foreign(1), _Color.RED, np.array([object()]), Path()),
+        *(Layout().expert_axes, wraps(jax.nn.silu)(lambda x: x)),
+    ],
 )
 def test_what_other_processes_cannot_identify_has_no_digest(value: object) -> None:
     with pytest.raises(IndigestibleError):
@@ -105,23 +118,24 @@ def _other(x: jax.Array) -> jax.Array:
     return x + 1
 
 
-def _closure(scale: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: x * scale
+def _module_of(owner: object) -> str:
+    return owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     "owner, name, value",
     [
-        (activations, "SILU", _other),
-        (norm, "rms_norm", _other),
-        (norm, "rms_norm", _closure(2.0)),
-        (norm, "rms_norm", cache(_other)),
-        (norm, "jnp", types.SimpleNamespace(sqrt=_other)),
+        (norm, "rms_norm", norm.layer_norm),
+        (norm, "rms_norm", jax.nn.silu),
+        (norm, "rms_norm", partial(norm.layer_norm, epsilon=1e-3)),
+        (norm, "jnp", np),
         (norm, "EPSILON_OF_A_TEST", 1e-3),
+        (norm, "TABLE_OF_A_TEST", jnp.arange(3)),
+        (norm, "LAYOUT_OF_A_TEST", Layout(tp=2)),
         (optional_kernels, "PAGED_ATTENTION", "another"),
         (optional_kernels, "KERNELS_OF", {"gpu": ()}),
-        (Layout, "devices", property(_other)),
-        (Layout, "parse", classmethod(_other)),
+        (Layout, "devices", property(norm.rms_norm)),
+        (Layout, "parse", classmethod(norm.rms_norm)),
     ],
 )
 def test_a_replaced_function_class_member_or_constant_shows_in_its_module(
@@ -130,11 +144,62 @@ def test_a_replaced_function_class_member_or_constant_shows_in_its_module(
     code = LoadedCode()
     before = code.digests()
     monkeypatch.setattr(owner, name, value, raising=False)
-    module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__  # type: ignore[attr-defined]
+    module = _module_of(owner)
     assert differing(before, code.digests()) == [module]
     assert differing(before, LoadedCode().digests()) == [module]
     monkeypatch.undo()
     assert code.digests() == before
+
+
+def test_constants_with_other_values_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, found = LoadedCode(), []
+    for value in (jnp.arange(3), jnp.arange(3) + 1, partial(_name_of, 1), partial(_name_of, 2)):
+        monkeypatch.setattr(norm, "OF_A_TEST", value, raising=False)
+        found.append(code.digests()["jdisagg.ops.norm"])
+    assert len(set(found)) == 4
+
+
+_name_of = digests.is_traced  # a function of the project
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        _other,
+        lambda x: x,
+        cache(_other),
+        jax.jit(_other),
+        partial(_other),
+        partial(norm.rms_norm, _other),
+        _Foreign,
+        _Foreign(1),
+        _Foreign(1).__class__.__init__,
+        {"int4": _Foreign(1)},
+        [(1, _other)],
+        property(_other),
+        MagicMock(),
+    ],
+)
+@pytest.mark.parametrize("owner", [norm, Layout])
+def test_code_from_elsewhere_is_named(
+    owner: object, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it computes may depend on values that no digest covers."""
+    code = LoadedCode()
+    before = code.digests()
+    monkeypatch.setattr(owner, "OF_A_TEST", value, raising=False)
+    for one in (code, LoadedCode()):
+        with pytest.raises(ReplacedError):
+            one.digests()
+    monkeypatch.undo()
+    assert code.digests() == before
+
+
+def test_a_function_whose_code_is_replaced_in_place_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = LoadedCode()
+    before = code.digests()
+    monkeypatch.setattr(norm.rms_norm, "__code__", norm.layer_norm.__code__)
+    assert "jdisagg.ops.norm" in differing(before, code.digests())
 
 
 def test_an_item_that_is_replaced_in_a_dictionary_of_a_module_shows(
@@ -146,12 +211,16 @@ def test_an_item_that_is_replaced_in_a_dictionary_of_a_module_shows(
     assert differing(before, code.digests()) == ["jdisagg.ops.optional_kernels"]
 
 
-def test_functions_that_close_over_other_values_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, found = LoadedCode(), []
-    for scale in (2.0, 3.0):
-        monkeypatch.setattr(norm, "rms_norm", _closure(scale))
-        found.append(code.digests()["jdisagg.ops.norm"])
-    assert len(set(found)) == 2
+def test_a_module_that_is_imported_later_does_not_change_its_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = LoadedCode()
+    before = code.digests()
+    later = types.ModuleType("jdisagg.ops.later")
+    monkeypatch.setattr(jdisagg.ops, "later", later, raising=False)
+    monkeypatch.setitem(sys.modules, later.__name__, later)
+    found = code.digests()
+    assert later.__name__ in found and differing(before, found) == []
 
 
 def test_modules_that_only_one_process_has_loaded_do_not_differ() -> None:

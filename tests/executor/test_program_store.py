@@ -40,6 +40,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     use_compilation_cache(str(PROGRAMS))
 
 
+def traced(body: Body) -> Body:
+    """Makes a function of this test count as one of a traced module."""
+    body.__module__ = feed_forward.__name__
+    return body
+
+
+@traced
 def gate(x: jax.Array) -> jax.Array:
     return feed_forward.gated(x, x, "silu")
 
@@ -76,7 +83,7 @@ def test_a_program_is_found_only_by_what_it_is_made_of(folder: Path) -> None:
         {"ranks": 2},
         {"key": "another"},
         {"options": {"xla_cpu_enable_fast_math": True}},
-        {"body": lambda x: x},
+        {"body": traced(lambda x: x)},
     )
     for number, other in enumerate(others):
         assert len(stored(folder)) == 1 + number
@@ -84,15 +91,33 @@ def test_a_program_is_found_only_by_what_it_is_made_of(folder: Path) -> None:
         assert computed(**other)[1] and computed() == (expected, True)
 
 
-def test_replaced_code_is_traced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program of the original is not used for a replaced function, and the reverse."""
+def test_code_from_elsewhere_is_traced_and_not_stored(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original, _ = computed()
     monkeypatch.setattr(feed_forward, "gated", lambda gate, up, activation: gate * up)
-    assert computed() == (4.0, False) and original != 4.0
-    assert computed() == (4.0, True)
+    for _ in range(2):
+        assert computed() == (4.0, False) and original != 4.0
     monkeypatch.undo()
-    assert computed() == (original, False), "the entry is that of the replaced function"
     assert computed() == (original, True)
+
+
+def test_a_replaced_constant_is_part_of_what_is_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of one value is not used for the other, and the reverse."""
+    monkeypatch.setattr(feed_forward, "SCALE_OF_A_TEST", 2.0, raising=False)
+    body = traced(lambda x: x * feed_forward.SCALE_OF_A_TEST)  # type: ignore[attr-defined]
+    assert computed(body) == (4.0, False) and computed(body) == (4.0, True)
+    monkeypatch.setattr(feed_forward, "SCALE_OF_A_TEST", 3.0)
+    assert computed(body) == (6.0, False) and computed(body) == (6.0, True)
+
+
+def test_a_function_of_another_module_is_traced(folder: Path) -> None:
+    """Two notebooks may give different functions one name."""
+    for scale in (2.0, 3.0):
+        assert computed(lambda x, scale=scale: x * scale) == (2 * scale, False)
+    assert not stored(folder)
 
 
 def test_settings_of_jax_and_switched_off_kernels_are_part_of_the_name(
@@ -114,7 +139,7 @@ def test_settings_of_jax_and_switched_off_kernels_are_part_of_the_name(
 
 
 @pytest.mark.parametrize("kind", ["program", "code", "executable"])
-@pytest.mark.parametrize("fault", ["gone", "cut short", "garbage"])
+@pytest.mark.parametrize("fault", ["gone", "cut short", "garbage", "not readable"])
 def test_a_damaged_entry_is_compiled_again(folder: Path, kind: str, fault: str) -> None:
     expected, _ = computed()
     programs, codes = stored(folder), list(folder.glob("*-code-cache"))
@@ -122,14 +147,18 @@ def test_a_damaged_entry_is_compiled_again(folder: Path, kind: str, fault: str) 
     files["executable"] = [path for path in folder.glob("jit*-cache") if path not in codes]
     assert len(programs) == len(codes) == 1 and files["executable"]
     for path in files[kind]:
-        if fault == "gone":
+        if fault == "not readable":
+            path.unlink()
+            path.mkdir()
+        elif fault == "gone":
             path.unlink()
         else:
             path.write_bytes(path.read_bytes()[:-40] if fault == "cut short" else b"no entry")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX's, about its own entries
         assert computed() == (expected, False)
-    assert computed() == (expected, True)
+        again = computed()
+    assert again == (expected, fault != "not readable")
 
 
 @pytest.mark.parametrize("setting", ["jax_compilation_cache_dir", "jax_enable_compilation_cache"])
@@ -143,15 +172,20 @@ def test_without_jaxs_cache_nothing_is_stored(folder: Path, setting: str) -> Non
         jax.config.update(setting, before)
 
 
-@pytest.mark.parametrize("needs", ["a Python function", "values of a device"])
+@pytest.mark.parametrize(
+    "needs", ["a Python function", "values of a device", "values within a function"]
+)
 def test_a_program_that_needs_more_than_its_arguments_is_not_stored(
     folder: Path, needs: str
 ) -> None:
     constant = jnp.arange(2000.0)
 
+    @traced
     def body(x: jax.Array) -> jax.Array:
         if needs == "values of a device":
             return x + constant[7]
+        if needs == "values within a function":
+            return jax.jit(lambda x: x + constant[7])(x)
         return jax.pure_callback(lambda x: x + 7, x, x)
 
     assert computed(body) == (9.0, False) and computed(body) == (9.0, False)
