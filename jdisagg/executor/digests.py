@@ -12,7 +12,6 @@ import hashlib
 import inspect
 import operator
 import sys
-import sysconfig
 import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -328,9 +327,9 @@ def _is_installed(root: str) -> bool:
     if root.startswith("namedtuple_"):  # methods that Python makes
         return True
     module = sys.modules.get(root)
-    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
-    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    return any(str(place).startswith(f"{folder}/") for place in places for folder in folders)
+    places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
+    # The folder of an installed package has the descriptions that pip writes.
+    return bool(places[0]) and any(Path(places[0]).parent.glob("*.dist-info"))
 
 
 def _content(cell: types.CellType) -> object:
