@@ -263,6 +263,10 @@ METRICS = {
         Metric("the controller decides after", "", "s", "elastic_live", "long_*|decided_after*"),
         Metric("longest pause meanwhile", "", "s", "elastic_live", "long_*|longest_pause_seconds"),
     ],
+    "A restart with compiled programs: found / traced": [
+        Metric(f"{what}, as fast", "", "", "restarts_shipped", f"{name}|speed")
+        for name, what in (("loaded", "all programs loaded"), ("processor", "processor time"))
+    ],
     "Cost model, BLOOM-176B held out (median error)": [
         Metric(phase, goal, "%", "cost_model", f"{_HELD_OUT}{phase}|rows|median_percent")
         for phase, goal in (("prefill", "at most 8"), ("decode", "at most 12"))
@@ -350,6 +354,7 @@ SCRIPTS = {
     "prefix_hits": "benchmarks.prefix_hits",
     "role_switch": "benchmarks.role_switch",
     "elastic_live": "benchmarks.elastic_live",
+    "restarts_shipped": "benchmarks.restarts",
     "cost_model": "benchmarks.cost_model",
     "fidelity": "benchmarks.fidelity",
     "public_runs": "benchmarks.public_runs",
