@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # pyright: ignore[reportMissingImports]
 
 from jdisagg.config import Mode
 from jdisagg.errors import JdisaggError, LayoutError
@@ -59,7 +60,6 @@ PAIRS = (
     ("tp=1", "dp=2"),
 )
 # Families that AutoModelForCausalLM does not read.
-WITHOUT_TEXT_CLASS = ("glm4v", "kimi_k25", "minimax_m3_vl", "mistral4", "step3p7")
 FLAT_ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -118,7 +118,7 @@ def checkpoint(family: str, seed: int, directory: Path) -> list[Said]:
         directory, max_shard_size="5GB" if seed % 2 or family == "kimi_k25" else "60KB"
     )
     (directory / "generation_config.json").unlink(missing_ok=True)
-    if seed % 4 == 1 and family not in WITHOUT_TEXT_CLASS:
+    if seed % 4 == 1 and family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         save_as_text(directory)
     written = json.loads((directory / "config.json").read_text())
     rope = written.get("rope_parameters")
