@@ -59,7 +59,6 @@ PAIRS = (
     ("tp=2,ep=2", "tp=1"),
     ("tp=1", "dp=2"),
 )
-# Families that AutoModelForCausalLM does not read.
 FLAT_ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
