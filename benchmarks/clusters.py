@@ -58,7 +58,13 @@ def _child(page: str, said: str, arguments: tuple[str, ...]) -> Iterator[str]:
 def processor_seconds(address: str) -> float:
     """Returns the processor seconds that the command at `address` has used, without those of its
     child processes."""
-    fields = Path(f"/proc/{_pids[address]}/stat").read_text().rpartition(")")[2].split()
+    return processor_seconds_of(_pids[address])
+
+
+def processor_seconds_of(pid: int) -> float:
+    """Returns the processor seconds that a running process has used, without those of its child
+    processes."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

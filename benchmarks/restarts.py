@@ -8,7 +8,6 @@ Each start is a process of its own; the two kinds alternate. For "traced", the e
 seconds until the server accepts requests, the seconds until all programs are loaded, and the
 processor seconds up to then. Writes results/restarts_<model>.json."""
 
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import NamedTuple
 from absl import app, flags
 
 from benchmarks import measure
+from benchmarks.clusters import processor_seconds_of
 from benchmarks.peers.checkpoint import measured_checkpoint
 from jdisagg.executor.program_store import SUFFIX
 
@@ -61,16 +61,11 @@ def start(folder: str, arguments: list[str]) -> Start:
                     loaded, counts = time.monotonic() - began, PROGRAMS.search(line)
                     if counts is None:
                         raise SystemExit(f"the server says: {line}")
-                    spent = _processor_seconds(child.pid)
+                    spent = processor_seconds_of(child.pid)
                     return Start(accepts, loaded, spent, int(counts[1]), int(counts[2]))
         finally:
             child.terminate()
     raise SystemExit("the server ended before its programs were loaded")
-
-
-def _processor_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main(argv: list[str]) -> None:

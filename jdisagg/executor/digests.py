@@ -37,6 +37,7 @@ TRACED = (
     "jdisagg/transfer",
     "models",
 )
+_PREFIXES = tuple(f"{package.replace('/', '.')}." for package in TRACED)
 # Types and functions of these packages are named by module and name. Their versions or sources are
 # part of a program's name.
 KNOWN = ("builtins", "flax", "jax", "jaxlib", "jdisagg", "ml_dtypes", "models", "numpy")
@@ -122,8 +123,7 @@ def _parts(value: Any) -> Iterator[str]:
 
 def is_traced(module: str) -> bool:
     """Returns whether a module belongs to the `TRACED` packages."""
-    packages = tuple(f"{package.replace('/', '.')}." for package in TRACED)
-    return f"{module}.".startswith(packages) or module.rpartition(".")[0] == "jdisagg"
+    return f"{module}.".startswith(_PREFIXES) or module.rpartition(".")[0] == "jdisagg"
 
 
 def _name(value: Any) -> str:
@@ -254,9 +254,8 @@ class _Reading:
             for part in (value.func, *value.args, *value.keywords.values()):
                 yield from self._value(part)
         elif callable(value) and (inner := inspect.unwrap(value)) is not value:
-            yield type(
-                value
-            ).__qualname__  # such as a function under `jax.jit` or `functools.cache`
+            # Such as a function under `jax.jit` or `functools.cache`.
+            yield type(value).__qualname__
             yield from self._value(inner)
         else:
             yield from self._object(value)

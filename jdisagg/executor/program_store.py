@@ -268,16 +268,12 @@ class _Unpickler(pickle.Unpickler):
         kind, number = pid
         if kind == "executable":
             return self._executable
-        return self._client if kind == "client" else _device(self._client, number)
+        return self._client if kind == "client" else _devices_of(self._client)[number]
 
 
 @functools.cache
 def _devices_of(client: Any) -> dict[int, Any]:
     return {device.id: device for device in client.devices()}
-
-
-def _device(client: Any, number: int) -> Any:
-    return _devices_of(client)[number]
 
 
 @functools.cache

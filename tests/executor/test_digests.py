@@ -25,6 +25,7 @@ from jdisagg.executor.digests import (
     ReplacedError,
     differing,
     digest,
+    is_traced,
 )
 from jdisagg.layout.axes import Layout
 from jdisagg.ops import norm, optional_kernels
@@ -153,13 +154,10 @@ def test_a_replaced_function_class_member_or_constant_shows_in_its_module(
 
 def test_constants_with_other_values_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     code, found = LoadedCode(), []
-    for value in (jnp.arange(3), jnp.arange(3) + 1, partial(_name_of, 1), partial(_name_of, 2)):
+    for value in (jnp.arange(3), jnp.arange(3) + 1, partial(is_traced, 1), partial(is_traced, 2)):
         monkeypatch.setattr(norm, "OF_A_TEST", value, raising=False)
         found.append(code.digests()["jdisagg.ops.norm"])
     assert len(set(found)) == 4
-
-
-_name_of = digests.is_traced  # a function of the project
 
 
 @pytest.mark.parametrize(
