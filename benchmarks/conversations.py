@@ -23,7 +23,8 @@ alternating order, over gRPC, from this process.
   them, one at a time or four. Figure: the median of |predicted - measured| / measured over the 40,
   both of which are the router's own records of the first token.
 
-Models: `shipped` (a Llama that is part of the repository) and `measured` (124.7M random weights).
+Models: `shipped` (a Llama that is part of the repository), `measured` (124.7M random weights) and
+`hybrid` (126.6M, gated delta nets in three of four layers).
 Ratios above 1 favour the defaults."""
 
 import asyncio
@@ -38,10 +39,10 @@ from absl import app, flags
 
 from benchmarks.clusters import processor_seconds, ready, server
 from benchmarks.measure import save
-from benchmarks.peers.checkpoint import measured_checkpoint
+from benchmarks.peers.checkpoint import FOLDER, HYBRID_MODEL, measured_checkpoint
 from jdisagg.client import AsyncClient
 
-_MODELS = flags.DEFINE_list("models", ["shipped"], "Which models: shipped, measured.")
+_MODELS = flags.DEFINE_list("models", ["shipped"], "Which models: shipped, measured, hybrid.")
 _ROUNDS = flags.DEFINE_integer("rounds", 4, "Rounds of conversations, of traffic and of starts.")
 _TURNS = flags.DEFINE_integer("turns", 8, "Turns of a conversation.")
 _FIRST = flags.DEFINE_integer("first", 480, "Tokens of a conversation's first prompt.")
@@ -68,6 +69,8 @@ COMMON = ("--prefill=tp=1", "--decode=tp=1")
 
 def folder(model: str) -> Path:
     """Returns the checkpoint folder of a model."""
+    if model == "hybrid":
+        return measured_checkpoint(FOLDER.with_name("hybrid_model"), HYBRID_MODEL)
     return ROOT / "models" / "tiny" / "llama" if model == "shipped" else measured_checkpoint()
 
 
