@@ -1,10 +1,12 @@
 """Result of the cost model: seconds split by cause, so that a placement decision can state its
 reason. Pure data."""
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
+
+from jdisagg.plain import plain
 
 
-@dataclass(frozen=True, slots=True)
+@plain
 class Cost:
     """Estimated seconds of a step or a transfer, split by cause. The total is the sum.
 

@@ -36,6 +36,7 @@ from jdisagg.layout.axes import Layout
 # Bits of a value under each codec (transfer/codec.py); None keeps the KV's own type.
 CODEC_BITS: dict[str, int | None] = {"none": None, "int8": 8, "fp8": 8, "int4": 4}
 SCALE_BYTES = 4  # one float32 scale for each head and token of a component
+MOST_REMEMBERED = 1 << 14  # numbers of tokens whose dense products are cached
 
 
 class CostModel:
@@ -83,6 +84,7 @@ class CostModel:
             geometry, self.layout, self._state_shards(), self.value_bytes, self._matrix_bytes
         )
         self._layers_known: dict[int, Cost] = {}  # by number of sequences
+        self._dense_known: dict[float, tuple[float, float, float, float, float]] = {}  # by tokens
         reached = accelerator.efficiency
         # Peaks hold for bfloat16; float32 runs on the same units at half the rate at best.
         peak = accelerator.peak_flops * (2 / max(2, self.value_bytes))
@@ -353,6 +355,20 @@ class CostModel:
         """Estimates a step without attention: matrix products, element-wise operations, experts,
         all-reduces, the output projection for `sampled` tokens, and sends between pipeline
         stages."""
+        known = self._dense_known.get(tokens)
+        if known is None:
+            if len(self._dense_known) >= MOST_REMEMBERED:
+                self._dense_known.clear()
+            known = self._dense_known[tokens] = self._dense(tokens)
+        compute, memory, passes, communication, overhead = known
+        head = self._head(sampled)
+        memory = memory + head.memory + passes
+        base = Cost(compute + head.compute, memory, communication, 0.0, overhead)
+        return base + self._experts(tokens, elsewhere) if self.geometry.experts else base
+
+    def _dense(self, tokens: float) -> tuple[float, float, float, float, float]:
+        """Returns the seconds of a step's dense matrix products that are bound by arithmetic, and
+        by memory; of element-wise operations; of communication; and of launch latency."""
         shape = self.geometry
         compute = memory = 0.0
         operations = 0
@@ -366,12 +382,10 @@ class CostModel:
                 compute += arithmetic * product.layers
             else:
                 memory += traffic * product.layers
-        head = self._head(sampled)
-        compute, memory = compute + head.compute, memory + head.memory
         blocks = shape.blocks / (2 * shape.layers)  # blocks per layer, as a fraction of two
         # Norms, residuals, rope and the gate read and write activations in about eight passes over
         # the width and three over the ffn.
-        memory += (
+        passes = (
             shape.layers
             * tokens
             * self.value_bytes
@@ -384,8 +398,7 @@ class CostModel:
             self.accelerator, kernels, tokens * shape.width * self.value_bytes, self.layout.tp
         )
         communication += self._hand_ons(tokens * shape.width * self.value_bytes)
-        base = Cost(compute, memory, communication, 0.0, operations * self._op_seconds)
-        return base + self._experts(tokens, elsewhere) if shape.experts else base
+        return compute, memory, passes, communication, operations * self._op_seconds
 
     def _head(self, sampled: float) -> Cost:
         """Estimates the output projection for `sampled` tokens."""
@@ -434,30 +447,26 @@ class CostModel:
             * self._seconds_per_byte
         ) / kernels.expert_memory
         layers = shape.expert_layers
-        cost = Cost(overhead=kernels.expert_operations * layers * self._op_seconds)
+        compute = memory = exchange = 0.0
         if kernels.gathers:
             # Token rows are copied to their experts (read, write), go through the activation, and
             # are read again to be summed.
             rows = everyone * experts.active / (layout.ep if layout.ep > 1 else 1)
             inner = experts.ffn / (1 if layout.ep > 1 else layout.tp)
             copied = rows * 3 * (experts.routed_width(shape.width) + inner) * self.value_bytes
-            cost += Cost(memory=copied * self._seconds_per_byte * layers)
-        if kernels.expert_serial:
-            cost += Cost(compute=arithmetic * layers, memory=traffic * layers)
-        elif arithmetic > traffic:
-            cost += Cost(compute=arithmetic * layers)
-        else:
-            cost += Cost(memory=traffic * layers)
+            memory += copied * self._seconds_per_byte * layers
+        if kernels.expert_serial or arithmetic > traffic:
+            compute += arithmetic * layers
+        if kernels.expert_serial or arithmetic <= traffic:
+            memory += traffic * layers
         if across:
             row = shape.width * self.value_bytes
             sent = shape.width * kernels.dispatch_bits / 8 or row
-            cost += Cost(
-                exchange=layers
-                * exchange_seconds(
-                    self.accelerator, kernels, layout, experts, tokens, everyone, (sent, row)
-                )
+            exchange = layers * exchange_seconds(
+                self.accelerator, kernels, layout, experts, tokens, everyone, (sent, row)
             )
-        return cost
+        overhead = kernels.expert_operations * layers * self._op_seconds
+        return Cost(compute, memory, 0.0, exchange, overhead)
 
     def _prefill_attention(self, tokens: float, pairs: float, context_tokens: float) -> Cost:
         shape, attention = self.geometry, self.geometry.attention
@@ -472,7 +481,7 @@ class CostModel:
         heads = attention.query_heads / self.layout.tp
         cost = self._attention(
             2 * pairs * heads * width + index_flops,
-            (context_tokens + tokens) * self._kv_bytes(),
+            (context_tokens + tokens) * self._token_bytes,
             shape.attention_layers,
         )
         if shape.linear:
@@ -489,8 +498,8 @@ class CostModel:
 
     def _attended(self, sequences: float, context_tokens: float, queries: int) -> Cost:
         shape, attention = self.geometry, self.geometry.attention
-        flops, size_bytes, layers = self._attention_of_token()
-        flops *= queries
+        flops, size_bytes = self._token_flops * queries, self._token_bytes
+        layers = self._over_layers
         if isinstance(attention, LatentAttention) and attention.index_top:
             # The indexer reads its keys of all positions, attention the latents of the selected.
             seen, part = min(context_tokens, attention.index_top * sequences), attention.index_dim

@@ -11,6 +11,7 @@ group whose children have all ended owns nothing; after all groups have ended, a
 free."""
 
 import bisect
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -67,6 +68,7 @@ class DecodeState:
         # keys of children that will need more pages than they have
         self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]
         self._named: dict[Identity, list[SequenceGroup]] = {}
+        self._priorities: Counter[int] = Counter()  # numbers of groups
         self.news: list[ChildProgress] = []
         self.preemptions = 0
         # releases pages of a rank that no sequence holds; returns False if there are none
@@ -87,6 +89,7 @@ class DecodeState:
         for child in group.children:
             self.note_pages(child)
         self._named.setdefault(group.request.identity, []).append(group)
+        self._priorities[group.request.priority] += 1
 
     def prefill_job(self, group: SequenceGroup) -> PrefillJob:
         """Returns the prompt of a group, to be computed on this mesh."""
@@ -191,11 +194,12 @@ class DecodeState:
     @property
     def one_priority(self) -> bool:
         """Whether all requests have the same priority, so that none is preempted for another."""
-        groups = iter(self.groups.values())
-        first = next(groups, None)
-        return first is None or all(
-            group.request.priority == first.request.priority for group in groups
-        )
+        return len(self._priorities) <= 1
+
+    @property
+    def lowest_priority(self) -> int | None:
+        """The lowest priority of any request, or None without requests."""
+        return min(self._priorities, default=None)
 
     def priorities(self) -> dict[int, tuple[int, int]]:
         """Returns, by priority, the number of sequences with pages and the number of these
@@ -362,6 +366,10 @@ class DecodeState:
     def _forget(self, group: SequenceGroup) -> None:
         self.release_root(group)
         del self.groups[group.key]
+        priority = group.request.priority
+        self._priorities[priority] -= 1
+        if not self._priorities[priority]:
+            del self._priorities[priority]
         same = self._named[group.request.identity]
         same.remove(group)
         if not same:

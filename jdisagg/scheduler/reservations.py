@@ -214,10 +214,9 @@ class Reservations:
     def pressing(self) -> WaitingReservation | None:
         """Returns the first waiting request for which sequences of lower priority may be
         preempted, or None."""
-        groups = self._state.groups.values()
-        if not self._queue or not groups:
+        lowest = self._state.lowest_priority
+        if not self._queue or lowest is None:
             return None
-        lowest = min([group.request.priority for group in groups])
         for waiting in self._queue:
             if waiting.priority > lowest and any(
                 self._holders(rank, waiting.priority) for rank in range(self._state.limits.ranks)

@@ -51,15 +51,13 @@ class SteppedRequest:
 @dataclass(slots=True)
 class Chunk:
     """Rows of a prefill chunk by dp rank, as (new tokens, tokens before them), and the requests of
-    these rows. `ended`: requests whose prompts end in the chunk."""
+    these rows. `ended`: requests whose prompts end in the chunk. `tokens`: new tokens of each dp
+    rank."""
 
     rows: list[list[tuple[int, int]]]
     requests: list[SteppedRequest]
     ended: list[SteppedRequest]
-
-    @property
-    def tokens(self) -> int:
-        return sum(new for rows in self.rows for new, _ in rows)
+    tokens: list[int]
 
 
 class PromptQueues:
@@ -69,11 +67,7 @@ class PromptQueues:
         self._queues: list[deque[SteppedRequest]] = [deque() for _ in range(limits.ranks)]
         self._tokens = [0] * limits.ranks
         self._chunk, self._rows = chunk_tokens, limits.rows_per_chunk
-        self.count = 0
-
-    @property
-    def tokens(self) -> int:
-        return sum(self._tokens)
+        self.count = self.tokens = 0
 
     def shortest(self) -> int:
         """Returns the dp rank with the fewest queued tokens."""
@@ -82,6 +76,7 @@ class PromptQueues:
     def add(self, request: SteppedRequest, rank: int) -> None:
         self._queues[rank].append(request)
         self._tokens[rank] += request.left
+        self.tokens += request.left
         self.count += 1
 
     @property
@@ -92,7 +87,7 @@ class PromptQueues:
     def take(self) -> Chunk:
         """Removes and returns the next chunk: on each rank the oldest prompts, up to the chunk's
         tokens. A prompt that does not fit is split, if it is the first or has waited longest."""
-        chunk = Chunk([], [], [])
+        chunk = Chunk([], [], [], [])
         for rank, queue in enumerate(self._queues):
             rows: list[tuple[int, int]] = []
             room = self._chunk
@@ -103,11 +98,13 @@ class PromptQueues:
                 chunk.requests.append(request)
                 request.left -= new
                 room -= new
-                self._tokens[rank] -= new
                 if not request.left:
                     chunk.ended.append(queue.popleft())
                     self.count -= 1
             chunk.rows.append(rows)
+            chunk.tokens.append(self._chunk - room)
+            self._tokens[rank] -= self._chunk - room
+        self.tokens -= sum(chunk.tokens)
         return chunk
 
 
@@ -240,12 +237,12 @@ class Instance:
         self._prefilled_last = False
         self._delay = 0.0
         self._issued: Chunk | None = None
+        self._in_chunks = 0  # tokens of the running chunk and of the one issued ahead
 
     @property
     def prompt_tokens(self) -> int:
         """Number of prompt tokens that are queued or in the running chunk."""
-        chunks = [chunk for chunk in (self.chunk, self._issued) if chunk is not None]
-        return self.queues.tokens + sum(chunk.tokens for chunk in chunks)
+        return self.queues.tokens + self._in_chunks
 
     def receive(self, request: SteppedRequest) -> None:
         """Adds a request whose KV has arrived. Writing its KV to pages delays the next steps."""
@@ -269,14 +266,14 @@ class Instance:
         return True
 
     def _begin_chunk(self, now: float) -> None:
-        self.chunk = chunk = self._issued or self.queues.take()
+        self.chunk = chunk = self._issued or self._take()
         self._issued = None
         if self._fused and self.batch.running:
             seconds = self._mixed_seconds(chunk)
             interval = seconds
             self._span = SteppedSpan(now, Pace(seconds), 1)
         else:
-            fullest = _fullest(chunk.rows)
+            fullest = _fullest(chunk)
             seconds, interval = max(self._costs.prefill(chunk.rows[rank]) for rank in fullest)
             self._prefilled_last = not self._fused
         self.sampled_at = now + seconds
@@ -285,14 +282,11 @@ class Instance:
     def _mixed_seconds(self, chunk: Chunk) -> float:
         """Returns the seconds of one step with the chunk and all decoding sequences."""
         counts, contexts = self.batch.counts, self.batch.contexts
-        tokens = [
-            sum(new for new, _ in rows) + count
-            for rows, count in zip(chunk.rows, counts, strict=True)
-        ]
+        tokens = [new + count for new, count in zip(chunk.tokens, counts, strict=True)]
         every = sum(tokens)
         return max(
             self._costs.mixed(chunk.rows[rank], counts[rank], contexts[rank], every - tokens[rank])
-            for rank in _fullest(chunk.rows)
+            for rank in _fullest(chunk)
         )
 
     def _begin_span(self, now: float) -> None:
@@ -310,7 +304,12 @@ class Instance:
         """Decides the chunk after the running one if it leaves no dp rank idle, as live prefill
         workers do. Prompts that arrive later cannot join this chunk."""
         if self.chunk is not None and self._issued is None and self.queues.all_ranks:
-            self._issued = self.queues.take()
+            self._issued = self._take()
+
+    def _take(self) -> Chunk:
+        chunk = self.queues.take()
+        self._in_chunks += sum(chunk.tokens)
+        return chunk
 
     def interrupt(self, now: float) -> bool:
         """Shortens the running span, so that a waiting request can join. Returns whether the span
@@ -343,16 +342,20 @@ class Instance:
         if self.chunk is not None:
             assert ended_at is not None
             done.first, done.later = self.chunk.ended, self.sampled_at - ended_at
+            self._in_chunks -= sum(self.chunk.tokens)
             self.chunk = None
         return done
 
 
-def _fullest(rows: Sequence[Sequence[tuple[int, int]]]) -> set[int]:
+def _fullest(chunk: Chunk) -> set[int]:
     """Returns the dp ranks with the most tokens and with the most attention. One of them takes
     longest."""
+    rows = chunk.rows
+    if len(rows) == 1:
+        return {0}
     filled = [rank for rank, of_rank in enumerate(rows) if of_rank]
     if len(filled) == 1:
         return set(filled)
-    tokens = max(filled, key=lambda rank: sum(new for new, _ in rows[rank]))
-    pairs = max(filled, key=lambda rank: sum(new * (new + 2 * old) for new, old in rows[rank]))
+    tokens = max(filled, key=chunk.tokens.__getitem__)
+    pairs = max(filled, key=lambda rank: sum([new * (new + 2 * old) for new, old in rows[rank]]))
     return {tokens, pairs}
