@@ -87,7 +87,7 @@ class Programs:
             device.process_index != jax.process_index() for device in mesh.devices.flat
         )
         self._compilations = 0
-        self.compiler_options: dict[str, str | bool] = {}
+        self.compiler_options = dict(traits_of(self.platform).compiler_options)
         self.store: ProgramStore | None = None
         self._by_rank = NamedSharding(mesh, RANK)
         self._built: dict[Hashable, Callable[..., Any]] = {}
@@ -244,10 +244,18 @@ class Programs:
         if store is not None and key is not None and not self.spans_processes:
             forms = jax.tree.map(lambda array: (array.shape, str(array.dtype)), arguments)
             name = store.name(body, key, forms, specs, options)
-        with self.precision():
-            if store is None or name is None:
-                return trace().lower().compile(compiler_options=options)
-            return store.load(name) or store.compile(name, trace, options)
+        try:
+            with self.precision():
+                if store is None or name is None:
+                    return trace().lower().compile(compiler_options=options)
+                return store.load(name) or store.compile(name, trace, options)
+        except jax.errors.JaxRuntimeError as error:
+            own = [key for key, _ in traits_of(self.platform).compiler_options if key in options]
+            unknown = [key for key in own if f"No such compile option: '{key}'" in str(error)]
+            if not unknown:
+                raise
+            self.compiler_options = {k: v for k, v in options.items() if k not in unknown}
+            return self.compile(body, arguments, in_specs, out_specs, donate)
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context with the platform's precision of float32 products, in which programs

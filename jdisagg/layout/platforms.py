@@ -42,6 +42,8 @@ class PlatformTraits:
         lanes: The last axis of a page array is padded in memory to a multiple of this.
         limit_has_fraction: Whether the memory limit that JAX reports already contains
             `memory_fraction`.
+        compiler_options: XLA's options of all programs. Options that this version of XLA does not
+            have are left out.
     """
 
     stores_bits: bool = False
@@ -62,6 +64,7 @@ class PlatformTraits:
     least_page: int = 1
     lanes: int = 1
     limit_has_fraction: bool = False
+    compiler_options: tuple[tuple[str, str | bool], ...] = ()
 
 
 # Default fraction of an accelerator's memory
@@ -98,6 +101,9 @@ _TRAITS = {
         spare_rows=True,
         lanes=128,
         least_page=32,  # rows of a tile of 8-bit values
+        # In loops of a v7x, 16-bit arrays would have tiles of 16 rows, and a loop over experts
+        # would copy the weights, whose tiles have 8 rows at the border of a program.
+        compiler_options=(("xla_tpu_control_large_2nd_minor_layout_for_x16", "false"),),
     ),
 }
 

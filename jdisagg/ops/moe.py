@@ -31,9 +31,8 @@ from jdisagg.ops.quantized_weights import scaled_product, widened
 
 # A single bfloat16 row is slow on CPU (`ops/linear.py`). Above 128 rows only padding grows.
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 2, 128
-# Pairs of a grouped product that a loop does not divide, as in decode steps: XLA for TPU v7x would
-# copy all weights to the loop's tiles in each step.
-FEW_PAIRS = 8192
+# Choices of a token whose rows are gathered together: XLA would gather the rows of all at once.
+GATHERED_CHOICES = 4
 
 
 class Routing(NamedTuple):
@@ -158,16 +157,25 @@ def routed_experts(
     local_TJ = jnp.where((local_TJ >= 0) & (local_TJ < held), local_TJ, held)
     rows = block_rows(local_TJ.size, experts)
     traits = traits_of(shards.platform)
-    if traits.kernels == "gpu" and usable(BLOCK_EXPERTS) and adapted is None:
-        y_TJD = gpu_products(x_TD, local_TJ, weights, shards.device_kind, clamp)
-    elif traits.experts == "ragged":
-        at_once = None if traits.kernels == "gpu" else pairs_at_once(local_TJ.size, held, experts)
-        y_TJD = _ragged_products(x_TD, local_TJ, weights, rows, clamp, adapted, at_once)
+    bias_ED = _output_bias(weights.down_bias_ED, shards)
+    at_once = None
+    if traits.kernels == "tpu" and held < experts:
+        at_once = pairs_at_once(local_TJ.size, held, experts)
+        # `_local_sums` adds in the order of experts. Steps of few pairs must add in it, too.
+        local_TJ, weights_TJ = lax.sort((local_TJ, weights_TJ), dimension=1, num_keys=1)
+    if at_once is not None:
+        weights = weights._replace(down_bias_ED=bias_ED)
+        y_TD = _local_sums(x_TD, local_TJ, weights_TJ, weights, rows, at_once, clamp, adapted)
     else:
-        y_TJD = block_products(x_TD, local_TJ, weights, rows, clamp, adapted)
-    if weights.down_bias_ED is not None:
-        y_TJD = y_TJD + _output_bias(weights.down_bias_ED, shards)[jnp.minimum(local_TJ, held - 1)]
-    y_TD = _combine(y_TJD, local_TJ < held, weights_TJ, x_TD.dtype)
+        if traits.kernels == "gpu" and usable(BLOCK_EXPERTS) and adapted is None:
+            y_TJD = gpu_products(x_TD, local_TJ, weights, shards.device_kind, clamp)
+        elif traits.experts == "ragged":
+            y_TJD = _ragged_products(x_TD, local_TJ, weights, rows, clamp, adapted)
+        else:
+            y_TJD = block_products(x_TD, local_TJ, weights, rows, clamp, adapted)
+        if bias_ED is not None:
+            y_TJD = y_TJD + bias_ED[jnp.minimum(local_TJ, held - 1)]
+        y_TD = _combine(y_TJD, local_TJ < held, weights_TJ, x_TD.dtype)
     if gathered:
         y_TD = lax.psum_scatter(y_TD, gathered, scatter_dimension=0, tiled=True)
     return lax.psum(y_TD, shards.tp) if shards.tp else y_TD
@@ -178,10 +186,10 @@ def _slots(rows: AdapterRows, tokens: int) -> jax.Array:
     return jnp.broadcast_to(rows.slot_T[:1], (tokens,)) if rows.alike else rows.slot_T
 
 
-def _output_bias(bias_ED: jax.Array, shards: Shards) -> jax.Array:
+def _output_bias(bias_ED: jax.Array | None, shards: Shards) -> jax.Array | None:
     """Returns the experts' output bias. If each expert is split over devices, their results are
     summed, so the bias is zero on all devices but one."""
-    if not shards.tp or shards.ep:
+    if bias_ED is None or not shards.tp or shards.ep:
         return bias_ED
     return jnp.where(lax.axis_index(shards.tp) == 0, bias_ED, jnp.zeros((), bias_ED.dtype))
 
@@ -323,40 +331,66 @@ def _ragged_products(
     rows: int,
     clamp: ExpertGate | None = None,
     adapted: Adapted | None = None,
-    at_once: int | None = None,
 ) -> jax.Array:
-    """Computes `block_products` by `lax.ragged_dot`, for platforms where it is grouped.
+    """Computes `block_products` by `lax.ragged_dot`, for platforms where it is grouped."""
+    held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
+    plan = plan_blocks(local_TJ.reshape(-1), held, rows)
+    token_P, place_P = _token_rows(x_TD, plan, choices, 0)
+    expert_P = jnp.minimum(local_TJ.reshape(-1)[plan.order_P], held - 1)
+    own = adapted and adapted._replace(slot_T=adapted.slot_T[token_P])
+    sizes_E = _sizes(local_TJ, held)
+    out_PD = _ragged_expert(x_TD[token_P], sizes_E, expert_P, weights, clamp, own)
+    return out_PD[place_P].reshape(*local_TJ.shape, -1)
+
+
+def _local_sums(
+    x_TD: jax.Array,
+    local_TJ: jax.Array,
+    weights_TJ: jax.Array,
+    weights: ExpertWeights,
+    rows: int,
+    at_once: int,
+    clamp: ExpertGate | None = None,
+    adapted: Adapted | None = None,
+) -> jax.Array:
+    """Returns the weighted sum of each token's local experts, with their output's bias. Uses memory
+    for `at_once` pairs: a loop, usually of one iteration, covers this device's pairs.
 
     Args:
-        at_once: Number of pairs of one product. A loop, usually of one iteration, covers the local
-            pairs. None computes all pairs in one product, including pairs of other devices.
+        local_TJ: Each token's local experts in ascending order. A token's results are then added in
+            this order, by one iteration or by several.
     """
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
-    pairs = local_TJ.size
-    step = min(at_once or pairs, pairs)
-    padding = -pairs % step
+    padding = -local_TJ.size % at_once
     token_P, place_P = _token_rows(x_TD, plan, choices, padding)
+    place_TJ = place_P.reshape(local_TJ.shape)
     expert_P = jnp.pad(jnp.minimum(local_TJ.reshape(-1)[plan.order_P], held - 1), (0, padding))
     end_E = jnp.cumsum(_sizes(local_TJ, held))
 
-    def some(start: jax.Array | int) -> jax.Array:
-        cut = lambda array: lax.dynamic_slice_in_dim(array, start, step)  # noqa: E731
-        ends_E = jnp.clip(end_E - start, 0, step)
-        sizes_E = jnp.diff(ends_E, prepend=0)
-        tokens = cut(token_P)
-        own = None if adapted is None else Adapted(adapted.factors, adapted.slot_T[tokens])
-        return _ragged_expert(x_TD[tokens], sizes_E, cut(expert_P), weights, clamp, own)
+    def body(index: jax.Array, y_TD: jax.Array) -> jax.Array:
+        start = index * at_once
+        token_R, expert_R = (
+            lax.dynamic_slice_in_dim(array, start, at_once) for array in (token_P, expert_P)
+        )
+        sizes_E = jnp.diff(jnp.clip(end_E - start, 0, at_once), prepend=0)
+        own = adapted and adapted._replace(slot_T=adapted.slot_T[token_R])
+        out_RD = _ragged_expert(x_TD[token_R], sizes_E, expert_R, weights, clamp, own)
+        if weights.down_bias_ED is not None:
+            out_RD = out_RD + weights.down_bias_ED[expert_R]
+        row_TJ = place_TJ - start
+        here_TJ = (local_TJ < held) & (row_TJ >= 0) & (row_TJ < at_once)
+        for choice in range(choices):
+            if choice and choice % GATHERED_CHOICES == 0:
+                y_TD, out_RD = lax.optimization_barrier((y_TD, out_RD))
+            of_TD = out_RD[jnp.clip(row_TJ[:, choice], 0, at_once - 1)].astype(jnp.float32)
+            of_TD = of_TD * weights_TJ[:, choice, None]
+            y_TD = y_TD + jnp.where(here_TJ[:, choice, None], of_TD, 0.0)
+        return y_TD
 
-    if step == pairs:
-        return some(0)[place_P].reshape(*local_TJ.shape, -1)
-
-    def body(index: jax.Array, out_PD: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(out_PD, some(index * step), index * step, 0)
-
-    nothing_PD = jnp.zeros((pairs + padding, x_TD.shape[1]), x_TD.dtype)
-    out_PD = lax.fori_loop(0, -(-end_E[-1] // step), body, nothing_PD)
-    return out_PD[place_P].reshape(*local_TJ.shape, -1)
+    nothing_TD = jnp.zeros(x_TD.shape, jnp.float32)
+    y_TD = lax.fori_loop(0, -(-end_E[-1] // at_once), body, nothing_TD)
+    return y_TD.astype(x_TD.dtype)
 
 
 def _ragged_expert(
@@ -407,9 +441,7 @@ def _ragged_expert(
 def pairs_at_once(pairs: int, held: int, experts: int) -> int | None:
     """Returns the number of pairs of one grouped product on a device that holds `held` of `experts`
     experts: a power of two, at least twice the device's mean share of all pairs. None, for one
-    product of all pairs, if this is most of the pairs, or if the pairs are few."""
-    if pairs <= FEW_PAIRS:
-        return None
+    product of all pairs, if this is most of the pairs."""
     step = MAX_BLOCK_ROWS
     while step * experts < 2 * pairs * held:
         step *= 2

@@ -1,6 +1,7 @@
 """Programs of a mesh: which forms of chunks are compiled, and what compiling leaves to other
 threads."""
 
+import dataclasses
 import itertools
 import sys
 import threading
@@ -8,13 +9,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import numpy as np
 import pytest
 
 from jdisagg.config import InstanceConfig, Mode
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.executor.prefill_program import ChunkArrays, chunk_forms
-from jdisagg.executor.programs import TURN_SECONDS, Programs
+from jdisagg.executor.programs import RANK, TURN_SECONDS, Programs
+from jdisagg.layout import platforms
 from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow, SampleSpec
 from jdisagg.request import SamplingParams
 
@@ -48,6 +52,16 @@ def test_the_form_of_every_chunk_is_compiled(platform: str, append_tokens: int) 
         for form in chunk_forms(limits, width, platform)
     ]
     assert append_tokens == 0 or platform == "gpu" or used == {*every}, "no form without a chunk"
+
+
+def test_compiler_options_that_this_xla_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("xla_no_such_option", True), ("xla_cpu_enable_fast_math", False)
+    traits = dataclasses.replace(traits_of("cpu"), compiler_options=options)
+    monkeypatch.setitem(platforms._TRAITS, "cpu", traits)
+    programs = Programs(jax.make_mesh((1, 1), ("dp", "kv")))
+    argument = np.ones((1, 1), np.float32)
+    assert programs.compile(lambda x: x + 1, (argument,), (RANK,), RANK)(argument) == 2
+    assert programs.compiler_options == {"xla_cpu_enable_fast_math": False}
 
 
 def test_other_threads_get_the_interpreter_soon_while_a_program_is_built() -> None:

@@ -182,16 +182,26 @@ def test_each_device_holds_its_share_of_the_experts(layout: str) -> None:
 def test_a_loop_over_grouped_products_drops_nothing(near: bool) -> None:
     """`near`: all pairs are of this device's experts, so that the loop has many trips."""
     x_TD, _, weights = _inputs()
-    local_TJ = np.random.default_rng(3).integers(0, EXPERTS, (TOKENS, CHOSEN)).astype(np.int32)
+    random = np.random.default_rng(3)
+    local_TJ = np.sort(random.integers(0, EXPERTS, (TOKENS, CHOSEN)).astype(np.int32))
     held = EXPERTS if near else 2
     held_weights = jax.tree.map(lambda part: part[:held], weights)
+    bias_ED = random.normal(size=(held, x_TD.shape[1])).astype(np.float32)
+    held_weights = held_weights._replace(down_bias_ED=jnp.asarray(bias_ED))
     local_TJ = np.minimum(local_TJ, held)
-    how = (jnp.asarray(x_TD), jnp.asarray(local_TJ), held_weights, 4)
-    got = moe._ragged_products(*how, at_once=16)
-    want = moe.block_products(*how)
-    here = local_TJ < held
-    assert here.sum() > (32 if near else 0)
-    np.testing.assert_allclose(np.asarray(got)[here], np.asarray(want)[here], atol=1e-4)
+    weights_TJ = random.uniform(size=local_TJ.shape).astype(np.float32)
+    given = jnp.asarray(x_TD), jnp.asarray(local_TJ)
+    sums = [
+        np.asarray(moe._local_sums(*given, jnp.asarray(weights_TJ), held_weights, 4, at_once))
+        for at_once in (16, local_TJ.size)
+    ]
+    y_TJD = np.asarray(moe.block_products(*given, held_weights, 4))
+    y_TJD = y_TJD + bias_ED[np.minimum(local_TJ, held - 1)]
+    here_TJ = local_TJ < held
+    assert here_TJ.sum() > (32 if near else 0)
+    want = np.where(here_TJ[..., None], y_TJD * weights_TJ[..., None], 0).sum(1)
+    np.testing.assert_allclose(sums[0], want, atol=1e-4)
+    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("routed", [0, 1, 5, 40, 64])
