@@ -130,7 +130,7 @@ def choose(
             masked variants.
     """
     if variant is Variant.GREEDY:
-        return Chosen(_mark(greedy(logits_BV, shard), active_B))
+        return Chosen(_mark(greedy(logits_BV, shard, platform=platform), active_B))
     params = rows.sampling(ints_BI, floats_BF, position_B)
     if variant.shaped:
         assert counts_BV is not None

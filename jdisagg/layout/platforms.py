@@ -32,6 +32,8 @@ class PlatformTraits:
         kernels: Which hand-written kernels apply: the GPU's with cuDNN, the TPU's, or none.
         inserts_whole: Whether a received block is written by one scatter, not run by run.
         sharded_logits: Whether each device keeps the logits of its part of the vocabulary.
+        argmax_in_blocks: Whether the largest logit is searched in blocks of 128. In a TPU's memory
+            such blocks are a copy of the logits.
         least_batch: Rows of the smallest decode batch.
         chunk_steps: Chunk lengths per doubling.
         draft_rows: Number of extra rows for each sequence of a decode step. On a CPU each takes
@@ -56,6 +58,7 @@ class PlatformTraits:
     kernels: Literal["", "gpu", "tpu"] = ""
     inserts_whole: bool = False
     sharded_logits: bool = False
+    argmax_in_blocks: bool = True
     least_batch: int = 1
     chunk_steps: Literal[1, 4] = 1
     draft_rows: int = 1
@@ -96,6 +99,7 @@ _TRAITS = {
         kernels="tpu",
         inserts_whole=True,
         sharded_logits=True,
+        argmax_in_blocks=False,
         least_batch=8,  # rows of a tile; fewer programs to compile
         draft_rows=3,
         spare_rows=True,

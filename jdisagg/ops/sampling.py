@@ -68,11 +68,13 @@ class VocabularyShard(NamedTuple):
 WHOLE = VocabularyShard()
 
 
-def greedy(logits_BV: jax.Array, shard: VocabularyShard = WHOLE) -> jax.Array:
+def greedy(
+    logits_BV: jax.Array, shard: VocabularyShard = WHOLE, *, platform: str = "cpu"
+) -> jax.Array:
     """Returns the id of each row's largest logit, int32 [B], ties to the smallest id. Returns
     INVALID_TOKEN for a row whose largest logit is not finite."""
     logits_BV = _nan_to_inf(logits_BV)
-    token_B = selection.argmax(logits_BV)
+    token_B = selection.argmax(logits_BV, in_blocks=traits_of(platform).argmax_in_blocks)
     value_B, token_B = _best(_at(logits_BV, token_B), token_B, shard)
     return jnp.where(jnp.isfinite(value_B), token_B, INVALID_TOKEN)
 
@@ -99,7 +101,8 @@ def sample(
     weight_BV = jnp.exp((logits_BV - largest_B[:, None]) * scale_B[:, None])
     keys = randomness.row_keys(rows.seed, rows.child, rows.position)
     bits_BV = randomness.random_bits(keys, logits_BV.shape[1], shard.first)
-    passes = traits_of(platform).without_loops or bool(shard.axes)
+    traits = traits_of(platform)
+    passes = traits.without_loops or bool(shard.axes)
     top_k_B = jnp.where(drawn_B, rows.top_k, 0)
     threshold_B = (
         _top_k_by_passes(logits_BV, top_k_B, shard)
@@ -118,10 +121,11 @@ def sample(
         bound_B = _nucleus_by_passes(logits_BV, weight_BV, top_p_B, shard)
         inside_BV = (logits_BV > bound_B[:, None]) | (top_p_B == 1)[:, None]
         score_BV = jnp.where(inside_BV, score_BV, -1)
-        local_B = selection.argmax(score_BV)
+        local_B = selection.argmax(score_BV, in_blocks=traits.argmax_in_blocks)
         _, token_B = _best(_at(score_BV, local_B), local_B, shard)
     else:
-        token_B = _in_nucleus(score_BV, logits_BV, weight_BV, top_p_B)
+        first_B = selection.argmax(score_BV, in_blocks=traits.argmax_in_blocks)
+        token_B = _in_nucleus(first_B, score_BV, logits_BV, weight_BV, top_p_B)
     return jnp.where(valid_B, token_B, INVALID_TOKEN)
 
 
@@ -207,12 +211,15 @@ def _top_k_threshold(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
 
 
 def _in_nucleus(
-    score_BV: jax.Array, logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array
+    first_B: jax.Array,
+    score_BV: jax.Array,
+    logits_BV: jax.Array,
+    weight_BV: jax.Array,
+    top_p_B: jax.Array,
 ) -> jax.Array:
-    """Samples a token from each row's nucleus (top-p set), int32 [B]. The token with the largest
-    score wins, and a winner outside the nucleus is rejected. Few rows reject their first winner, so
-    the choice is repeated for only _RERUN_ROWS rows at a time."""
-    first_B = selection.argmax(score_BV)
+    """Samples a token from each row's nucleus (top-p set), int32 [B]. `first_B` has the largest
+    score and wins, and a winner outside the nucleus is rejected. Few rows reject their first
+    winner, so the choice is repeated for only _RERUN_ROWS rows at a time."""
 
     def race() -> jax.Array:
         bound_B = _at(logits_BV, first_B)

@@ -39,8 +39,11 @@ def argmax_blocks(arrays: tuple[jax.Array, ...], value: Callable[..., jax.Array]
     return block_B * BLOCK + _first_largest(value(*winner)[:, 0])
 
 
-def argmax(x_BV: jax.Array) -> jax.Array:
-    """Returns the index of each row's largest entry, int32 [B]. Ties go to the smallest index."""
+def argmax(x_BV: jax.Array, *, in_blocks: bool = True) -> jax.Array:
+    """Returns the index of each row's largest entry, int32 [B]. Ties go to the smallest index.
+    `in_blocks`: by blocks, else by XLA's argmax (`PlatformTraits.argmax_in_blocks`)."""
+    if not in_blocks:
+        return _first_largest(x_BV)
     return argmax_blocks((blocks_of(x_BV),), lambda x: x)
 
 
