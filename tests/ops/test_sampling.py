@@ -15,7 +15,7 @@ from jdisagg.ops import sampling
 from jdisagg.ops.sampling import INVALID_TOKEN, SamplingRows, VocabularyShard
 
 sample = jax.jit(sampling.sample, static_argnames="platform")
-greedy = jax.jit(sampling.greedy)
+greedy = jax.jit(sampling.greedy, static_argnames="platform")
 
 
 @dataclass(frozen=True)
