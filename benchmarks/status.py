@@ -263,6 +263,13 @@ METRICS = {
         Metric("the controller decides after", "", "s", "elastic_live", "long_*|decided_after*"),
         Metric("longest pause meanwhile", "", "s", "elastic_live", "long_*|longest_pause_seconds"),
     ],
+    "Conversations of eight turns: TTFT of later turns, caches off / defaults": [
+        Metric(name, f"at least {goal}", "", f"conversations_{model}", f"{model}|ttft ratio")
+        for model, name, goal in (
+            ("measured", "full attention", 8),
+            ("hybrid", "three of four layers with state", 4),
+        )
+    ],
     "A restart with compiled programs: found / traced": [
         Metric(f"{what}, as fast", "", "", "restarts_shipped", f"{name}|speed")
         for name, what in (("loaded", "all programs loaded"), ("processor", "processor time"))
@@ -354,6 +361,8 @@ SCRIPTS = {
     "prefix_hits": "benchmarks.prefix_hits",
     "role_switch": "benchmarks.role_switch",
     "elastic_live": "benchmarks.elastic_live",
+    "conversations_measured": "benchmarks.conversations",
+    "conversations_hybrid": "benchmarks.conversations",
     "restarts_shipped": "benchmarks.restarts",
     "cost_model": "benchmarks.cost_model",
     "fidelity": "benchmarks.fidelity",
