@@ -15,6 +15,7 @@ estimate every step."""
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 from jdisagg.costs.attention_work import attended_pairs
 from jdisagg.costs.collectives import all_reduce_seconds, exchange_seconds, link_among
@@ -84,7 +85,7 @@ class CostModel:
             geometry, self.layout, self._state_shards(), self.value_bytes, self._matrix_bytes
         )
         self._layers_known: dict[int, Cost] = {}  # by number of sequences
-        self._dense_known: dict[float, tuple[float, float, float, float, float]] = {}  # by tokens
+        self._dense_of = lru_cache(MOST_REMEMBERED)(self._dense)
         reached = accelerator.efficiency
         # Peaks hold for bfloat16; float32 runs on the same units at half the rate at best.
         peak = accelerator.peak_flops * (2 / max(2, self.value_bytes))
@@ -355,15 +356,10 @@ class CostModel:
         """Estimates a step without attention: matrix products, element-wise operations, experts,
         all-reduces, the output projection for `sampled` tokens, and sends between pipeline
         stages."""
-        known = self._dense_known.get(tokens)
-        if known is None:
-            if len(self._dense_known) >= MOST_REMEMBERED:
-                self._dense_known.clear()
-            known = self._dense_known[tokens] = self._dense(tokens)
-        compute, memory, passes, communication, overhead = known
+        compute, memory, passes, communication, overhead = self._dense_of(tokens)
         head = self._head(sampled)
-        memory = memory + head.memory + passes
-        base = Cost(compute + head.compute, memory, communication, 0.0, overhead)
+        both = compute + head.compute, memory + head.memory + passes
+        base = Cost(*both, communication, 0.0, overhead)
         return base + self._experts(tokens, elsewhere) if self.geometry.experts else base
 
     def _dense(self, tokens: float) -> tuple[float, float, float, float, float]:
@@ -415,9 +411,8 @@ class CostModel:
 
     def _prefill_launch(self, tokens: int) -> float:
         reached = self.accelerator.efficiency
-        if tokens <= self._kernels.captured_tokens:
-            return reached.launch_seconds
-        return reached.prefill_launch_seconds
+        captured = tokens <= self._kernels.captured_tokens
+        return reached.launch_seconds if captured else reached.prefill_launch_seconds
 
     def _ffn_of_token(self) -> float:
         shape, experts = self.geometry, self.geometry.experts
@@ -446,12 +441,11 @@ class CostModel:
             / spread
             * self._seconds_per_byte
         ) / kernels.expert_memory
-        layers = shape.expert_layers
-        compute = memory = exchange = 0.0
+        layers, compute, memory, exchange = shape.expert_layers, 0.0, 0.0, 0.0
         if kernels.gathers:
             # Token rows are copied to their experts (read, write), go through the activation, and
             # are read again to be summed.
-            rows = everyone * experts.active / (layout.ep if layout.ep > 1 else 1)
+            rows = everyone * experts.active / max(1, layout.ep)
             inner = experts.ffn / (1 if layout.ep > 1 else layout.tp)
             copied = rows * 3 * (experts.routed_width(shape.width) + inner) * self.value_bytes
             memory += copied * self._seconds_per_byte * layers
@@ -535,12 +529,12 @@ class CostModel:
     def _attention_of_token(self) -> tuple[float, float, int]:
         """Returns the FLOP and the bytes for attention to one context token, in one layer of a
         decode step, and the number of attention layers."""
-        shape, attention = self.geometry, self.geometry.attention
-        heads = attention.query_heads / self.layout.tp
+        attention = self.geometry.attention
+        flops = 4 * attention.query_heads / self.layout.tp * self._mean_head
         if isinstance(attention, LatentAttention):
-            flops = 2 * heads * (2 * attention.kv_rank + attention.rope_dim)
-            return flops, self._kv_bytes(), shape.attention_layers
-        return 4 * heads * self._mean_head, self._kv_bytes(), shape.attention_layers
+            width = 2 * attention.kv_rank + attention.rope_dim
+            flops = 2 * attention.query_heads / self.layout.tp * width
+        return flops, self._kv_bytes(), self.geometry.attention_layers
 
     def _recurrence(self, tokens: float, passes: float, *, chunked: bool) -> Cost:
         linear = self.geometry.linear
