@@ -73,13 +73,6 @@ def _tensors(config: dict[str, object], seed: int) -> dict[str, np.ndarray]:
     named = {"model.embed_tokens.weight": kernel(vocabulary, width, 0.02)}
     named |= {"model.norm.weight": one, "lm_head.weight": kernel(vocabulary, width)}
     for number in range(int(str(config["num_hidden_layers"]))):
-        layer = {
-            "input_layernorm.weight": one,
-            "post_attention_layernorm.weight": one,
-            "mlp.gate_proj.weight": kernel(ffn, width),
-            "mlp.up_proj.weight": kernel(ffn, width),
-            "mlp.down_proj.weight": kernel(width, ffn),
-        }
         if hybrid and (number + 1) % int(str(config["full_attention_interval"])):
             mixer = _delta_net(config, kernel, rng)
         else:
@@ -92,6 +85,13 @@ def _tensors(config: dict[str, object], seed: int) -> dict[str, np.ndarray]:
             if hybrid:
                 norms = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
                 mixer |= dict.fromkeys(norms, np.zeros(head, np.float32))
+        layer = {
+            "input_layernorm.weight": one,
+            "post_attention_layernorm.weight": one,
+            "mlp.gate_proj.weight": kernel(ffn, width),
+            "mlp.up_proj.weight": kernel(ffn, width),
+            "mlp.down_proj.weight": kernel(width, ffn),
+        }
         named |= {f"model.layers.{number}.{name}": v for name, v in {**layer, **mixer}.items()}
     return named
 

@@ -441,7 +441,8 @@ class CostModel:
             / spread
             * self._seconds_per_byte
         ) / kernels.expert_memory
-        layers, compute, memory, exchange = shape.expert_layers, 0.0, 0.0, 0.0
+        layers = shape.expert_layers
+        compute = memory = exchange = 0.0
         if kernels.gathers:
             # Token rows are copied to their experts (read, write), go through the activation, and
             # are read again to be summed.
@@ -529,12 +530,12 @@ class CostModel:
     def _attention_of_token(self) -> tuple[float, float, int]:
         """Returns the FLOP and the bytes for attention to one context token, in one layer of a
         decode step, and the number of attention layers."""
-        attention = self.geometry.attention
-        flops = 4 * attention.query_heads / self.layout.tp * self._mean_head
+        shape, attention = self.geometry, self.geometry.attention
+        heads = attention.query_heads / self.layout.tp
         if isinstance(attention, LatentAttention):
-            width = 2 * attention.kv_rank + attention.rope_dim
-            flops = 2 * attention.query_heads / self.layout.tp * width
-        return flops, self._kv_bytes(), self.geometry.attention_layers
+            flops = 2 * heads * (2 * attention.kv_rank + attention.rope_dim)
+            return flops, self._kv_bytes(), shape.attention_layers
+        return 4 * heads * self._mean_head, self._kv_bytes(), shape.attention_layers
 
     def _recurrence(self, tokens: float, passes: float, *, chunked: bool) -> Cost:
         linear = self.geometry.linear

@@ -101,7 +101,7 @@ async def test_a_batch_of_the_model_and_three_adapters_equals_the_merged_checkpo
     engine = with_slots(config(prefill=prefill, decode=decode), 3)
     async with some(tmp_path, engine, folders) as (run, found):
         kinds = [None, *found.adapters]
-        beside = await run.complete(request(run, "beside", None, logprobs=0))
+        unloaded = await run.complete(request(run, "unloaded", None, logprobs=0))
         for _ in range(6):  # adapters are loaded, and programs compiled, at first
             asked = [request(run, f"r{one}", kinds[one % 4]) for one in range(8)]
             done = await run.complete_all(asked)
@@ -110,9 +110,11 @@ async def test_a_batch_of_the_model_and_three_adapters_equals_the_merged_checkpo
                 break
         else:
             raise AssertionError("prompts of several adapters never shared a chunk and a step")
+        loaded = await run.complete(request(run, "loaded", None, logprobs=0))
+        assert loaded.logprobs == unloaded.logprobs, "adapters change no bit of others' rows"
     async with running(config(prefill=prefill, decode=decode)) as run:
         alone = await run.complete(request(run, "alone", None, logprobs=0))
-    without, of_slots = ([t.logprob for t in one.logprobs[0]] for one in (alone, beside))
+    without, of_slots = ([t.logprob for t in one.logprobs[0]] for one in (alone, loaded))
     np.testing.assert_allclose(of_slots, without, atol=1e-5)
 
 
