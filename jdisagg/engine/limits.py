@@ -47,7 +47,8 @@ def mesh_limits(
             prefill side. None derives the number from the KV size.
         windows_apart: Whether the KV of sliding-window layers is transferred separately (see
             `hands_windows_apart`).
-        rings: Whether this mesh holds the KV of sliding-window layers in ring buffers.
+        rings: Whether this mesh holds the KV of sliding-window layers that are transferred
+            separately in ring buffers. Otherwise it holds them in pages of their own.
         append_tokens: Number of tokens in the longest prompt chunk that a decode mesh prefills
             itself; 0 for none. A mesh with ring buffers prefills none, because they are shorter
             than a chunk.
@@ -86,22 +87,24 @@ def mesh_limits(
         adapter_rank=instance.adapter_rank if instance.adapters else 0,
         adapter_experts=bool(instance.adapters) and instance.adapter_experts,
     )
-    return _with_state(limits, instance, rings, prefix)
+    return _with_state(limits, instance, prefix, rings, windows_apart and not rings)
 
 
 def _with_state(
-    limits: MeshLimits, instance: InstanceConfig, rings: bool, prefix: PrefixConfig
+    limits: MeshLimits, instance: InstanceConfig, prefix: PrefixConfig, rings: bool, windows: bool
 ) -> MeshLimits:
-    """Adds the limits of state slots, ring buffers and snapshots."""
+    """Adds the limits of state slots, ring buffers, pages of windows and snapshots."""
     spec, size = limits.kv_spec, limits.page_size
     snapshots = snapshot_slots(instance) if spec.has_state and prefix.reuse else 0
-    whole = -(-limits.context_tokens // size)
+    whole, chunk = -(-limits.context_tokens // size), limits.chunk_buckets[-1]
+    pages = window_pages(instance, spec.widest_window, whole, chunk, prefix) if windows else 0
     return replace(
         limits,
         state_slots_per_rank=state_slots(instance) if spec.has_state or rings else 0,
         ring_pages=min(ring_pages(spec.widest_window, size), whole) if rings else 0,
         snapshots_per_rank=snapshots,
-        snapshot_tokens=prefix.start_tokens(size) if snapshots else 0,
+        window_pages_per_rank=min(pages, limits.pages_per_rank),
+        snapshot_tokens=prefix.start_tokens(size) if snapshots or pages and prefix.reuse else 0,
     )
 
 
@@ -167,6 +170,24 @@ def snapshot_slots(instance: InstanceConfig) -> int:
     """Returns the number of snapshots of recurrent state that the prefix cache of each dp rank can
     hold. Half of these slots are for snapshots of running sequences."""
     return 2 * state_slots(instance)
+
+
+def window_pages(
+    instance: InstanceConfig, window: int, whole: int, chunk: int, prefix: PrefixConfig
+) -> int:
+    """Returns the number of pages for sliding-window layers of each dp rank of a mesh that only
+    prefills: those that the sequences need, and those of the windows that the prefix cache keeps,
+    of which there are as many as snapshots of recurrent state.
+
+    Args:
+        window: Number of positions of the widest window.
+        whole: Number of pages of the longest sequence.
+        chunk: Number of tokens of the longest prefill chunk.
+    """
+    size = instance.page_size
+    used = state_slots(instance) * min(whole, ring_pages(window + chunk - 1, size))
+    kept = snapshot_slots(instance) * min(whole, ring_pages(window, size))
+    return used + (kept if prefix.reuse else 0)
 
 
 def drafts_with_layer(speculate: str, platform: str, stages: int) -> bool:

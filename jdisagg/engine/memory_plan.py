@@ -38,6 +38,7 @@ from jdisagg.engine.limits import (
     largest_chunk,
     snapshot_slots,
     state_slots,
+    window_pages,
 )
 from jdisagg.engine.stages import check_stages
 from jdisagg.errors import ConfigError
@@ -205,22 +206,26 @@ def fit_instance(
             and the configured pages (or the pages of one sequence). The message lists these parts.
     """
     drafts = geometry.next_token_layers > 0 or bool(model.draft)
-    apart = hands_windows_apart(0 < geometry.windowed_part < 1, mode)
+    can_part = 0 < geometry.windowed_part < 1 and not geometry.linear
+    apart = hands_windows_apart(can_part, mode)
     check_stages(instance, state=bool(geometry.linear), windows_apart=apart, drafts=drafts)
     context = model.context_tokens or geometry.context_tokens
     each = bytes_per_device(geometry, instance, model.dtype, memory.platform, model.draft)
     weights, token_bytes, state_bytes, windowed, adapters = each
     chunk = largest_chunk(instance, mode, context)
-    rings = hands_windows_apart(geometry.windowed_part > 0 and role is WorkerRole.DECODE, mode)
+    rings, windows = apart and role is WorkerRole.DECODE, apart and role is WorkerRole.PREFILL
     append = 0 if rings else prefix.appends
     states = state_slots(instance) * state_bytes
     if prefix.reuse and (role is not WorkerRole.DECODE or append):
         states += snapshot_slots(instance) * state_bytes
     staged = STAGED_CHUNKS * (chunk * token_bytes + state_bytes)
+    if windows:
+        seen = windowed * min(geometry.widest_window, context)
+        each = each._replace(token=token_bytes - windowed, state=seen)
     tiered = _tiered(instance, role, prefix, each, chunk, append)
     if prefix.host_bytes and role is not WorkerRole.PREFILL:
-        windows = windowed * min(geometry.widest_window, context) if rings else 0
-        tiered += 2 * SPILLS_AT_ONCE * (chunk * token_bytes + state_bytes + windows)  # swapped out
+        ring = windowed * min(geometry.widest_window, context) if rings else 0
+        tiered += 2 * SPILLS_AT_ONCE * (chunk * token_bytes + state_bytes + ring)  # swapped out
     computed = append if role is WorkerRole.DECODE else chunk
     kept_images, of_encoder = _images(geometry, model.dtype) if computed else (0, 0)
     of_layers = _activations(geometry, instance, role, computed, model.dtype, memory.platform)
@@ -242,11 +247,15 @@ def fit_instance(
     )
     padding = _padding(geometry, traits_of(memory.platform).lanes)
     page_bytes = int(instance.page_size * token_bytes * padding)
-    if rings:
-        most = -(-context // instance.page_size)
-        ring = min(ring_pages(geometry.widest_window, instance.page_size), most)
-        held = state_slots(instance) * ring * instance.page_size
-        plan = replace(plan, rings=int(held * windowed * padding))
+    if apart:
+        whole = -(-context // instance.page_size)
+        if windows:
+            pages = window_pages(instance, geometry.widest_window, whole, chunk, prefix)
+            pages = min(pages, instance.pages_per_rank or instance.slots_per_rank * whole)
+        else:
+            ring = min(ring_pages(geometry.widest_window, instance.page_size), whole)
+            pages = state_slots(instance) * ring
+        plan = replace(plan, rings=int(pages * instance.page_size * windowed * padding))
         page_bytes -= int(instance.page_size * windowed * padding)
     return _with_pages(plan, instance, model, geometry, page_bytes)
 

@@ -362,7 +362,7 @@ class MeshBlocks:
         spec, layers = limits.kv_spec, len(limits.kv_spec.layers)
         apart = limits.windows_apart
         windowed = spec.windowed if apart else limits.nothing
-        rings = pools.rings if limits.ring_pages else pools.pages.view(windowed)
+        rings = pools.rings if limits.windows_held_apart else pools.pages.view(windowed)
         window_groups = (
             layer_groups(windowed.positioned, layers, limits.window_groups) if apart else ()
         )

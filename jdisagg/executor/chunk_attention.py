@@ -7,7 +7,7 @@ each layer, and the KV that a hand-off sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -47,30 +47,62 @@ class RankChunk:
     packed: bool
 
 
-class ChunkAttention:
-    """Builds the attention functions of one layer group. Called once for each layer, in order."""
+class _Places(NamedTuple):
+    """Page table of the rows, and page and offset that each token writes, in one page pool."""
 
-    def __init__(self, chunk: RankChunk, rank_rows: int, page_size: int, shards: Shards) -> None:
+    table_RN: jax.Array
+    page_T: jax.Array
+    slot_T: jax.Array
+
+
+class ChunkAttention:
+    """Builds the attention functions of one layer group. Called once for each layer, in order.
+
+    Args:
+        rank_rows: Number of pages of a dp rank.
+        windows: Page table [R, N] of the layers whose windows are in pages of their own, and
+            number of these pages of a dp rank; None without such layers.
+    """
+
+    def __init__(
+        self,
+        chunk: RankChunk,
+        rank_rows: int,
+        page_size: int,
+        shards: Shards,
+        windows: tuple[jax.Array, int] | None = None,
+    ) -> None:
         self.pages: list[LayerPages] = []
         self.sent: list[tuple[jax.Array, ...]] = []
         self._chunk, self._shards = chunk, shards
-        self._page_T, self._slot_T = token_coordinates(
-            chunk.table_RN, chunk.segment_T, chunk.positions_T, pages=rank_rows, slots=page_size
-        )
+        self._in_pages, *in_windows = [
+            _Places(
+                table_RN,
+                *token_coordinates(
+                    table_RN, chunk.segment_T, chunk.positions_T, pages=pages, slots=page_size
+                ),
+            )
+            for table_RN, pages in ((chunk.table_RN, rank_rows), *([windows] if windows else []))
+        ]
+        self._in_windows = in_windows[0] if in_windows else self._in_pages
 
     def without_kv(self) -> None:
         """Records that the next layer has no KV."""
         self.pages.append(())
         self.sent.append(())
 
-    def over(self, layer_pages: LayerPages, rows_alone: bool, sends: bool) -> Attend:
+    def over(
+        self, layer_pages: LayerPages, rows_alone: bool, sends: bool, windowed: bool = False
+    ) -> Attend:
         """Returns the attention function of the next layer.
 
         Args:
             layer_pages: Page arrays of the layer.
             rows_alone: Whether only the last token of each sampling row has a query, or none has.
             sends: Whether the layer's KV is handed off with the chunk.
+            windowed: Whether the layer's KV is in the pages of windows.
         """
+        places = self._in_windows if windowed else self._in_pages
 
         def attend(
             q_TNH: jax.Array,
@@ -83,7 +115,7 @@ class ChunkAttention:
                 as_kept(part, pages.dtype)
                 for part, pages in zip(seal(k_TKH, v_TKH, index), layer_pages, strict=True)
             )
-            written = self._write(layer_pages, kept)
+            written = self._write(layer_pages, kept, places)
             self.pages.append(written)
             self.sent.append(tuple(part.swapaxes(0, 1) for part in kept if sends))
             seen = [as_read(part, k_TKH.dtype) for part in kept]
@@ -99,7 +131,7 @@ class ChunkAttention:
                     q_TNH,
                     written[0],
                     v_pages,
-                    chunk.table_RN[:rows],
+                    places.table_RN[:rows],
                     at_R,
                     index_pages_PKSH=i_pages,
                     platform=platform,
@@ -111,7 +143,7 @@ class ChunkAttention:
                 v_TKH,
                 chunk.segment_T,
                 chunk.positions_T,
-                self._past(written[0], v_pages, i_pages),
+                self._past(places.table_RN, written[0], v_pages, i_pages),
                 packed=chunk.packed,
                 rows=chunk.table_RN.shape[0],
                 platform=platform,
@@ -121,15 +153,17 @@ class ChunkAttention:
 
         return attend
 
-    def _write(self, layer_pages: LayerPages, kept: Sequence[jax.Array]) -> LayerPages:
+    def _write(
+        self, layer_pages: LayerPages, kept: Sequence[jax.Array], places: _Places
+    ) -> LayerPages:
         """Writes a layer's KV to its pages. Writing before any read makes XLA run the scatter
         before the loop over pages, so that XLA copies no pages."""
         return tuple(
             write_tokens(
                 pages,
                 part,
-                self._page_T,
-                self._slot_T,
+                places.page_T,
+                places.slot_T,
                 unique=False,
                 platform=self._shards.platform,
             )
@@ -137,10 +171,14 @@ class ChunkAttention:
         )
 
     def _past(
-        self, k_pages: jax.Array, v_pages: jax.Array | None, i_pages: jax.Array | None
+        self,
+        table_RN: jax.Array,
+        k_pages: jax.Array,
+        v_pages: jax.Array | None,
+        i_pages: jax.Array | None,
     ) -> PastPages | None:
         chunk = self._chunk
         if chunk.columns is None:
             return None
-        table = chunk.table_RN[:, : chunk.columns or None]
+        table = table_RN[:, : chunk.columns or None]
         return PastPages(k_pages, v_pages, table, chunk.past_R, chunk.continuing, i_pages)

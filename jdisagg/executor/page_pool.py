@@ -115,8 +115,8 @@ class Pools(NamedTuple):
     Attributes:
         pages: Pages with the KV of sequences' positions.
         states: Recurrent states of sequences. A state slot is a page of one token.
-        rings: Ring buffers of sliding-window layers, if these layers do not use `pages`. Each slot
-            has `MeshLimits.ring_pages` consecutive pages.
+        rings: Pages of sliding-window layers, if these layers do not use `pages`. On decode meshes
+            each slot has `MeshLimits.ring_pages` consecutive pages, a ring buffer.
     """
 
     pages: PagePool
@@ -128,7 +128,7 @@ class Pools(NamedTuple):
         """Makes the pools of one mesh with the layers `held`, or all layers."""
         spec, size, largest = limits.kv_spec, limits.page_size, limits.batch_buckets[-1]
         padding = largest + limits.extra_rows(largest)
-        rings = limits.state_rows * limits.ring_pages
+        rings = limits.window_pages_per_rank or limits.state_rows * limits.ring_pages
         return Pools(
             PagePool(programs, limits.paged, limits.pages_per_rank, size, padding, held),
             # Padding rows write no state, because each dummy state would be as large as a real one.
@@ -151,6 +151,11 @@ class Pools(NamedTuple):
         for pool in self:
             pool.make()
 
+    @property
+    def attended(self) -> "PagePool | JoinedPools":
+        """The pages of all layers, of `pages` and `rings` together."""
+        return JoinedPools(self.pages, self.rings) if self.rings.pages_per_rank else self.pages
+
     def kept(self, layers: range | None = None) -> Kept:
         """Returns the arrays of these layers in all pools, as arguments of a program. None selects
         all layers."""
@@ -166,6 +171,35 @@ class Pools(NamedTuple):
         self.pages.put(first, kept[0])
         self.states.put(first, kept[1])
         self.rings.put(first, kept[2])
+
+
+class JoinedPools:
+    """The layers of two pools that hold different layers of one mesh. Holds no array.
+
+    Args:
+        pages: Pool of the layers without a sliding window.
+        rings: Pool of the layers with a sliding window.
+    """
+
+    def __init__(self, pages: PagePool, rings: PagePool) -> None:
+        self._both = pages, rings
+        layers = zip(pages.spec.layers, rings.spec.layers, strict=True)
+        self.spec = KVSpec(
+            tuple(own if own.components else other for own, other in layers), pages.spec.dtype
+        )
+        self.page_size, self.held = pages.page_size, pages.held
+
+    @property
+    def layers(self) -> list[LayerPages]:
+        pages, rings = self._both
+        return [own or other for own, other in zip(pages.layers, rings.layers, strict=True)]
+
+    def specs(self, layers: range | None = None) -> list[tuple[PartitionSpec, ...]]:
+        return _layer_specs(self.spec, self.held, layers)
+
+    def put(self, first: int, layers: list[LayerPages]) -> None:
+        for pool in self._both:
+            PageView(pool, pool.spec).put(first, layers)
 
 
 def _layer_specs(

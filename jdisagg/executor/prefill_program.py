@@ -105,7 +105,9 @@ class ChunkArrays:
     tokens: np.ndarray  # int32 [ranks, T]
     positions: np.ndarray  # int32 [ranks, T]
     segment: np.ndarray  # int32 [ranks, T]; -1 is padding
-    table: np.ndarray  # int32 [ranks, R, N]
+    # int32 [ranks, R, N]. On a mesh with pages of windows [ranks, R, 2N]: the pages of layers
+    # without a window, then those of layers with one.
+    table: np.ndarray
     past: np.ndarray  # int32 [ranks, R]: tokens already in pages
     continuing: np.ndarray  # int32 [ranks]: rows that have a past
     # int32 [ranks, R, or 1 unless packed]: index of a row's last token in the chunk; -1 if the row
@@ -140,7 +142,7 @@ class ChunkArrays:
             tokens=np.zeros((ranks, width), np.int32),
             positions=np.zeros((ranks, width), np.int32),
             segment=np.full((ranks, width), -1, np.int32),
-            table=np.zeros((ranks, rows, columns), np.int32),
+            table=np.zeros((ranks, rows, limits.page_tables * columns), np.int32),
             past=np.zeros((ranks, rows), np.int32),
             continuing=np.zeros((ranks,), np.int32),
             sampling=np.full((ranks, rows if form.packed else 1), -1, np.int32),
@@ -170,6 +172,7 @@ class ChunkArrays:
                 )
             chunk.segment[rank, span] = index
             chunk.table[rank, index, : len(row.pages)] = row.pages
+            chunk.table[rank, index, columns : columns + len(row.windows)] = row.windows
             chunk.past[rank, index] = row.start
             chunk.continuing[rank] += row.start > 0
             chunk.states[rank, index, 0] = row.state
@@ -244,7 +247,9 @@ class PrefillPrograms:
         limits: MeshLimits,
     ) -> None:
         self._programs, self._weights, self._shards = programs, weights, shards
-        self._pool, self._states = pools.pages, pools.states
+        self._pool, self._states = pools.attended, pools.states
+        self._rank_rows = pools.pages.rank_rows, pools.rings.rank_rows
+        self._tables = limits.page_tables
         held = self._pool.held
         self._groups = [(at, group) for at, group in enumerate(groups) if group.start in held]
         self._sums, self._emit = sums, sums is not None
@@ -405,9 +410,11 @@ class PrefillPrograms:
     def _group_body(self, group: range, form: ChunkForm) -> Any:
         parts, last = self._weights[group], len(self._pool.spec.layers) - 1
         weights, layers = self._weights, len(self._weights.layers)
-        common, emit, sizes = self._shards, self._emit, (self._pool.rank_rows, self._pool.page_size)
+        common, emit, page_size = self._shards, self._emit, self._pool.page_size
+        tables, (rows, window_rows) = self._tables, self._rank_rows
         spec = self._sums.spec if self._sums else self._pool.spec
         kinds = spec.layers[group.start : group.stop]
+        apart = [tables > 1 and layer.window is not None for layer in self._pool.spec.layers]
         grain, keeps = self._grain if form.packed else self._long_grain, self._keeps
         columns, adapters = form.columns if form.past else None, self._adapters
         taps, width = weights.taps, weights.width
@@ -436,8 +443,11 @@ class PrefillPrograms:
             if adapters:
                 own_T = jnp.take(state[0, :, 3], segment_T, mode="clip")
                 shards = dataclasses.replace(common, adapters=AdapterRows(own_T, not form.packed))
-            ours = (positions_T, segment_T, table[0], past_R, continuing[0], rows_R)
-            attention = ChunkAttention(RankChunk(*ours, columns, form.packed), *sizes, shards)
+            table_RN, *others = jnp.split(table[0], tables, axis=1)
+            ours = (positions_T, segment_T, table_RN, past_R, continuing[0], rows_R)
+            rank_chunk = RankChunk(*ours, columns, form.packed)
+            windows = (others[0], window_rows) if others else None
+            attention = ChunkAttention(rank_chunk, rows, page_size, shards, windows)
             begun_R = past_R[: slot_R.shape[0]]
             runs = runs_of(segment_T, positions_T, begun_R, grain, stop_R if keeps else None)
             kept = kept_R if keeps else None
@@ -465,7 +475,9 @@ class PrefillPrograms:
                 x_TD = layer(
                     x_TD,
                     turned_T,
-                    attention.over(layer_pages, asked_R is not None, bool(kind.components)),
+                    attention.over(
+                        layer_pages, asked_R is not None, bool(kind.components), apart[index]
+                    ),
                     shards,
                     segment_T >= 0,
                     asked_R,

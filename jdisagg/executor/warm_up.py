@@ -65,14 +65,14 @@ def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
         steps += [WarmUpStep(extract, needed) for extract in extracts]
     kept, fetched = (_shapes_of(limits, tokens) for tokens in (role.host_tokens, role.peer_tokens))
     back = [(*shape, KvKind.POSITIONS) for shape in limits.block_shapes()] if role.spills else kept
-    if limits.snapshots_per_rank and role.host_tokens:
-        back = [*back, (range(1), 1, KvKind.STATE)]
+    if role.host_tokens:
+        back = [*back, *_snapshot_shapes(limits)]
     tiers = [partial(blocks.warm_restore, *shape) for shape in back]
     tiers += [partial(executor.warm_insert, *shape) for shape in fetched]
     steps += [WarmUpStep(one, Capability.TIERS) for one in tiers]
     if executor.card.ends and (role.emit or role.extracts):
         steps += [WarmUpStep(partial(blocks.warm_pieces, *one)) for one in limits.block_shapes()]
-    steps += _steps_apart(executor, kept, fetched)
+    steps += _steps_apart(executor)
     return [step for step in steps for _ in range(traits_of(executor.platform).warm_runs)]
 
 
@@ -128,29 +128,30 @@ def _needs_extracts(role: MeshRole) -> Capability | None:
     return None if role.decode else Capability.REUSE
 
 
-def _steps_apart(
-    executor: MeshExecutor, kept: list[_Shape], fetched: list[_Shape]
-) -> list[WarmUpStep]:
-    """Returns the steps for KV that is transferred separately: recurrent state and sliding windows.
+def _snapshot_shapes(limits: MeshLimits) -> list[_Shape]:
+    """Returns the shapes of the blocks of the prefix cache's snapshots."""
+    if not limits.snapshot_tokens:
+        return []
+    state: list[_Shape] = [(range(1), 1, KvKind.STATE)] if limits.kv_spec.has_state else []
+    return [*state, *((*shape, KvKind.WINDOW) for shape in limits.window_shapes())]
 
-    Args:
-        kept, fetched: Shapes of blocks that are restored from host memory, and of fetched blocks.
-    """
+
+def _steps_apart(executor: MeshExecutor) -> list[WarmUpStep]:
+    """Returns the steps for KV that is transferred separately: recurrent state and sliding
+    windows."""
     limits, role, blocks = executor.limits, executor.role, executor.blocks
     alone = role.prefill and role.decode and not (role.extracts or role.spills)
     sent = [(range(1), 1, KvKind.STATE)] if limits.kv_spec.has_state and not alone else []
     sent += [(groups, tokens, KvKind.WINDOW) for groups, tokens in limits.window_shapes()]
-    windows = [shape for shape in (*kept, *fetched) if shape[2] is KvKind.WINDOW]
     steps: list[WarmUpStep] = []
-    for shape in dict.fromkeys((*sent, *windows)):
-        common = None if shape in sent else Capability.TIERS
-        if role.decode or (limits.snapshots_per_rank and role.peer_tokens):
-            needed = common if role.decode else Capability.TIERS
+    for shape in sent:
+        if role.decode or (limits.snapshot_tokens and role.peer_tokens):
+            needed = None if role.decode else Capability.TIERS
             steps += [WarmUpStep(partial(executor.warm_insert, *shape), needed)]
         if role.spills:
             steps += [WarmUpStep(partial(blocks.warm_restore, *shape), Capability.TIERS)]
         if role.extracts or role.emit or role.spills:
-            needed = common if role.extracts or role.emit else Capability.TIERS
+            needed = None if role.extracts or role.emit else Capability.TIERS
             steps += [WarmUpStep(partial(blocks.warm_extract, *shape), needed)]
             if executor.card.ends:
                 steps += [WarmUpStep(partial(blocks.warm_pieces, *shape), needed)]
@@ -168,12 +169,8 @@ def _shapes_of(limits: MeshLimits, tokens: int) -> list[_Shape]:
             min(largest, tokens - first), limits.granule_tokens, limits.whole_blocks
         )
     }
-    kinds = [(KvKind.POSITIONS, limits.bands)]
-    if limits.windows_apart and not limits.ring_pages:
-        kinds.append((KvKind.WINDOW, limits.window_bands))
     return [
-        (groups, length, kind)
+        (groups, length, KvKind.POSITIONS)
         for length in sorted(lengths)
-        for kind, bands in kinds
-        for groups in bands(length)
+        for groups in limits.bands(length)
     ]

@@ -142,8 +142,10 @@ class KVSpec:
     @functools.cached_property
     def can_part(self) -> bool:
         """Whether the KV of layers with and without a window can be stored and sent separately.
-        Both kinds of layers must exist, and each must be divisible into as many head shards as this
-        spec."""
+        Both kinds of layers must exist, no layer keeps state, and each kind must be divisible into
+        as many head shards as this spec."""
+        if self.has_state:
+            return False
         try:
             kinds = (self.windowed, self.unwindowed)
         except ConfigError:

@@ -54,6 +54,8 @@ class PrefillRow(Message, frozen=True):
 
     Attributes:
         pages: Pages of positions [0, start + len(tokens)).
+        windows: Pages of these positions in sliding-window layers, if these layers have pages of
+            their own. A page repeats when its positions have left the window.
         samples: Sampling parameters of each child, in the row that ends the prompt. Empty in
             earlier rows.
         state: Slot of the sequence's recurrent state, which the row reads at its start and
@@ -84,6 +86,7 @@ class PrefillRow(Message, frozen=True):
     adapter: int = 0
     images: tuple[PromptImage, ...] = ()
     shift: int = 0
+    windows: tuple[int, ...] = ()
 
 
 class PrefillChunk(Message, frozen=True):

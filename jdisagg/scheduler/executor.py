@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from jdisagg.images import ImageFormat
-from jdisagg.layout.kv_spec import KVLayer, KVSpec
+from jdisagg.layout.kv_spec import KVLayer, KVSpec, ring_pages
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.plain import plain
@@ -39,7 +39,10 @@ class MeshLimits:
         windows_apart: Whether the KV of sliding-window layers is sent separately, after the blocks
             of all other layers. Only positions still inside the windows are then sent.
         ring_pages: Number of pages of the sliding-window ring buffer that each sequence has; 0 if
-            sliding-window layers use ordinary pages.
+            sliding-window layers use other pages.
+        window_pages_per_rank: Number of pages of sliding-window layers of each rank, on a mesh that
+            only prefills (`scheduler/window_pages.py`); 0 if these layers use ordinary pages or
+            ring buffers.
         draft_rows: Number of extra rows of a decode step for each sequence of its batch, in which
             draft tokens are verified.
         speculates: Whether decode steps verify drafts of all sequences, not only tokens that a
@@ -86,6 +89,7 @@ class MeshLimits:
     state_slots_per_rank: int = 0
     windows_apart: bool = False
     ring_pages: int = 0
+    window_pages_per_rank: int = 0
     append_buckets: tuple[int, ...] = ()
     appends: bool = False
     mixed_buckets: tuple[int, ...] = ()
@@ -139,9 +143,18 @@ class MeshLimits:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Number of bytes of a snapshot slot."""
-        ring = self.ring_pages * self.page_size * self.kv_spec.windowed.bytes_per_token
-        return self.kv_spec.state.bytes_per_token + (ring if self.ring_pages else 0)
+        """Largest number of bytes of a snapshot."""
+        spec, pages = self.kv_spec, self.ring_pages
+        if self.window_pages_per_rank:
+            pages = ring_pages(spec.widest_window, self.page_size)
+        return spec.state.bytes_per_token + pages * self.page_size * spec.windowed.bytes_per_token
+
+    @property
+    def snapshot_slot_bytes(self) -> int:
+        """Number of bytes of a unit of memory of snapshots: a slot, or a page of windows."""
+        if not self.window_pages_per_rank:
+            return self.snapshot_bytes
+        return self.page_size * self.kv_spec.windowed.bytes_per_token
 
     @property
     def state_grain(self) -> int:
@@ -166,8 +179,18 @@ class MeshLimits:
     @property
     def paged(self) -> KVSpec:
         """KV spec of the layers whose KV is in ordinary pages. Sliding-window layers are excluded
-        if they use a ring buffer."""
-        return self.kv_spec.unwindowed if self.ring_pages else self.kv_spec
+        if they use ring buffers or pages of their own."""
+        return self.kv_spec.unwindowed if self.windows_held_apart else self.kv_spec
+
+    @property
+    def page_tables(self) -> int:
+        """Number of page tables of a row of a prefill chunk."""
+        return 2 if self.window_pages_per_rank else 1
+
+    @property
+    def windows_held_apart(self) -> bool:
+        """Whether sliding-window layers do not use ordinary pages."""
+        return self.ring_pages > 0 or self.window_pages_per_rank > 0
 
     @property
     def nothing(self) -> KVSpec:

@@ -35,6 +35,8 @@ class PrefillJob:
         prompt_logprobs: Number of log-probabilities to return for each prompt token, or None. If
             set, no positions are cached.
         snapshots: Positions, ascending, at which snapshots of the state are wanted.
+        windows: Page table of the sequence in sliding-window layers, if these have pages of their
+            own.
         adapter: Slot of the sequence's adapter.
         arrival: Time of arrival, minus the `head_start` of the priority.
         images: Images of the prompt.
@@ -55,6 +57,7 @@ class PrefillJob:
     adapter: int = 0
     priority: int = 0
     images: tuple[PromptImage, ...] = ()
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.issued_tokens = max(self.issued_tokens, self.cached_tokens)
@@ -235,13 +238,15 @@ class PrefillBatches:
     def _row(self, job: PrefillJob, offset: int, tokens: int) -> PrefillRow:
         start = job.issued_tokens
         job.issued_tokens += tokens
+        columns = -(-job.issued_tokens // self._limits.page_size)
         row = PrefillRow(
             sequence=job.sequence,
             rank=job.rank,
             offset=offset,
             tokens=job.tokens[start : job.issued_tokens],
             start=start,
-            pages=job.pages[: -(-job.issued_tokens // self._limits.page_size)],
+            pages=job.pages[:columns],
+            windows=job.windows[:columns],
             samples=job.samples if not job.left_tokens else (),
             offers=tuple(self._offers(offset, tokens, start, job.offers_from)),
             state=job.state,

@@ -16,8 +16,8 @@ sequence before earlier ones. There is one exception: if two sequences computed 
 blocks, these blocks may be evicted while sequences still use later blocks. The later blocks are not
 found until the first blocks are cached again.
 
-Where layers keep recurrent state, a hit also needs a snapshot of the state at its end
-(`scheduler/snapshots.py`).
+Where layers keep recurrent state or only the KV of a sliding window, a hit also needs a snapshot of
+the state or of the window at its end (`scheduler/snapshots.py`, `scheduler/window_pages.py`).
 
 `Residency` combines the trees of all ranks of a mesh. Routers read the changes from a log
 (`KeptLog`). Pure.
@@ -248,8 +248,8 @@ class Residency:
     """The prefix cache of one mesh; off if `names` is None.
 
     Args:
-        snapshots: Snapshots of recurrent state of each rank, from which a hit continues. Empty for
-            models without recurrent state.
+        snapshots: Snapshots of recurrent state or of windows of each rank, from which a hit
+            continues. Empty if a hit needs none.
     """
 
     def __init__(
@@ -426,10 +426,14 @@ class Residency:
         are made."""
         return math.lcm(self.block_tokens, self.cut_tokens or 1)
 
-    def use_snapshot(self, rank: int, chain: Chain, tokens: int) -> int:
-        """Returns the slot of the snapshot after the first `tokens` cached positions. Commands that
-        read it must be issued at once."""
+    def use_snapshot(self, rank: int, chain: Chain, tokens: int) -> tuple[int, ...]:
+        """Returns the place (`Snapshots.place`) of the snapshot after the first `tokens` cached
+        positions. Commands that read it must be issued at once."""
         return self.snapshots[rank].use(self._name_at(chain, tokens))
+
+    def begin_restore(self, rank: int, owner: int, tokens: int) -> tuple[int, ...] | None:
+        """Assigns a place to a snapshot that is being restored (`Snapshots.begin_restore`)."""
+        return self.snapshots[rank].begin_restore(owner, tokens)
 
     def wanted_snapshots(
         self, rank: int, chain: Chain, tokens: int, cached_tokens: int
@@ -447,6 +451,16 @@ class Residency:
         """Assigns a slot to a snapshot of a sequence (`Snapshots.begin`)."""
         return self.snapshots[rank].begin(owner, tokens, rolling) if self.snapshots else None
 
+    def begin_all_snapshots(self, rank: int, owner: int, cached: int, tokens: int) -> None:
+        """Begins a snapshot at each boundary of a prompt's computed blocks, if this costs nothing
+        (`Snapshots.begin_all`)."""
+        if self.snapshots:
+            self.snapshots[rank].begin_all(owner, cached, tokens, self.snapshot_tokens)
+
+    def settle_snapshots(self, rank: int, owner: int, chain: Chain) -> None:
+        """Keeps the snapshots of a running sequence in the blocks of `chain`."""
+        self._settle(rank, owner, chain, len(chain) * self.block_tokens)
+
     def forget_snapshots(self, rank: int, owner: int) -> None:
         """Frees the slots of the snapshots that `owner` has begun."""
         if self.snapshots:
@@ -461,14 +475,14 @@ class Residency:
         elif self.snapshots:
             self._settle(rank, owner, ())
 
-    def _settle(self, rank: int, owner: int, chain: Chain) -> None:
+    def _settle(self, rank: int, owner: int, chain: Chain, most: int | None = None) -> None:
         tree, size = self._trees[rank], self.block_tokens
 
         def name_at(tokens: int) -> bytes | None:
             known = tokens <= len(chain) * size and chain[tokens // size - 1] in tree
             return self._name_at(chain, tokens) if known else None
 
-        self.snapshots[rank].settle(owner, name_at)
+        self.snapshots[rank].settle(owner, name_at, most)
 
     def _name_at(self, chain: Chain, tokens: int) -> bytes:
         """Returns the name of the block that ends after `tokens` tokens."""

@@ -19,18 +19,23 @@ Invariants (each is a test of the same name in tests/scheduler/test_snapshots.py
 - a_snapshot_never_outlives_its_block
 - what_saves_more_stays_longer"""
 
+import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+SPARE_ENTRIES = 64  # of the heap, before outdated entries are removed
 
 
 @dataclass(slots=True)
 class Kept:
-    """A snapshot of a cached prefix of `tokens` tokens, used `hits` times."""
+    """A snapshot of a cached prefix of `tokens` tokens, used `hits` times. `share` scales its value
+    until it is used."""
 
     slot: int
     tokens: int
     hits: int
     worth: float
+    share: float = 1.0
 
 
 @dataclass(slots=True)
@@ -41,6 +46,7 @@ class Pending:
     slot: int
     tokens: int
     rolling: bool
+    share: float = 1.0
 
 
 class Snapshots:
@@ -57,9 +63,11 @@ class Snapshots:
         self._kept: dict[bytes, Kept] = {}
         self._pending: dict[int, list[Pending]] = {}
         self._clock = 0.0  # worth of the last snapshot dropped for room
+        # heap of worths and names of kept snapshots, with outdated entries
+        self._order: list[tuple[float, bytes]] = []
         self.made = self.used = self.evicted = 0
-        # called with the name, slot and tokens of a snapshot before its slot is written again
-        self.on_evicted: Callable[[bytes, int, int], None] | None = None
+        # called with the name and tokens of a snapshot before it is overwritten
+        self.on_evicted: Callable[[bytes, int], None] | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -75,21 +83,31 @@ class Snapshots:
         return len(self._free)
 
     @property
+    def filled(self) -> int:
+        """Number of the `total` slots that kept snapshots use."""
+        return len(self._kept)
+
+    @property
     def pending(self) -> int:
         return sum(map(len, self._pending.values()))
 
-    def slot(self, name: bytes) -> int:
-        """Returns the slot of a kept snapshot, which must be read by a command issued at once."""
-        return self._kept[name].slot
+    def place(self, name: bytes) -> tuple[int, ...]:
+        """Returns the pages of a kept snapshot, of which a state slot is one. They must be read by
+        a command issued at once."""
+        return (self._kept[name].slot,)
 
-    def use(self, name: bytes) -> int:
-        """Records that a sequence continues from a snapshot. Returns the snapshot's slot, which
-        must be copied by a command issued at once."""
+    def tokens(self, name: bytes) -> int:
+        """Returns the number of tokens of a kept snapshot."""
+        return self._kept[name].tokens
+
+    def use(self, name: bytes) -> tuple[int, ...]:
+        """Records that a sequence continues from a snapshot. Returns its `place`."""
         found = self._kept[name]
         found.hits += 1
+        found.share = 1.0
         self.used += 1
-        self._value(found)
-        return found.slot
+        self._value(name, found)
+        return self.place(name)
 
     def begin(self, owner: int, tokens: int, rolling: bool = False) -> int | None:
         """Assigns a slot to a snapshot of `owner` after `tokens` tokens. A rolling snapshot
@@ -108,55 +126,90 @@ class Snapshots:
         mine.append(Pending(self._free.pop(), tokens, rolling))
         return mine[-1].slot
 
+    def begin_all(self, owner: int, cached: int, tokens: int, multiple: int) -> None:
+        """Begins a snapshot of `owner` at each multiple of a number of tokens after its `cached`
+        tokens, if the snapshots take no room."""
+
     def pass_on(self, owner: int, new_owner: int) -> None:
         """Makes `new_owner` the owner of all pending snapshots of `owner`."""
         if owner in self._pending:
             self._pending.setdefault(new_owner, []).extend(self._pending.pop(owner))
 
-    def settle(self, owner: int, name_at: Callable[[int], bytes | None]) -> None:
+    def begin_restore(self, owner: int, tokens: int) -> tuple[int, ...] | None:
+        """Assigns a place to a snapshot after `tokens` tokens that is being restored, instead of
+        the owner's earlier one. Returns None if there is no room."""
+        slot = self.begin(owner, tokens, rolling=True)
+        return None if slot is None else (slot,)
+
+    def settle(
+        self, owner: int, name_at: Callable[[int], bytes | None], most: int | None = None
+    ) -> None:
         """Keeps the pending snapshots of `owner` and frees those that cannot be used.
 
         Args:
             name_at: Returns the name of the cached block that ends after a number of tokens of the
                 owner's sequence; None if no such block is cached.
+            most: Snapshots of more tokens than this stay pending; None settles all.
         """
-        for one in self._pending.pop(owner, ()):
+        pending = self._pending.pop(owner, [])
+        later = [] if most is None else [one for one in pending if one.tokens > most]
+        if later:
+            self._pending[owner] = later
+        for one in pending:
+            if one in later:
+                continue
             name = name_at(one.tokens)
             if name is None or name in self._kept:
-                self._free.append(one.slot)
+                self._give_back(one.slot)
             else:
-                self.add(name, one.slot, one.tokens)
+                self._settled(owner, one)
+                self.add(name, one.slot, one.tokens, one.share)
 
-    def add(self, name: bytes, slot: int, tokens: int) -> None:
+    def add(self, name: bytes, slot: int, tokens: int, share: float = 1.0) -> None:
         """Keeps a complete snapshot under the name of a cached block."""
-        kept = self._kept[name] = Kept(slot, tokens, 0, 0.0)
-        self._value(kept)
+        kept = self._kept[name] = Kept(slot, tokens, 0, 0.0, share)
+        self._value(name, kept)
         self.made += 1
 
     def drop(self, name: bytes) -> None:
         """Drops the snapshot of a block that is no longer cached, if there is one."""
-        found = self._kept.pop(name, None)
+        found = self._kept.get(name)
         if found is not None:
             if self.on_evicted is not None:
-                self.on_evicted(name, found.slot, found.tokens)
-            self._free.append(found.slot)
+                self.on_evicted(name, found.tokens)
+            del self._kept[name]
+            self._give_back(found.slot)
             self.evicted += 1
 
     def clear(self) -> None:
         """Drops all kept snapshots."""
-        self._free += [one.slot for one in self._kept.values()]
+        for one in self._kept.values():
+            self._give_back(one.slot)
         self._kept.clear()
+        self._order.clear()
 
-    def _value(self, kept: Kept) -> None:
-        kept.worth = self._clock + kept.tokens * (1 + kept.hits)
+    def _value(self, name: bytes, kept: Kept) -> None:
+        kept.worth = self._clock + kept.tokens * kept.share * (1 + kept.hits)
+        heapq.heappush(self._order, (kept.worth, name))
+        if len(self._order) > 2 * len(self._kept) + SPARE_ENTRIES:
+            self._order = [(one.worth, name) for name, one in self._kept.items()]
+            heapq.heapify(self._order)
 
     def _make_room(self) -> bool:
-        if not self._kept:
-            return False
-        name, least = min(self._kept.items(), key=lambda one: one[1].worth)
-        self._clock = least.worth
-        self.drop(name)
-        return True
+        while self._order:
+            worth, name = heapq.heappop(self._order)
+            kept = self._kept.get(name)
+            if kept is not None and kept.worth == worth:
+                self._clock = worth
+                self.drop(name)
+                return True
+        return False
+
+    def _settled(self, owner: int, one: Pending) -> None:
+        """Called before a pending snapshot of `owner` is kept."""
+
+    def _give_back(self, slot: int) -> None:
+        self._free.append(slot)
 
 
 def wanted_snapshots(tokens: int, cached: int, matched: int, multiple: int) -> tuple[int, ...]:

@@ -6,13 +6,23 @@ state nor ring buffers (`MeshLimits.ring_pages`), no slots are used and there is
 first child of a group (n > 1) uses the group's slot. Each other child has its own slot, into which
 the group's state is copied."""
 
+from collections.abc import Sequence
+
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import PageLedger
 from jdisagg.scheduler.snapshots import Snapshots
+from jdisagg.scheduler.window_pages import WindowPages, WindowSnapshots
 
 
-def snapshots_of(limits: MeshLimits) -> list[Snapshots]:
-    """Returns the snapshots of each rank of a mesh; empty if cache hits need no snapshots."""
+def snapshots_of(limits: MeshLimits, windows: Sequence[WindowPages] = ()) -> Sequence[Snapshots]:
+    """Returns the snapshots of each rank of a mesh; empty if cache hits need no snapshots.
+
+    Args:
+        windows: Pages of sliding-window layers of each rank, if these layers have pages of their
+            own.
+    """
+    if windows and limits.snapshot_tokens:
+        return [WindowSnapshots(pages) for pages in windows]
     if not limits.snapshots_per_rank:
         return []
     slots = limits.state_slots_per_rank, limits.snapshots_per_rank

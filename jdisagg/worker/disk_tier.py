@@ -307,13 +307,11 @@ class DiskTier(KvSource):
         return ""
 
     async def _bring_snapshot(self, restore: Restore) -> None:
-        """Copies a snapshot from disk to its slot, through host memory."""
-        saved, host, name = restore.snapshot, self._host, restore.plan.chain[-1]
-        if not isinstance(saved, DiskBlock) or restore.slot is None:
+        """Copies a snapshot from disk to its place, through host memory."""
+        saved, host = restore.snapshot, self._host
+        if not isinstance(saved, DiskBlock) or restore.place is None:
             return
-        loaded = await host.load_snapshot(
-            restore.plan.rank, name, lambda ids: self._read(saved, 0, ids)
-        )
+        loaded = await host.load_snapshot(restore.plan, lambda ids: self._read(saved, 0, ids))
         if loaded is None:
             return
         restore.snapshot = loaded

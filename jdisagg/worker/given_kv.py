@@ -28,9 +28,9 @@ from jdisagg.worker.outgoing_kv import (
     OutgoingHandoff,
     OutgoingKv,
     extraction,
-    offers_of_block,
-    state_offers,
-    state_weight,
+    offer_weight,
+    offers_of_pages,
+    snapshot_offers,
 )
 from jdisagg.worker.step_loop import StepLoop
 
@@ -184,12 +184,15 @@ class GivenKv:
     def _extract_snapshot(
         self, handoff: OutgoingHandoff, rank: int, chain: Chain
     ) -> "list[asyncio.Future[StepResult]]":
-        slot = self._kept.use_snapshot(rank, chain, len(chain) * self._kept.block_tokens)
-        (offer,) = state_offers(self._mesh, rank, self._context.ids)
-        handoff.announce((offer,), state_weight(self._mesh))
+        tokens = len(chain) * self._kept.block_tokens
+        place = self._kept.use_snapshot(rank, chain, tokens)
         key, size = self._outgoing.checksum_key, self._mesh.page_size
-        number = self._loop.next_number()
-        return [self._loop.submit(extraction(number, offer, (slot,), size, key))]
+        extracting: list[asyncio.Future[StepResult]] = []
+        for offer in snapshot_offers(self._mesh, rank, tokens, self._context.ids):
+            handoff.announce((offer,), offer_weight(self._mesh, offer))
+            number = self._loop.next_number()
+            extracting.append(self._loop.submit(extraction(number, offer, place, size, key)))
+        return extracting
 
     async def _offer(
         self,
@@ -209,7 +212,7 @@ class GivenKv:
                     self._moved.clear()
                     await self._moved.wait()
                 extracts: list[asyncio.Future[StepResult]] = []
-                for offer in offers_of_block(
+                for offer in offers_of_pages(
                     self._mesh, rank, start, start + size, self._context.ids
                 ):
                     if self._decodes:

@@ -34,7 +34,7 @@ from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.host_pieces import HostPieces
 from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
-from jdisagg.worker.outgoing_kv import offers_of_block, state_offers
+from jdisagg.worker.outgoing_kv import offers_of_pages, snapshot_offers
 from jdisagg.worker.step_loop import StepLoop
 
 BLOCKS_AT_ONCE = 4  # blocks of one restore that are copied at a time
@@ -72,8 +72,8 @@ class HostTier(KvSource):
         counters: Counters,
         most_writing: int = MOST_WRITING,
     ) -> None:
-        self.block_bytes = kept.block_tokens * limits.kv_spec.bytes_per_token
-        self.snapshot_bytes = limits.kv_spec.state.bytes_per_token if kept.snapshots else 0
+        self.block_bytes = kept.block_tokens * limits.paged.bytes_per_token
+        self.snapshot_bytes = limits.snapshot_bytes if kept.snapshots else 0
         of_snapshots = room.host_bytes // 2 if self.snapshot_bytes else 0
         of_blocks = room.host_bytes - of_snapshots
         capacity = of_blocks // self.block_bytes if self.block_bytes else 0
@@ -143,7 +143,7 @@ class HostTier(KvSource):
         """Returns the id and positions of each piece of block number `index` of a sequence."""
         tokens = self._kept.block_tokens
         start = index * tokens
-        return tuple(offers_of_block(self._limits, rank, start, start + tokens, self._ids))
+        return tuple(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
 
     # ---- copying out
 
@@ -154,10 +154,10 @@ class HostTier(KvSource):
         elif name not in self.blocks:
             self._counters.add("host_blocks_declined")
 
-    def _snapshot_evicted(self, rank: int, name: bytes, slot: int, tokens: int) -> None:
+    def _snapshot_evicted(self, rank: int, name: bytes, tokens: int) -> None:
         self._snapshots_asked.evicted(name)
         if self._snapshots_asked.worth_copying:
-            self._copy_snapshot(rank, name, slot, tokens)
+            self._copy_snapshot(rank, name)
         elif name not in self.snapshots:
             self._counters.add("host_snapshots_declined")
 
@@ -177,9 +177,9 @@ class HostTier(KvSource):
         task = self._copies[name] = self._tasks.spawn(self._write(block, copies))
         task.add_done_callback(lambda _: self._copied_out(name, task))
 
-    def _copy_snapshot(self, rank: int, name: bytes, slot: int, tokens: int) -> None:
-        """Copies a snapshot whose slot is about to be written again."""
-        snapshots = self.snapshots
+    def _copy_snapshot(self, rank: int, name: bytes) -> None:
+        """Copies a snapshot that may be overwritten afterwards."""
+        snapshots, kept = self.snapshots, self._kept.snapshots[rank]
         if self._loop.failure is not None or name in snapshots or not snapshots.capacity:
             return
         if not self.ready():
@@ -187,11 +187,11 @@ class HostTier(KvSource):
         if snapshots.writing >= MOST_SNAPSHOTS_WRITING:
             self._counters.add("host_snapshots_skipped")
             return
-        offers = state_offers(self._limits, rank, self._ids)
+        offers = snapshot_offers(self._limits, rank, kept.tokens(name), self._ids)
         snapshot, gone = snapshots.begin(name, tuple(map(HostPiece, offers)))
         self._release(gone)
         if snapshot is not None:
-            copies = [self._pieces.copy_out(offer, (slot,)) for offer in offers]
+            copies = [self._pieces.copy_out(offer, kept.place(name)) for offer in offers]
             task = self._tasks.spawn(self._write_snapshot(snapshot, copies))
             self._snapshot_copies[name] = task
             task.add_done_callback(lambda _: self._snapshot_copies.pop(name, None))
@@ -215,14 +215,16 @@ class HostTier(KvSource):
         host memory. Returns None if neither has it."""
         kept = self._kept.snapshots[rank]
         if name in kept:
-            self._copy_snapshot(rank, name, kept.slot(name), 0)
+            self._copy_snapshot(rank, name)
         if (task := self._snapshot_copies.get(name)) is not None:
             await asyncio.wait({task})
         return self.snapshots.arrived(name)
 
-    async def load_snapshot(self, rank: int, name: bytes, read: Read) -> HostBlock | None:
-        """Reads a snapshot from disk into host memory and prevents its eviction, like `load`."""
-        offers = state_offers(self._limits, rank, self._ids)
+    async def load_snapshot(self, plan: RestorePlan, read: Read) -> HostBlock | None:
+        """Reads the snapshot at the end of a plan's chain from disk into host memory and prevents
+        its eviction, like `load`."""
+        name, tokens = plan.chain[-1], len(plan.chain) * self._kept.block_tokens
+        offers = snapshot_offers(self._limits, plan.rank, tokens, self._ids)
         snapshot, gone = self.snapshots.begin(name, tuple(map(HostPiece, offers)))
         self._release(gone)
         if snapshot is None:
@@ -357,7 +359,7 @@ class HostTier(KvSource):
     @property
     def snapshot_tokens(self) -> int:
         """Number of tokens whose KV is as large as a snapshot."""
-        return -(-self.snapshot_bytes // self._limits.kv_spec.bytes_per_token)
+        return -(-self.snapshot_bytes // self._limits.paged.bytes_per_token)
 
     @contextmanager
     def holding(self, restore: Restore) -> Iterator[None]:
@@ -406,12 +408,15 @@ class HostTier(KvSource):
         return ""
 
     async def bring_snapshot(self, restore: Restore) -> None:
-        """Copies the snapshot of a restore, if it is in host memory, to its slot. If the checksum
+        """Copies the snapshot of a restore, if it is in host memory, to its place. If the checksum
         differs, drops it."""
-        snapshot, slot = restore.snapshot, restore.slot
-        if not isinstance(snapshot, HostBlock) or slot is None:
+        snapshot, plan = restore.snapshot, restore.plan
+        if not isinstance(snapshot, HostBlock) or restore.place is None:
             return
-        if await self._pieces.bring_back(snapshot.pieces, restore.plan.rank, (slot,)):
+        place = restore.place(len(plan.chain) * self._kept.block_tokens)
+        if place is None:
+            return
+        if await self._pieces.bring_back(snapshot.pieces, plan.rank, place):
             restore.restored = True
             self._counters.add("host_snapshots_restored")
         elif self.snapshots.forget(snapshot):

@@ -143,15 +143,6 @@ class IncomingHandoff:
         blocks = [one for one in self._received.blocks if one.kind is KvKind.POSITIONS]
         return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
 
-    def whole_tokens(self) -> int:
-        """Returns the number of leading positions that all layer groups have received, including
-        the layer groups of separately sent sliding-window layers."""
-        to = self._to
-        if to.windows is None:
-            return self.kept_tokens()
-        seen = [one for one in self._received.blocks if one.kind is KvKind.WINDOW]
-        return min(self.kept_tokens(), _reach(seen, to.windows.layer_groups, to.cached_tokens))
-
     async def receive(self) -> Received:
         """Receives all KV into the destination's pages and returns the result.
 

@@ -14,6 +14,7 @@ blocks that are being restored."""
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -120,11 +121,11 @@ class Restore:
         origins: Origin (name of the source) of each verified block, by its index in the plan's
             chain.
         moved_tokens: Number of tokens copied, which the source records in its `prices`.
-        slot: Slot reserved for the snapshot at the end of the plan's chain; None without one.
+        place: Assigns pages (or a state slot, as one page) to the restored snapshot after a number
+            of tokens, instead of those of an earlier call. Returns None if there is no room. None
+            if no snapshot is restored.
         snapshot: Snapshot that the source must not evict during the restore.
-        restored: Whether the snapshot is verified and in its slot.
-        snapshot_tokens: Number of leading tokens after which the snapshot was taken; None for the
-            tokens of the plan.
+        restored: Whether the snapshot is verified and in its place.
         task: Task that runs the restore.
         closing: Functions that keep background work of the source from writing to the pages.
     """
@@ -138,10 +139,9 @@ class Restore:
     held: dict[int, object] = field(default_factory=dict)
     origins: dict[int, Origin] = field(default_factory=dict)
     moved_tokens: int = 0
-    slot: int | None = None
+    place: Callable[[int], tuple[int, ...] | None] | None = None
     snapshot: object = None
     restored: bool = False
-    snapshot_tokens: int | None = None
 
     @property
     def blocks(self) -> int:
@@ -360,8 +360,7 @@ class KvSources:
             return "room"
         epoch, began = kept.epoch, self._now()
         if plan.snapshot and guest is not None:
-            tokens = len(plan.chain) * kept.block_tokens
-            restore.slot = kept.begin_snapshot(plan.rank, guest, tokens, rolling=True)
+            restore.place = functools.partial(kept.begin_restore, plan.rank, guest)
         self._running[source.name] += 1
         try:
             cause = await source.bring(restore)
@@ -377,8 +376,6 @@ class KvSources:
             if guest is not None:
                 if not restore.restored:
                     kept.forget_snapshots(plan.rank, guest)
-                elif restore.snapshot_tokens is not None:
-                    kept.begin_snapshot(plan.rank, guest, restore.snapshot_tokens, rolling=True)
                 kept.let_go(plan.rank, guest, came)
             elif restore.owner is not None and restore.owner >= 0:
                 kept.keep(plan.rank, restore.owner, came)

@@ -372,14 +372,15 @@ class MeshWorker(ABC):
         kept, mesh = self._kept, self._mesh
         if not kept.on:
             return spilled
-        of_token = mesh.kv_spec.bytes_per_token
+        of_token = mesh.paged.bytes_per_token
         room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
         blocks = kept.blocks
         tiers = {"pages": KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)}
         if kept.snapshots:
-            count, total = (sum(map(of, kept.snapshots)) for of in (len, lambda one: one.total))
-            size = mesh.snapshot_bytes
-            tiers["snapshots"] = KeptTier("snapshots", count, count * size, total * size)
+            sizes = [(len(one), one.filled, one.total) for one in kept.snapshots]
+            count, filled, total = map(sum, zip(*sizes, strict=True))
+            size = mesh.snapshot_slot_bytes
+            tiers["snapshots"] = KeptTier("snapshots", count, filled * size, total * size)
         tiers |= {tier.tier: tier for tier in self._sources.stats()}
         for tier in spilled:
             name, cached = tier.tier, tiers.get(tier.tier, KeptTier(tier.tier, 0, 0, 0))
@@ -415,8 +416,9 @@ class MeshWorker(ABC):
         model keeps state. Called when the sequence gets pages, before the snapshot may be
         evicted."""
         if kept.snapshots:
-            copy = (rank, kept.use_snapshot(rank, chain, tokens), slot)
-            self._loop.fire(CopyPages(self._loop.next_number(), (), (copy,)))
+            (source,) = kept.use_snapshot(rank, chain, tokens)
+            copies = ((rank, source, slot),)
+            self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
 
     def _forget_kept(self, rank: int | None, cause: str) -> int:
         """Drops the cached blocks in pages of a rank (None: all ranks) and in all tiers. Files on

@@ -349,16 +349,6 @@ def offers_of_pages(
                 )
 
 
-def offers_of_block(
-    limits: MeshLimits, rank: int, start: int, end: int, new_id: Callable[[], int]
-) -> Iterator[Offer]:
-    """Yields offers of all KV of positions [start, end) in pages: including KV of sliding-window
-    layers, if these layers are sent separately and have pages."""
-    yield from offers_of_pages(limits, rank, start, end, new_id)
-    if limits.windows_apart and not limits.ring_pages:
-        yield from offers_of_pages(limits, rank, start, end, new_id, KvKind.WINDOW)
-
-
 def window_offers(
     limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
 ) -> Iterator[Offer]:
@@ -377,6 +367,20 @@ def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tu
             new_id(), group=0, start=0, valid_tokens=1, block_tokens=1, rank=rank, kind=KvKind.STATE
         ),
     )
+
+
+def snapshot_offers(
+    limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
+) -> tuple[Offer, ...]:
+    """Returns the offers of a snapshot after `end` tokens: of recurrent state or of windows."""
+    windows = window_offers(limits, rank, end, new_id)
+    return (*state_offers(limits, rank, new_id), *windows)
+
+
+def offer_weight(limits: MeshLimits, offer: Offer) -> int:
+    """Returns the size of an offer in transfer (`OutgoingHandoff.announce`); 0 is that of its
+    tokens."""
+    return state_weight(limits) if offer.kind is KvKind.STATE else 0
 
 
 def state_weight(limits: MeshLimits) -> int:

@@ -85,7 +85,7 @@ class PeerFetch(KvSource):
         if with_state := bool(self._kept.snapshots and chain):
             whole = len(chain) * size
             tokens = whole - self._kept.cached_tokens(rank, chain, whole, to_compute=True)
-            moved += state_weight(self._mesh) // self._mesh.layer_groups if tokens else 0
+            moved += self._snapshot_tokens(whole) if tokens else 0
         if not self.prices.worth(moved, tokens + ahead, query.instead):
             return None
         return RestorePlan(
@@ -94,7 +94,8 @@ class PeerFetch(KvSource):
 
     async def bring(self, restore: Restore) -> str:
         size, handoff = self._kept.block_tokens, None
-        if restore.plan.snapshot and restore.slot is None:
+        whole = len(restore.plan.chain) * size
+        if restore.plan.snapshot and (restore.place is None or restore.place(whole) is None):
             return "room"
         try:
             handoff = await self._begin_hand_off(restore)
@@ -108,12 +109,11 @@ class PeerFetch(KvSource):
             refused = isinstance(error, IncompatiblePeerError)
             return "spoiled" if spoiled else "refused" if refused else "lost"
         finally:
-            blocks = handoff.whole_tokens() // size if handoff is not None else 0
+            blocks = handoff.kept_tokens() // size if handoff is not None else 0
             restore.origins.update(dict.fromkeys(range(restore.first, blocks), "peer"))
         restore.moved_tokens = (blocks - restore.first) * size
         if restore.restored:
-            restore.snapshot_tokens = blocks * size
-            restore.moved_tokens += state_weight(self._mesh) // self._mesh.layer_groups
+            restore.moved_tokens += self._snapshot_tokens(blocks * size)
             self._counters.add("peer_snapshots_fetched")
         return "gone" if blocks < len(restore.plan.chain) else ""
 
@@ -140,21 +140,29 @@ class PeerFetch(KvSource):
             raise
         if reply.blocks < 1 and not reply.snapshot:
             return None
-        start, mesh, slot = restore.first * size, self._mesh, restore.slot
+        start, mesh = restore.first * size, self._mesh
+        place = restore.place(start + reply.blocks * size) if restore.place is not None else None
 
         def pages(tokens: int) -> tuple[int, ...]:
             return restore.pages[: pages_for(tokens, mesh.page_size)]
 
-        windows = WindowDestination(pages, mesh.window_groups, lambda _: start)
+        windows = WindowDestination(lambda _: place or (), mesh.window_groups, mesh.seen_from)
         to = Destination(
             plan.rank,
             pages,
             mesh.layer_groups,
             start,
-            state=(lambda: slot) if slot is not None else None,
-            windows=windows if mesh.windows_apart else None,
+            state=(lambda: place[0]) if place and mesh.kv_spec.has_state else None,
+            windows=windows if place and mesh.windows_apart else None,
         )
         return IncomingHandoff(self._loop, line, to, self._limits, self._counters, self._now)
+
+    def _snapshot_tokens(self, end: int) -> int:
+        """Returns the number of tokens whose KV is as large as a snapshot after `end` tokens."""
+        mesh = self._mesh
+        seen, spec = end - mesh.seen_from(end), mesh.kv_spec.windowed
+        windows = seen * spec.bytes_per_token // mesh.paged.bytes_per_token
+        return state_weight(mesh) // mesh.layer_groups + (windows if mesh.windows_apart else 0)
 
     async def _receive(self, handoff: IncomingHandoff) -> None:
         name, whole = handoff.line.link.peer, False

@@ -95,7 +95,12 @@ class PrefillTask:
         return self.call.request.prompt_token_ids + self.call.children[0].accepted
 
     def job(
-        self, pages: tuple[int, ...], state: int, snapshots: tuple[int, ...], adapter: int
+        self,
+        pages: tuple[int, ...],
+        state: int,
+        snapshots: tuple[int, ...],
+        adapter: int,
+        windows: tuple[int, ...] = (),
     ) -> PrefillJob:
         request, children = self.call.request, self.call.children
         return PrefillJob(
@@ -113,6 +118,7 @@ class PrefillTask:
             adapter=adapter,
             priority=self.prompt.priority,
             images=request.scoped_images,
+            windows=windows,
         )
 
     def end(self, offers: int) -> HandoffEnd:

@@ -68,16 +68,16 @@ from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
 from jdisagg.scheduler.state_slots import StateSlots, snapshots_of
+from jdisagg.scheduler.window_pages import WindowPages
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import (
     OutgoingHandoff,
     extraction,
+    offer_weight,
     offers_of_pages,
-    state_offers,
-    state_weight,
-    window_offers,
+    snapshot_offers,
 )
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.prefill_task import PrefillTask, offers_of_row
@@ -106,8 +106,10 @@ class PrefillWorker(MeshWorker):
         super().__init__(context, executor, config, limits, limits.handoff_lease_seconds, depth)
         self._ledgers = [PageLedger(mesh.pages_per_rank) for _ in range(mesh.ranks)]
         self._states = StateSlots(mesh)
+        count = mesh.ranks if mesh.window_pages_per_rank else 0
+        self._windows = [WindowPages(mesh) for _ in range(count)]  # of each rank
         self._residency = Residency(
-            self._ledgers, mesh.page_size, context.names, snapshots_of(mesh)
+            self._ledgers, mesh.page_size, context.names, snapshots_of(mesh, self._windows)
         )
         self._sources = self._find_sources(self._residency, peers, context.tiers, MOST_WRITING)
         self._given = GivenKv(
@@ -189,7 +191,7 @@ class PrefillWorker(MeshWorker):
         return RankLoad(
             self._ledgers[rank].free_pages,
             self._batches.queued_tokens(rank),
-            self._states.free_slots(rank),
+            self._windows[rank].available if self._windows else self._states.free_slots(rank),
         )
 
     def _carry_out(self, admission: Admission) -> None:
@@ -201,7 +203,7 @@ class PrefillWorker(MeshWorker):
         for task in list(self._tasks.values()) if admission.stalled else ():
             if task.call.destination in admission.stalled:
                 self._seek_again(self._shared.stall(task.prompt.key))
-        for key, rank in admission.placed:
+        for place, (key, rank) in enumerate(admission.placed):
             task, most = self._tasks[key], self._tasks[key].most_known
             cached = self._residency.cached_tokens(rank, task.chain, most, to_compute=True)
             pages = self._residency.reserve(rank, key, task.chain, cached, task.prompt.pages)
@@ -215,13 +217,40 @@ class PrefillWorker(MeshWorker):
             self._backlog.add(key, task.prompt.tokens, cached, task.prompt.priority)
             self._computing[key] = task
             self._shared.started(key)
+            self._start(task, pages, admission.placed[place + 1 :])
+
+    def _start(
+        self, task: PrefillTask, pages: tuple[int, ...], later: tuple[tuple[int, int], ...]
+    ) -> None:
+        """Queues a prompt that has pages for the next chunks. `later` are the keys and ranks of
+        prompts that start next."""
+        rank, key, cached, kept = task.rank, task.prompt.key, task.cached_tokens, self._residency
+        wanted = kept.wanted_snapshots(rank, task.chain, task.prompt.tokens, cached)
+        adapter, slot, windows = self._adapters.table.slot_of(task.call.request), 0, ()
+        if self._windows:
+            promised = sum([self._tasks[one].prompt.states for one, on in later if on == rank])
+            windows, wanted = self._start_windows(task, wanted, promised), ()
+        else:
             self._states.take(rank, key)
-            slot, kept = self._states.slot(rank, key), self._residency
+            slot = self._states.slot(rank, key)
             if cached:
                 self._continue_from(kept, rank, task.chain, cached, slot)
-            wanted = kept.wanted_snapshots(rank, task.chain, task.prompt.tokens, cached)
-            adapter = self._adapters.table.slot_of(task.call.request)
-            self._batches.add(task.job(pages, slot, wanted, adapter))
+        self._batches.add(task.job(pages, slot, wanted, adapter, windows))
+
+    def _start_windows(
+        self, task: PrefillTask, wanted: tuple[int, ...], promised: int
+    ) -> tuple[int, ...]:
+        """Assigns a prompt its pages of sliding-window layers (`WindowPages.begin`), which begin
+        with the window before its cached tokens."""
+        rank, key, cached, kept = task.rank, task.prompt.key, task.cached_tokens, self._residency
+        window = kept.use_snapshot(rank, task.chain, cached) if cached else ()
+        pages, tokens = self._windows[rank], task.prompt.tokens
+        table = pages.begin(key, tokens, cached, window, wanted, promised)
+        for at in wanted:
+            kept.begin_snapshot(rank, key, at)
+        if task.chain:
+            kept.begin_all_snapshots(rank, key, cached, tokens)
+        return table
 
     def _going_to(self, destinations: frozenset[str]) -> set[int]:
         return {
@@ -247,29 +276,37 @@ class PrefillWorker(MeshWorker):
         kept = self._residency
         if task.chain:
             chain = task.chain[: tokens // kept.block_tokens]
-            if task.epoch == kept.epoch and not kept.snapshots:
+            if task.epoch == kept.epoch and self._shares_early(task):
                 kept.keep(task.rank, task.prompt.key, chain)
+                if kept.snapshots:
+                    kept.settle_snapshots(task.rank, task.prompt.key, chain)
             self._seek_again(self._shared.reached(task.prompt.key, len(chain)))
+
+    def _shares_early(self, task: PrefillTask) -> bool:
+        """Returns whether a prompt's blocks, and the snapshots that hits need, can be cached before
+        the prompt ends."""
+        if not self._windows:
+            return not self._residency.snapshots
+        return not self._windows[task.rank].repeats(task.prompt.key)
 
     def _to_extract(self, task: PrefillTask) -> list[Offer]:
         """Returns the offers to extract from pages: cached positions that the decode worker lacks,
         positions inside sliding windows, and recurrent state."""
         start, end = task.call.from_token, task.cached_tokens
         offers = list(offers_of_pages(self._mesh, task.rank, start, end, self._context.ids))
-        offers += window_offers(self._mesh, task.rank, task.prompt.tokens, self._context.ids)
-        offers += state_offers(self._mesh, task.rank, self._context.ids)
+        offers += snapshot_offers(self._mesh, task.rank, task.prompt.tokens, self._context.ids)
         task.extracting.update([offer.offer_id for offer in offers])
         return offers
 
     def _extract(self, step: int, task: PrefillTask, offer: Offer) -> ExtractBlock:
         key = task.prompt.key
-        task.handoff.announce(
-            (offer,), state_weight(self._mesh) if offer.kind is KvKind.STATE else 0
-        )
+        task.handoff.announce((offer,), offer_weight(self._mesh, offer))
         self._extracting[offer.offer_id] = task
         pages = self._ledgers[offer.rank].pages(key)
         if offer.kind is KvKind.STATE:
             pages = (self._states.slot(offer.rank, key),)
+        elif offer.kind is KvKind.WINDOW:
+            pages = self._windows[offer.rank].table(key)
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
     def _look(self) -> None:
@@ -351,7 +388,7 @@ class PrefillWorker(MeshWorker):
             destination=call.destination,
             tokens=tokens,
             pages=pages_for(tokens, self._mesh.page_size),
-            states=int(self._states.on),
+            states=self._windows[0].needed(tokens) if self._windows else int(self._states.on),
             priority=call.request.priority,
         )
         restored = RestoredBlocks(kept.block_tokens)
@@ -396,10 +433,13 @@ class PrefillWorker(MeshWorker):
         """Lets a prompt wait for a prompt that computes its next blocks, if that is faster."""
         prompt, size = task.prompt, self._residency.block_tokens
         leader = self._shared.leader(prompt.key, task.useful, max(task.known, default=0))
-        if leader is None or self._residency.snapshots:
+        if leader is None or (self._residency.snapshots and not self._windows):
             return False  # a hit needs a snapshot, which is cached when the prompt ends
+        first = self._tasks[leader.key]
+        if leader.key in self._computing and not self._shares_early(first):
+            return False
         reuse = self._residency.usable_tokens(leader.blocks * size, to_compute=True)
-        common, first = reuse - prompt.known_tokens, self._tasks[leader.key]
+        common = reuse - prompt.known_tokens
         rank = first.rank if leader.key in self._computing else None
         others = [one for one in self._waiting if one.key != leader.key]
         before = sum([one.tokens - one.known_tokens for one in others]) // self._mesh.ranks
@@ -477,7 +517,10 @@ class PrefillWorker(MeshWorker):
         if self._computing.pop(key, None) is not None:
             self._batches.remove(key)
             self._residency.let_go(task.rank, key, chain)
-            self._states.free(task.rank, key)
+            if self._windows:
+                self._windows[task.rank].free(key)
+            else:
+                self._states.free(task.rank, key)
             self._look()
 
     # ---- the worker

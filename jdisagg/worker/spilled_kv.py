@@ -30,7 +30,7 @@ from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.host_pieces import HostPieces
 from jdisagg.worker.mesh_worker import WorkerContext
-from jdisagg.worker.outgoing_kv import offers_of_pages, state_offers, window_offers
+from jdisagg.worker.outgoing_kv import offers_of_pages, snapshot_offers
 from jdisagg.worker.step_loop import StepLoop
 
 
@@ -183,9 +183,7 @@ class SpilledKv:
         until = child.group.suspended_until or self._context.clock.now() + self._most_seconds
         if child.yielded_at is not None:
             until = max(until, child.group.until)  # higher priorities may last as long
-        offers = [*state_offers(mesh, child.rank, self._context.ids)]
-        if mesh.ring_pages:
-            offers += window_offers(mesh, child.rank, tokens, self._context.ids)
+        offers = snapshot_offers(mesh, child.rank, tokens, self._context.ids)
         whole = tuple(map(HostPiece, offers))
         nbytes = self.spills.bytes_of([*batches, whole])
         epoch = residency.epoch

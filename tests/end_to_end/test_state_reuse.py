@@ -49,7 +49,7 @@ async def converse(engine: EngineConfig, waves: int = 3) -> tuple[list[object], 
             cached += sum(one.usage.cached_tokens for one in done if one.usage)
         for worker in run.cluster._workers:
             for kept in worker._kept.snapshots:
-                assert kept.pending == 0 and kept.free + len(kept) == kept.total
+                assert kept.pending == 0 and kept.free + kept.filled == kept.total
     return streams, cached, run
 
 

@@ -1,0 +1,256 @@
+"""Allocates the pages of sliding-window layers on one data-parallel rank of a mesh that prefills.
+
+A prompt needs few of these pages at a time: those of the window before its next chunk, and those of
+the chunk. Its page table therefore repeats pages whose positions no later query attends to. Pages
+of the windows that the prefix cache keeps (`WindowSnapshots`) are not repeated. If enough pages are
+free, and half of all pages stay available to other prompts, no page is repeated, so that a later
+prompt can continue from any block.
+
+A kept window is the pages of the last window before a block boundary. It needs no copy, because a
+sequence that continues from the boundary only reads these pages. Several kept windows and sequences
+may share a page. Pages that only kept windows use count as available: if no other page is free, the
+window with the lowest value is dropped. Pure.
+
+Invariants (each is a test of the same name in tests/scheduler/test_window_pages.py):
+- free_used_and_kept_pages_are_all_pages
+- no_page_is_repeated_that_a_query_still_reads
+- a_kept_window_is_never_overwritten"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from jdisagg.layout.kv_spec import ring_pages
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.page_ledger import LedgerError, pages_for
+from jdisagg.scheduler.snapshots import Pending, Snapshots
+
+# A page table by position; columns before the first position that is read hold 0.
+Table = tuple[int, ...]
+# Value of a kept window at a boundary where no prompt is known to end or to branch.
+LEAST_SHARE = 0.1
+
+
+class WindowPages:
+    """The pages of sliding-window layers of one rank. Owners are sequences and restores.
+
+    Attributes:
+        kept_pages: Number of pages of kept windows.
+        make_room: Drops one kept window, or returns False if there is none.
+    """
+
+    def __init__(self, limits: MeshLimits) -> None:
+        self.total = limits.window_pages_per_rank
+        self._seen_from, self._page_size = limits.seen_from, limits.page_size
+        window, chunk = limits.kv_spec.widest_window, limits.chunk_buckets[-1]
+        # A page may be repeated after this number of columns, when the first query of the chunk
+        # that overwrites the page attends only to later pages.
+        self._turn = ring_pages(window + chunk - 1, limits.page_size)
+        self._of_windows = 3 * ring_pages(window, limits.page_size) if limits.snapshot_tokens else 0
+        self._free = deque(range(self.total))
+        self._used = [0] * self.total  # by owners
+        self._kept = [0] * self.total  # by kept windows
+        self._in_use = 0  # pages that owners use
+        self.kept_pages = 0
+        self._tables: dict[int, Table] = {}
+        self._held: dict[int, frozenset[int]] = {}
+        self._repeats: set[int] = set()  # owners in whose tables pages repeat
+        self._windows: dict[int, Table] = {}  # by slot
+        self.make_room: Callable[[], bool] = lambda: False
+
+    @property
+    def available(self) -> int:
+        """Number of pages that no owner uses."""
+        return self.total - self._in_use
+
+    @property
+    def free_pages(self) -> int:
+        """Number of pages that neither an owner nor a kept window uses."""
+        return len(self._free)
+
+    def needed(self, tokens: int) -> int:
+        """Returns the largest number of pages that a prompt of `tokens` tokens may use: those of
+        its chunks, of the window that it continues from, and of two windows to keep."""
+        return min(pages_for(tokens, self._page_size), self._turn + self._of_windows)
+
+    def begin(
+        self,
+        owner: int,
+        tokens: int,
+        cached: int,
+        window: Table,
+        wanted: Iterable[int],
+        promised: int = 0,
+    ) -> Table:
+        """Assigns pages to a prompt. The caller must have checked that `needed` pages are
+        available.
+
+        Args:
+            tokens: Number of tokens of the prompt.
+            cached: Number of leading tokens that are not computed, a multiple of the page size.
+            window: Kept window before `cached`; () if `cached` is 0.
+            wanted: Positions before which the prompt's window will be kept.
+            promised: Number of pages that must stay available to other prompts.
+
+        Returns:
+            The prompt's page table.
+        """
+        first, columns = cached // self._page_size, pages_for(tokens, self._page_size)
+        begin = min(first, self._first(cached))
+        held = [*window[begin:first]]
+        self._use(held)
+        table = [0] * begin + held
+        fresh = columns - first
+        spare = self.available - promised - self.total // 2
+        repeats = fresh > len(self._free) or fresh > max(spare, self.needed(tokens) - len(held))
+        pinned = {column for at in wanted for column in self._columns(at)} if repeats else set()
+        behind: deque[tuple[int, int]] = deque()  # columns that may be overwritten, with pages
+        for column in range(first, columns):
+            if repeats and behind and behind[0][0] <= column - self._turn:
+                page = behind.popleft()[1]
+            else:
+                page = self._take()
+                held.append(page)
+            table.append(page)
+            if column not in pinned:
+                behind.append((column, page))
+        self._record(owner, tuple(table), held)
+        if repeats:
+            self._repeats.add(owner)
+        return tuple(table)
+
+    def begin_restore(self, owner: int, tokens: int) -> Table | None:
+        """Assigns pages for the window before position `tokens`, instead of earlier pages of the
+        owner. Returns the page table, or None if too few pages are available."""
+        self.free(owner)
+        columns = self._columns(tokens)
+        if len(columns) > self.available:
+            return None
+        pages = [self._take() for _ in columns]
+        table = (0,) * columns.start + tuple(pages)
+        self._record(owner, table, pages)
+        return table
+
+    def repeats(self, owner: int) -> bool:
+        """Returns whether pages repeat in an owner's table, so that only wanted windows stay."""
+        return owner in self._repeats
+
+    def table(self, owner: int) -> Table:
+        return self._tables[owner]
+
+    def free(self, owner: int) -> None:
+        """Releases the pages of an owner. Idempotent."""
+        self._repeats.discard(owner)
+        self._tables.pop(owner, None)
+        for page in self._held.pop(owner, ()):
+            self._used[page] -= 1
+            self._in_use -= not self._used[page]
+            self._release(page)
+
+    # ---- kept windows
+
+    def keep(self, slot: int, owner: int, tokens: int) -> None:
+        """Keeps the owner's window before position `tokens` under a new slot number."""
+        columns, table = self._columns(tokens), self._tables[owner]
+        self._windows[slot] = (0,) * columns.start + table[columns.start : columns.stop]
+        for page in table[columns.start : columns.stop]:
+            self.kept_pages += not self._kept[page]
+            self._kept[page] += 1
+
+    def window(self, slot: int) -> Table:
+        return self._windows[slot]
+
+    def drop(self, slot: int) -> None:
+        """Drops a kept window. Idempotent."""
+        table = self._windows.pop(slot, ())
+        first = self._first(len(table) * self._page_size)
+        for page in table[first:]:
+            self._kept[page] -= 1
+            self.kept_pages -= not self._kept[page]
+            self._release(page)
+
+    def _first(self, tokens: int) -> int:
+        """Returns the first column of the window before position `tokens`."""
+        return self._seen_from(tokens) // self._page_size
+
+    def _columns(self, tokens: int) -> range:
+        return range(self._first(tokens), tokens // self._page_size)
+
+    def _record(self, owner: int, table: Table, held: list[int]) -> None:
+        if owner in self._tables:
+            raise LedgerError(f"owner {owner} has pages of windows already; free it first")
+        self._tables[owner], self._held[owner] = table, frozenset(held)
+
+    def _use(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._in_use += not self._used[page]
+            self._used[page] += 1
+
+    def _take(self) -> int:
+        while not self._free:
+            if not self.make_room():
+                raise LedgerError("no page of windows is available; check `available` first")
+        page = self._free.popleft()
+        self._use((page,))
+        return page
+
+    def _release(self, page: int) -> None:
+        if not self._used[page] and not self._kept[page]:
+            self._free.append(page)
+
+
+class WindowSnapshots(Snapshots):
+    """The kept windows of one rank as snapshots (`scheduler/snapshots.py`). A slot is a number that
+    refers to the window's pages."""
+
+    def __init__(self, pages: WindowPages) -> None:
+        super().__init__(0, 0)
+        self.pages = pages
+        self.total = pages.total
+        self._last_slot = 0
+        pages.make_room = self._make_room
+
+    @property
+    def free(self) -> int:
+        return self.pages.free_pages
+
+    @property
+    def filled(self) -> int:
+        return self.pages.kept_pages
+
+    def place(self, name: bytes) -> Table:
+        return self.pages.window(self._kept[name].slot)
+
+    def begin(self, owner: int, tokens: int, rolling: bool = False) -> None:
+        """Records that the owner's window before position `tokens` will be kept."""
+        self._expect(owner, tokens, 1.0)
+
+    def begin_all(self, owner: int, cached: int, tokens: int, multiple: int) -> None:
+        """Records that the owner's windows before all multiples of a number of tokens will be kept,
+        if its pages do not repeat."""
+        if not self.pages.repeats(owner):
+            for at in range(cached // multiple * multiple + multiple, tokens, multiple):
+                self._expect(owner, at, LEAST_SHARE)
+
+    def begin_restore(self, owner: int, tokens: int) -> Table | None:
+        self._pending.pop(owner, None)
+        self.begin(owner, tokens)
+        return self.pages.begin_restore(owner, tokens)
+
+    def settle(
+        self, owner: int, name_at: Callable[[int], bytes | None], most: int | None = None
+    ) -> None:
+        super().settle(owner, name_at, most)
+        if most is None:
+            self.pages.free(owner)
+
+    def _expect(self, owner: int, tokens: int, share: float) -> None:
+        mine = self._pending.setdefault(owner, [])
+        if all(one.tokens != tokens for one in mine):
+            self._last_slot += 1
+            mine.append(Pending(self._last_slot, tokens, False, share))
+
+    def _settled(self, owner: int, one: Pending) -> None:
+        self.pages.keep(one.slot, owner, one.tokens)
+
+    def _give_back(self, slot: int) -> None:
+        self.pages.drop(slot)
