@@ -3,13 +3,22 @@ window reaches, into a sliding-window ring buffer on the decode side. The tokens
 transformers, however many windows long the sequence. Pages, ring buffers and transferred bytes are
 those of the KV spec."""
 
+import asyncio
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from jdisagg.config import PrefixConfig
+from jdisagg.engine.embedded import PREFILL
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.ports import HandoffSource
+from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.window_pages import WindowPages
+from jdisagg.worker.kv_sources import RestoreQuery
 from models.checkpoint import load_config
+from tests import time_scale
 from tests.end_to_end.clusters import (
     PATIENT,
     check_bytes,
@@ -19,6 +28,9 @@ from tests.end_to_end.clusters import (
     golden_greedy,
     running,
 )
+from tests.end_to_end.test_prefix_reuse import decode_forgets
+from tests.end_to_end.test_state_reuse import converse
+from tests.end_to_end.two_prefills import SECOND, TwoPrefills
 
 WINDOW = 9  # of all of these models
 PAGE = 4
@@ -81,12 +93,131 @@ async def test_nothing_is_compiled_for_windows_once_it_is_warm(tmp_path: Path) -
         context=128,
         slots=1,
         chunk=16,
+        prefill_page=8,
         warm_up=True,
+        limits=PATIENT,
     )
-    async with running(replace(sizes, limits=PATIENT)) as run:
-        compiled = run.cluster.compilations
-        for start in (24, 40):
-            request = run.request(whole[:start], f"r{start}", max_tokens=8, ignore_eos=True)
-            done = await run.complete(request)
-            assert done.tokens[0] == whole[start : start + 8]
+    prefix = PrefixConfig(True, 16, host_gib=0.1, restores="always")
+    few = replace(sizes.prefill, pages_per_rank=16)
+    async with running(replace(sizes, prefill=few, prefix=prefix)) as run:
+        compiled, counters = run.cluster.compilations, run.cluster._workers[0].counters
+        for turn in range(3):
+            for start in (24, 40, 56):
+                decode_forgets(run)
+                name, options = f"r{turn}.{start}", {"max_tokens": 8, "ignore_eos": True}
+                done = await run.complete(run.request(whole[:start], name, **options))
+                assert done.tokens[0] == whole[start : start + 8]
+            other = [7 * turn + 1] * 110
+            await run.complete(run.request(other, f"other{turn}", max_tokens=1))
+        assert counters["host_snapshots_restored"] > 0 and counters["snapshots_used"] > 0
         assert run.cluster.compilations == compiled
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode"),
+    [
+        pytest.param("gpt_oss", "dp=2", "tp=2", marks=pytest.mark.ci),
+        pytest.param("gemma3", "tp=2", "dp=2", marks=pytest.mark.slow),
+        pytest.param("gemma4", "tp=1", "tp=1", marks=pytest.mark.slow),
+    ],
+)
+async def test_prompts_that_repeat_pages_of_windows_have_the_streams_of_a_server_without_reuse(
+    name: str, prefill: str, decode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill mesh has fewer pages for windows than its longest prompts have columns."""
+    engine = config(
+        prefill=prefill,
+        decode=decode,
+        directory=golden_copy(name, tmp_path),
+        context=256,
+        slots=1,
+        chunk=16,
+        prefill_page=8,
+    )
+    expected, none, _ = await converse(engine)
+    begin, repeated = WindowPages.begin, []
+
+    def watched(self: WindowPages, owner: int, *args: object) -> tuple[int, ...]:
+        table = begin(self, owner, *args)  # type: ignore[arg-type]
+        used = [page for page in table if page]
+        repeated.append(len(used) > len(set(used)))
+        return table
+
+    monkeypatch.setattr(WindowPages, "begin", watched)
+    streams, cached, run = await converse(replace(engine, prefix=PrefixConfig(True, 16)))
+    assert streams == expected
+    assert none == 0 and cached > 0
+    limits = run.cluster.prefill.executor.limits  # type: ignore[union-attr]
+    assert limits.window_pages_per_rank < limits.pages_per_rank
+    assert any(repeated)
+    assert sum(one.used for one in run.cluster._workers[0]._kept.snapshots) > 0
+
+
+@pytest.mark.ci
+async def test_a_kept_window_comes_back_from_host_memory_from_disk_and_from_a_peer(
+    tmp_path: Path,
+) -> None:
+    """A prompt is asked again and again; each time another tier alone has its KV."""
+    engine = config(
+        prefill="tp=1",
+        decode="tp=2",
+        directory=golden_copy("gpt_oss", tmp_path),
+        context=256,
+        slots=2,
+        chunk=16,
+        prefill_page=8,
+    )
+    prefix = PrefixConfig(
+        True, 16, host_gib=0.1, restores="always", disk_dir=str(tmp_path / "kv"), disk_gib=0.1
+    )
+    few = replace(engine.prefill, pages_per_rank=24)
+    rng = random.Random(4)
+    prompt, others = ([rng.randrange(3, 130) for _ in range(length)] for length in (100, 180))
+    async with running(replace(engine, prefill=few, prefix=prefix), kind=TwoPrefills) as run:
+        cluster = run.cluster
+        assert isinstance(cluster, TwoPrefills)
+        workers = {worker.name: worker for worker in cluster._workers}
+        first, second = workers[PREFILL], workers[SECOND]
+        second._draining = True
+        streams: list[object] = []
+
+        async def ask(ids: list[int], name: str) -> tuple[int, ...]:
+            """Cached tokens: all, from host memory, from disk."""
+            decode_forgets(run)
+            done = await run.complete(run.request(ids, name, max_tokens=6, ignore_eos=True))
+            if ids is prompt:
+                streams.append(done.tokens)
+            found = done.usage.cached_by_tier  # type: ignore[union-attr]
+            async with asyncio.timeout(time_scale.seconds(60)):
+                while not first._sources.quiet:
+                    await asyncio.sleep(0.01)
+            return found.total, found.host, found.disk
+
+        assert await ask(prompt, "first") == (0, 0, 0)
+        assert await ask(prompt, "pages") == (96, 0, 0)
+        await ask(others, "others")
+        assert await ask(prompt, "host") == (96, 96, 0)
+        assert first.counters["host_snapshots_restored"] == 1
+        await ask(others, "others again")
+        for of_tier in (first._host.blocks, first._host.snapshots):
+            first._host._release(of_tier.clear())
+        assert await ask(prompt, "disk") == (96, 0, 96)
+        assert first.counters["disk_snapshots_restored"] == 1
+        broken = ("host_snapshots_broken", "disk_snapshots_broken", "host_blocks_broken")
+        assert not [name for name in broken if first.counters[name]]
+
+        always = TierRoom(always=True)
+        second._sources = second._find_sources(second._kept, lambda _: first, always, 1)
+        chain = first._kept.chain(run.request(prompt, "named"), prompt)
+        peer = HandoffSource(PREFILL, cluster.local.new_id())
+        plan = second._sources.best(RestoreQuery(chain, (0,), peer=peer, peer_tokens=96))
+        assert plan is not None
+        await second._sources.restore(plan)
+        assert second.counters["peer_snapshots_fetched"] == 1
+        second._draining = False
+        cluster.crashes[PREFILL].dead.set()
+        decode_forgets(run)
+        done = await run.complete(run.request(prompt, "peer", max_tokens=6, ignore_eos=True))
+        streams.append(done.tokens)
+        assert done.usage is not None and done.usage.cached_tokens == 96
+    assert streams == streams[:1] * 5

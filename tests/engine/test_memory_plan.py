@@ -14,6 +14,7 @@ from jdisagg.costs.layout_fit import check_layout
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.engine.host_memory import host_memory
+from jdisagg.engine.limits import mesh_limits
 from jdisagg.engine.memory_plan import (
     DeviceMemory,
     MemoryPlan,
@@ -26,6 +27,7 @@ from jdisagg.engine.memory_plan import (
 )
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.recipes import load_recipe
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE
@@ -265,10 +267,25 @@ def test_layers_with_a_window_hold_window_and_page_of_each_sequence_on_a_decode_
     assert instance.pages_per_rank == 16 * 256
     assert plan.pages == 16 * 32_768 * 3 * layer
     assert plan.rings == (16 + 4) * (1024 + 128) * 15 * layer and "sliding windows" in str(plan)
-    for role in (WorkerRole.PREFILL, WorkerRole.MIXED):
-        mode = Mode.UNIFIED if role is WorkerRole.MIXED else Mode.DISAGGREGATED
-        same, whole = fit_instance(SMALL, role, mode, *how[1:])
-        assert not whole.rings and whole.pages == same.pages_per_rank * 128 * 18 * layer  # type: ignore[operator]
+    same, whole = fit_instance(SMALL, WorkerRole.MIXED, Mode.UNIFIED, *how[1:])
+    assert not whole.rings and whole.pages == same.pages_per_rank * 128 * 18 * layer  # type: ignore[operator]
+
+
+def test_layers_with_a_window_hold_windows_and_a_chunk_of_each_prompt_on_a_prefill_mesh() -> None:
+    """With a prefix cache, twice as many windows beside; as many pages as the mesh's limits."""
+    some = replace(ONE_B, layers=18, attention=GroupedAttention(32, 8, 64, 1024, 15))
+    model, layer = replace(BF16, context_tokens=32_768), 2 * 8 * 64 * 2
+    how = (WorkerRole.PREFILL, Mode.DISAGGREGATED, model, some, memory(40))
+    chunk, windows = SMALL.chunk_tokens, (None,) * 3 + (1024,) * 15
+    spec = KVSpec.attention(18, 8, 64, "bfloat16", windows)
+    for prefix, kept in ((NO_PREFIX, 0), (PrefixConfig(True), 2 * 20 * (1024 + 128))):
+        instance, plan = fit_instance(SMALL, *how, prefix)
+        assert plan.pages == instance.pages_per_rank * 128 * 3 * layer  # type: ignore[operator]
+        assert plan.rings == (20 * (1024 + chunk + 128) + kept) * 15 * layer
+        limits = mesh_limits(
+            instance, Mode.DISAGGREGATED, spec, 32_768, None, windows_apart=True, prefix=prefix
+        )
+        assert limits.window_pages_per_rank * 128 * 15 * layer == plan.rings
 
 
 def test_a_mesh_of_more_devices_holds_less_on_each() -> None:
