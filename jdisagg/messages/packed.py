@@ -15,7 +15,7 @@ import msgspec
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError
 
 # Incremented whenever a message changes its bytes or its meaning.
-PROTOCOL = 47
+PROTOCOL = 48
 # The oldest version that this one works with. Becomes PROTOCOL with every change that is not only
 # added fields that an older process may ignore.
 OLDEST = 30

@@ -66,7 +66,8 @@ class Snapshots:
         # heap of worths and names of kept snapshots, with outdated entries
         self._order: list[tuple[float, bytes]] = []
         self.made = self.used = self.evicted = 0
-        # called with the name and tokens of a snapshot before it is overwritten
+        # called with the name and tokens of a snapshot before it is overwritten, if a prompt ended
+        # or branched there or continued from it
         self.on_evicted: Callable[[bytes, int], None] | None = None
 
     def __len__(self) -> int:
@@ -152,12 +153,10 @@ class Snapshots:
             most: Snapshots of more tokens than this stay pending; None settles all.
         """
         pending = self._pending.pop(owner, [])
-        later = [] if most is None else [one for one in pending if one.tokens > most]
-        if later:
-            self._pending[owner] = later
-        for one in pending:
-            if one in later:
-                continue
+        now = pending if most is None else [one for one in pending if one.tokens <= most]
+        if len(now) < len(pending):
+            self._pending[owner] = [one for one in pending if one.tokens > (most or 0)]
+        for one in now:
             name = name_at(one.tokens)
             if name is None or name in self._kept:
                 self._give_back(one.slot)
@@ -175,7 +174,7 @@ class Snapshots:
         """Drops the snapshot of a block that is no longer cached, if there is one."""
         found = self._kept.get(name)
         if found is not None:
-            if self.on_evicted is not None:
+            if self.on_evicted is not None and found.share == 1.0:
                 self.on_evicted(name, found.tokens)
             del self._kept[name]
             self._give_back(found.slot)

@@ -228,8 +228,10 @@ class WindowSnapshots(Snapshots):
         """Records that the owner's windows before all multiples of a number of tokens will be kept,
         if its pages do not repeat."""
         if not self.pages.repeats(owner):
+            known = {one.tokens for one in self._pending.get(owner, ())}
             for at in range(cached // multiple * multiple + multiple, tokens, multiple):
-                self._expect(owner, at, LEAST_SHARE)
+                if at not in known:
+                    self._expect(owner, at, LEAST_SHARE)
 
     def begin_restore(self, owner: int, tokens: int) -> Table | None:
         self._pending.pop(owner, None)
@@ -244,10 +246,9 @@ class WindowSnapshots(Snapshots):
             self.pages.free(owner)
 
     def _expect(self, owner: int, tokens: int, share: float) -> None:
-        mine = self._pending.setdefault(owner, [])
-        if all(one.tokens != tokens for one in mine):
-            self._last_slot += 1
-            mine.append(Pending(self._last_slot, tokens, False, share))
+        self._last_slot += 1
+        pending = Pending(self._last_slot, tokens, False, share)
+        self._pending.setdefault(owner, []).append(pending)
 
     def _settled(self, owner: int, one: Pending) -> None:
         self.pages.keep(one.slot, owner, one.tokens)

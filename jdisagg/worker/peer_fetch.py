@@ -138,7 +138,7 @@ class PeerFetch(KvSource):
         except BaseException:
             line.give_up("its answer is not waited for")
             raise
-        if reply.blocks < 1 and not reply.snapshot:
+        if reply.blocks < 1 and not reply.snapshot or plan.snapshot > reply.snapshot:
             return None
         start, mesh = restore.first * size, self._mesh
         place = restore.place(start + reply.blocks * size) if restore.place is not None else None

@@ -29,7 +29,6 @@ from jdisagg.errors import (
     OverloadedError,
     UnavailableError,
 )
-from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import (
     FetchCall,
     FetchReply,
@@ -65,10 +64,10 @@ from jdisagg.scheduler.prefill_admission import (
 )
 from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.priorities import head_start
+from jdisagg.scheduler.prompt_room import PromptRoom
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
-from jdisagg.scheduler.state_slots import StateSlots, snapshots_of
-from jdisagg.scheduler.window_pages import WindowPages
+from jdisagg.scheduler.state_slots import snapshots_of
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
@@ -105,12 +104,9 @@ class PrefillWorker(MeshWorker):
         depth = mesh.stages + 1  # one chunk per stage, and one that waits for the first stage
         super().__init__(context, executor, config, limits, limits.handoff_lease_seconds, depth)
         self._ledgers = [PageLedger(mesh.pages_per_rank) for _ in range(mesh.ranks)]
-        self._states = StateSlots(mesh)
-        count = mesh.ranks if mesh.window_pages_per_rank else 0
-        self._windows = [WindowPages(mesh) for _ in range(count)]  # of each rank
-        self._residency = Residency(
-            self._ledgers, mesh.page_size, context.names, snapshots_of(mesh, self._windows)
-        )
+        self._room = PromptRoom(mesh)
+        snapshots = snapshots_of(mesh, self._room.windows)
+        self._residency = Residency(self._ledgers, mesh.page_size, context.names, snapshots)
         self._sources = self._find_sources(self._residency, peers, context.tiers, MOST_WRITING)
         self._given = GivenKv(
             self._sources, self._outgoing, self._loop, mesh, context, self.counters, decodes=False
@@ -191,7 +187,7 @@ class PrefillWorker(MeshWorker):
         return RankLoad(
             self._ledgers[rank].free_pages,
             self._batches.queued_tokens(rank),
-            self._windows[rank].available if self._windows else self._states.free_slots(rank),
+            self._room.available(rank),
         )
 
     def _carry_out(self, admission: Admission) -> None:
@@ -224,33 +220,19 @@ class PrefillWorker(MeshWorker):
     ) -> None:
         """Queues a prompt that has pages for the next chunks. `later` are the keys and ranks of
         prompts that start next."""
-        rank, key, cached, kept = task.rank, task.prompt.key, task.cached_tokens, self._residency
-        wanted = kept.wanted_snapshots(rank, task.chain, task.prompt.tokens, cached)
-        adapter, slot, windows = self._adapters.table.slot_of(task.call.request), 0, ()
-        if self._windows:
-            promised = sum([self._tasks[one].prompt.states for one, on in later if on == rank])
-            windows, wanted = self._start_windows(task, wanted, promised), ()
-        else:
-            self._states.take(rank, key)
-            slot = self._states.slot(rank, key)
+        kept, room, chain, tokens = self._residency, self._room, task.chain, task.prompt.tokens
+        rank, key, cached, slot = task.rank, task.prompt.key, task.cached_tokens, 0
+        wanted: tuple[int, ...] = ()
+        promised = sum([self._tasks[one].prompt.states for one, on in later if on == rank])
+        windows = room.begin_windows(kept, rank, key, chain, tokens, cached, promised)
+        if not windows:
+            room.states.take(rank, key)
+            slot = room.states.slot(rank, key)
             if cached:
-                self._continue_from(kept, rank, task.chain, cached, slot)
+                self._continue_from(kept, rank, chain, cached, slot)
+            wanted = kept.wanted_snapshots(rank, chain, tokens, cached)
+        adapter = self._adapters.table.slot_of(task.call.request)
         self._batches.add(task.job(pages, slot, wanted, adapter, windows))
-
-    def _start_windows(
-        self, task: PrefillTask, wanted: tuple[int, ...], promised: int
-    ) -> tuple[int, ...]:
-        """Assigns a prompt its pages of sliding-window layers (`WindowPages.begin`), which begin
-        with the window before its cached tokens."""
-        rank, key, cached, kept = task.rank, task.prompt.key, task.cached_tokens, self._residency
-        window = kept.use_snapshot(rank, task.chain, cached) if cached else ()
-        pages, tokens = self._windows[rank], task.prompt.tokens
-        table = pages.begin(key, tokens, cached, window, wanted, promised)
-        for at in wanted:
-            kept.begin_snapshot(rank, key, at)
-        if task.chain:
-            kept.begin_all_snapshots(rank, key, cached, tokens)
-        return table
 
     def _going_to(self, destinations: frozenset[str]) -> set[int]:
         return {
@@ -276,18 +258,14 @@ class PrefillWorker(MeshWorker):
         kept = self._residency
         if task.chain:
             chain = task.chain[: tokens // kept.block_tokens]
-            if task.epoch == kept.epoch and self._shares_early(task):
+            if task.epoch == kept.epoch and self._keeps_early(task):
                 kept.keep(task.rank, task.prompt.key, chain)
                 if kept.snapshots:
                     kept.settle_snapshots(task.rank, task.prompt.key, chain)
             self._seek_again(self._shared.reached(task.prompt.key, len(chain)))
 
-    def _shares_early(self, task: PrefillTask) -> bool:
-        """Returns whether a prompt's blocks, and the snapshots that hits need, can be cached before
-        the prompt ends."""
-        if not self._windows:
-            return not self._residency.snapshots
-        return not self._windows[task.rank].repeats(task.prompt.key)
+    def _keeps_early(self, task: PrefillTask) -> bool:
+        return self._room.keeps_early(self._residency, task.rank, task.prompt.key)
 
     def _to_extract(self, task: PrefillTask) -> list[Offer]:
         """Returns the offers to extract from pages: cached positions that the decode worker lacks,
@@ -303,10 +281,7 @@ class PrefillWorker(MeshWorker):
         task.handoff.announce((offer,), offer_weight(self._mesh, offer))
         self._extracting[offer.offer_id] = task
         pages = self._ledgers[offer.rank].pages(key)
-        if offer.kind is KvKind.STATE:
-            pages = (self._states.slot(offer.rank, key),)
-        elif offer.kind is KvKind.WINDOW:
-            pages = self._windows[offer.rank].table(key)
+        pages = self._room.place(offer.kind, offer.rank, key, pages)
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
     def _look(self) -> None:
@@ -388,7 +363,7 @@ class PrefillWorker(MeshWorker):
             destination=call.destination,
             tokens=tokens,
             pages=pages_for(tokens, self._mesh.page_size),
-            states=self._windows[0].needed(tokens) if self._windows else int(self._states.on),
+            states=self._room.needed(tokens),
             priority=call.request.priority,
         )
         restored = RestoredBlocks(kept.block_tokens)
@@ -433,10 +408,10 @@ class PrefillWorker(MeshWorker):
         """Lets a prompt wait for a prompt that computes its next blocks, if that is faster."""
         prompt, size = task.prompt, self._residency.block_tokens
         leader = self._shared.leader(prompt.key, task.useful, max(task.known, default=0))
-        if leader is None or (self._residency.snapshots and not self._windows):
+        if leader is None or (self._residency.snapshots and not self._room.windows):
             return False  # a hit needs a snapshot, which is cached when the prompt ends
         first = self._tasks[leader.key]
-        if leader.key in self._computing and not self._shares_early(first):
+        if leader.key in self._computing and not self._keeps_early(first):
             return False
         reuse = self._residency.usable_tokens(leader.blocks * size, to_compute=True)
         common = reuse - prompt.known_tokens
@@ -517,10 +492,7 @@ class PrefillWorker(MeshWorker):
         if self._computing.pop(key, None) is not None:
             self._batches.remove(key)
             self._residency.let_go(task.rank, key, chain)
-            if self._windows:
-                self._windows[task.rank].free(key)
-            else:
-                self._states.free(task.rank, key)
+            self._room.free(task.rank, key)
             self._look()
 
     # ---- the worker
@@ -605,8 +577,8 @@ class PrefillWorker(MeshWorker):
             queued_pairs=self._backlog.pairs,
             can_prefill=True,
             chunk_tokens=self._mesh.chunk_buckets[-1],
-            free_states=self._states.free_by_rank(),
-            total_states=self._states.total_by_rank(),
+            free_states=self._room.states.free_by_rank(),
+            total_states=self._room.states.total_by_rank(),
             kept=self._kept_tiers(),
             priorities=self._loads(),
         )

@@ -187,7 +187,7 @@ async def test_a_kept_window_comes_back_from_host_memory_from_disk_and_from_a_pe
             done = await run.complete(run.request(ids, name, max_tokens=6, ignore_eos=True))
             if ids is prompt:
                 streams.append(done.tokens)
-            found = done.usage.cached_by_tier  # type: ignore[union-attr]
+            assert done.usage is not None and (found := done.usage.cached_by_tier) is not None
             async with asyncio.timeout(time_scale.seconds(60)):
                 while not first._sources.quiet:
                     await asyncio.sleep(0.01)
