@@ -23,6 +23,7 @@ MIXED_SIZES = 3
 GROUP_BYTES = 4 << 20
 GROUP_TOKENS = 512
 GROUPS_PER_STAGE = 2
+WINDOWED_PROMPT = 4096
 # A block costs both workers about 1 ms of CPU time, as much as the transfer of this many bytes.
 BLOCK_COST_BYTES = 1 << 20
 
@@ -96,14 +97,17 @@ def _with_state(
     """Adds the limits of state slots, ring buffers, pages of windows and snapshots."""
     spec, size = limits.kv_spec, limits.page_size
     snapshots = snapshot_slots(instance) if spec.has_state and prefix.reuse else 0
-    whole, chunk = -(-limits.context_tokens // size), limits.chunk_buckets[-1]
-    pages = window_pages(instance, spec.widest_window, whole, chunk, prefix) if windows else 0
+    whole = -(-limits.context_tokens // size)
+    chunk, context = limits.chunk_buckets[-1], limits.context_tokens
+    pages = 0
+    if windows:
+        pages = window_pages(limits.pages_per_rank, size, spec.widest_window, context, chunk)
     return replace(
         limits,
         state_slots_per_rank=state_slots(instance) if spec.has_state or rings else 0,
         ring_pages=min(ring_pages(spec.widest_window, size), whole) if rings else 0,
         snapshots_per_rank=snapshots,
-        window_pages_per_rank=min(pages, limits.pages_per_rank),
+        window_pages_per_rank=pages,
         snapshot_tokens=prefix.start_tokens(size) if snapshots or pages and prefix.reuse else 0,
     )
 
@@ -172,22 +176,22 @@ def snapshot_slots(instance: InstanceConfig) -> int:
     return 2 * state_slots(instance)
 
 
-def window_pages(
-    instance: InstanceConfig, window: int, whole: int, chunk: int, prefix: PrefixConfig
-) -> int:
+def window_pages(pages: int, page_size: int, window: int, context_tokens: int, chunk: int) -> int:
     """Returns the number of pages for sliding-window layers of each dp rank of a mesh that only
-    prefills: those that the sequences need, and those of the windows that the prefix cache keeps,
-    of which there are as many as snapshots of recurrent state.
+    prefills: those of one prompt in computation, and the windows of the prompts of
+    `WINDOWED_PROMPT` tokens for which there are ordinary pages. With fewer pages shorter prompts
+    find no room in windows, with more pages longer prompts find none in ordinary pages.
 
     Args:
+        pages: Number of ordinary pages of each dp rank.
         window: Number of positions of the widest window.
-        whole: Number of pages of the longest sequence.
+        context_tokens: Number of positions of the longest sequence.
         chunk: Number of tokens of the longest prefill chunk.
     """
-    size = instance.page_size
-    used = state_slots(instance) * min(whole, ring_pages(window + chunk - 1, size))
-    kept = snapshot_slots(instance) * min(whole, ring_pages(window, size))
-    return used + (kept if prefix.reuse else 0)
+    whole, kept = -(-context_tokens // page_size), ring_pages(window, page_size)
+    computed = min(whole, ring_pages(window + chunk - 1, page_size) + 3 * kept)
+    prompt = -(-min(context_tokens, WINDOWED_PROMPT) // page_size)
+    return min(pages, computed + -(-pages * min(kept, prompt) // prompt))
 
 
 def drafts_with_layer(speculate: str, platform: str, stages: int) -> bool:
@@ -223,7 +227,8 @@ def repeatable_drafts(prefix: PrefixConfig, speculate: str) -> str:
 
 def hands_windows_apart(can_part: bool, mode: Mode) -> bool:
     """Returns whether the KV of sliding-window layers is transferred separately. If so, only
-    positions inside the window are transferred, and decode meshes hold them in ring buffers.
+    positions inside the window are transferred. Decode meshes hold them in ring buffers, prefill
+    meshes in pages of windows.
 
     False on a mesh that prefills and decodes, because a prefill chunk is longer than a ring buffer.
 

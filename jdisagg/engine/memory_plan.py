@@ -7,8 +7,10 @@ or as many as fit. If the context length is not configured, it is reduced until 
 sequence fit. If even this is impossible, an error lists all parts of the plan. All functions are
 pure, except `device_memory` and `check_host_cache`."""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -213,19 +215,18 @@ def fit_instance(
     each = bytes_per_device(geometry, instance, model.dtype, memory.platform, model.draft)
     weights, token_bytes, state_bytes, windowed, adapters = each
     chunk = largest_chunk(instance, mode, context)
-    rings, windows = apart and role is WorkerRole.DECODE, apart and role is WorkerRole.PREFILL
-    append = 0 if rings else prefix.appends
+    decodes, window = role is WorkerRole.DECODE, windowed * min(geometry.widest_window, context)
+    append = 0 if apart and decodes else prefix.appends
     states = state_slots(instance) * state_bytes
     if prefix.reuse and (role is not WorkerRole.DECODE or append):
         states += snapshot_slots(instance) * state_bytes
     staged = STAGED_CHUNKS * (chunk * token_bytes + state_bytes)
-    if windows:
-        seen = windowed * min(geometry.widest_window, context)
-        each = each._replace(token=token_bytes - windowed, state=seen)
+    if apart and not decodes:
+        each = each._replace(token=token_bytes - windowed, state=window)
     tiered = _tiered(instance, role, prefix, each, chunk, append)
     if prefix.host_bytes and role is not WorkerRole.PREFILL:
-        ring = windowed * min(geometry.widest_window, context) if rings else 0
-        tiered += 2 * SPILLS_AT_ONCE * (chunk * token_bytes + state_bytes + ring)  # swapped out
+        swapped = chunk * token_bytes + state_bytes + (window if apart else 0)
+        tiered += 2 * SPILLS_AT_ONCE * swapped
     computed = append if role is WorkerRole.DECODE else chunk
     kept_images, of_encoder = _images(geometry, model.dtype) if computed else (0, 0)
     of_layers = _activations(geometry, instance, role, computed, model.dtype, memory.platform)
@@ -247,17 +248,26 @@ def fit_instance(
     )
     padding = _padding(geometry, traits_of(memory.platform).lanes)
     page_bytes = int(instance.page_size * token_bytes * padding)
-    if apart:
-        whole = -(-context // instance.page_size)
-        if windows:
-            pages = window_pages(instance, geometry.widest_window, whole, chunk, prefix)
-            pages = min(pages, instance.pages_per_rank or instance.slots_per_rank * whole)
-        else:
-            ring = min(ring_pages(geometry.widest_window, instance.page_size), whole)
-            pages = state_slots(instance) * ring
-        plan = replace(plan, rings=int(pages * instance.page_size * windowed * padding))
-        page_bytes -= int(instance.page_size * windowed * padding)
-    return _with_pages(plan, instance, model, geometry, page_bytes)
+    window_bytes = int(instance.page_size * windowed * padding) if apart else 0
+    pages = partial(_pages_of_windows, geometry, instance, context, chunk, decodes)
+    beside = lambda count: window_bytes * pages(count) if apart else 0  # noqa: E731
+    return _with_pages(plan, instance, model, geometry, page_bytes - window_bytes, beside)
+
+
+def _pages_of_windows(
+    geometry: CostGeometry,
+    instance: InstanceConfig,
+    context: int,
+    chunk: int,
+    decodes: bool,
+    pages: int,
+) -> int:
+    """Returns the number of pages of sliding-window layers beside a number of ordinary pages: the
+    ring buffers of a mesh that decodes, or the windows of prompts."""
+    size, widest = instance.page_size, geometry.widest_window
+    if not decodes:
+        return window_pages(pages, size, widest, context, chunk)
+    return state_slots(instance) * min(ring_pages(widest, size), -(-context // size))
 
 
 def _with_pages(
@@ -266,11 +276,19 @@ def _with_pages(
     model: ModelConfig,
     geometry: CostGeometry,
     page_bytes: int,
+    of_windows: Callable[[int], int],
 ) -> tuple[InstanceConfig, MemoryPlan]:
     """Gives KV pages the memory that the plan leaves. Without a configured number of pages and
-    context length, reduces the context until the pages of one sequence fit."""
+    context length, reduces the context until the pages of one sequence fit.
+
+    Args:
+        page_bytes: Number of bytes of an ordinary page.
+        of_windows: Returns the bytes of the pages of windows beside a number of ordinary pages.
+    """
     context, size = plan.context_tokens, instance.page_size
-    room = max(0, (plan.memory.bytes - plan.total) // page_bytes)
+    left = max(0, plan.memory.bytes - plan.total)
+    counts = range(left // page_bytes + 1)
+    room = bisect_right(counts, left, key=lambda count: count * page_bytes + of_windows(count)) - 1
     a_sequence = -(-context // size)
     pages = instance.pages_per_rank or min(room, instance.slots_per_rank * a_sequence)
     needed = instance.pages_per_rank or a_sequence
@@ -278,9 +296,14 @@ def _with_pages(
         context = pages * size
         needed = max(pages, -(-min(LEAST_CONTEXT, geometry.context_tokens) // size))
     if needed > room:
-        raise ConfigError(_refusal(geometry.name, replace(plan, pages=needed * page_bytes)))
+        asked = replace(plan, pages=needed * page_bytes, rings=plan.rings + of_windows(needed))
+        raise ConfigError(_refusal(geometry.name, asked))
     plan = replace(
-        plan, pages=pages * page_bytes, tokens_per_rank=pages * size, context_tokens=context
+        plan,
+        pages=pages * page_bytes,
+        rings=plan.rings + of_windows(pages),
+        tokens_per_rank=pages * size,
+        context_tokens=context,
     )
     return replace(instance, pages_per_rank=pages), plan
 

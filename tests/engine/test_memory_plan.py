@@ -14,7 +14,7 @@ from jdisagg.costs.layout_fit import check_layout
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.engine.host_memory import host_memory
-from jdisagg.engine.limits import mesh_limits
+from jdisagg.engine.limits import mesh_limits, window_pages
 from jdisagg.engine.memory_plan import (
     DeviceMemory,
     MemoryPlan,
@@ -271,21 +271,39 @@ def test_layers_with_a_window_hold_window_and_page_of_each_sequence_on_a_decode_
     assert not whole.rings and whole.pages == same.pages_per_rank * 128 * 18 * layer  # type: ignore[operator]
 
 
-def test_layers_with_a_window_hold_windows_and_a_chunk_of_each_prompt_on_a_prefill_mesh() -> None:
-    """With a prefix cache, twice as many windows beside; as many pages as the mesh's limits."""
+@pytest.mark.parametrize("gigabytes", [4, 6, 40])
+def test_layers_with_a_window_hold_windows_of_prompts_and_a_chunk_on_a_prefill_mesh(
+    gigabytes: float,
+) -> None:
+    """As many pages as the mesh's limits; more ordinary ones than with windows in them."""
     some = replace(ONE_B, layers=18, attention=GroupedAttention(32, 8, 64, 1024, 15))
     model, layer = replace(BF16, context_tokens=32_768), 2 * 8 * 64 * 2
-    how = (WorkerRole.PREFILL, Mode.DISAGGREGATED, model, some, memory(40))
-    chunk, windows = SMALL.chunk_tokens, (None,) * 3 + (1024,) * 15
-    spec = KVSpec.attention(18, 8, 64, "bfloat16", windows)
-    for prefix, kept in ((NO_PREFIX, 0), (PrefixConfig(True), 2 * 20 * (1024 + 128))):
-        instance, plan = fit_instance(SMALL, *how, prefix)
-        assert plan.pages == instance.pages_per_rank * 128 * 3 * layer  # type: ignore[operator]
-        assert plan.rings == (20 * (1024 + chunk + 128) + kept) * 15 * layer
-        limits = mesh_limits(
-            instance, Mode.DISAGGREGATED, spec, 32_768, None, windows_apart=True, prefix=prefix
-        )
-        assert limits.window_pages_per_rank * 128 * 15 * layer == plan.rings
+    spec = KVSpec.attention(18, 8, 64, "bfloat16", (None,) * 3 + (1024,) * 15)
+    instance, plan = fit_instance(
+        SMALL, WorkerRole.PREFILL, Mode.DISAGGREGATED, model, some, memory(gigabytes)
+    )
+    pages = instance.pages_per_rank
+    assert pages is not None and plan.pages == pages * 128 * 3 * layer
+    limits = mesh_limits(instance, Mode.DISAGGREGATED, spec, 32_768, None, windows_apart=True)
+    assert plan.rings == limits.window_pages_per_rank * 128 * 15 * layer
+    assert plan.total <= plan.memory.bytes
+    if gigabytes < 40:
+        assert plan.memory.bytes - plan.total < 128 * 18 * layer, "one page more has no room"
+        assert pages > 1.9 * (plan.pages + plan.rings) // (128 * 18 * layer)
+    assert limits.window_pages_per_rank == window_pages(
+        pages, 128, 1024, 32_768, SMALL.chunk_tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("pages", "found"), [(4096, 47 + 1152), (256, 47 + 72), (40, 40), (10, 10)]
+)
+def test_pages_of_windows_are_those_of_a_prompt_and_a_window_of_each_4096_tokens(
+    pages: int, found: int
+) -> None:
+    """A prompt in computation needs 20 pages (a window of 8 and a chunk of 12), and three windows
+    of 9 pages."""
+    assert window_pages(pages, 128, 1024, 32_768, 1408) == found
 
 
 def test_a_mesh_of_more_devices_holds_less_on_each() -> None:
