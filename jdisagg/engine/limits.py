@@ -10,7 +10,7 @@ from jdisagg.layout.kv_spec import KVSpec, ring_pages
 from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.blocks import StageCut, stage_layers
-from jdisagg.scheduler.executor import MeshLimits, buckets, sequences_ahead
+from jdisagg.scheduler.executor import TYPICAL_PROMPT, MeshLimits, buckets, sequences_ahead
 
 GRANULE_TOKENS = 16
 LARGEST_WHOLE_PREFILL = 8192
@@ -23,7 +23,6 @@ MIXED_SIZES = 3
 GROUP_BYTES = 4 << 20
 GROUP_TOKENS = 512
 GROUPS_PER_STAGE = 2
-WINDOWED_PROMPT = 4096
 # A block costs both workers about 1 ms of CPU time, as much as the transfer of this many bytes.
 BLOCK_COST_BYTES = 1 << 20
 
@@ -179,7 +178,7 @@ def snapshot_slots(instance: InstanceConfig) -> int:
 def window_pages(pages: int, page_size: int, window: int, context_tokens: int, chunk: int) -> int:
     """Returns the number of pages for sliding-window layers of each dp rank of a mesh that only
     prefills: those of one prompt in computation, and the windows of the prompts of
-    `WINDOWED_PROMPT` tokens for which there are ordinary pages. With fewer pages shorter prompts
+    `TYPICAL_PROMPT` tokens for which there are ordinary pages. With fewer pages shorter prompts
     find no room in windows, with more pages longer prompts find none in ordinary pages.
 
     Args:
@@ -190,7 +189,7 @@ def window_pages(pages: int, page_size: int, window: int, context_tokens: int, c
     """
     whole, kept = -(-context_tokens // page_size), ring_pages(window, page_size)
     computed = min(whole, ring_pages(window + chunk - 1, page_size) + 3 * kept)
-    prompt = -(-min(context_tokens, WINDOWED_PROMPT) // page_size)
+    prompt = -(-min(context_tokens, TYPICAL_PROMPT) // page_size)
     return min(pages, computed + -(-pages * min(kept, prompt) // prompt))
 
 

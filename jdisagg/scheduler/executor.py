@@ -14,6 +14,7 @@ from jdisagg.scheduler.blocks import bands
 
 LONGEST_RUN = 8  # tokens of one sequence in one decode step
 LONG_GRAIN = 64
+TYPICAL_PROMPT = 4096  # tokens of a prompt by which memory is divided between kinds of KV
 
 
 @plain
@@ -148,6 +149,15 @@ class MeshLimits:
         if self.window_pages_per_rank:
             pages = ring_pages(spec.widest_window, self.page_size)
         return spec.state.bytes_per_token + pages * self.page_size * spec.windowed.bytes_per_token
+
+    @property
+    def snapshot_part(self) -> float:
+        """Part of a tier's bytes for snapshots: that of one snapshot in the KV of a prompt of
+        `TYPICAL_PROMPT` tokens. 0 if cache hits need no snapshots."""
+        if not self.snapshot_tokens:
+            return 0.0
+        prompt = TYPICAL_PROMPT * self.paged.bytes_per_token
+        return self.snapshot_bytes / (self.snapshot_bytes + prompt)
 
     @property
     def snapshot_slot_bytes(self) -> int:

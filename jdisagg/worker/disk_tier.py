@@ -73,7 +73,7 @@ class DiskTier(KvSource):
     ) -> None:
         self._file_bytes = host.block_bytes + FILE_EXTRA_BYTES
         self._snapshot_file_bytes = host.snapshot_bytes + FILE_EXTRA_BYTES
-        of_snapshots = room.disk_bytes // 2 if host.on and host.snapshot_bytes else 0
+        of_snapshots = int(room.disk_bytes * host.snapshot_part) if host.on else 0
         of_blocks = room.disk_bytes - of_snapshots
         self.blocks = DiskBlocks(of_blocks // self._file_bytes if host.on else 0)
         # under the names of `_saved_name`

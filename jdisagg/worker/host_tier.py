@@ -74,7 +74,8 @@ class HostTier(KvSource):
     ) -> None:
         self.block_bytes = kept.block_tokens * limits.paged.bytes_per_token
         self.snapshot_bytes = limits.snapshot_bytes if kept.snapshots else 0
-        of_snapshots = room.host_bytes // 2 if self.snapshot_bytes else 0
+        self.snapshot_part = limits.snapshot_part if kept.snapshots else 0.0
+        of_snapshots = int(room.host_bytes * self.snapshot_part)
         of_blocks = room.host_bytes - of_snapshots
         capacity = of_blocks // self.block_bytes if self.block_bytes else 0
         self.blocks = HostBlocks(capacity, bound=room.rank_bound)
