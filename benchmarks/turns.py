@@ -22,7 +22,9 @@ two of their tokens.
 A request of the router counts as one more sample of the way that it took. "of the best": the median
 of the chosen way divided by that of the fastest possible way. The table also has the processor
 seconds until the first token, which depend less on the load of the machine. The router's choice
-also considers the second token and the delay of other streams."""
+also considers the second token and the delay of other streams. "first token and delay of others"
+adds to the first token, for each of the streams beside it, by how much their longest gap exceeds
+that of the way with the shortest."""
 
 import asyncio
 import itertools
@@ -68,6 +70,8 @@ CELLS = ((512, 32, 0), (1024, 32, 0), (1024, 200, 0), (1024, 200, 1))
 FORGOTTEN, KEPT = ("recompute", "fetch", "append"), ("reuse", "append")
 ROUTED = {"router, forgotten": FORGOTTEN, "router, kept": KEPT}
 WAYS = ("recompute", "reuse", "fetch", "append")
+BESIDE = 2  # streams beside busy turns
+WEIGHED = "first token and delay of others"
 # those that find the first prompt kept by the prefill worker, and those that do not
 ROTATED = (
     (("reuse", "router, kept"), ("append", "fetch", "router, forgotten")),
@@ -230,7 +234,7 @@ class Conversations:
     async def _second(self, way: str, history: tuple[int, ...], key: Key) -> None:
         _, _, new_tokens, busy = key
         path, second = self.cluster.ways[way], (*history, *self._words(new_tokens))
-        async with self._streams(2 * busy) as others:
+        async with self._streams(BESIDE * busy) as others:
             began = time.perf_counter()
             times, _ = await self._ask(path, second, 4)
             ended = time.perf_counter()
@@ -272,7 +276,7 @@ def figures_of(talk: Conversations) -> dict[str, object]:
         "second token": talk.second,
         "processors until the first token": talk.processors,
     }
-    ratios: dict[str, list[float]] = {name: [] for name in measures}
+    ratios: dict[str, list[float]] = {name: [] for name in (*measures, WEIGHED)}
     for cell in CELLS:
         ways = [way for way in WAYS if (way, *cell) in talk.first]
         row: dict[str, object] = {}
@@ -294,6 +298,13 @@ def figures_of(talk: Conversations) -> dict[str, object]:
             for name, of in measures.items():
                 medians = {one: statistics.median(of[one, *cell]) for one in among if one in ways}
                 ratios[name] += [medians[one] / min(medians.values()) for one in taken]
+            gaps = {one: statistics.median(talk.gaps[one, *cell]) for one in among if one in ways}
+            medians = {
+                one: statistics.median(talk.first[one, *cell])
+                + BESIDE * cell[2] * (gap - min(gaps.values()))
+                for one, gap in gaps.items()
+            }
+            ratios[WEIGHED] += [medians[one] / min(medians.values()) for one in taken]
         first, new, busy = cell
         rows[f"{first} + {new} tokens, {'busy' if busy else 'idle'}"] = row
     later = [abs(error) for error in talk.errors[20:]]
