@@ -1,9 +1,9 @@
 """Rule 1 for KV of every kind (latents, state beside KV, sliding-window ring buffers, images,
 quantized weights).
 
-32 mixed requests at once, disaggregated, with too few pages, moved between two decode workers one
-of which dies, have the streams of each alone on one mesh. All pages and slots of state are free at
-the end."""
+32 mixed requests at once, disaggregated, with too few pages, prefix caches and host memory, moved
+between two decode workers one of which dies, have the streams of each alone on one mesh without
+reuse. All pages and slots of state are free at the end."""
 
 import asyncio
 from dataclasses import replace
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.config import LimitsConfig, Mode
+from jdisagg.config import LimitsConfig, Mode, PrefixConfig
 from jdisagg.images import PromptImage
 from jdisagg.request import Request
 from tests import time_scale
@@ -114,6 +114,7 @@ async def test_a_storm_changes_no_stream(
     alone, storm = (
         replace(one, model=replace(one.model, weights=weights)) for one in (alone, storm)
     )
+    storm = replace(storm, prefix=PrefixConfig(True, 16, host_gib=0.1, restores="always"))
     async with running(alone, first_device=4) as run:
         requests = mixed_requests(run, whole, images)
         expected = streams([await run.complete(request) for request in requests])
@@ -135,3 +136,5 @@ async def test_a_storm_changes_no_stream(
         assert streams(done) == expected
         assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"
         await until_all_free(run)
+        hits = [worker.counters["prefix_hit_tokens"] for worker in cluster._workers]
+        assert sum(hits) > 0 or images, f"{hits}: nothing was reused"
