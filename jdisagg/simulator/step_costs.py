@@ -102,6 +102,7 @@ class ModelCosts:
         self._model = model
         self._bytes_per_token = wire_bytes_per_token(model.geometry, model.kv_value_bytes, codec)
         geometry = model.geometry
+        self._windowed_part, self._window = geometry.windowed_part, geometry.widest_window - 1
         kept = geometry.kv_values * model.kv_value_bytes
         spread = (
             model.layout.tp
@@ -156,7 +157,12 @@ class ModelCosts:
         ).seconds
 
     def insert(self, tokens: int) -> float:
-        return tokens * self._insert_seconds_per_token
+        return self._sent(tokens) * self._insert_seconds_per_token
 
     def wire_bytes(self, tokens: int) -> float:
-        return tokens * self._bytes_per_token
+        return self._sent(tokens) * self._bytes_per_token
+
+    def _sent(self, tokens: int) -> float:
+        """Returns the number of tokens whose KV of all layers is as large as what a hand-off sends
+        of `tokens` tokens."""
+        return tokens - self._windowed_part * max(0, tokens - self._window)

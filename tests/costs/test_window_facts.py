@@ -5,10 +5,14 @@ import pytest
 
 from jdisagg.config import InstanceConfig, Mode
 from jdisagg.costs.catalog import geometry
+from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
+from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.kv_facts import held_bytes, kv_facts, sent_part
 from jdisagg.engine.limits import mesh_limits
+from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.scheduler.page_ledger import pages_for
+from jdisagg.simulator.step_costs import ModelCosts
 from jdisagg.worker.outgoing_kv import offers_of_pages, window_offers
 
 GPT = geometry("gpt-oss-20b")
@@ -55,3 +59,12 @@ def test_a_model_whose_layers_are_alike_sends_and_holds_all() -> None:
     said = dict(kv_facts(GPT, "bfloat16", "none", 32_768, 1.0, 64))
     assert said["of it in windowed layers"] == "24,576 bytes, of 128 positions"
     assert "0.50 transferred" in said["of 32,768 tokens"]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-4-31b", "llama-3.1-8b"])
+def test_the_simulator_transfers_of_a_prompt_what_the_facts_say(name: str) -> None:
+    shape = geometry(name)
+    costs = ModelCosts(CostModel(shape, accelerator("h100"), Layout()))
+    for tokens in (1, 100, 5_000):
+        expected = tokens * wire_bytes_per_token(shape, 2) * sent_part(shape, tokens)
+        assert costs.wire_bytes(tokens) == pytest.approx(expected)
