@@ -101,12 +101,13 @@ class WindowPages:
         table = [0] * begin + held
         fresh = columns - first
         spare = self.available - promised - self.total // 2
-        repeats = fresh > len(self._free) or fresh > max(spare, self.needed(tokens) - len(held))
-        pinned = {column for at in wanted for column in self._columns(at)} if repeats else set()
+        scarce = fresh > len(self._free) or fresh > max(spare, self.needed(tokens) - len(held))
+        pinned = {column for at in wanted for column in self._columns(at)} if scarce else set()
         behind: deque[tuple[int, int]] = deque()  # columns that may be overwritten, with pages
         for column in range(first, columns):
-            if repeats and behind and behind[0][0] <= column - self._turn:
+            if scarce and behind and behind[0][0] <= column - self._turn:
                 page = behind.popleft()[1]
+                self._repeats.add(owner)
             else:
                 page = self._take()
                 held.append(page)
@@ -114,8 +115,6 @@ class WindowPages:
             if column not in pinned:
                 behind.append((column, page))
         self._record(owner, tuple(table), held)
-        if repeats:
-            self._repeats.add(owner)
         return tuple(table)
 
     def begin_restore(self, owner: int, tokens: int) -> Table | None:
