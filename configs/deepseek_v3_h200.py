@@ -10,6 +10,7 @@ each, with --num_processes, --process_id and --coordinator (docs/operations.md);
 likewise with --role=prefill. The 671 GB of matrices take 85 GB per prefill device. A decode device
 holds a sixteenth of the experts and a copy of attention, 61 GB. KV takes 70,272 bytes per token: a
 latent of 512 + 64 values per layer. tp does not shard it, so decode uses data parallelism. The
+next-token layer, which drafts tokens, adds 1 to 2 GB per device and 1,152 bytes per token. The
 checkpoint's blocks of 128 x 128 are dequantized and requantized to e4m3, with one scale per
 output."""
 

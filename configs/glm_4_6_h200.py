@@ -8,7 +8,8 @@ NOT TESTED on such hardware: layouts and sizes follow from arithmetic
 (tests/engine/test_memory_plan.py checks it), not from a run. Prefill uses half a host
 (--role=prefill --gpus=0-3), decode a whole one. The 353 GB of matrices take 89 GB per device on
 four and 51 GB on eight, including each rank's copy of attention. KV takes 376,832 bytes per token
-(2 x 92 layers x 8 kv heads x 128 x 2), so tp = 2 halves it on each device of a rank."""
+(2 x 92 layers x 8 kv heads x 128 x 2), so tp = 2 halves it on each device of a rank. The next-token
+layer, which drafts tokens, adds 1 GB per device and 4,096 bytes per token."""
 
 from jdisagg.config import EngineConfig, InstanceConfig, ModelConfig
 from jdisagg.layout.axes import Layout

@@ -99,7 +99,7 @@ CATALOG: dict[str, CostGeometry] = {
         CostGeometry(
             "deepseek-v3", 7168, 61, 129280, LatentAttention(128, 1536, 512, 64, 128, 128), 18432,
             experts=Experts(256, 8, 2048, 2048, groups_of_token=4), expert_layers=58,
-            context_tokens=163840,
+            context_tokens=163840, next_token_layers=1,
         ),
         # deepseek-ai/DeepSeek-V3.2: V3 with an indexer that selects 2,048 positions
         CostGeometry(
@@ -166,6 +166,7 @@ CATALOG: dict[str, CostGeometry] = {
         CostGeometry(
             "glm-4.6", 5120, 92, 151552, GroupedAttention(96, 8, 128), 12288,
             experts=Experts(160, 8, 1536, 1536), expert_layers=89, context_tokens=202752,
+            next_token_layers=1,
         ),
         # Qwen/Qwen3.6-35B-A3B: every fourth layer has attention, the others are recurrent
         CostGeometry(
@@ -183,7 +184,7 @@ CATALOG: dict[str, CostGeometry] = {
         # models/tiny/llama and models/tiny/qwen3_moe of this repository
         CostGeometry(
             "tiny-llama", 128, 4, 1280, GroupedAttention(8, 4, 16), 320,
-            tied=True, context_tokens=1024,
+            tied=True, context_tokens=1024, next_token_layers=1,
         ),
         CostGeometry(
             "tiny-qwen3-moe", 128, 4, 1280, GroupedAttention(8, 4, 16), 320, tied=True,

@@ -100,6 +100,32 @@ def test_weights_and_kv_are_those_of_the_loaded_model_with_the_layer_that_drafts
     assert planned.weights == pytest.approx(stored, rel=2e-3), "norms are not counted"
 
 
+@pytest.mark.parametrize(
+    ("model", "parameters", "kv"),
+    [
+        ("deepseek-v3", 187_105_280 + 257 * 3 * 7168 * 2048 + 256 * 7168 + 2 * 7168**2, 576),
+        ("glm-4.6", 2 * 5120 * 104 * 128 + 161 * 3 * 5120 * 1536 + 160 * 5120 + 2 * 5120**2, 2048),
+        ("kimi-k2.5", 0, 0),
+        ("deepseek-v3.2", 0, 0),
+    ],
+)
+def test_the_next_token_layer_of_a_catalogue_model_is_counted_where_it_is_loaded(
+    model: str, parameters: int, kv: int
+) -> None:
+    """On accelerators by default; on CPUs if it is asked for. It is counted as the last layer,
+    with the matrix that joins token and hidden state."""
+
+    def planned(speculate: str, platform: str) -> tuple[int, int]:
+        asked = replace(SMALL, speculate=speculate)
+        return bytes_per_device(geometry(model), asked, "bfloat16", platform)[:2]
+
+    plain = planned("off", "gpu")
+    for how in (("auto", "gpu"), ("mtp", "cpu")):
+        weights, token = planned(*how)
+        assert (weights - plain[0], token - plain[1]) == (2 * parameters, 2 * kv)
+    assert planned("auto", "cpu") == planned("ngram", "gpu") == plain
+
+
 @pytest.mark.parametrize("name", ["qwen3_5_images", "mistral3_images"])
 def test_the_vision_encoder_and_kept_images_are_counted(name: str) -> None:
     """The encoder's weights on every worker; images stay where prompts are computed."""
@@ -353,7 +379,7 @@ def test_a_host_keeps_no_more_kv_than_it_has_memory_for_beside_its_devices() -> 
     ],
 )
 def test_the_recipes_for_an_h200_fit_one(recipe: str, model: str) -> None:
-    device = DeviceMemory(int(0.9 * accelerator("h200").memory_bytes), "0.9 of an H200")
+    device = DeviceMemory(int(0.9 * accelerator("h200").memory_bytes), "0.9 of an H200", "gpu")
     asked = load_recipe(str(CONFIGS / f"{recipe}.py"))
     kept = as_kept(geometry(model), asked.model)
     config, plans = fit_engine(asked, kept, device)

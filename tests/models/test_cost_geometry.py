@@ -99,6 +99,7 @@ def test_the_shipped_models_are_in_the_catalogue_as_they_are(name: str) -> None:
     known = CATALOG[f"tiny-{name.replace('_', '-')}"]
     found = find_geometry(str(ROOT / "models/tiny" / name))
     assert dataclasses.replace(found, name=known.name) == known
+    assert found.next_token_layers == known.next_token_layers
 
 
 def test_sparse_steps_and_dense_layers_leave_the_expert_layers_that_are_served() -> None:

@@ -383,6 +383,63 @@ def test_models_with_an_indexer_are_in_the_catalogue_as_published(
     assert in_fp8.kv_spec("bfloat16").bytes_per_token == latent // 2 + index
 
 
+# deepseek-ai/DeepSeek-V3
+DEEPSEEK_V3 = {name: value for name, value in DEEPSEEK_V32.items() if "index" not in name} | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+}
+# zai-org/GLM-4.6
+GLM_4_6 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "first_k_dense_replace": 3,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 92,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_qk_norm": True,
+    "vocab_size": 151552,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "layers"),
+    [
+        ("deepseek-v3", DEEPSEEK_V3, 1),
+        ("glm-4.6", GLM_4_6, 1),
+        ("kimi-k2.5", KIMI, 0),
+        ("deepseek-v3.2", DEEPSEEK_V32, 0),
+        ("glm-5", GLM_5, 0),
+    ],
+)
+def test_next_token_layers_that_can_be_loaded_are_in_the_catalogue(
+    name: str, fields: dict[str, object], layers: int
+) -> None:
+    """Layers with an indexer cannot."""
+    found = read_config(HfConfig(fields)).cost_geometry(name)
+    assert found == CATALOG[name]
+    assert found.next_token_layers == CATALOG[name].next_token_layers == layers
+
+
 @pytest.mark.parametrize(
     "shared", [{"index_topk_freq": 4}, {"index_topk_pattern": "FSS"}, {"indexer_types": ["shared"]}]
 )
