@@ -8,7 +8,7 @@ from jdisagg.config import EngineConfig, ModelConfig, ServiceConfig
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.engine.fingerprint import check_sums, file_states, model_fingerprint
-from jdisagg.engine.limits import drafts_with_layer, shared_drafts
+from jdisagg.engine.limits import drafts_with_layer, loads_head, shared_drafts
 from jdisagg.engine.replica import Loaded
 from jdisagg.errors import ConfigError, InvalidRequestError
 from jdisagg.layout.axes import Layout
@@ -48,7 +48,7 @@ class CheckpointLoader:
         service: ServiceConfig | None = None,
     ) -> None:
         self._directory, self._dtype, self._kv_dtype = directory, dtype, kv_dtype
-        self._draft = draft if speculate in ("auto", "eagle") else ""
+        self._draft = draft
         self._service = service
         self._weights: Weights = checked_weights(weights)
         self._speculate = speculate
@@ -106,7 +106,7 @@ class CheckpointLoader:
             dtype=self._dtype,
             weights=self._weights,
             kv_dtype=self._kv_dtype,
-            draft=self._draft if self._speculate == "eagle" or layout.pp == 1 else "",
+            draft=self._draft if loads_head(self._speculate, layout.pp) else "",
             next_token=drafts_with_layer(self._speculate, devices[0].platform, layout.pp),
             cut=cut,
             tensors=tensors,

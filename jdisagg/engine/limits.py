@@ -208,6 +208,12 @@ def drafts_with_layer(speculate: str, platform: str, stages: int) -> bool:
     )
 
 
+def loads_head(speculate: str, stages: int) -> bool:
+    """Returns whether an instance loads the EAGLE-3 head that is configured. With auto it does not
+    if it has several pipeline stages. `drafts_with_layer` describes the arguments."""
+    return speculate == "eagle" or (speculate == "auto" and stages == 1)
+
+
 def shared_drafts(config: EngineConfig, speculate: str) -> str:
     """Returns the `speculate` setting of an instance in a cluster. Either both sides of a hand-off
     load a drafting layer or neither, so with pipeline stages on one side auto means ngram on

@@ -38,6 +38,7 @@ from jdisagg.engine.limits import (
     handoff_groups,
     hands_windows_apart,
     largest_chunk,
+    loads_head,
     snapshot_slots,
     state_slots,
     window_pages,
@@ -206,7 +207,9 @@ def fit_instance(
     Raises:
         ConfigError: The device memory is too small for the weights, activations, KV in transfer,
             and the configured pages (or the pages of one sequence). The message lists these parts.
+            Or an EAGLE-3 head is given that the instance would not load.
     """
+    _check_head(model.draft, instance)
     drafts = geometry.next_token_layers > 0 or bool(model.draft)
     can_part = 0 < geometry.windowed_part < 1 and not geometry.linear
     apart = hands_windows_apart(can_part, mode)
@@ -268,6 +271,16 @@ def _pages_of_windows(
     if not decodes:
         return window_pages(pages, size, widest, context, chunk)
     return state_slots(instance) * min(ring_pages(widest, size), -(-context // size))
+
+
+def _check_head(draft: str, instance: InstanceConfig) -> None:
+    pp = instance.layout.pp
+    if draft and not loads_head(instance.speculate, pp):
+        raise ConfigError(
+            f"draft={draft}: an EAGLE-3 head drafts only with speculate=eagle or auto and without"
+            f" pipeline stages, and this instance has speculate={instance.speculate} and pp={pp};"
+            f" remove --draft, or set --speculate=eagle{' and pp=1' if pp > 1 else ''}"
+        )
 
 
 def _with_pages(
@@ -366,7 +379,7 @@ def bytes_per_device(
     pipeline stages, returns the bytes of the longest stage, plus embedding and head."""
     added, drafting, slots = 0, 0, adapter_bytes(geometry, instance, dtype)
     layer = drafts_with_layer(instance.speculate, platform, instance.layout.pp)
-    if draft and instance.speculate in ("auto", "eagle"):
+    if draft and loads_head(instance.speculate, instance.layout.pp):
         added = sum(path.stat().st_size for path in Path(draft).glob("*.safetensors"))
         drafting = 1
     elif geometry.next_token_layers and layer:

@@ -126,6 +126,26 @@ def test_the_next_token_layer_of_a_catalogue_model_is_counted_where_it_is_loaded
     assert planned("auto", "cpu") == planned("ngram", "gpu") == plain
 
 
+@pytest.mark.parametrize(
+    ("speculate", "layout", "remedy"),
+    [
+        ("off", Layout(), "speculate=off and pp=1; remove --draft, or set --speculate=eagle$"),
+        ("ngram", Layout(), "speculate=ngram"),
+        ("mtp", Layout(), "speculate=mtp"),
+        ("auto", Layout(pp=2), "speculate=auto and pp=2; .*--speculate=eagle and pp=1"),
+    ],
+)
+def test_a_head_that_would_not_draft_is_refused(
+    speculate: str, layout: Layout, remedy: str, tmp_path: Path
+) -> None:
+    model = replace(BF16, draft=str(tmp_path))
+    how = (WorkerRole.MIXED, Mode.UNIFIED, model, ONE_B, memory(10))
+    for drafts in ("auto", "eagle"):
+        fit_instance(replace(SMALL, speculate=drafts), *how)
+    with pytest.raises(ConfigError, match=f"draft={tmp_path}: an EAGLE-3 head .*{remedy}"):
+        fit_instance(replace(SMALL, speculate=speculate, layout=layout), *how)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5_images", "mistral3_images"])
 def test_the_vision_encoder_and_kept_images_are_counted(name: str) -> None:
     """The encoder's weights on every worker; images stay where prompts are computed."""
