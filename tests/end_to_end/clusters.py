@@ -50,9 +50,12 @@ def golden_greedy(directory: Path) -> tuple[list[int], list[int]]:
 
 
 # Without warm-up the first use of a program compiles it, which on a busy machine takes longer than
-# the default limit of a transfer.
+# the default limits of a transfer and of a step.
 PATIENT = LimitsConfig(
-    pull_seconds=60.0, handoff_lease_seconds=60.0, reservation_lease_seconds=60.0
+    pull_seconds=60.0,
+    handoff_lease_seconds=60.0,
+    reservation_lease_seconds=60.0,
+    step_seconds=600.0,
 )
 
 
