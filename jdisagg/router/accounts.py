@@ -24,7 +24,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 # Growth that decode workers reserve beyond the prompt by default.
 GROWTH_TOKENS = 256
-_OPEN = (("open", 1),)
+_OPEN = ("open", 1)
 
 
 @plain
@@ -155,8 +155,8 @@ class Accounts:
         if charge in fresh:
             fresh.remove(charge)
             self._count(charge, -1)
-        elif charge.shown and self.state.life(charge.worker) == charge.life:
-            row, cells = self.state.row(charge.worker), self.state.table.cells
+        elif charge.shown and (row := self.state.row_in(charge.worker, charge.life)) is not None:
+            cells = self.state.table.cells
             for column, amount in said:
                 at = COLUMNS[column], row
                 cells[at] = max(0.0, cells[at] + amount)
@@ -166,10 +166,9 @@ class Accounts:
     ) -> None:
         """Adds `sign` times the amounts to columns of the worker's row. Does nothing if the worker
         has registered again since `life`."""
-        state = self.state
-        row = state.row(worker)
-        if row is not None and state.life(worker) == life:
-            cells = state.table.cells
+        row = self.state.row_in(worker, life)
+        if row is not None:
+            cells = self.state.table.cells
             for column, amount in amounts:
                 cells[COLUMNS[column], row] += sign * amount
 
@@ -189,8 +188,8 @@ class Charges:
         page_size = int(state.table["page_size"][row]) if row is not None else 0
         pages = work.pages(page_size, GROWTH_TOKENS) if page_size else 0
         self._lives = {name: state.life(name) for name in {prefill or decode, decode}}
-        self._decode = decode
-        self._committed = (("committed_pages", float(work.pages(page_size)) if page_size else 0.0),)
+        committed = "committed_pages", float(work.pages(page_size)) if page_size else 0.0
+        self._running = {prefill or decode: (_OPEN,), decode: (committed, _OPEN)}
         held = (
             ("own_pages", pages),
             ("own_sequences", work.children),
@@ -200,9 +199,7 @@ class Charges:
         pairs = causal_pairs(work.cached_tokens, work.tokens)
         queued = (("own_tokens", work.new_tokens), ("own_pairs", pairs))
         self._queued: _Charge | None = accounts.charge(prefill or decode, queued, None)
-        accounts.add(decode, self._lives[decode], self._committed)
-        for name, life in self._lives.items():
-            accounts.add(name, life, _OPEN)
+        self._count_running(1)
         self._open = True
 
     def prefill_sent(self, now: float) -> None:
@@ -233,6 +230,8 @@ class Charges:
             ("best_contexts", -contexts),
         )
         self._accounts.settle(self._held, (*left, ("best_free_pages", held), ("free_pages", held)))
-        self._accounts.add(self._decode, self._lives[self._decode], self._committed, -1)
-        for name, life in self._lives.items():
-            self._accounts.add(name, life, _OPEN, -1)
+        self._count_running(-1)
+
+    def _count_running(self, sign: int) -> None:
+        for name, amounts in self._running.items():
+            self._accounts.add(name, self._lives[name], amounts, sign)

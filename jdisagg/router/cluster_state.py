@@ -122,6 +122,9 @@ class Description:
     kind: Kind | None = None
 
 
+_UNDESCRIBED = Description()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
     """The workers of one kind (prefill only, or decode and mixed).
@@ -191,6 +194,10 @@ class ClusterState:
 
     def row(self, name: str) -> int | None:
         return self._rows.get(name)
+
+    def row_in(self, name: str, life: int) -> int | None:
+        """Returns the worker's row number, or None if its registration `life` has ended."""
+        return self._rows.get(name) if self._lives.get(name, 0) == life else None
 
     def row_of(self, name: str) -> int:
         """Returns the worker's row number, or -1 if the worker is unknown."""
@@ -295,7 +302,7 @@ class ClusterState:
         return "" if status is None else status.weights
 
     def description(self, name: str) -> Description:
-        return self._descriptions.get(name, Description())
+        return self._descriptions.get(name, _UNDESCRIBED)
 
     def describe(self, name: str, description: Description) -> None:
         status = self._statuses.get(name)
@@ -321,12 +328,13 @@ class ClusterState:
                 *(status.page_size, status.context_tokens, status.chunk_tokens),
                 *(status.asleep, _code(status.weights)),
             )
+            cells[COLUMNS["spoke"], row] = True
         self._statuses[status.name] = status
         if status.priorities:
             self._least_priority = min(self._least_priority, status.priorities[0].priority)
         self._update_prices(status, row)
         free, sequences, contexts = status.free_pages, status.rank_sequences, status.rank_contexts
-        best = max(range(len(free)), key=free.__getitem__) if len(free) > 1 else 0
+        best = free.index(max(free)) if len(free) > 1 else 0
         # Older workers report only their number.
         if len(sequences) != ranks or len(contexts) != ranks:
             sequences, contexts = (status.running / ranks,) * ranks, (0.0,) * ranks
@@ -337,8 +345,8 @@ class ClusterState:
             *(sequences[best], contexts[best], max(sequences), max(contexts)),
             status.loading_seconds,
         )
-        cells[COLUMNS["spoke"], row] = True
-        self._heard_since = min(self._heard_since, now)
+        if now < self._heard_since:
+            self._heard_since = now
 
     def _update_prices(self, status: WorkerStatus, row: int) -> None:
         """Stores the times and links that a worker measured. Links are ignored if the worker's

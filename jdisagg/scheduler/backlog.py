@@ -4,8 +4,6 @@
 causal attention whose query is an uncomputed position. `pairs` estimates the cost of attention;
 sliding windows are ignored. Invariant: both sums are zero when no work is left."""
 
-from collections import Counter
-
 
 def causal_pairs(start: int, end: int) -> float:
     """Returns the number of (query, key) pairs of causal attention for the queries at positions
@@ -19,20 +17,20 @@ class Backlog:
     def __init__(self) -> None:
         self.tokens = 0
         self.pairs = 0.0
-        self._prompts: dict[int, tuple[int, int]] = {}
-        self._priorities: dict[int, int] = {}
+        # first and last uncomputed position, and priority
+        self._prompts: dict[int, tuple[int, int, int]] = {}
 
     def add(self, key: int, tokens: int, cached_tokens: int = 0, priority: int = 0) -> None:
         """Adds or replaces a prompt. Its first `cached_tokens` tokens need no computing."""
         self.forget(key)
-        self._prompts[key], self._priorities[key] = (cached_tokens, tokens), priority
+        self._prompts[key] = cached_tokens, tokens, priority
         self._count(cached_tokens, tokens, 1)
 
     def by_priority(self) -> dict[int, int]:
         """Returns the number of uncomputed tokens by priority."""
-        tokens: Counter[int] = Counter()
-        for key, (start, end) in self._prompts.items():
-            tokens[self._priorities[key]] += end - start
+        tokens: dict[int, int] = {}
+        for start, end, priority in self._prompts.values():
+            tokens[priority] = tokens.get(priority, 0) + end - start
         return tokens
 
     def computed(self, key: int, tokens: int) -> None:
@@ -40,20 +38,20 @@ class Backlog:
         known = self._prompts.get(key)
         if known is None:
             return
-        start, end = known
+        start, end, priority = known
         until = min(end, start + tokens)
         self._count(start, until, -1)
         if until == end:
-            del self._prompts[key], self._priorities[key]
+            del self._prompts[key]
         else:
-            self._prompts[key] = (until, end)
+            self._prompts[key] = until, end, priority
 
     def forget(self, key: int) -> None:
         """Removes a prompt and its uncomputed rest. Idempotent."""
         known = self._prompts.pop(key, None)
-        self._priorities.pop(key, None)
         if known is not None:
-            self._count(*known, -1)
+            start, end, _ = known
+            self._count(start, end, -1)
 
     def _count(self, start: int, end: int, sign: int) -> None:
         self.tokens += sign * (end - start)

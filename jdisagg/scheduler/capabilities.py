@@ -50,6 +50,8 @@ class Capabilities:
 
     @property
     def missing(self) -> tuple[str, ...]:
+        if not self._missing:
+            return ()
         return tuple([one.value for one in Capability if one in self._missing])
 
     def load_later(self, capabilities: Iterable[Capability]) -> None:

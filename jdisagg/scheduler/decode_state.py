@@ -204,15 +204,19 @@ class DecodeState:
     def priorities(self) -> dict[int, tuple[int, int]]:
         """Returns, by priority, the number of sequences with pages and the number of these
         pages."""
-        shares: dict[int, tuple[int, int]] = {}
+        keys: dict[int, list[list[int]]] = {}  # of children, by priority and rank
         absent = (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
-            ledger, priority = self.ledgers[group.rank], group.request.priority
             for child in group.children:
                 if child.stage not in absent:
-                    sequences, pages = shares.get(priority, (0, 0))
-                    shares[priority] = sequences + 1, pages + ledger.count(child.key)
-        return shares
+                    priority = group.request.priority
+                    if priority not in keys:
+                        keys[priority] = [[] for _ in self.ledgers]
+                    keys[priority][group.rank].append(child.key)
+        return {
+            priority: (sum(map(len, ranks)), sum(map(PageLedger.count_all, self.ledgers, ranks)))
+            for priority, ranks in keys.items()
+        }
 
     def take_news(self) -> list[ChildProgress]:
         news, self.news = self.news, []

@@ -60,10 +60,15 @@ class PageLedger:
 
     def count(self, owner: int) -> int:
         """Returns how many pages `owner` holds."""
-        return len(self._held.get(owner) or self._holding(owner))
+        return len(self._holding(owner))
+
+    def count_all(self, owners: Iterable[int]) -> int:
+        """Returns the sum of the numbers of pages of `owners`."""
+        held = self._held
+        return sum([len(held[owner]) for owner in owners])
 
     def pages(self, owner: int) -> tuple[int, ...]:
-        return tuple(self._held.get(owner) or self._holding(owner))
+        return tuple(self._holding(owner))
 
     def reserve(self, owner: int, count: int) -> tuple[int, ...] | None:
         """Creates `owner` with `count` free pages. Returns the pages, or None if fewer are free."""
@@ -187,10 +192,12 @@ class PageLedger:
         return page
 
     def _holding(self, owner: int) -> list[int]:
-        held = self._held.get(owner)
-        if held is None:
-            raise LedgerError(f"owner {owner} holds no pages: freed twice, or never reserved")
-        return held
+        try:
+            return self._held[owner]
+        except KeyError:
+            raise LedgerError(
+                f"owner {owner} holds no pages: freed twice, or never reserved"
+            ) from None
 
 
 def pages_for(tokens: int, page_size: int) -> int:

@@ -14,7 +14,6 @@ After a grant, at least one page is free for each sequence that may still need p
 sequences than batch slots may get pages, so that a freed slot is refilled at once."""
 
 import bisect
-from collections import Counter
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import sequences_ahead
 from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.scheduler.priorities import YieldingSequence, head_start, to_preempt
+from jdisagg.scheduler.priorities import YieldingSequence, count_each, head_start, to_preempt
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage, wanted_of_prompt
 from jdisagg.scheduler.spills import Spill
@@ -73,6 +72,9 @@ class Reservations:
         ahead_sequences: Number of sequences that may hold pages beyond the number of batch slots;
             None means a quarter of the slots.
         computes: Whether the mesh computes all prompts itself instead of receiving their KV.
+
+    Attributes:
+        queue: Requests without pages, in the order in which they get pages.
     """
 
     def __init__(
@@ -86,18 +88,18 @@ class Reservations:
         self._computes = computes
         self._growth_tokens = growth_tokens
         self._ahead = sequences_ahead(state.limits.slots_per_rank, ahead_sequences)
-        self._queue: list[WaitingReservation] = []
+        self.queue: list[WaitingReservation] = []
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     def waiting_with(self, priority: int) -> int:
         """Returns the number of waiting requests of at least this priority."""
-        return sum([waiting.priority >= priority for waiting in self._queue])
+        return sum([waiting.priority >= priority for waiting in self.queue])
 
-    def priorities(self) -> Counter[int]:
+    def priorities(self) -> dict[int, int]:
         """Returns the number of waiting requests by priority."""
-        return Counter([waiting.priority for waiting in self._queue])
+        return count_each([waiting.priority for waiting in self.queue])
 
     def check(self, request: Request, children: Sized[tuple[int, tuple[int, ...]]]) -> None:
         """Raises InvalidRequestError if even an idle mesh has no room for the request."""
@@ -157,7 +159,7 @@ class Reservations:
         chain = () if whole else self._state.residency.chain(request, known)
         computes = computes or self._computes
         bisect.insort(
-            self._queue,
+            self.queue,
             WaitingReservation(ticket, request, attempt, children, arrival, chain, computes),
             key=lambda waiting: waiting.order,
         )
@@ -165,19 +167,19 @@ class Reservations:
 
     def rename(self) -> None:
         """Renames the blocks of all waiting requests, after the mesh's weights changed."""
-        for waiting in self._queue:
+        for waiting in self.queue:
             if waiting.chain:
                 known = waiting.request.prompt_token_ids + waiting.children[0][1]
                 waiting.chain = self._state.residency.chain(waiting.request, known)
 
     def withdraw(self, ticket: int) -> None:
-        self._queue = [waiting for waiting in self._queue if waiting.ticket != ticket]
+        self.queue = [waiting for waiting in self.queue if waiting.ticket != ticket]
 
     def earlier(self, request: Request, indices: set[int], attempt: int) -> list[int]:
         """Returns the tickets of waiting earlier attempts of the same request and children."""
         return [
             waiting.ticket
-            for waiting in self._queue
+            for waiting in self.queue
             if waiting.request.identity == request.identity
             and waiting.attempt < attempt
             and indices & {index for index, _ in waiting.children}
@@ -195,7 +197,7 @@ class Reservations:
         """
         granted: list[SequenceGroup] = []
         while self.waits(before):
-            group = self.grant_one(self._queue[0], lease_until)
+            group = self.grant_one(self.queue[0], lease_until)
             if group is None:
                 break
             granted.append(group)
@@ -206,7 +208,7 @@ class Reservations:
         choice = self._rank_with_room(waiting)
         if choice is None:
             return None
-        self._queue.remove(waiting)
+        self.queue.remove(waiting)
         return self._reserve(waiting, *choice, lease_until)
 
     # ---- sequences that yield
@@ -214,10 +216,10 @@ class Reservations:
     def pressing(self) -> WaitingReservation | None:
         """Returns the first waiting request for which sequences of lower priority may be
         preempted, or None."""
-        lowest = self._state.lowest_priority
-        if not self._queue or lowest is None:
+        lowest = self._state.lowest_priority if self.queue else None
+        if lowest is None:
             return None
-        for waiting in self._queue:
+        for waiting in self.queue:
             if waiting.priority > lowest and any(
                 self._holders(rank, waiting.priority) for rank in range(self._state.limits.ranks)
             ):
@@ -288,12 +290,12 @@ class Reservations:
         running sequence has room to grow."""
         state, size = self._state, self._state.limits.page_size
         growth = len(state.growing[rank]) * pages_for(self._growth_tokens, size)
-        return not self._queue and state.ledgers[rank].free_pages >= pages + growth
+        return not self.queue and state.ledgers[rank].free_pages >= pages + growth
 
     def waits(self, before: tuple[float, int] | None = None) -> bool:
         """Returns whether any request waits. With `before`, only requests that arrived earlier
         count."""
-        return bool(self._queue) and (before is None or self._queue[0].order < before)
+        return bool(self.queue) and (before is None or self.queue[0].order < before)
 
     def take_back(self, spill: Spill) -> tuple[tuple[int, ...], int] | None:
         """Reserves pages for a swapped-out sequence and its further tokens. Chooses a new rank only

@@ -110,10 +110,11 @@ class PageGrants:
         held, waiting = self._state.priorities(), self._reservations.priorities()
         for spill in self._spilled.spills:
             if spill.child.group.suspended_until is None:
-                waiting[spill.child.group.request.priority] += 1
+                priority = spill.child.group.request.priority
+                waiting[priority] = waiting.get(priority, 0) + 1
         return tuple(
             [
-                PriorityLoad(one, *held.get(one, (0, 0)), waiting[one], queued.get(one, 0))
+                PriorityLoad(one, *held.get(one, (0, 0)), waiting.get(one, 0), queued.get(one, 0))
                 for one in sorted({*held, *waiting, *queued})
             ]
         )

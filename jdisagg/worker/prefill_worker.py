@@ -14,7 +14,7 @@ prompt that shares a prefix with an earlier one waits for the earlier one's bloc
 
 import asyncio
 import bisect
-from collections import Counter, deque
+from collections import deque
 
 import msgspec
 
@@ -63,7 +63,7 @@ from jdisagg.scheduler.prefill_admission import (
     admit,
 )
 from jdisagg.scheduler.prefill_batches import PrefillBatches
-from jdisagg.scheduler.priorities import head_start
+from jdisagg.scheduler.priorities import count_each, head_start
 from jdisagg.scheduler.prompt_room import PromptRoom
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
@@ -585,11 +585,13 @@ class PrefillWorker(MeshWorker):
 
     def _loads(self) -> tuple[PriorityLoad, ...]:
         """Returns the load by priority."""
-        waiting = Counter([one.priority for one in self._waiting])
+        if not self._waiting and not self._backlog.tokens:
+            return ()
+        waiting = count_each([one.priority for one in self._waiting])
         queued = self._backlog.by_priority()
         return tuple(
             [
-                PriorityLoad(one, waiting=waiting[one], queued_tokens=queued.get(one, 0))
+                PriorityLoad(one, waiting=waiting.get(one, 0), queued_tokens=queued.get(one, 0))
                 for one in sorted({*waiting, *queued})
             ]
         )
