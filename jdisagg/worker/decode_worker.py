@@ -157,6 +157,8 @@ class DecodeWorker(MeshWorker):
     # ---- the loop
 
     def _plan(self, step: int) -> StepCommand | None:
+        if self._span_goes_on():
+            return None
         command = self._next_command(step)
         if self._state.news:
             self._settle()
@@ -212,21 +214,23 @@ class DecodeWorker(MeshWorker):
 
     def _settle(self) -> None:
         """Sends new tokens to callers, grants free pages and wakes the step loop."""
-        self._spilled.rest()
+        spilled, state = self._spilled, self._state
+        spilled.rest()
         seconds, serves = self._limits.reservation_lease_seconds, self._loop.failure is None
-        if serves and (self._state.ready or len(self._reservations)):
+        if serves and (state.ready or self._reservations.queue):
             self._grants.make_room(seconds, self._granted)
-        for progress in self._state.take_news() if self._state.news else ():
-            if (stream := self._streams.get(progress.group_key)) is not None:
+        for progress in state.take_news() if state.news else ():
+            key = progress.group_key
+            if (stream := self._streams.get(key)) is not None:
                 stream.put(progress)
-            if progress.group_key not in self._state.groups:
+            if key not in state.groups:
                 self._adapters.poke()
-                self._incoming.forget(progress.group_key, "the receiver gave the sequence up")
-                self._migration.abort(progress.group_key, "the sequence has ended")
-                self._prefills.forget(progress.group_key)
-                self._prefixes.forget(progress.group_key)
-        self._spilled.settle()
-        if serves and (len(self._reservations) or len(self._spilled)):
+                self._incoming.forget(key, "the receiver gave the sequence up")
+                self._migration.abort(key, "the sequence has ended")
+                self._prefills.forget(key)
+                self._prefixes.forget(key)
+        some_spilled = spilled.settle()
+        if serves and (self._reservations.queue or some_spilled):
             self._grants.give_free(seconds, self._granted)
         if not self._span_goes_on():
             self._loop.wake()
@@ -253,16 +257,16 @@ class DecodeWorker(MeshWorker):
         the step loop need not plan."""
         return (
             self._interruptible is not None
-            and self._loop.newest(DecodeSteps) > 0
-            and not self._loop.has_finished()
-            and not self._prefills
+            and self._loop.runs(DecodeSteps)
+            and not (self._chunk_tokens and self._prefills)
             and not self._batches.interrupting()
         )
 
     def _snapshot(self) -> StepSnapshot:
         """Builds the input of the step policy. To save time, omits fields that the policy does not
         read."""
-        prompts, spans = bool(self._prefills), self._interruptible is not None
+        prompts = self._chunk_tokens > 0 and bool(self._prefills)
+        spans = self._interruptible is not None
         newest = self._loop.newest(DecodeSteps)
         if spans and newest:
             return StepSnapshot(
@@ -427,11 +431,11 @@ class DecodeWorker(MeshWorker):
         prompt on this mesh."""
         if source is not None:
             self._incoming.begin(group, source)
-        else:
-            tokens = self._prefills.add(group)
-            if self._mode is Mode.DISAGGREGATED:
-                self.counters.add("prompts_appended")
-                self.counters.add("tokens_appended", tokens)
+            return
+        tokens = self._prefills.add(group)
+        if self._mode is Mode.DISAGGREGATED:
+            self.counters.add("prompts_appended")
+            self.counters.add("tokens_appended", tokens)
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
@@ -477,7 +481,8 @@ class DecodeWorker(MeshWorker):
         group = self._state.groups.get(reservation_id)
         if group is not None:
             self._state.end_group(group)
-        self._settle()
+        if group is not None or reservation_id not in self._streams:
+            self._settle()  # pages may be free, or another request is the first that waits
         self._prefills.forget(reservation_id)
         self._streams.pop(reservation_id, None)
         self._quiet.set()

@@ -247,6 +247,8 @@ class RestoredBlocks:
     def split(self, rank: int, tokens: int) -> CachedTokens:
         """Returns the number of the prompt's first `tokens` positions that came from each
         origin."""
+        if not self._origins:
+            return CachedTokens(pages=tokens)
         size = self._block_tokens
         found: dict[Origin, int] = {"host": 0, "disk": 0, "peer": 0}
         for (where, index), origin in self._origins.items():

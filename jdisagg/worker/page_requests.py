@@ -116,7 +116,7 @@ class PageRequests:
 
 
 def _children(call: ReserveCall) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    return tuple((child.index, child.accepted) for child in call.children)
+    return tuple([(child.index, child.accepted) for child in call.children])
 
 
 def overdue_error(group: SequenceGroup) -> JdisaggError:

@@ -37,7 +37,7 @@ class ReservedPrefixes:
         """Restores blocks of a group, which has pages, if that is worthwhile. Updates the group's
         number of cached tokens. Returns the origins of the restored blocks."""
         restored = RestoredBlocks(self._kept.block_tokens)
-        query = self._query(group, call)
+        query = self._query(group, call) if group.chain else None
         if query is None or (plan := self._sources.best(query)) is None:
             return restored
         pages = self._state.ledgers[group.rank].pages(group.key)
@@ -60,7 +60,7 @@ class ReservedPrefixes:
         kept, tokens = self._kept, len(group.known_tokens)
         computes = call.computes or self._computes
         accepted = call.children[0].accepted
-        if not group.chain or computes and wanted_of_prompt(group.request, accepted) is not None:
+        if computes and wanted_of_prompt(group.request, accepted) is not None:
             return None
         usable = kept.usable_tokens(tokens - computes, computes) // kept.block_tokens
         known = [0] * self._state.limits.ranks

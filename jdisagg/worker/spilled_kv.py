@@ -113,7 +113,7 @@ class SpilledKv:
     def rest(self) -> None:
         """Swaps out sequences of paused requests whose KV has all arrived, a few at a time. Ends
         sequences that do not fit into host memory."""
-        for key, group in list(self._suspended.items()):
+        for key, group in list(self._suspended.items()) if self._suspended else ():
             if key not in self._state.groups:
                 del self._suspended[key]
             for child in group.alive:
@@ -267,6 +267,7 @@ class SpilledKv:
             self._counters.add("spills_restored")
             self._counters.add("spilled_tokens_restored", tokens)
             self.spills.forget(spill)
+            self.lend(self.spills.bytes)
             self._pieces.release(spill.offer_ids)
             self._state.become_ready(child)
         else:
@@ -275,14 +276,18 @@ class SpilledKv:
 
     # ---- gone
 
-    def settle(self) -> None:
-        """Drops the swapped-out KV of ended sequences, before their pages are reused."""
-        for spill in self.spills.ended() if len(self.spills) else ():
+    def settle(self) -> bool:
+        """Drops the swapped-out KV of ended sequences, before their pages are reused. Returns
+        whether any sequence is still swapped out."""
+        if not len(self.spills):
+            return False
+        for spill in self.spills.ended():
             if task := self._moving.pop(spill.child.key, None):
                 task.cancel()
             self._let_go(spill, 0)
             self._pieces.release(spill.offer_ids)
         self.lend(self.spills.bytes)
+        return len(self.spills) > 0
 
     def sweep(self, now: float) -> None:
         """Ends sequences that waited for pages, or were paused, beyond their deadline."""

@@ -100,6 +100,16 @@ class StepLoop:
         self._steps += 1
         return self._steps
 
+    def runs(self, kind: type) -> bool:
+        """Returns whether a planned command of this kind is in flight, and the oldest planned
+        command has no result yet."""
+        flight = self._flight
+        if flight and not flight[0][1].done():
+            for command, _, _ in flight:
+                if isinstance(command, kind):
+                    return True
+        return False
+
     def in_flight(self, kind: type) -> bool:
         """Returns whether a planned command of this kind is in flight."""
         return any([isinstance(command, kind) for command, *_ in self._flight])
@@ -208,7 +218,8 @@ class StepLoop:
         among them."""
         now, (_, _, issued_at) = self._now(), self._flight[0]
         if now > self._applied_at:
-            done = sum(1 for _, future, _ in self._flight if future.done())
+            one = len(self._flight) == 1
+            done = 1 if one else sum([future.done() for _, future, _ in self._flight])
             self.took = (now - max(issued_at, self._applied_at)) / done
         self._applied_at = now
 
