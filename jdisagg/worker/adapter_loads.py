@@ -17,6 +17,8 @@ from jdisagg.scheduler.adapter_table import AdapterTable
 from jdisagg.telemetry import Counters
 from jdisagg.worker.step_loop import StepLoop
 
+_NOTHING_HELD = contextlib.nullcontext()
+
 
 class AdapterLoads:
     """The adapters of one worker.
@@ -46,8 +48,9 @@ class AdapterLoads:
         """Whether no adapter is being loaded, and no request waits for one."""
         return not self._loads and not any(self._held.values())
 
-    @contextlib.asynccontextmanager
-    async def held(self, request: Request, seconds: float) -> AsyncIterator[None]:
+    def held(
+        self, request: Request, seconds: float
+    ) -> contextlib.AbstractAsyncContextManager[None]:
         """Context manager that waits until the request's adapter is loaded. The adapter stays
         loaded within the context. Before it ends, the caller must add the request to those of
         `in_use`.
@@ -56,10 +59,10 @@ class AdapterLoads:
             InvalidRequestError: The adapter cannot be served.
             DeadlineExceededError: The adapter was not loaded within `seconds`.
         """
-        adapter = request.adapter
-        if adapter is None:
-            yield
-            return
+        return self._hold(request.adapter, seconds) if request.adapter else _NOTHING_HELD
+
+    @contextlib.asynccontextmanager
+    async def _hold(self, adapter: Adapter, seconds: float) -> AsyncIterator[None]:
         self._held[adapter.digest] += 1
         try:
             try:

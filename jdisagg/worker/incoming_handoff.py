@@ -235,11 +235,15 @@ class IncomingHandoff:
                 self._counters.add("blocks_pulled_again")
             again = True
             async with self._blocks:
-                async with self._pulls, self._share.turn(self.line.source.handoff_id):
-                    began, computed = self._now(), not self._computing(offer)
-                    problem = await self._pull(offer)
-                    if computed and not self._loop.behind(began):
-                        self._share.took(self._now() - began, self._pull_seconds)
+                async with self._pulls:
+                    await self._share.begin_turn(self.line.source.handoff_id)
+                    try:
+                        began, computed = self._now(), not self._computing(offer)
+                        problem = await self._pull(offer)
+                        if computed and not self._loop.behind(began):
+                            self._share.took(self._now() - began, self._pull_seconds)
+                    finally:
+                        self._share.end_turn()
                 # A block that is not computed yet, or that our own busy mesh delayed, is no failure
                 # of the sender.
                 late = problem and self._now() - began >= self._pull_seconds

@@ -7,8 +7,6 @@ only delay each other."""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 MOST_PULLS = 64
 SLOW, FAST = 1 / 2, 1 / 8  # of the time limit of a pull
@@ -22,17 +20,6 @@ class LinkShare:
         self._running = 0
         self._waiting: dict[int, deque[asyncio.Future[None]]] = {}  # by hand-off, in rotation
 
-    @asynccontextmanager
-    async def turn(self, handoff: int) -> AsyncIterator[None]:
-        """Context manager that waits for a turn of the hand-off at its start, and ends the turn at
-        its end."""
-        await self._acquire(handoff)
-        try:
-            yield
-        finally:
-            self._running -= 1
-            self._give_turns()
-
     def took(self, seconds: float, limit_seconds: float) -> None:
         """Records that a pull of a computed block took `seconds`. `limit_seconds` is the time limit
         of the pull."""
@@ -41,7 +28,8 @@ class LinkShare:
         elif seconds < FAST * limit_seconds:
             self.most = min(MOST_PULLS, self.most + 1)
 
-    async def _acquire(self, handoff: int) -> None:
+    async def begin_turn(self, handoff: int) -> None:
+        """Waits for a turn of the hand-off. The caller ends the turn with `end_turn`."""
         if self._running < self.most and not self._waiting:
             self._running += 1
             return
@@ -55,6 +43,10 @@ class LinkShare:
                 self._running -= 1
             self._give_turns()
             raise
+
+    def end_turn(self) -> None:
+        self._running -= 1
+        self._give_turns()
 
     def _give_turns(self) -> None:
         while self._waiting and self._running < self.most:

@@ -7,9 +7,12 @@ from tests.fakes.virtual_time import run_virtually
 
 
 async def pull(share: LinkShare, handoff: int, seconds: float, done: list[int]) -> None:
-    async with share.turn(handoff):
+    await share.begin_turn(handoff)
+    try:
         await asyncio.sleep(seconds)
         done.append(handoff)
+    finally:
+        share.end_turn()
 
 
 def test_turns_rotate_among_hand_offs() -> None:
