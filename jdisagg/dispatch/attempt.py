@@ -147,8 +147,10 @@ class Attempt:
 
     async def tell_suspended(self) -> None:
         """Notifies the decode worker of each suspension and resumption since the last notice."""
+        run = self._run
+        if self._told == run.suspensions:
+            return
         async with self._telling:
-            run = self._run
             while self.received and self._told < run.suspensions:
                 told = run.suspensions
                 await self._held.port.suspend(self._held.key, run.keep_seconds)
@@ -348,7 +350,8 @@ class Attempt:
             self._ended.add(span.child)
         self._run.kv_bytes_moved += span.kv_bytes_moved
         self._run.exposed_transfer_seconds += span.exposed_transfer_seconds
-        self._run.accept_prompt(span.prompt_logprobs)
+        if span.prompt_logprobs is not None:
+            self._run.accept_prompt(span.prompt_logprobs)
         if span.token_ids:
             own = span.first_index + len(span.token_ids) > self._had[span.child] + 1
             if own and not self._joined:

@@ -300,7 +300,8 @@ class RequestPath:
             self.counters.add("attempts_unreached")
             return retry.seconds(run.unreached)
         run.unreached = 0
-        run.failures.update(children)
+        for child in children:
+            run.failures[child] = run.failures.get(child, 0) + 1
         self.counters.add("attempts_failed")
         failures = max(run.failures[child] for child in children)
         if failures >= limits.max_attempts:

@@ -10,7 +10,6 @@ Invariants: no token is accepted twice. No token is skipped: if a worker skips o
 reports the bug. No token is accepted after the end of its child."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -114,7 +113,7 @@ class RequestRun:
         self.placing = 0  # attempts that wait for workers
         self.unreached = 0  # attempts in a row that no worker received
         self.first_placement: PlacementHandle | None = None
-        self.failures: Counter[int] = Counter()
+        self.failures: dict[int, int] = {}  # by child
         self.avoid: frozenset[str] = frozenset()
         self.cause: UnavailableError | None = None
         self.as_planned = not self.resumed  # whether one attempt at its chosen workers sufficed
@@ -129,7 +128,7 @@ class RequestRun:
         self._had = resumption.children if resumption else ()
         # Sent with the first event, so a client that received an event has them.
         self._prompt_logprobs: PromptLogprobs | None = None
-        if any(had.token_ids or had.finish_reason for had in self._had):
+        if any([had.token_ids or had.finish_reason for had in self._had]):
             self._ask_no_more_of_prompt()
         self._attempt = (resumption.number if resumption else 0) << RESUMPTION_BITS
         self._clock = clock

@@ -36,7 +36,6 @@ STEPS_ALONE = 1.0
 PACED_SHARE = 0.9
 LEAST_PACED_SHARE = 0.05  # of all time, where a step alone takes nearly the whole bound
 _NOWHERE, _NOTHING, _NO_FLAG = np.empty(0, np.intp), np.empty(0), np.zeros(1, bool)
-_NO_LOAD = np.zeros((4, 1))
 
 
 @plain
@@ -215,11 +214,6 @@ def decodes_of(
     ranks = table["ranks"] if side.several_ranks else 1
     ours, waiting = table["own_sequences"], table["waiting"]
     here = table["running"] + ours
-    yielding, staying = _NO_LOAD, 1.0
-    if query.yielding:
-        yielding = yielding_at(state, rows, query)
-        waiting = np.maximum(0.0, waiting - yielding[2])
-        staying = 1.0 - np.minimum(1.0, yielding[0] / np.maximum(1.0, here))
     busy = here > 0
     step = _step_seconds(state, side, table, work, ranks)
     page = (
@@ -230,25 +224,23 @@ def decodes_of(
     total, own_pages = table["total_pages"], table["own_pages"]
     used = total - table["free_pages"] + own_pages
     now_short = (
-        _pages(work, page, GROWTH_TOKENS)
-        - table["best_free_pages"]
-        + _each(own_pages, ranks)
-        - _each(yielding[1], ranks)
+        _pages(work, page, GROWTH_TOKENS) - table["best_free_pages"] + _each(own_pages, ranks)
     )
-    later_short = (
-        np.maximum(used, table["committed_pages"]) * staying
-        + _pages(work, page, work.expected_tokens)
-        - total
-    )
+    committed, staying = np.maximum(used, table["committed_pages"]), here
+    slow = step > policy.tpot_slo_seconds if policy.tpot_slo_seconds < np.inf else _NO_FLAG
+    if query.yielding:
+        yielding = yielding_at(state, rows, query)
+        waiting = np.maximum(0.0, waiting - yielding[2])
+        committed *= 1.0 - np.minimum(1.0, yielding[0] / np.maximum(1.0, here))
+        now_short -= _each(yielding[1], ranks)
+        staying = here - yielding[0]
+        slow = slow & (yielding[0] < work.children)
+    later_short = _each(committed + _pages(work, page, work.expected_tokens) - total, ranks)
     slots_short = (
-        here
-        - yielding[0]
+        staying
         + work.children
         - (side.room if rows is side.rows else side.room.take(side.rows.searchsorted(rows)))
     )
-    later_short = _each(later_short, ranks)
-    slow = step > policy.tpot_slo_seconds if policy.tpot_slo_seconds < np.inf else _NO_FLAG
-    slow = slow & (yielding[0] < work.children)
     shortest = np.maximum(np.maximum(now_short, later_short), slots_short)
     late = np.count_nonzero(slow) or np.count_nonzero(waiting)
     if not late and np.maximum.reduce(shortest, initial=0.0) <= 0:
