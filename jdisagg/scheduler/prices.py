@@ -27,11 +27,11 @@ class MovePrice:
 
     def add(self, size: int, seconds: float) -> None:
         """Records that a move of `size` units took `seconds`."""
-        sums = self._count, self._x, self._y, self._xx, self._xy
-        new = 1.0, size, seconds, size * size, size * seconds
-        self._count, self._x, self._y, self._xx, self._xy = (
-            DECAY * before + one for before, one in zip(sums, new, strict=True)
-        )
+        self._count = DECAY * self._count + 1.0
+        self._x = DECAY * self._x + size
+        self._y = DECAY * self._y + seconds
+        self._xx = DECAY * self._xx + size * size
+        self._xy = DECAY * self._xy + size * seconds
 
     @property
     def alike(self) -> bool:
