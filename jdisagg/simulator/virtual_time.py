@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # Cancelled timers stay in the heap until their time. They are removed earlier when they are more
 # than this many and the majority.
-MOST_CANCELLED = 4096
+MOST_CANCELLED = 256
 
 
 class Stuck(AssertionError):
