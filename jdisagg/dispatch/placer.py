@@ -522,7 +522,7 @@ class Placer:
             sized.known(),
             asked.avoid,
             asked.under_way,
-            any(child.accepted for child in asked.children),
+            any([child.accepted for child in asked.children]),
             now - asked.arrived_at,
             ahead_seconds + self._lateness.seconds(now, limit),
             limit,

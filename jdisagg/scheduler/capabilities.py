@@ -46,7 +46,7 @@ class Capabilities:
         self.given_up = False
 
     def ready(self, capability: Capability) -> bool:
-        return capability not in self._missing
+        return not self._missing or capability not in self._missing
 
     @property
     def missing(self) -> tuple[str, ...]:

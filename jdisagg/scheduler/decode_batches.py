@@ -418,26 +418,27 @@ class DecodeBatches:
         return count > 0 and ledger.extend(child.key, count) is not None
 
     def _admit(self, child: Sequence) -> SlotAdmit | None:
-        slots, limits = self._state.slots[child.rank], self._state.limits
+        rank, limits = child.rank, self._state.limits
+        slots, position = self._state.slots[rank], child.position
         if None not in slots:
             return None
         self._state.take_slot(child, slots.index(None))
-        pages = self._state.ledgers[child.rank].pages(child.key)
-        child.issued_position, child.drafting = child.position, 0
+        pages = self._state.ledgers[rank].pages(child.key)
+        child.issued_position, child.drafting = position, 0
         child.issued_limit = min(child.limit, len(pages) * limits.page_size)
-        assert child.position < child.issued_limit, "a reservation covers a step of growth"
+        assert position < child.issued_limit, "a reservation covers a step of growth"
         return SlotAdmit(
             sequence=child.key,
-            rank=child.rank,
+            rank=rank,
             slot=child.slot,
             token=child.generated[-1],
-            position=child.position,
+            position=position,
             limit=child.issued_limit,
             pages=pages,
             sample=child.sample_spec(),
-            state=self._state.states.slot(child.rank, child.key),
+            state=self._state.states.slot(rank, child.key),
             adapter=self._state.adapters.slot_of(child.group.request),
-            shift=shift_before(child.position, child.group.request.images, limits.images),
+            shift=shift_before(position, child.group.request.images, limits.images),
         )
 
 

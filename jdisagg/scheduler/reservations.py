@@ -128,6 +128,8 @@ class Reservations:
                 f" for {most} positions, a rank holds {capacity} ({limits.pages_per_rank} pages of"
                 f" {limits.page_size}); lower max_tokens or give the worker more pages"
             )
+        if len(children) == 1:
+            return  # begins with fewer pages than it needs at its end
         least = self._pages(
             WaitingReservation(0, request, 0, tuple(children), 0.0), growth_tokens=1
         )
@@ -366,8 +368,11 @@ class Reservations:
     def _pages(self, waiting: WaitingReservation, growth_tokens: int) -> int:
         size, children = self._state.limits.page_size, len(waiting.children)
         known = waiting.known_tokens
+        covered = pages_for(self._covered(waiting, known, growth_tokens), size)
+        if children == 1:
+            return covered
         shared = pages_for(known, size)
-        own = pages_for(self._covered(waiting, known, growth_tokens), size) - shared
+        own = covered - shared
         copies = (children - 1) * (known % size != 0)
         return shared + copies + children * own
 

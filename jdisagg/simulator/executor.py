@@ -222,7 +222,8 @@ class SimulatedExecutor:
     def _pace(self, command: DecodeSteps, loads: Sequence[Load], start: float) -> tuple[Pace, int]:
         """Returns the duration of the steps, and the number of steps, for a span that begins at
         `start`."""
-        sequences, tokens, longest = map(max, zip(*loads, strict=True))
+        one = loads[0] if len(loads) == 1 else map(max, zip(*loads, strict=True))
+        sequences, tokens, longest = one
         return self._costs.decode(sequences, tokens, command.steps, longest), command.steps
 
     def _fuse(self, span: RunningSpan, chunk: PrefillChunk, loads: Sequence[Load]) -> None:

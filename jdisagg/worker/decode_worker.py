@@ -185,7 +185,9 @@ class DecodeWorker(MeshWorker):
                 if steps is None and snapshot.prompts_queued:
                     return self._prefills.next_chunk(step)
                 self._prefilled_last = False
-                return self._mixed.joined(steps, decision.chunk_tokens) if steps else None
+                if steps is None or not decision.chunk_tokens:
+                    return steps
+                return self._mixed.joined(steps, decision.chunk_tokens)
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
         if isinstance(command, PrefillChunk):
@@ -198,7 +200,8 @@ class DecodeWorker(MeshWorker):
             for group, token in self._batches.apply(result, self._loop.took):
                 self.fail(group, self._unchosen(group.request, token))
             self._mixed.ended(command, self._loop.took)
-        self._prefills.step_ended()
+        if self._chunk_tokens:
+            self._prefills.step_ended()
         self._migration.poke()
         self._settle()
 

@@ -41,8 +41,6 @@ class MixedSteps:
     def joined(self, steps: DecodeSteps, chunk_tokens: int) -> DecodeSteps:
         """Returns the decode step `steps` with the next chunk added, of at most `chunk_tokens`
         tokens."""
-        if not chunk_tokens:
-            return steps
         for progress in self._state.news:
             # The plan of the step may have preempted a sequence whose prompt is queued.
             if progress.group_key not in self._state.groups:
@@ -57,7 +55,8 @@ class MixedSteps:
             chunk_tokens = command.chunk.chunk_tokens if command.chunk else 0
             sequences = max(map(len, command.slots))
             self._times.took(sequences, chunk_tokens, seconds / command.steps)
-        if forced := self._batches.forced_tokens - self._counters["forced_tokens"]:
+        every = self._batches.forced_tokens
+        if every and (forced := every - self._counters["forced_tokens"]):
             self._counters.add("forced_tokens", forced)
         for source, drafted, accepted in self._batches.take_drafts():
             self._counters.add("drafted_tokens", drafted, source=source)

@@ -73,7 +73,8 @@ class PageGrants:
         """Preempts sequences for ready sequences that lack a slot, and for waiting requests that
         lack pages. If too many copies are in flight, the next call continues. The arguments are
         those of `give_free`."""
-        for last in self._batches.yielding_slots() if self._state.ready else ():
+        ready = self._state.ready and not self._state.one_priority
+        for last in self._batches.yielding_slots() if ready else ():
             if not self._preempt(last):
                 return
         while (waiting := self._reservations.pressing()) is not None:
