@@ -153,7 +153,8 @@ class RequestPath:
         waits, key = True, (request.tenant, request.request_id)
         self._runs[key] = run
         try:
-            await run.resume()
+            if run.resumed:
+                await run.resume()
             for children in run.groups(run.open_children):
                 self._start(run, children)
             while run.has_more:

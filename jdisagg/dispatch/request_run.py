@@ -196,6 +196,8 @@ class RequestRun:
         """Groups children for attempts. Children without accepted tokens form one group, because
         they need only the prompt's KV. Each other child is a group of its own."""
         children = list(children)
+        if len(children) == 1:
+            return [tuple(children)]
         together = tuple(index for index in children if not self.children[index].accepted)
         alone = [(index,) for index in children if self.children[index].accepted]
         return [together, *alone] if together else alone

@@ -167,8 +167,10 @@ class DecodeBatches:
         for child in self._state.ready:
             if not child.frozen and None in self._state.slots[child.rank]:
                 return True
-        frozen = [child for rank in self._state.running for child in rank if child.frozen]
-        return bool(frozen) and any([child.issued_position > child.position for child in frozen])
+        for child in self._state.frozen:
+            if child.stage is Stage.RUNNING and child.issued_position > child.position:
+                return True
+        return False
 
     def yielding_slots(self) -> list[Sequence]:
         """Returns the running sequences whose slots ready sequences of higher priority need."""
@@ -334,13 +336,14 @@ class DecodeBatches:
                     broken.append((child.group, min(tokens)))
                     continue
                 if count != due:
-                    forced = child.group.request.sampling.grammar is not None
-                    assert forced or self._speculation or (self._spans and count < due), (
-                        f"step {result.step}: {count} tokens came back, {due} were due"
-                    )
+                    assert (
+                        (self._spans and count < due)
+                        or self._speculation
+                        or child.group.request.sampling.grammar is not None
+                    ), f"step {result.step}: {count} tokens came back, {due} were due"
                     child.issued_position += count - due
-                    if drafts is None:
-                        self.forced_tokens += max(0, count - due)
+                    if drafts is None and count > due:
+                        self.forced_tokens += count - due
                 if drafts is not None and self._speculation is not None:
                     self._speculation.verified(child, drafts, count - due)
                 generated = child.generated

@@ -62,6 +62,7 @@ class DecodeState:
         self.ready: list[Sequence] = []  # READY, in the order in which they get slots
         # RUNNING sequences of each rank, in order of their slots
         self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]
+        self.frozen: list[Sequence] = []
         # numbers of running sequences with shaped logits, with non-greedy sampling, with a grammar
         self.shaped = self.sampled = self.masked = 0
         self.living = [0] * limits.ranks  # children that have not ended
@@ -127,6 +128,17 @@ class DecodeState:
         """Marks a child as READY, because all its KV is in this mesh's pages."""
         child.stage = Stage.READY
         bisect.insort(self.ready, child, key=_order)
+
+    def freeze(self, child: Sequence) -> None:
+        """Stops the decode steps of a child (`Sequence.frozen`)."""
+        child.frozen = True
+        self.frozen.append(child)
+
+    def thaw(self, child: Sequence) -> None:
+        """Ends `freeze`. Idempotent."""
+        if child.frozen:
+            child.frozen = False
+            self.frozen.remove(child)
 
     def take_slot(self, child: Sequence, slot: int) -> None:
         """Assigns a batch slot to a READY child, which is then RUNNING."""

@@ -105,7 +105,7 @@ class MigrationSender:
         migration = self._migrations.pop(key)
         if migration.task is not asyncio.current_task():
             migration.task.cancel()
-        migration.child.frozen = False
+        self._state.thaw(migration.child)
         if migration.child.stage is Stage.ENDED:
             return False
         if error is None:
@@ -120,7 +120,7 @@ class MigrationSender:
             async with asyncio.timeout(self._timeouts.migration_seconds):
                 await handoff.has_receiver.wait()
             sent = await self._offer_while_it_runs(child, handoff)
-            child.frozen = True
+            self._state.freeze(child)
             self._loop.wake()  # ends a span of its steps early
             await self._wait(
                 lambda: child.stage is not Stage.RUNNING or child.issued_position == child.position
