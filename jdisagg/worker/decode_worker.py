@@ -157,9 +157,7 @@ class DecodeWorker(MeshWorker):
     # ---- the loop
 
     def _plan(self, step: int) -> StepCommand | None:
-        if self._span_goes_on():
-            return None
-        command = self._next_command(step)
+        command = None if self._span_goes_on() else self._next_command(step)
         if self._state.news:
             self._settle()
         return command
@@ -217,22 +215,21 @@ class DecodeWorker(MeshWorker):
 
     def _settle(self) -> None:
         """Sends new tokens to callers, grants free pages and wakes the step loop."""
-        spilled, state = self._spilled, self._state
-        spilled.rest()
+        self._spilled.rest()
         seconds, serves = self._limits.reservation_lease_seconds, self._loop.failure is None
-        if serves and (state.ready or self._reservations.queue):
+        if serves and (self._state.ready or self._reservations.queue):
             self._grants.make_room(seconds, self._granted)
-        for progress in state.take_news() if state.news else ():
+        for progress in self._state.take_news() if self._state.news else ():
             key = progress.group_key
             if (stream := self._streams.get(key)) is not None:
                 stream.put(progress)
-            if key not in state.groups:
+            if key not in self._state.groups:
                 self._adapters.poke()
                 self._incoming.forget(key, "the receiver gave the sequence up")
                 self._migration.abort(key, "the sequence has ended")
                 self._prefills.forget(key)
                 self._prefixes.forget(key)
-        some_spilled = spilled.settle()
+        some_spilled = self._spilled.settle()
         if serves and (self._reservations.queue or some_spilled):
             self._grants.give_free(seconds, self._granted)
         if not self._span_goes_on():
@@ -433,8 +430,7 @@ class DecodeWorker(MeshWorker):
         """Starts receiving the group's KV from `source`. If `source` is None, starts computing the
         prompt on this mesh."""
         if source is not None:
-            self._incoming.begin(group, source)
-            return
+            return self._incoming.begin(group, source)
         tokens = self._prefills.add(group)
         if self._mode is Mode.DISAGGREGATED:
             self.counters.add("prompts_appended")
