@@ -189,7 +189,7 @@ def window_pages(pages: int, page_size: int, window: int, context_tokens: int, c
     """
     whole, kept = -(-context_tokens // page_size), ring_pages(window, page_size)
     computed = min(whole, ring_pages(window + chunk - 1, page_size) + 3 * kept)
-    prompt = -(-min(context_tokens, TYPICAL_PROMPT) // page_size)
+    prompt = -(-TYPICAL_PROMPT // page_size)
     return min(pages, computed + -(-pages * min(kept, prompt) // prompt))
 
 

@@ -462,7 +462,8 @@ class PrefillPrograms:
                 asked_R = rows_R if index == last and not form.every_token else None
                 if index == layers:
                     assert tokens is not None
-                    attend = attention.over(layer_pages, True, bool(kind.components))
+                    sends = bool(kind.components)
+                    attend = attention.over(layer_pages, True, sends, apart[index])
                     stem: Any = weights.stem.merge(stem_leaves)
                     y_TD = jnp.concatenate(tapped, axis=-1) if taps else stem.normed(x_TD)
                     compute_draft_kv(

@@ -72,13 +72,9 @@ class PromptRoom:
             return (self.states.slot(rank, owner),)
         return self.windows[rank].table(owner) if kind is KvKind.WINDOW else pages
 
-    def keeps_early(self, kept: Residency, rank: int, owner: int) -> bool:
-        """Returns whether a prompt's blocks, and the snapshots that hits need, can be cached before
-        the prompt ends. Snapshots of state, and windows in pages that repeat, are kept at its
-        end."""
-        if not self.windows:
-            return not kept.snapshots
-        return not self.windows[rank].repeats(owner)
+    def repeats(self, rank: int, owner: int) -> bool:
+        """Returns whether pages of windows repeat in a prompt's table."""
+        return bool(self.windows) and self.windows[rank].repeats(owner)
 
     def free(self, rank: int, owner: int) -> None:
         """Releases the slot or pages of a prompt."""

@@ -160,6 +160,9 @@ class Snapshots:
             name = name_at(one.tokens)
             if name is None or name in self._kept:
                 self._give_back(one.slot)
+                if name is not None and self._kept[name].share < one.share:
+                    self._kept[name].share = one.share
+                    self._value(name, self._kept[name])
             else:
                 self._settled(owner, one)
                 self.add(name, one.slot, one.tokens, one.share)
@@ -194,14 +197,21 @@ class Snapshots:
             self._order = [(one.worth, name) for name, one in self._kept.items()]
             heapq.heapify(self._order)
 
-    def _make_room(self) -> bool:
+    def _make_room(self, cheap: bool = False) -> bool:
+        """Drops the snapshot with the lowest value. With `cheap`, drops none of full value. Returns
+        whether it dropped one."""
         while self._order:
-            worth, name = heapq.heappop(self._order)
+            worth, name = self._order[0]
             kept = self._kept.get(name)
-            if kept is not None and kept.worth == worth:
-                self._clock = worth
-                self.drop(name)
-                return True
+            if kept is None or kept.worth != worth:
+                heapq.heappop(self._order)
+                continue
+            if cheap and kept.share == 1.0:
+                return False
+            heapq.heappop(self._order)
+            self._clock = worth
+            self.drop(name)
+            return True
         return False
 
     def _settled(self, owner: int, one: Pending) -> None:

@@ -35,7 +35,8 @@ class WindowPages:
 
     Attributes:
         kept_pages: Number of pages of kept windows.
-        make_room: Drops one kept window, or returns False if there is none.
+        make_room: Drops one kept window, or returns False if there is none. With True as its
+            argument it drops none at a boundary where a prompt ended, branched or continued.
     """
 
     def __init__(self, limits: MeshLimits) -> None:
@@ -54,8 +55,9 @@ class WindowPages:
         self._tables: dict[int, Table] = {}
         self._held: dict[int, frozenset[int]] = {}
         self._repeats: set[int] = set()  # owners in whose tables pages repeat
-        self._windows: dict[int, Table] = {}  # by slot
-        self.make_room: Callable[[], bool] = lambda: False
+        # first column and pages, by slot
+        self._windows: dict[int, tuple[int, Table]] = {}
+        self.make_room: Callable[[bool], bool] = lambda cheap: False
 
     @property
     def available(self) -> int:
@@ -68,8 +70,8 @@ class WindowPages:
         return len(self._free)
 
     def needed(self, tokens: int) -> int:
-        """Returns the largest number of pages that a prompt of `tokens` tokens may use: those of
-        its chunks, of the window that it continues from, and of two windows to keep."""
+        """Returns a number of pages that suffices for a prompt of `tokens` tokens: those of its
+        chunks, of the window that it continues from, and of two windows to keep."""
         return min(pages_for(tokens, self._page_size), self._turn + self._of_windows)
 
     def begin(
@@ -101,7 +103,9 @@ class WindowPages:
         table = [0] * begin + held
         fresh = columns - first
         spare = self.available - promised - self.total // 2
-        scarce = fresh > len(self._free) or fresh > max(spare, self.needed(tokens) - len(held))
+        scarce = fresh > max(spare, self.needed(tokens) - len(held))
+        while not scarce and fresh > len(self._free):
+            scarce = not self.make_room(True)
         pinned = {column for at in wanted for column in self._columns(at)} if scarce else set()
         behind: deque[tuple[int, int]] = deque()  # columns that may be overwritten, with pages
         for column in range(first, columns):
@@ -149,20 +153,21 @@ class WindowPages:
 
     def keep(self, slot: int, owner: int, tokens: int) -> None:
         """Keeps the owner's window before position `tokens` under a new slot number."""
-        columns, table = self._columns(tokens), self._tables[owner]
-        self._windows[slot] = (0,) * columns.start + table[columns.start : columns.stop]
-        for page in table[columns.start : columns.stop]:
+        columns = self._columns(tokens)
+        pages = self._tables[owner][columns.start : columns.stop]
+        self._windows[slot] = columns.start, pages
+        for page in pages:
             self.kept_pages += not self._kept[page]
             self._kept[page] += 1
 
     def window(self, slot: int) -> Table:
-        return self._windows[slot]
+        """Returns the page table of a kept window."""
+        first, pages = self._windows[slot]
+        return (0,) * first + pages
 
     def drop(self, slot: int) -> None:
         """Drops a kept window. Idempotent."""
-        table = self._windows.pop(slot, ())
-        first = self._first(len(table) * self._page_size)
-        for page in table[first:]:
+        for page in self._windows.pop(slot, (0, ()))[1]:
             self._kept[page] -= 1
             self.kept_pages -= not self._kept[page]
             self._release(page)
@@ -186,7 +191,7 @@ class WindowPages:
 
     def _take(self) -> int:
         while not self._free:
-            if not self.make_room():
+            if not self.make_room(False):
                 raise LedgerError("no page of windows is available; check `available` first")
         page = self._free.popleft()
         self._use((page,))

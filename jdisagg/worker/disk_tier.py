@@ -73,7 +73,7 @@ class DiskTier(KvSource):
     ) -> None:
         self._file_bytes = host.block_bytes + FILE_EXTRA_BYTES
         self._snapshot_file_bytes = host.snapshot_bytes + FILE_EXTRA_BYTES
-        of_snapshots = int(room.disk_bytes * host.snapshot_part) if host.on else 0
+        of_snapshots = host.bytes_of_snapshots(room.disk_bytes) if host.on else 0
         of_blocks = room.disk_bytes - of_snapshots
         self.blocks = DiskBlocks(of_blocks // self._file_bytes if host.on else 0)
         # under the names of `_saved_name`
@@ -117,7 +117,7 @@ class DiskTier(KvSource):
         epoch = self._epoch
         cuts = [
             (one.kind.value, one.group, one.groups, one.start, one.valid_tokens, one.block_tokens)
-            for one in self._host.offers(0, 0)
+            for one in (*self._host.offers(0, 0), *self._host.snapshot_offers())
         ]
         geometry = f"blocks of {self._kept.block_tokens} tokens as {cuts}"
         namespace = self._kept.digest(b"jdisagg disk", geometry)

@@ -19,6 +19,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.messages.ports import Offer
 from jdisagg.messages.step_commands import ExtractResult, StepResult
 from jdisagg.messages.worker_status import KeptTier
+from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import (
     MOST_WRITING,
@@ -75,7 +76,7 @@ class HostTier(KvSource):
         self.block_bytes = kept.block_tokens * limits.paged.bytes_per_token
         self.snapshot_bytes = limits.snapshot_bytes if kept.snapshots else 0
         self.snapshot_part = limits.snapshot_part if kept.snapshots else 0.0
-        of_snapshots = int(room.host_bytes * self.snapshot_part)
+        of_snapshots = self.bytes_of_snapshots(room.host_bytes)
         of_blocks = room.host_bytes - of_snapshots
         capacity = of_blocks // self.block_bytes if self.block_bytes else 0
         self.blocks = HostBlocks(capacity, bound=room.rank_bound)
@@ -104,6 +105,14 @@ class HostTier(KvSource):
             for rank, snapshots in enumerate(kept.snapshots):
                 snapshots.on_evicted = functools.partial(self._snapshot_evicted, rank)
         self._pieces = HostPieces(loop, limits.page_size, key)
+
+    def bytes_of_snapshots(self, room_bytes: int) -> int:
+        """Returns the bytes of a tier that are for snapshots: at least those of one, if they are at
+        most half."""
+        if not self.snapshot_part:
+            return 0
+        least = min(self.snapshot_bytes + FILE_EXTRA_BYTES, room_bytes // 2)
+        return max(least, int(room_bytes * self.snapshot_part))
 
     @property
     def quiet(self) -> bool:
@@ -145,6 +154,12 @@ class HostTier(KvSource):
         tokens = self._kept.block_tokens
         start = index * tokens
         return tuple(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
+
+    def snapshot_offers(self) -> tuple[Offer, ...]:
+        """Returns the pieces of a snapshot at the end of the context; none if hits need none."""
+        if not self.snapshot_part:
+            return ()
+        return snapshot_offers(self._limits, 0, self._limits.context_tokens, self._ids)
 
     # ---- copying out
 

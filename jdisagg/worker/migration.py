@@ -180,7 +180,7 @@ class MigrationSender:
         so they are sent only after the sequence was stopped."""
         limits, key, rank = self._state.limits, self._checksum_key, child.rank
         slot = self._state.states.slot(rank, child.key)
-        for offer in (*snapshot_offers(limits, rank, child.position, self._ids),):
+        for offer in snapshot_offers(limits, rank, child.position, self._ids):
             pages = limits.ring(slot, child.position) if offer.kind is KvKind.WINDOW else (slot,)
             command = extraction(self._loop.next_number(), offer, pages, limits.page_size, key)
             handoff.announce((offer,))

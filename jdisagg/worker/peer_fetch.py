@@ -138,7 +138,10 @@ class PeerFetch(KvSource):
         except BaseException:
             line.give_up("its answer is not waited for")
             raise
-        if reply.blocks < 1 and not reply.snapshot or plan.snapshot > reply.snapshot:
+        if plan.snapshot and not reply.snapshot:
+            line.give_up("its blocks come without a snapshot")
+            return None
+        if reply.blocks < 1 and not reply.snapshot:
             return None
         start, mesh = restore.first * size, self._mesh
         place = restore.place(start + reply.blocks * size) if restore.place is not None else None

@@ -202,6 +202,8 @@ class PrefillWorker(MeshWorker):
         for place, (key, rank) in enumerate(admission.placed):
             task, most = self._tasks[key], self._tasks[key].most_known
             cached = self._residency.cached_tokens(rank, task.chain, most, to_compute=True)
+            if self._room.available(rank) < task.prompt.states:
+                break  # the withdrawn prompts held fewer pages of windows than they might need
             pages = self._residency.reserve(rank, key, task.chain, cached, task.prompt.pages)
             if pages is None:
                 break  # the withdrawn prompts shared pages, so fewer became free than they held
@@ -225,6 +227,8 @@ class PrefillWorker(MeshWorker):
         wanted: tuple[int, ...] = ()
         promised = sum([self._tasks[one].prompt.states for one, on in later if on == rank])
         windows = room.begin_windows(kept, rank, key, chain, tokens, cached, promised)
+        if room.repeats(rank, key):
+            self._seek_again(self._shared.stall(key))  # few of its blocks can be continued from
         if not windows:
             room.states.take(rank, key)
             slot = room.states.slot(rank, key)
@@ -258,14 +262,11 @@ class PrefillWorker(MeshWorker):
         kept = self._residency
         if task.chain:
             chain = task.chain[: tokens // kept.block_tokens]
-            if task.epoch == kept.epoch and self._keeps_early(task):
+            if task.epoch == kept.epoch and (self._room.windows or not kept.snapshots):
                 kept.keep(task.rank, task.prompt.key, chain)
                 if kept.snapshots:
                     kept.settle_snapshots(task.rank, task.prompt.key, chain)
             self._seek_again(self._shared.reached(task.prompt.key, len(chain)))
-
-    def _keeps_early(self, task: PrefillTask) -> bool:
-        return self._room.keeps_early(self._residency, task.rank, task.prompt.key)
 
     def _to_extract(self, task: PrefillTask) -> list[Offer]:
         """Returns the offers to extract from pages: cached positions that the decode worker lacks,
@@ -411,8 +412,6 @@ class PrefillWorker(MeshWorker):
         if leader is None or (self._residency.snapshots and not self._room.windows):
             return False  # a hit needs a snapshot, which is cached when the prompt ends
         first = self._tasks[leader.key]
-        if leader.key in self._computing and not self._keeps_early(first):
-            return False
         reuse = self._residency.usable_tokens(leader.blocks * size, to_compute=True)
         common = reuse - prompt.known_tokens
         rank = first.rank if leader.key in self._computing else None

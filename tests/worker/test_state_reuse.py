@@ -217,7 +217,7 @@ def test_a_spoiled_snapshot_in_host_memory_is_a_miss() -> None:
 
 
 def with_disk(disk: FakeDisk, seed: int = 0) -> Cluster:
-    mesh, room = stateful(pages=24, rows=2), TierRoom(1 << 20, 1 << 26, always=True)
+    mesh, room = stateful(pages=24, rows=2), TierRoom(1 << 14, 1 << 20, always=True)
     decode = replace(stateful(pages=160), snapshots_per_rank=0)
     cluster = Cluster(decode=decode, prefill=mesh, names=NAMES, tiers=room, seed=seed)
     cluster.prefill_mesh.disk = disk
