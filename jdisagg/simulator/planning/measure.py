@@ -25,6 +25,7 @@ class Task:
       rival_rate: Rate of the best candidate so far, in requests per second. The search stops once
         this candidate cannot exceed the rate.
       expected: Rate that the stepped cost model found, from which the search starts; 0 if unknown.
+      stay_seconds: Time that a request probably takes near the highest rate; 0 if unknown.
     """
 
     candidate: Candidate
@@ -32,6 +33,7 @@ class Task:
     kv_tokens: int
     rival_rate: float = 0.0
     expected: float = 0.0
+    stay_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,21 +49,26 @@ class Measurer:
     arrivals: Process = "poisson"
     seed: int = 0
 
-    def trial(self, candidate: Candidate, rate: float, runner: Runner | None = None) -> Trial:
+    def trial(self, candidate: Candidate, rate: float, stay_seconds: float = 0.0) -> Trial:
         """Simulates the candidate at `rate` requests per second (`trials`)."""
         tries = Trier(
             self.goal, self.workload, self.demand, self.most_requests, self.arrivals, self.seed
         )
-        return tries.trial(runner or self.runner, candidate, rate)
+        return tries.trial(self.runner, candidate, rate, stay_seconds)
 
     def measured(self, task: Task) -> Finding | None:
         """Finds the candidate's highest rate. Returns None if the rate does not exceed the task's
         `rival_rate`."""
         trials: list[Trial] = []
+        stay = task.stay_seconds
 
         def trial(rate: float) -> float:
-            trials.append(self.trial(task.candidate, rate))
-            return trials[-1].lasting_attainment
+            nonlocal stay
+            found = self.trial(task.candidate, rate, stay)
+            trials.append(found)
+            if found.lasting_attainment >= self.goal.attainment:
+                stay = found.report.latency.mean or 0.0
+            return found.lasting_attainment
 
         above = task.rival_rate * (1 + TOLERANCE)
         if above and trial(above) < self.goal.attainment:
@@ -139,13 +146,12 @@ def highest_rate(
         runs += 1
         return attained(rate) >= wanted
 
-    low, high, step = carried, 0.0, 1.1 if carried else 1.3  # neighbours are close
-    if near:
-        step = 1 + TOLERANCE
+    # Above a known rate, the result is probably close.
+    low, high, step = carried, 0.0, 1 + TOLERANCE if carried or near else 1.3
     rate = step * carried or (guess / step**0.5 if near else 0.8 * guess)
     while runs < MOST_RUNS and not (low and high):
         if met(rate):
-            low, rate, step = rate, rate * step, min(4.0, step**1.5)  # grows while far off
+            rate, low, step = rate * step, rate, min(4.0, step**2 if low else step)
         elif carried:
             high = rate
         elif rate < 0.4 * guess:

@@ -180,7 +180,8 @@ class Planner:
         if not best.rate:
             raise NothingFits(no_rate(findings, self._goal))
         left_out = self._left_out(fitting, priced)
-        below = measurer.trial(best.candidate, HEADROOM * best.rate)
+        stay = best.report.latency.mean or 0.0
+        below = measurer.trial(best.candidate, HEADROOM * best.rate, stay)
         said = f"{verdict(findings, estimator, left_out)} {headroom(best, below)}"
         if bars := self._error_bars(stepper, stepped, best):
             said = f"{said} {bars}"
@@ -366,8 +367,8 @@ def _layouts_once(ranked: Sequence[Finding]) -> list[Finding]:
 
 def _task(item: Finding, rival: float = 0.0, *, expected: bool = False) -> Task:
     """Returns the task that finds a stepped candidate's rate in simulation."""
-    rate = item.rate if expected else 0.0
-    return Task(item.candidate, item.bounds, item.kv_tokens, rival, expected=rate)
+    rate, stay = item.rate if expected else 0.0, item.report.latency.mean or 0.0
+    return Task(item.candidate, item.bounds, item.kv_tokens, rival, rate, stay)
 
 
 # ---- unattainable goals

@@ -2,7 +2,8 @@
 
 Candidates are stepped in the order of their bounds. A candidate is dropped after one trial if it
 does not reach nearly the rate of the best candidate of its kind: its mode, with or without pipeline
-stages. It is not stepped at all if its bound is far below that rate."""
+stages. A candidate with the layouts of an earlier one is dropped if it does not exceed the rate of
+the earlier one. It is not stepped at all if its bound is far below that rate."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,11 +21,14 @@ KEPT = 0.95
 # Bounds below this fraction of the best rate of their kind are not stepped.
 HOPELESS = 0.85
 # Number of requests of a stepped run; a run that decides nothing gets more.
-STEPPED_REQUESTS = 2000
-FIRST_ROUND, SECOND_ROUND = 1, 12  # candidates of each kind
+STEPPED_REQUESTS = 4000
+# Candidates of each kind that are stepped in one round. Rounds begin small, because candidates are
+# compared with the best of earlier rounds.
+ROUNDS = (1, 1, 1, 1, 2, 4, 8)
 
 Priced = tuple[Candidate, Bounds]
 Kind = tuple[Mode, bool]  # mode, and whether instances have pipeline stages
+Layouts = tuple[Mode, Layout | None, Layout]  # of prefill and decode instances
 Spread = Callable[[Measurer, Sequence[Task]], Iterator[tuple[int, Finding | None]]]
 
 
@@ -50,16 +54,21 @@ def ranked_by_stepping(
     left: dict[Kind, list[Priced]] = {}
     for item in priced:
         left.setdefault(_kind(item[0]), []).append(item)
-    best: dict[Kind, float] = {}
+    best: dict[Kind | Layouts, float] = {}
     found: list[Finding] = []
     done = 0
-    for most in (FIRST_ROUND, SECOND_ROUND, len(priced)):
+    for most in (*ROUNDS, len(priced)):
         tasks: list[Task] = []
         for kind, items in left.items():
             rival = best.get(kind, 0.0)
             taken, left[kind] = items[:most], items[most:]
             tasks += [
-                Task(candidate, bounds, rooms[candidate.decode], KEPT * rival)
+                Task(
+                    candidate,
+                    bounds,
+                    rooms[candidate.decode],
+                    max(KEPT * rival, best.get(_layouts(candidate), 0.0)),
+                )
                 for candidate, bounds in taken
                 if bounds.rate >= hopeless * rival
             ]
@@ -68,14 +77,18 @@ def ranked_by_stepping(
             progress("candidates by stepping the cost model", done, len(priced))
             if finding is None:
                 continue
-            kind = _kind(finding.candidate)
-            best[kind] = max(best.get(kind, 0.0), finding.rate)
+            for group in (_kind(finding.candidate), _layouts(finding.candidate)):
+                best[group] = max(best.get(group, 0.0), finding.rate)
             found.append(replace(finding, simulated=False))
     return sorted(found, key=lambda item: (-item.rate, -item.bounds.rate, str(item.candidate)))
 
 
 def _kind(candidate: Candidate) -> Kind:
     return candidate.mode, candidate.staged
+
+
+def _layouts(candidate: Candidate) -> Layouts:
+    return candidate.mode, candidate.prefill, candidate.decode
 
 
 def rate_with_error(measurer: Measurer, stepped: Finding, factor: float) -> float:

@@ -39,6 +39,7 @@ from jdisagg.simulator.workloads import Arrival, at_rate
 TOLERANCE = 0.04  # relative tolerance of a rate at which bisection ends
 GROWTH = TOLERANCE / 2
 STAYS = 3  # `settled` drops up to a third
+MARGIN = 1.1  # by which runs are longer, as the time of a request is known from another run
 EXTENDS = 8
 LEAST_REQUESTS = 400
 LONGEST_SECONDS = 3600  # virtual
@@ -84,18 +85,15 @@ class Trier:
     arrivals: Process = "poisson"
     seed: int = 0
 
-    def trial(self, runner: Runner, candidate: Candidate, rate: float) -> Trial:
+    def trial(
+        self, runner: Runner, candidate: Candidate, rate: float, stay_seconds: float = 0.0
+    ) -> Trial:
         """Simulates the candidate at `rate` requests per second. Repeats with more requests while
-        the result is inconclusive."""
+        the result is inconclusive. `stay_seconds`: time that a request probably takes; 0 if
+        unknown."""
         goal = self.goal
         filling = goal.ttft_seconds + self.demand.steps_mean * goal.tpot_seconds
-        # Long enough to reach a steady state, but bounded in time at low rates.
-        count = int(
-            min(
-                np.clip(4 * rate * filling, LEAST_REQUESTS, self.most_requests),
-                max(50, rate * LONGEST_SECONDS),
-            )
-        )
+        count = self._count(rate, filling, min(filling, stay_seconds))
         most = max(count, EXTENDS * self.most_requests)
         while True:
             arrivals = requests_at(self.workload, rate, count, self.arrivals, self.seed)
@@ -121,7 +119,18 @@ class Trier:
             if last:
                 conclusive = filled and doubt <= TOLERANCE
                 return replace(trial, overload=conclusive, short=not conclusive)
-            count = min(most, max(2 * count, 0 if filled else int(1.1 * STAYS * stay * rate)))
+            longer = 2 * count if filled else max(count + 1, int(MARGIN * STAYS * stay * rate))
+            count = min(most, longer)
+
+    def _count(self, rate: float, filling: float, stay: float) -> int:
+        """Returns the number of requests of the first run, long enough to reach a steady state, but
+        bounded in time at low rates. If requests take `stay` seconds and `most_requests` of them
+        cannot be conclusive, the number is the smallest that can be."""
+        most = self.most_requests
+        if STAYS * stay * rate > most:
+            most = min(MARGIN * STAYS * stay * rate, EXTENDS * most)
+        count = np.clip(4 * rate * filling, LEAST_REQUESTS, most)
+        return int(min(count, max(50, rate * LONGEST_SECONDS)))
 
 
 class Loss:

@@ -382,6 +382,7 @@ def test_a_slow_link_is_named_where_it_binds():
     two = best_of(found, Mode.DISAGGREGATED)
     assert two is not None and two.candidate.prefill is not None
     side_by_side = min(two.candidate.prefill.tp, two.candidate.decode.tp)
+    side_by_side *= min(two.candidate.prefill_instances, two.candidate.decode_instances)
     assert two.link_share == pytest.approx(
         1.0 / 0.9 * 900 * 327_680 / (side_by_side * 1e9), rel=0.1
     )
