@@ -83,6 +83,7 @@ def simulate(
     progress: Progress | None = None,
     settle_seconds: float = 0.0,
     enough: Enough | None = None,
+    begun: Enough | None = None,
     concurrency: int | None = None,
     cluster: Callable[..., SimulatedCluster] = SimulatedCluster,
 ) -> Result:
@@ -100,6 +101,7 @@ def simulate(
       settle_seconds: Virtual seconds for which the run continues after the last request.
       enough: Called with each outcome, whose request id is the index of the arrival. Returns True
         to end the run.
+      begun: As `enough`, called with the outcome so far of each request with its first token.
       concurrency: Number of users of a closed loop. A user sends the next request when the user's
         previous request has ended, and arrival times are ignored. None means an open loop.
       cluster: Class of the simulated cluster; studies of other engines pass a subclass.
@@ -116,7 +118,7 @@ def simulate(
     async def main() -> Result:
         served = cluster(fleet, VirtualClock(), seed, mortal, events)
         run = _Run(served, listed, progress)
-        run.enough, run.users = enough, concurrency
+        run.enough, run.begun, run.users = enough, begun, concurrency
         return await run.run(hooks, settle_seconds)
 
     threshold = gc.get_threshold()
@@ -140,6 +142,7 @@ class _Run:
         self._left = len(arrivals)
         self._over: asyncio.Future[None] | None = None
         self.enough: Enough | None = None
+        self.begun: Enough | None = None
         self.users: int | None = None
         self._begun = 0  # index of the closed loop's next request
 
@@ -254,6 +257,10 @@ class _Run:
                 if event.token_ids:
                     if first is None:
                         first = loop.time()
+                        if self.begun is not None:
+                            size = arrival.prompt_tokens
+                            so_far = RequestOutcome(str(number), started, first, size, 1, first)
+                            self._end_if(self.begun, so_far)
                     tokens += event.token_ids
                 if event.timings is not None:
                     timings, usage = event.timings, event.usage
@@ -282,13 +289,18 @@ class _Run:
             cached_tokens=usage.cached_tokens if usage is not None else 0,
         )
         self._left -= 1
-        if self.enough is not None and self._left and self.enough(outcome):
-            self.enough = None
+        if self.enough is not None and self._left:
+            self._end_if(self.enough, outcome)
+        if self._progress is not None:
+            self._progress(len(self._arrivals) - self._left, len(self._arrivals))
+
+    def _end_if(self, enough: Enough, outcome: RequestOutcome) -> None:
+        """Ends the run if `enough` returns True for the outcome."""
+        if enough(outcome):
+            self.enough = self.begun = None
             assert self._over is not None
             if not self._over.done():
                 self._over.set_result(None)
-        if self._progress is not None:
-            self._progress(len(self._arrivals) - self._left, len(self._arrivals))
 
     def _made_by(self, token: int) -> str:
         """Returns the name of the worker that computed a synthetic token."""

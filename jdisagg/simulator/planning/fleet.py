@@ -15,7 +15,7 @@ from jdisagg.layout.kv_spec import KEPT_NAMES
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.planning.candidates import ACTIVATIONS, PAGE_TOKENS, Candidate, Site
 from jdisagg.simulator.planning.stepped import SteppedRunner
-from jdisagg.simulator.planning.trials import Lost, Runner, Runners, TrialRun
+from jdisagg.simulator.planning.trials import Loss, Lost, Runner, Runners, TrialRun
 from jdisagg.simulator.planning.verdict import Finding
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
@@ -97,7 +97,8 @@ class FleetMaker:
     ) -> TrialRun:
         """Simulates a candidate with these arrivals, and stops early when `lost` returns True.
         Implements the planner's `Runner`."""
-        result = simulate(self.fleet(candidate), arrivals, self.seed, enough=lost)
+        begun = lost.begun if isinstance(lost, Loss) else None
+        result = simulate(self.fleet(candidate), arrivals, self.seed, enough=lost, begun=begun)
         return TrialRun(result.outcomes, result.usage, result.stopped)
 
     @property

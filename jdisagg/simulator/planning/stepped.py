@@ -18,7 +18,7 @@ from jdisagg.costs.hardware import Link
 from jdisagg.simulator.fleet import Fleet, Pool
 from jdisagg.simulator.planning.candidates import Candidate, Site, handoff_path
 from jdisagg.simulator.planning.stepped_instances import Chunk, Instance, SteppedRequest
-from jdisagg.simulator.planning.trials import Lost, TrialRun
+from jdisagg.simulator.planning.trials import Loss, Lost, TrialRun
 from jdisagg.simulator.report import RequestOutcome, WorkerUsage
 from jdisagg.simulator.step_costs import StepCosts
 from jdisagg.simulator.workloads import Arrival
@@ -136,6 +136,8 @@ class SteppedRun:
         self._numbers = itertools.count()
         self._arrivals: Sequence[Arrival] = ()
         self._outcomes: list[RequestOutcome] = []
+        self._begun: Callable[[RequestOutcome], bool] | None = None
+        self._stopped = False
 
     def _instances(self, pool: Pool, costs: StepCosts) -> list[Instance]:
         fleet, limits = self._fleet, self._fleet.limits_of(pool)
@@ -151,6 +153,7 @@ class SteppedRun:
         """Returns the outcomes of all requests in order of arrival, or of the requests that ended
         before `lost` returned True."""
         self._arrivals = arrivals
+        self._begun = lost.begun if isinstance(lost, Loss) else None
         coming, number = len(arrivals), 0
         ended, events = self._outcomes, self._events
         while number < coming or events:
@@ -167,7 +170,7 @@ class SteppedRun:
                     self._receive(request)
                 elif self._every[index].version == version:
                     self._end_command(index)
-            if lost is not None and any(lost(outcome) for outcome in ended[seen:]):
+            if lost is not None and (self._stopped or any(map(lost, ended[seen:]))):
                 return TrialRun(tuple(ended), tuple(self._usage()), stopped=True)
         ended.sort(key=lambda outcome: int(outcome.request_id))
         return TrialRun(tuple(ended), tuple(self._usage()))
@@ -268,7 +271,11 @@ class SteppedRun:
         instance = self._every[index]
         done = instance.end()
         for request in done.first:
-            request.first = self._now + done.later
+            request.first = first = self._now + done.later
+            if self._begun is not None:
+                number, arrival = str(request.number), request.arrival
+                so_far = RequestOutcome(number, arrival, first, request.prompt, 1, first)
+                self._stopped = self._begun(so_far) or self._stopped
             if request.output < 2 and not done.later:
                 self._finish(request)
             elif self._handoff is None:

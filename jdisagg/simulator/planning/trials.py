@@ -135,14 +135,16 @@ class Trier:
 
 class Loss:
     """Ends a run early. Called with the outcome of each request, it returns True once more requests
-    have missed a limit than the goal allows."""
+    have missed a limit than the goal allows. `begun` counts requests whose first token is late
+    before they end."""
 
     def __init__(self, goal: Goal, arrivals: Sequence[Arrival], filling_seconds: float) -> None:
         first, last = arrivals[0].at_seconds, arrivals[-1].at_seconds
         begin = first + min(filling_seconds, (last - first) / 3)
         counted = [index for index, item in enumerate(arrivals) if item.at_seconds >= begin]
-        self.judged: list[RequestOutcome] = []
-        self._slo, self._from = goal.slo, counted[0]
+        self._ended: list[RequestOutcome] = []
+        self._late: dict[str, RequestOutcome] = {}  # late and not ended
+        self._slo, self._ttft, self._from = goal.slo, goal.ttft_seconds, counted[0]
         # One more than allowed, because rounding decides whether the first request is judged.
         self._may_miss = (1 - goal.attainment) * len(counted) + 1
         self._missed = 0
@@ -150,9 +152,24 @@ class Loss:
     def __call__(self, outcome: RequestOutcome) -> bool:
         if int(outcome.request_id) < self._from:
             return False
-        self.judged.append(outcome)
-        self._missed += not self._slo.attained(outcome)
+        self._ended.append(outcome)
+        if self._late.pop(outcome.request_id, None) is None:
+            self._missed += not self._slo.attained(outcome)
         return self._missed > self._may_miss
+
+    def begun(self, outcome: RequestOutcome) -> bool:
+        """As a call, with the outcome so far of a request that has its first token."""
+        assert outcome.ttft is not None
+        if outcome.ttft <= self._ttft or int(outcome.request_id) < self._from:
+            return False
+        self._late[outcome.request_id] = outcome
+        self._missed += 1
+        return self._missed > self._may_miss
+
+    @property
+    def judged(self) -> list[RequestOutcome]:
+        """Outcomes of the counted requests that ended or are late."""
+        return [*self._ended, *self._late.values()]
 
 
 def _judged(rate: float, run: TrialRun, judged: Sequence[RequestOutcome], goal: Goal) -> Trial:
@@ -167,7 +184,8 @@ def _judged(rate: float, run: TrialRun, judged: Sequence[RequestOutcome], goal: 
         late_tokens=sum(not tokens.attained(item) for item in finished) / len(judged),
         unfinished=1 - len(finished) / len(judged),
         report=replace(
-            summarise(judged, slo), utilisation=summarise(run.outcomes, None, run.usage).utilisation
+            summarise(judged, slo),
+            utilisation=summarise(run.outcomes or judged, None, run.usage).utilisation,
         ),
         reason=max(reasons, key=lambda reason: reasons[reason], default=""),
     )
