@@ -21,7 +21,7 @@ from jdisagg.costs.hardware import Link
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.candidates import Candidate, Fitting, Site, handoff_path
-from jdisagg.simulator.planning.fused import FusedChunks, FusedPace, StepTable
+from jdisagg.simulator.planning.fused import FusedChunks, FusedPace, StepTable, each_once
 from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.workloads import Arrival
 
@@ -188,8 +188,8 @@ class Estimator:
         short prompt is assumed to share a chunk with prompts of equal length."""
         if (layout, chunk) not in self._times:
             model = self.models[layout]
-            self._times[layout, chunk] = np.array(
-                [_prefill_one(model, int(tokens), chunk) for tokens in self.demand.sample_prompts]
+            self._times[layout, chunk] = each_once(
+                self.demand.sample_prompts, lambda tokens: _prefill_one(model, tokens, chunk)
             )
         return self._times[layout, chunk]
 
@@ -307,11 +307,7 @@ class Estimator:
 
         def ttft_met(rate: float) -> bool:
             together = _batch(times, dp, dp * rate)
-            with_others = (
-                np.array([_longest(np.maximum(times, time), together - 1) for time in times])
-                if together > 1
-                else times
-            )
+            with_others = _longest_with(times, together - 1) if together > 1 else times
             # Wait for the running batch.
             running = dp * rate * _longest(times, together) ** 2 / (2 * together) if dp > 1 else 0.0
             return (
@@ -351,7 +347,7 @@ def _step(model: CostModel, count: float, context: float) -> float:
     pipeline stages, the sequences form as many batches as there are stages."""
     count /= model.stages
     whole = max(1, math.ceil(count))
-    return model.decode_of(whole, max(1.0, count) * context).seconds
+    return model.decode_seconds(whole, max(1.0, count) * context)
 
 
 def _rate_of_batch(model: CostModel, count: float, demand: Demand) -> float:
@@ -397,9 +393,22 @@ def _prefill_one(model: CostModel, tokens: int, chunk: int) -> float:
 
 
 def _longest(times: np.ndarray, count: float) -> float:
+    """Returns the mean of the longest of `count` draws from `times`."""
     ordered = np.sort(times)
     below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
     return float(ordered @ np.diff(below))
+
+
+def _longest_with(times: np.ndarray, count: float) -> np.ndarray:
+    """Returns the mean of the longest of `count` draws from `times` and of each time."""
+    order = np.argsort(times)
+    ordered = times[order]
+    below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
+    # Draws up to a time count as this time, and longer draws as themselves.
+    longer = np.cumsum((ordered * np.diff(below))[::-1])[::-1]
+    found = np.empty_like(ordered)
+    found[order] = ordered * below[1:] + np.append(longer[1:], 0.0)
+    return found
 
 
 def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> float:

@@ -11,6 +11,7 @@ therefore miss a TPOT limit that the mean TPOT meets.
 Pure; depends on request lengths and a cost model, not on arrival times."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +68,7 @@ class StepTable:
         whole = max(1, math.ceil(sequences))
         if whole > COARSE * COARSE:
             whole = COARSE * math.ceil(whole / COARSE)  # bounds the cache
-        return self.model.decode_of(whole, max(1.0, sequences) * context).seconds
+        return self.model.decode_seconds(whole, max(1.0, sequences) * context)
 
 
 class FusedChunks:
@@ -81,7 +82,7 @@ class FusedChunks:
         self._ranks = table.model.layout.dp
         self._prompts = prompts.astype(float)
         self._mean = float(self._prompts.mean())
-        self._attention = np.array([self._attended(int(tokens)) for tokens in prompts])
+        self._attention = each_once(prompts, self._attended)
         self._known: dict[float, FusedPace | None] = {}
 
     def _attended(self, prompt: int) -> float:
@@ -153,14 +154,20 @@ class FusedChunks:
         `outputs`: output tokens of each request."""
         spread = pace.chunk * math.sqrt(pace.met * (1 - pace.met))
         kept = 0.0
-        for count in outputs - 1:
+        for count, number in zip(*np.unique(outputs - 1, return_counts=True), strict=True):
             if count <= 0:
-                kept += 1
+                kept += number
             elif spread <= 0:
-                kept += pace.step <= limit
+                kept += number * (pace.step <= limit)
             else:
-                kept += _normal((limit - pace.step) * math.sqrt(count) / spread)
+                kept += number * _normal((limit - pace.step) * math.sqrt(count) / spread)
         return kept / len(outputs)
+
+
+def each_once(lengths: np.ndarray, seconds_of: Callable[[int], float]) -> np.ndarray:
+    """Returns the seconds of each length; computes those of equal lengths once."""
+    different, places = np.unique(lengths, return_inverse=True)
+    return np.array([seconds_of(int(length)) for length in different])[places]
 
 
 def _mixed(model: CostModel, tokens: float) -> float:
