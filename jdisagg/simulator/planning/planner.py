@@ -88,7 +88,7 @@ class Search:
         modes: Modes to compare.
         finalists: Largest number of candidates to simulate, of those with one pool and of those
             with two pools; also the number of stepped candidates of each mode in the plan.
-        most_requests: Cap on the number of requests of one simulated run.
+        most_requests: Cap on the number of requests of one simulated run that can be conclusive.
         fused: Whether the chunked mode runs a prefill chunk and a decode step as one program, or
             alternates them. Must equal the value of the `runner`.
         arrivals: Arrival process.
@@ -102,7 +102,7 @@ class Search:
     codec: str = "none"
     modes: tuple[Mode, ...] = ALL_MODES
     finalists: int = 3
-    most_requests: int = 6000
+    most_requests: int = 2000
     fused: bool = True
     arrivals: Process = "poisson"
     seed: int = 0
@@ -288,7 +288,7 @@ class Planner:
             demand,
             self._site.accelerators,
             runner or self._runners.simulated,
-            min(search.most_requests, STEPPED_REQUESTS)
+            min(2 * search.most_requests, STEPPED_REQUESTS)
             if runner is self._runners.stepped
             else search.most_requests,
             search.arrivals,

@@ -16,10 +16,11 @@ hold:
   first token grows by less than `GROWTH` seconds per second, which is the fraction of arrivals by
   which the queue grows.
 
-A run ends early when more counted requests than the goal allows have missed a limit. An
-inconclusive run is repeated with more requests, up to `EXTENDS` times `most_requests`. If the
-longest run is inconclusive, or the workload has no more requests, the trial is marked `short`, and
-its rate does not count as sustained.
+A run ends early when more counted requests than the goal allows have missed a limit. A run has at
+most `most_requests` requests, or more if so many cannot be conclusive. An inconclusive run is
+repeated with more requests, up to `EXTENDS` times `most_requests`. If the longest run is
+inconclusive, or the workload has no more requests, the trial is marked `short`, and its rate does
+not count as sustained.
 
 Accesses the simulator only through `Runner`; does not choose rates. Deterministic by seed."""
 
@@ -39,8 +40,8 @@ from jdisagg.simulator.workloads import Arrival, at_rate
 TOLERANCE = 0.04  # relative tolerance of a rate at which bisection ends
 GROWTH = TOLERANCE / 2
 STAYS = 3  # `settled` drops up to a third
-MARGIN = 1.1  # by which runs are longer, as the time of a request is known from another run
-EXTENDS = 8
+MARGIN = 1.05  # by which runs are longer, as a request's time is known from other runs
+EXTENDS = 16
 LEAST_REQUESTS = 400
 LONGEST_SECONDS = 3600  # virtual
 
@@ -76,7 +77,7 @@ Process = Literal["poisson", "trace"]
 @dataclass(frozen=True, slots=True)
 class Trier:
     """Simulates candidates at given rates, with one workload and goal. `most_requests`: cap on the
-    number of requests of a run, except runs that are repeated because they were inconclusive."""
+    number of requests of a run, except runs in which so many are or would be inconclusive."""
 
     goal: Goal
     workload: Sequence[Arrival]
