@@ -329,6 +329,7 @@ METRICS = {
         ),
         Metric("peak memory of that", "at most 4000", "MB", "simulator_speed", _LARGE + "peak*"),
         Metric("a plan, sites measured so far", "at most 60", "s", "plans", "*|processor_seconds"),
+        Metric("a plan of gpt-oss-120b", "at most 60", "s", "plans_moe", "*|processor_seconds"),
     ],
     "A decode step of 32 sequences, compiled for TPUs without one, two layers": [
         Metric(
@@ -370,6 +371,7 @@ SCRIPTS = {
     "blis_runs": "benchmarks.blis_runs",
     "simulator_speed": "benchmarks.simulator_speed",
     "plans": "benchmarks.plans",
+    "plans_moe": "benchmarks.plans",
     "stages": "benchmarks.stages",
     "tpu_programs": "benchmarks.tpu_programs",
 }
