@@ -17,6 +17,7 @@ import numpy as np
 
 from jdisagg.config import Mode
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
+from jdisagg.costs.kv_facts import sent_part
 from jdisagg.costs.hardware import Link
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
@@ -163,6 +164,7 @@ class Estimator:
         wire = (
             wire_bytes_per_token(model.geometry, model.kv_value_bytes, self.codec)
             * self.demand.prompt_mean
+            * sent_part(model.geometry, max(1, int(self.demand.prompt_mean)))
         )
         reached = (
             link.bytes_per_second * link.efficiency * parallel * min(prefill_ranks, decode_ranks)
