@@ -214,6 +214,17 @@ def loads_head(speculate: str, stages: int) -> bool:
     return speculate == "eagle" or (speculate == "auto" and stages == 1)
 
 
+def check_head(draft: str, instance: InstanceConfig) -> None:
+    """Raises ConfigError if an instance would not load the EAGLE-3 head in the folder `draft`."""
+    pp = instance.layout.pp
+    if draft and not loads_head(instance.speculate, pp):
+        raise ConfigError(
+            f"draft={draft}: an EAGLE-3 head drafts only with speculate=eagle or auto and without"
+            f" pipeline stages, and this instance has speculate={instance.speculate} and pp={pp};"
+            f" remove --draft, or set --speculate=eagle{' and pp=1' if pp > 1 else ''}"
+        )
+
+
 def shared_drafts(config: EngineConfig, speculate: str) -> str:
     """Returns the `speculate` setting of an instance in a cluster. Either both sides of a hand-off
     load a drafting layer or neither, so with pipeline stages on one side auto means ngram on

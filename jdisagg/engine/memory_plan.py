@@ -32,6 +32,7 @@ from jdisagg.engine.host_memory import host_memory
 from jdisagg.engine.limits import (
     SAMPLES_PER_CHUNK,
     asked_groups,
+    check_head,
     drafts_with_layer,
     fetched_tokens,
     group_count,
@@ -209,7 +210,7 @@ def fit_instance(
             and the configured pages (or the pages of one sequence). The message lists these parts.
             Or an EAGLE-3 head is given that the instance would not load.
     """
-    _check_head(model.draft, instance)
+    check_head(model.draft, instance)
     drafts = geometry.next_token_layers > 0 or bool(model.draft)
     can_part = 0 < geometry.windowed_part < 1 and not geometry.linear
     apart = hands_windows_apart(can_part, mode)
@@ -252,12 +253,12 @@ def fit_instance(
     padding = _padding(geometry, traits_of(memory.platform).lanes)
     page_bytes = int(instance.page_size * token_bytes * padding)
     window_bytes = int(instance.page_size * windowed * padding) if apart else 0
-    pages = partial(_pages_of_windows, geometry, instance, context, chunk, decodes)
-    beside = lambda count: window_bytes * pages(count) if apart else 0  # noqa: E731
+    beside = partial(_window_bytes, window_bytes, geometry, instance, context, chunk, decodes)
     return _with_pages(plan, instance, model, geometry, page_bytes - window_bytes, beside)
 
 
-def _pages_of_windows(
+def _window_bytes(
+    page_bytes: int,
     geometry: CostGeometry,
     instance: InstanceConfig,
     context: int,
@@ -265,22 +266,15 @@ def _pages_of_windows(
     decodes: bool,
     pages: int,
 ) -> int:
-    """Returns the number of pages of sliding-window layers beside a number of ordinary pages: the
-    ring buffers of a mesh that decodes, or the windows of prompts."""
+    """Returns the bytes of the pages of sliding-window layers beside a number of ordinary pages: of
+    ring buffers or of prompts' windows. `page_bytes` are those of one; 0 without such pages."""
     size, widest = instance.page_size, geometry.widest_window
+    if not page_bytes:
+        return 0
     if not decodes:
-        return window_pages(pages, size, widest, context, chunk)
-    return state_slots(instance) * min(ring_pages(widest, size), -(-context // size))
-
-
-def _check_head(draft: str, instance: InstanceConfig) -> None:
-    pp = instance.layout.pp
-    if draft and not loads_head(instance.speculate, pp):
-        raise ConfigError(
-            f"draft={draft}: an EAGLE-3 head drafts only with speculate=eagle or auto and without"
-            f" pipeline stages, and this instance has speculate={instance.speculate} and pp={pp};"
-            f" remove --draft, or set --speculate=eagle{' and pp=1' if pp > 1 else ''}"
-        )
+        return page_bytes * window_pages(pages, size, widest, context, chunk)
+    ring = min(ring_pages(widest, size), -(-context // size))
+    return page_bytes * state_slots(instance) * ring
 
 
 def _with_pages(

@@ -17,7 +17,7 @@ hold:
   which the queue grows.
 
 A run ends early when more counted requests than the goal allows have missed a limit. A run has at
-most `most_requests` requests, or more if so many cannot be conclusive. An inconclusive run is
+most `most_requests` requests, or more if these cannot be conclusive. An inconclusive run is
 repeated with more requests, up to `EXTENDS` times `most_requests`. If the longest run is
 inconclusive, or the workload has no more requests, the trial is marked `short`, and its rate does
 not count as sustained.
@@ -77,7 +77,7 @@ Process = Literal["poisson", "trace"]
 @dataclass(frozen=True, slots=True)
 class Trier:
     """Simulates candidates at given rates, with one workload and goal. `most_requests`: cap on the
-    number of requests of a run, except runs in which so many are or would be inconclusive."""
+    number of requests of a run, except runs in which that many are or would be inconclusive."""
 
     goal: Goal
     workload: Sequence[Arrival]
