@@ -2,9 +2,9 @@
 
 A prompt needs few of these pages at a time: those of the window before its next chunk, and those of
 the chunk. Its page table therefore repeats pages whose positions no later query attends to. Pages
-of the windows that the prefix cache keeps (`WindowSnapshots`) are not repeated. If enough pages are
-free, and half of all pages stay available to other prompts, no page is repeated, so that a later
-prompt can continue from any block.
+of the windows that the prefix cache keeps (`WindowSnapshots`) are not repeated. If half of all
+pages stay available to other prompts, no page is repeated, so that a later prompt can continue from
+any block. Windows where no prompt ended, branched or continued then make way.
 
 A kept window is the pages of the last window before a block boundary. It needs no copy, because a
 sequence that continues from the boundary only reads these pages. Several kept windows and sequences
