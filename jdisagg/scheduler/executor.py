@@ -53,7 +53,8 @@ class MeshLimits:
         snapshots_per_rank: Number of snapshots that the prefix cache of a rank may hold. A snapshot
             is a copy of recurrent state and ring buffers at the end of a cached prefix
             (`scheduler/snapshots.py`).
-        snapshot_tokens: Snapshots are made at multiples of this number of tokens; 0 makes none.
+        snapshot_tokens: Snapshots, of recurrent state or of windows, are made at multiples of this
+            number of tokens; 0 makes none.
         append_buckets: Numbers of tokens of the prefill chunks that a decode mesh computes itself,
             ascending; empty if it computes none. If set, `chunk_buckets` are the sizes of the
             chunks on prefill meshes.

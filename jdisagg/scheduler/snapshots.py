@@ -1,9 +1,9 @@
 """Assigns the snapshot slots of one data-parallel rank, and decides which snapshots stay.
 
 A sequence that continues a cached prefix needs the prefix's KV, which is in pages, and the
-recurrent state and sliding-window ring buffers at the prefix's end. A snapshot is a copy of the
-state and the ring buffers, in a slot like those of sequences. It is kept under the name of the
-prefix's last block, and dropped with or before this block.
+recurrent state at the prefix's end. A snapshot is a copy of the state, in a slot like those of
+sequences. It is kept under the name of the prefix's last block, and dropped with or before this
+block. `scheduler/window_pages.py` keeps sliding windows in the same way, without copies.
 
 Snapshots are made at three places: the last block boundary of a prompt, the end of a cached prefix
 that has no snapshot there (a branch), and the last block boundary of an answer. A snapshot is
@@ -12,7 +12,7 @@ sequence releases its pages.
 
 When a slot is needed and none is free, the snapshot with the lowest value is dropped (greedy dual
 algorithm). The value is the snapshot's number of tokens times its number of uses, plus the value of
-the snapshot that was dropped last, so that unused snapshots age. Slots have equal size. Pure.
+the snapshot that was dropped last, so that unused snapshots age. Pure.
 
 Invariants (each is a test of the same name in tests/scheduler/test_snapshots.py):
 - free_pending_and_kept_slots_are_all_slots
