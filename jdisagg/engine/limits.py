@@ -11,6 +11,7 @@ from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.blocks import StageCut, stage_layers
 from jdisagg.scheduler.executor import TYPICAL_PROMPT, MeshLimits, buckets, sequences_ahead
+from jdisagg.scheduler.window_pages import prompt_pages
 
 GRANULE_TOKENS = 16
 LARGEST_WHOLE_PREFILL = 8192
@@ -188,7 +189,7 @@ def window_pages(pages: int, page_size: int, window: int, context_tokens: int, c
         chunk: Number of tokens of the longest prefill chunk.
     """
     whole, kept = -(-context_tokens // page_size), ring_pages(window, page_size)
-    computed = min(whole, ring_pages(window + chunk - 1, page_size) + 3 * kept)
+    computed = min(whole, prompt_pages(window, chunk, page_size))
     prompt = -(-TYPICAL_PROMPT // page_size)
     return min(pages, computed + -(-pages * min(kept, prompt) // prompt))
 

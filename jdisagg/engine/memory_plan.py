@@ -303,12 +303,12 @@ def _with_pages(
         context = pages * size
         needed = max(pages, -(-min(LEAST_CONTEXT, geometry.context_tokens) // size))
     if needed > room:
-        asked = replace(plan, pages=needed * page_bytes, rings=plan.rings + of_windows(needed))
+        asked = replace(plan, pages=needed * page_bytes, rings=of_windows(needed))
         raise ConfigError(_refusal(geometry.name, asked))
     plan = replace(
         plan,
         pages=pages * page_bytes,
-        rings=plan.rings + of_windows(pages),
+        rings=of_windows(pages),
         tokens_per_rank=pages * size,
         context_tokens=context,
     )

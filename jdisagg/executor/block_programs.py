@@ -362,7 +362,6 @@ class MeshBlocks:
         spec, layers = limits.kv_spec, len(limits.kv_spec.layers)
         apart = limits.windows_apart
         windowed = spec.windowed if apart else limits.nothing
-        rings = pools.rings if limits.windows_held_apart else pools.pages.view(windowed)
         window_groups = (
             layer_groups(windowed.positioned, layers, limits.window_groups) if apart else ()
         )
@@ -379,7 +378,7 @@ class MeshBlocks:
                 spec.has_state,
             ),
             KvKind.WINDOW: _Kind(
-                BlockPrograms(programs, rings, window_groups, "window"),
+                BlockPrograms(programs, pools.rings, window_groups, "window"),
                 PullTargets(programs, windowed),
                 apart,
             ),

@@ -130,7 +130,7 @@ class Pools(NamedTuple):
         padding = largest + limits.extra_rows(largest)
         rings = limits.window_pages_per_rank or limits.state_rows * limits.ring_pages
         return Pools(
-            PagePool(programs, limits.paged, limits.pages_per_rank, size, padding, held),
+            PagePool(programs, limits.sent, limits.pages_per_rank, size, padding, held),
             # Padding rows write no state, because each dummy state would be as large as a real one.
             PagePool(programs, spec.state, limits.state_rows, 1, 0, held),
             PagePool(

@@ -37,8 +37,8 @@ class MeshLimits:
             set, only whole prompts share a chunk.
         state_slots_per_rank: Number of sequences on a rank that can have recurrent state or a
             sliding-window ring buffer.
-        windows_apart: Whether the KV of sliding-window layers is sent separately, after the blocks
-            of all other layers. Only positions still inside the windows are then sent.
+        windows_apart: Whether the KV of sliding-window layers is held and sent separately, after
+            the blocks of all other layers. Only positions still inside the windows are then sent.
         ring_pages: Number of pages of the sliding-window ring buffer that each sequence has; 0 if
             sliding-window layers use other pages.
         window_pages_per_rank: Number of pages of sliding-window layers of each rank, on a mesh that
@@ -157,7 +157,7 @@ class MeshLimits:
         `TYPICAL_PROMPT` tokens. 0 if cache hits need no snapshots."""
         if not self.snapshot_tokens:
             return 0.0
-        prompt = TYPICAL_PROMPT * self.paged.bytes_per_token
+        prompt = TYPICAL_PROMPT * self.sent.bytes_per_token
         return self.snapshot_bytes / (self.snapshot_bytes + prompt)
 
     @property
@@ -183,25 +183,15 @@ class MeshLimits:
 
     @property
     def sent(self) -> KVSpec:
-        """KV spec of the layers whose KV ordinary transfer blocks contain. Sliding-window layers
-        are excluded if they are sent separately."""
+        """KV spec of the layers whose KV ordinary pages and transfer blocks contain. Sliding-window
+        layers are excluded if they are sent separately, because they then have ring buffers or
+        pages of their own."""
         return self.kv_spec.unwindowed if self.windows_apart else self.kv_spec
-
-    @property
-    def paged(self) -> KVSpec:
-        """KV spec of the layers whose KV is in ordinary pages. Sliding-window layers are excluded
-        if they use ring buffers or pages of their own."""
-        return self.kv_spec.unwindowed if self.windows_held_apart else self.kv_spec
 
     @property
     def page_tables(self) -> int:
         """Number of page tables of a row of a prefill chunk."""
         return 2 if self.window_pages_per_rank else 1
-
-    @property
-    def windows_held_apart(self) -> bool:
-        """Whether sliding-window layers do not use ordinary pages."""
-        return self.ring_pages > 0 or self.window_pages_per_rank > 0
 
     @property
     def nothing(self) -> KVSpec:

@@ -15,7 +15,6 @@ Invariants (each is a test of the same name in tests/scheduler/test_priorities.p
 - only_a_lower_priority_yields_and_not_for_ever
 - the_lowest_and_newest_are_preempted_and_no_more_than_needed"""
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Sized
 
 from jdisagg.plain import plain
@@ -27,14 +26,6 @@ MOST_PRIORITY = 10
 def head_start(priority: int) -> float:
     """Returns the seconds of waiting that a priority counts as."""
     return PRIORITY_SECONDS * max(-MOST_PRIORITY, min(MOST_PRIORITY, priority))
-
-
-def count_each(priorities: Iterable[int]) -> dict[int, int]:
-    """Returns how often each priority occurs."""
-    counts: dict[int, int] = {}
-    for priority in priorities:
-        counts[priority] = counts.get(priority, 0) + 1
-    return counts
 
 
 def yields(priority: int, aside_seconds: float, to_priority: int) -> bool:

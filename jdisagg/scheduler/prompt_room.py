@@ -53,10 +53,8 @@ class PromptRoom:
             promised: Number of pages that must stay available to other prompts.
 
         Returns:
-            The page table; () on a mesh without such pages.
+            The page table.
         """
-        if not self.windows:
-            return ()
         wanted = kept.wanted_snapshots(rank, chain, tokens, cached)
         window = kept.use_snapshot(rank, chain, cached) if cached else ()
         table = self.windows[rank].begin(owner, tokens, cached, window, wanted, promised)
@@ -71,10 +69,6 @@ class PromptRoom:
         if kind is KvKind.STATE:
             return (self.states.slot(rank, owner),)
         return self.windows[rank].table(owner) if kind is KvKind.WINDOW else pages
-
-    def repeats(self, rank: int, owner: int) -> bool:
-        """Returns whether pages of windows repeat in a prompt's table."""
-        return bool(self.windows) and self.windows[rank].repeats(owner)
 
     def free(self, rank: int, owner: int) -> None:
         """Releases the slot or pages of a prompt."""

@@ -14,6 +14,7 @@ After a grant, at least one page is free for each sequence that may still need p
 sequences than batch slots may get pages, so that a freed slot is refilled at once."""
 
 import bisect
+from collections import Counter
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import sequences_ahead
 from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.scheduler.priorities import YieldingSequence, count_each, head_start, to_preempt
+from jdisagg.scheduler.priorities import YieldingSequence, head_start, to_preempt
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage, wanted_of_prompt
 from jdisagg.scheduler.spills import Spill
@@ -99,7 +100,7 @@ class Reservations:
 
     def priorities(self) -> dict[int, int]:
         """Returns the number of waiting requests by priority."""
-        return count_each([waiting.priority for waiting in self.queue])
+        return Counter([waiting.priority for waiting in self.queue])
 
     def check(self, request: Request, children: Sized[tuple[int, tuple[int, ...]]]) -> None:
         """Raises InvalidRequestError if even an idle mesh has no room for the request."""

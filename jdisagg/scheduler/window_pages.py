@@ -30,6 +30,18 @@ Table = tuple[int, ...]
 LEAST_SHARE = 0.1
 
 
+def turn_pages(window: int, chunk: int, page_size: int) -> int:
+    """Returns after how many columns a page may be repeated: when the first query of the chunk that
+    overwrites the page attends only to later pages."""
+    return ring_pages(window + chunk - 1, page_size)
+
+
+def prompt_pages(window: int, chunk: int, page_size: int) -> int:
+    """Returns a number of pages that suffices for a prompt of any length: those of its chunks, of
+    the window that it continues from, and of two windows to keep."""
+    return turn_pages(window, chunk, page_size) + 3 * ring_pages(window, page_size)
+
+
 class WindowPages:
     """The pages of sliding-window layers of one rank. Owners are sequences and restores.
 
@@ -42,11 +54,9 @@ class WindowPages:
     def __init__(self, limits: MeshLimits) -> None:
         self.total = limits.window_pages_per_rank
         self._seen_from, self._page_size = limits.seen_from, limits.page_size
-        window, chunk = limits.kv_spec.widest_window, limits.chunk_buckets[-1]
-        # A page may be repeated after this number of columns, when the first query of the chunk
-        # that overwrites the page attends only to later pages.
-        self._turn = ring_pages(window + chunk - 1, limits.page_size)
-        self._of_windows = 3 * ring_pages(window, limits.page_size) if limits.snapshot_tokens else 0
+        sizes = limits.kv_spec.widest_window, limits.chunk_buckets[-1], limits.page_size
+        self._turn = turn_pages(*sizes)
+        self._most = prompt_pages(*sizes) if limits.snapshot_tokens else self._turn
         self._free = deque(range(self.total))
         self._used = [0] * self.total  # by owners
         self._kept = [0] * self.total  # by kept windows
@@ -70,9 +80,8 @@ class WindowPages:
         return len(self._free)
 
     def needed(self, tokens: int) -> int:
-        """Returns a number of pages that suffices for a prompt of `tokens` tokens: those of its
-        chunks, of the window that it continues from, and of two windows to keep."""
-        return min(pages_for(tokens, self._page_size), self._turn + self._of_windows)
+        """Returns a number of pages that suffices for a prompt of `tokens` tokens."""
+        return min(pages_for(tokens, self._page_size), self._most)
 
     def begin(
         self,

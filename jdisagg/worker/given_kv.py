@@ -186,13 +186,8 @@ class GivenKv:
     ) -> "list[asyncio.Future[StepResult]]":
         tokens = len(chain) * self._kept.block_tokens
         place = self._kept.use_snapshot(rank, chain, tokens)
-        key, size = self._outgoing.checksum_key, self._mesh.page_size
-        extracting: list[asyncio.Future[StepResult]] = []
-        for offer in snapshot_offers(self._mesh, rank, tokens, self._context.ids):
-            handoff.announce((offer,), offer_weight(self._mesh, offer))
-            number = self._loop.next_number()
-            extracting.append(self._loop.submit(extraction(number, offer, place, size, key)))
-        return extracting
+        offers = snapshot_offers(self._mesh, rank, tokens, self._context.ids)
+        return [self._extract(handoff, offer, place) for offer in offers]
 
     async def _offer(
         self,
@@ -221,6 +216,8 @@ class GivenKv:
                         self._places.release()
                         return
                     extracts.append(self._extract(handoff, offer, pages))
+                    if self._decodes:
+                        extracts[-1].add_done_callback(lambda _: self._places.release())
                 # does not wait for each block, because the mesh runs other commands in between
                 summing.append(self._tasks.spawn(self._announce(handoff, extracts)))
             if self._decodes:
@@ -235,14 +232,9 @@ class GivenKv:
     def _extract(
         self, handoff: OutgoingHandoff, offer: Offer, pages: tuple[int, ...]
     ) -> "asyncio.Future[StepResult]":
-        handoff.announce((offer,))
+        handoff.announce((offer,), offer_weight(self._mesh, offer))
         key, page_size = self._outgoing.checksum_key, self._mesh.page_size
-        extracting = self._loop.submit(
-            extraction(self._loop.next_number(), offer, pages, page_size, key)
-        )
-        if self._decodes:
-            extracting.add_done_callback(lambda _: self._places.release())
-        return extracting
+        return self._loop.submit(extraction(self._loop.next_number(), offer, pages, page_size, key))
 
     async def _announce(
         self, handoff: OutgoingHandoff, extracts: "list[asyncio.Future[StepResult]]"

@@ -73,7 +73,7 @@ class HostTier(KvSource):
         counters: Counters,
         most_writing: int = MOST_WRITING,
     ) -> None:
-        self.block_bytes = kept.block_tokens * limits.paged.bytes_per_token
+        self.block_bytes = kept.block_tokens * limits.sent.bytes_per_token
         self.snapshot_bytes = limits.snapshot_bytes if kept.snapshots else 0
         self.snapshot_part = limits.snapshot_part if kept.snapshots else 0.0
         of_snapshots = self.bytes_of_snapshots(room.host_bytes)
@@ -375,7 +375,7 @@ class HostTier(KvSource):
     @property
     def snapshot_tokens(self) -> int:
         """Number of tokens whose KV is as large as a snapshot."""
-        return -(-self.snapshot_bytes // self._limits.paged.bytes_per_token)
+        return -(-self.snapshot_bytes // self._limits.sent.bytes_per_token)
 
     @contextmanager
     def holding(self, restore: Restore) -> Iterator[None]:

@@ -372,7 +372,7 @@ class MeshWorker(ABC):
         kept, mesh = self._kept, self._mesh
         if not kept.on:
             return spilled
-        of_token = mesh.paged.bytes_per_token
+        of_token = mesh.sent.bytes_per_token
         room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
         blocks = kept.blocks
         tiers = {"pages": KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)}

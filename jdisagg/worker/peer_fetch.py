@@ -164,7 +164,7 @@ class PeerFetch(KvSource):
         """Returns the number of tokens whose KV is as large as a snapshot after `end` tokens."""
         mesh = self._mesh
         seen, spec = end - mesh.seen_from(end), mesh.kv_spec.windowed
-        windows = seen * spec.bytes_per_token // mesh.paged.bytes_per_token
+        windows = seen * spec.bytes_per_token // mesh.sent.bytes_per_token
         return state_weight(mesh) // mesh.layer_groups + (windows if mesh.windows_apart else 0)
 
     async def _receive(self, handoff: IncomingHandoff) -> None:

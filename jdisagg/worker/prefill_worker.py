@@ -14,7 +14,7 @@ prompt that shares a prefix with an earlier one waits for the earlier one's bloc
 
 import asyncio
 import bisect
-from collections import deque
+from collections import Counter, deque
 
 import msgspec
 
@@ -63,7 +63,7 @@ from jdisagg.scheduler.prefill_admission import (
     admit,
 )
 from jdisagg.scheduler.prefill_batches import PrefillBatches
-from jdisagg.scheduler.priorities import count_each, head_start
+from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.prompt_room import PromptRoom
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
@@ -220,16 +220,16 @@ class PrefillWorker(MeshWorker):
     def _start(
         self, task: PrefillTask, pages: tuple[int, ...], later: tuple[tuple[int, int], ...]
     ) -> None:
-        """Queues a prompt that has pages for the next chunks. `later` are the keys and ranks of
-        prompts that start next."""
+        """Queues a prompt that has pages. `later`: keys and ranks of prompts that start next."""
         kept, room, chain, tokens = self._residency, self._room, task.chain, task.prompt.tokens
         rank, key, cached, slot = task.rank, task.prompt.key, task.cached_tokens, 0
-        wanted: tuple[int, ...] = ()
-        promised = sum([self._tasks[one].prompt.states for one, on in later if on == rank])
-        windows = room.begin_windows(kept, rank, key, chain, tokens, cached, promised)
-        if room.repeats(rank, key):
-            self._seek_again(self._shared.stall(key))  # few of its blocks can be continued from
-        if not windows:
+        wanted = windows = tuple[int, ...]()
+        if room.windows:
+            promised = sum([self._tasks[one].prompt.states for one, on in later if on == rank])
+            windows = room.begin_windows(kept, rank, key, chain, tokens, cached, promised)
+            if room.windows[rank].repeats(key):
+                self._seek_again(self._shared.stall(key))  # few of its blocks serve as hits
+        else:
             room.states.take(rank, key)
             slot = room.states.slot(rank, key)
             if cached:
@@ -586,11 +586,11 @@ class PrefillWorker(MeshWorker):
         """Returns the load by priority."""
         if not self._waiting and not self._backlog.tokens:
             return ()
-        waiting = count_each([one.priority for one in self._waiting])
+        waiting = Counter([one.priority for one in self._waiting])
         queued = self._backlog.by_priority()
         return tuple(
             [
-                PriorityLoad(one, waiting=waiting.get(one, 0), queued_tokens=queued.get(one, 0))
+                PriorityLoad(one, waiting=waiting[one], queued_tokens=queued.get(one, 0))
                 for one in sorted({*waiting, *queued})
             ]
         )

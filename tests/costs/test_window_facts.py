@@ -33,7 +33,7 @@ def test_the_calculator_says_what_is_held_and_what_is_sent(tokens: int) -> None:
         rings=True,
     )
     held = 64 * (
-        pages_for(tokens, 64) * limits.paged.bytes_per_token
+        pages_for(tokens, 64) * limits.sent.bytes_per_token
         + limits.ring_pages * SPEC.windowed.bytes_per_token
     )
     assert held_bytes(GPT, "bfloat16", tokens, 64) == held
