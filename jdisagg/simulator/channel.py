@@ -35,7 +35,7 @@ class Way:
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    ways: tuple[Way, Way]
+    ways: tuple[Way, ...]
     left_bytes: float
     most: float
     at: float
@@ -44,9 +44,8 @@ class _Flow:
     timer: asyncio.TimerHandle | None = None
 
     def fair_rate(self) -> float:
-        sender, receiver = self.ways
-        slowest = min(sender.slowed, receiver.slowed)
-        return min(self.most * slowest, sender.share, receiver.share)
+        slowest = min([way.slowed for way in self.ways])
+        return min(self.most * slowest, *[way.share for way in self.ways])
 
 
 @dataclass(slots=True)
@@ -97,7 +96,7 @@ class SimulatedChannel:
         self._overlap = overlap
         self._ways: dict[tuple[str, str, bool], Way] = {}
         self._slowed: dict[str, float] = {}
-        self._links: dict[tuple[str, str], tuple[Link, tuple[Way, Way], float]] = {}
+        self._links: dict[tuple[str, str], tuple[Link, tuple[Way, ...], float]] = {}
 
     def lose(self, owner: str) -> None:
         """Marks a worker as dead and removes the blocks that it published."""
@@ -153,7 +152,7 @@ class SimulatedChannel:
         loop.call_at(max(now, head_at), self._flow, ways, most, size_bytes - tail, then_tail)
 
     def _flow(
-        self, ways: tuple[Way, Way], most: float, size_bytes: float, done: Callable[[], None]
+        self, ways: tuple[Way, ...], most: float, size_bytes: float, done: Callable[[], None]
     ) -> None:
         flow = _Flow(ways, size_bytes, most, asyncio.get_running_loop().time(), done)
         for way in ways:
@@ -183,7 +182,7 @@ class SimulatedChannel:
         self._share_again(flow.ways)
         flow.done()
 
-    def _between(self, sender: str, receiver: str) -> tuple[Link, tuple[Way, Way], float]:
+    def _between(self, sender: str, receiver: str) -> tuple[Link, tuple[Way, ...], float]:
         """Returns the link, the sender's outgoing and the receiver's incoming `Way`, and the most
         bytes per second that one pull can reach."""
         known = self._links.get((sender, receiver))
