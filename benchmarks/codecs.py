@@ -67,7 +67,7 @@ def errors(
     def cache(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         found: list[tuple[jax.Array, jax.Array]] = []
 
-        def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, **how: Any) -> jax.Array:
+        def attend(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: Any, **how: Any) -> jax.Array:
             found.append((k_TKH.swapaxes(0, 1), v_TKH.swapaxes(0, 1)))
             return dense_causal_attend(q_TNH, k_TKH, v_TKH, **how)
 

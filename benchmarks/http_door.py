@@ -112,6 +112,12 @@ class FakePath:
     async def status(self) -> tuple[WorkerStatus, ...]:
         return ()
 
+    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
+        raise NotImplementedError("no client suspends here")
+
+    async def reset_cache(self) -> int:
+        return 0
+
     async def drain(self) -> None:
         """Does nothing, because the path keeps no state."""
 

@@ -20,7 +20,7 @@ import psutil
 from absl import app, flags
 
 from benchmarks.measure import save
-from benchmarks.placement import RULES, cluster
+from benchmarks.placement import NAME, ROUNDS, RULES, cluster
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptNews, KeptScheme
 from jdisagg.request import Request
 from jdisagg.router.accounts import Work
@@ -31,8 +31,6 @@ from jdisagg.scheduler.residency import BlockNames
 
 _INSTANCES = flags.DEFINE_integer("instances", 1000, "Workers, half of each kind.")
 _BLOCKS = flags.DEFINE_integer("blocks", 1_000_000, "Blocks of all workers together.")
-_ROUNDS = flags.FLAGS["rounds"]  # of benchmarks/placement.py, as is the next
-_NAME = flags.FLAGS["name"]
 
 GRAIN = 128
 SCHEME = KeptScheme("model", GRAIN, GRAIN)
@@ -128,13 +126,13 @@ def measure(instances: int, blocks: int, rounds: int) -> dict[str, float]:
 
 def main(_: list[str]) -> None:
     gc.disable()
-    found = measure(_INSTANCES.value, _BLOCKS.value, _ROUNDS.value)
+    found = measure(_INSTANCES.value, _BLOCKS.value, ROUNDS.value)
     for name, value in found.items():
         shown = f"{value * 1e6:.0f} us" if name.endswith("_seconds") else f"{value:.4g}"
         print(f"{name.removesuffix('_seconds'):<20} {shown}")
-    if _NAME.value:
-        shape = {"instances": _INSTANCES.value, "blocks": _BLOCKS.value, "rounds": _ROUNDS.value}
-        save(_NAME.value, shape | found)
+    if NAME.value:
+        shape = {"instances": _INSTANCES.value, "blocks": _BLOCKS.value, "rounds": ROUNDS.value}
+        save(NAME.value, shape | found)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.measure import save
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KV_SCALES_FILE
-from jdisagg.model_api import Attend
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.ops.kv_pages import as_kept, as_read
 from launch.calibrate_kv import DEFAULT_TEXT, sequences
@@ -108,7 +107,7 @@ def made(name: str, folder: Path) -> Path:
 def logits(directory: Path, texts: Sequence[Sequence[int]], kv_dtype: str) -> np.ndarray:
     """Returns logits, float32 [texts, T, V]."""
     model = load_model(directory, Layout(), jax.devices()[:1], kv_dtype=kv_dtype).model
-    attend: Attend = _attend_to_kept if kv_dtype else dense_causal_attend
+    attend: Callable[..., jax.Array] = _attend_to_kept if kv_dtype else dense_causal_attend
     positions_T = jnp.arange(PROMPT_TOKENS, dtype=jnp.int32)
     run = jax.jit(lambda ids_T: model(ids_T, positions_T, attend))
     return np.stack([np.asarray(run(jnp.asarray(text, jnp.int32))) for text in texts])

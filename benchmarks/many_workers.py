@@ -33,6 +33,8 @@ from jdisagg.errors import JdisaggError
 from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import (
+    FetchCall,
+    FetchReply,
     FirstToken,
     GenerateCall,
     PrefillCall,
@@ -95,6 +97,9 @@ class FakeWorker(Worker):
         reservation = random_id()
         self._lengths[reservation] = call.request.sampling.max_tokens
         return Reservation(reservation, self.name, 0, 30.0)
+
+    async def fetch(self, call: FetchCall) -> FetchReply:
+        raise NotImplementedError("no worker of this benchmark fetches blocks")
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
         length = self._lengths[call.reservation_id]

@@ -6,11 +6,11 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
-import jaxlib
+import jaxlib.version
 
 from benchmarks.commits import commit
 
@@ -38,7 +38,7 @@ def machine() -> dict[str, object]:
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
         "backend": jax.default_backend(),
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
@@ -66,7 +66,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, object]:
     }
 
 
-def save(name: str, figures: dict[str, object]) -> Path:
+def save(name: str, figures: Mapping[str, object]) -> Path:
     """Writes `results/<name>.json`."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"

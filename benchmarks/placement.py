@@ -27,8 +27,8 @@ from jdisagg.router.cluster_state import ClusterState, Description
 from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
 from jdisagg.router.placement import decide
 
-_ROUNDS = flags.DEFINE_integer("rounds", 4000, "Decisions of each cluster.")
-_NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
+ROUNDS = flags.DEFINE_integer("rounds", 4000, "Decisions of each cluster.")
+NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 SIZES = (10, 100, 1000)
 MODEL, HARDWARE = geometry("llama-3-70b"), accelerator("h100")
@@ -112,7 +112,7 @@ def measure(instances: int, rounds: int) -> dict[str, float]:
 
 def main(_: list[str]) -> None:
     gc.disable()
-    results = {str(size): measure(size, _ROUNDS.value) for size in SIZES}
+    results = {str(size): measure(size, ROUNDS.value) for size in SIZES}
     for size, found in results.items():
         print(
             f"{size:>5} instances: "
@@ -121,8 +121,8 @@ def main(_: list[str]) -> None:
                 for name, seconds in found.items()
             )
         )
-    if _NAME.value:
-        save(_NAME.value, {"rounds": _ROUNDS.value, "instances": results})
+    if NAME.value:
+        save(NAME.value, {"rounds": ROUNDS.value, "instances": results})
 
 
 if __name__ == "__main__":

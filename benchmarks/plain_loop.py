@@ -157,12 +157,13 @@ def prefill(
             outputs.append(jnp.einsum("kgts,ksh->kgth", weight, v[:, :high]))
         x = _rest(x, jnp.concatenate(outputs, axis=2).transpose(2, 0, 1, 3), layer)
         zero = jnp.zeros((), jnp.int32)
+        start = (row, zero, zero, zero)
         new.append(
-            tuple(
-                lax.dynamic_update_slice(old, part[None], (row, zero, zero, zero))
-                for old, part in ((k_cache, k), (v_cache, v))
+            (
+                lax.dynamic_update_slice(k_cache, k[None], start),
+                lax.dynamic_update_slice(v_cache, v[None], start),
             )
-        )  # type: ignore[arg-type]
+        )
     return new, _token(x[-1:], weights)
 
 

@@ -107,7 +107,7 @@ def run() -> dict[str, object]:
     """Returns all figures of the requested parts."""
     parts = {"poisson": poisson, "storm": storms}
     for name, known in (("parts", [*parts]), ("servers", KINDS)):
-        if unknown := sorted({*flags.FLAGS[name].value} - {*known}):
+        if unknown := sorted({*(flags.FLAGS[name].value or ())} - {*known}):
             raise ConfigError(
                 f"--{name}={','.join(unknown)} is not known; choose of {', '.join(known)}"
             )

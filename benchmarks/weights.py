@@ -357,7 +357,7 @@ async def pauses(target: str, folders: list[Path]) -> dict[str, object]:
     return figures
 
 
-def other_weights(model: Path, folder: Path, seed: int) -> Path:
+def other_weights(model: Path | str, folder: Path, seed: int) -> Path:
     """Copies a model with noise."""
     rng = np.random.default_rng(seed)
     shutil.copytree(model, folder)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from jdisagg.client import AsyncClient, GenerateOptions
 from jdisagg.config import Mode
@@ -32,14 +33,14 @@ class Kind:
 
     @property
     def options(self) -> GenerateOptions:
-        sampling: dict[str, object] = (
+        sampling: dict[str, Any] = (
             {"temperature": 0.0}
             if self.seed is None
             else {"temperature": 0.8, "top_k": 50, "seed": self.seed}
         )
         return GenerateOptions(
             token_ids=self.token_ids, max_tokens=self.max_tokens, ignore_eos=True, **sampling
-        )  # type: ignore[typeddict-item]
+        )
 
 
 async def known_kinds(

@@ -10,6 +10,7 @@ wrapped."""
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from benchmarks.soak.faults import FaultPlan, FaultyChannel, everything
 from benchmarks.soak.moments import watch_workers
@@ -50,10 +51,10 @@ def _watch_channels(taker: OrderTaker, plan: FaultPlan) -> None:
     """Wraps the channel's class before launch.worker imports it."""
     inner = negotiated_channel.NegotiatedChannel
 
-    def watched(*arguments: object, **named: object) -> Channel:
+    def watched(*arguments: Any, **named: Any) -> Channel:
         return FaultyChannel(
             inner(*arguments, **named), plan, MonotonicClock(), taker.moments.watch_pull
-        )  # type: ignore[arg-type]
+        )
 
     negotiated_channel.NegotiatedChannel = watched  # type: ignore[misc,assignment]
     threading.Thread(
