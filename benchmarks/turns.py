@@ -80,15 +80,16 @@ ROTATED = (
 
 
 class FromDecode:
-    """Index that reports, for each prompt, that the decode worker has all of it cached."""
+    """Middleware of the prefill port that has the prefill worker fetch, for each prompt, all that
+    the decode worker has cached."""
 
-    def __init__(self, new_id: Callable[[], int]) -> None:
-        self._new_id = new_id
+    def __init__(self, new_id: Callable[[], int], affinity: LocalAffinity) -> None:
+        self._new_id, self._affinity = new_id, affinity
 
     async def prefill(
         self, proceed: Callable[[PrefillCall], Awaitable[PrefillReply]], call: PrefillCall
     ) -> PrefillReply:
-        known = len(call.request.prompt_token_ids)
+        known = self._affinity.known(call.request)().get(DECODE, 0)
         hint = HandoffSource(DECODE, self._new_id())
         return await proceed(msgspec.structs.replace(call, peer=hint, peer_tokens=known))
 
@@ -109,9 +110,10 @@ class ByWay(EmbeddedCluster):
     def open_ways(self) -> None:
         prefill, decode = self._workers
         assert self._names is not None
-        hinted = through(PrefillPort, self.ports.prefill[PREFILL], FromDecode(prefill._context.ids))
-        fetching = ClusterPorts({PREFILL: hinted}, self.ports.decode)
         plain, told = PlacerSettings(), LocalAffinity((prefill, decode), self._names.secret)
+        from_decode = FromDecode(prefill._context.ids, told)
+        hinted = through(PrefillPort, self.ports.prefill[PREFILL], from_decode)
+        fetching = ClusterPorts({PREFILL: hinted}, self.ports.decode)
         priced = RoutingConfig(hold_seconds=1e9, peer_fetch=True)
         self.ways = {
             "recompute": self._path(self.ports, plain),
