@@ -192,8 +192,9 @@ class RoutingConfig:
             worker, in seconds. None sets no bound.
         hold_seconds: Threshold on the queued work of a prefill worker, in seconds. If all prefill
             workers exceed it, requests wait at the router, which orders them fairly among tenants.
-        local_gain: Fraction in [0, 1). The decode worker computes a prompt itself only if this
-            shortens the predicted time of prefill and hand-off together by more than this fraction.
+        local_gain: Fraction in [0, 1). A decode worker with running streams, or without any of the
+            prompt cached, computes the prompt itself only if this shortens the predicted time of
+            prefill and hand-off together by more than this fraction.
         far_link: Name (costs/hardware.py) of the link between workers in different racks.
         output_quantile: Quantile in (0, 1) of recent output lengths that predicts the length of an
             answer. None predicts max_tokens.

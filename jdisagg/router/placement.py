@@ -269,11 +269,13 @@ def _choose(
     (pair, pair_cost), (local, local_cost) = paired, alone
     mixed = bool(state.table.flag("mixed")[state.row(local.decode)])
     assert pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
-    # The margin covers what the price omits: the loss of other streams, and that prefill workers
-    # will not have this prompt cached.
-    gain = 0.0 if mixed else policy.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
+    at = int(decodes.rows.searchsorted(state.row_of(local.decode)))
+    gain = 0.0
+    if not mixed and (weighed.decodes.busy[at] or not local.cached_tokens):
+        # The margin covers what the price omits: the loss of all streams of the worker but one, and
+        # that prefill workers will not have a new prompt cached.
+        gain = policy.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
     if weighed.local and local.cached_tokens > max(pair.cached_tokens, pair.peer_tokens):
-        at = int(decodes.rows.searchsorted(state.row_of(local.decode)))
         local_cost -= WORTH_TO_OTHERS * float(weighed.local.costs.spared[at])
     if local_cost + gain < pair_cost:
         less = _ms(pair_cost - local_cost)

@@ -76,6 +76,21 @@ def test_the_way_that_is_chosen_is_the_cheaper_one(running: int, queued: int, kn
     assert (chosen.prefill is None) == (alone < apart), chosen.reason
 
 
+@pytest.mark.parametrize(
+    ("running", "cached", "prefill"), [(0, 4000, None), (1, 4000, "p0"), (0, 0, "p0")]
+)
+def test_the_required_gain_covers_other_streams_and_new_prompts_alone(
+    running: int, cached: int, prefill: str | None
+) -> None:
+    """With a required gain that nothing reaches, an idle decode worker still continues a history
+    that it has cached."""
+    state = state_of(prefill_status("p0"), appends("d0", running, running * 600))
+    work = Work(cached + 200, expected_tokens=100)
+    query = replace(TURN, work=work, cached=dict.fromkeys(("p0", "d0"), cached) if cached else {})
+    assert decision(state, query, replace(POLICY, local_gain=0.0)).prefill is None
+    assert decision(state, query, replace(POLICY, local_gain=0.999)).prefill == prefill
+
+
 def test_no_stream_there_waits_for_a_token_longer_than_the_bound() -> None:
     running = appends("d0", 50, 50_000)
     # so that only the bound speaks for the prefill worker
