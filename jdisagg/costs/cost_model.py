@@ -292,12 +292,13 @@ class CostModel:
     def weight_bytes_per_device(self) -> float:
         """Bytes of weights on one device.
 
-        Experts are spread over ep, or sharded by tp. Other matrices and the embedding are sharded
-        by tp, and layers are spread over pipeline stages. Every device has the whole MoE router,
-        the whole projections of an MLA latent, and at least one kv head. Every dp rank has a copy
-        of all weights except experts."""
+        Experts are spread over ep, or sharded by tp; other matrices and the embedding are sharded
+        by tp. Each device has the whole MoE router, the whole projections of an MLA latent, and at
+        least one kv head. Each dp rank has a copy of all but experts. Layers are spread over
+        pipeline stages, and speculation adds one to the last."""
         matrices, experts, embedded = self._weight_bytes
-        return (matrices + experts + embedded) / self.stages
+        drafts = self.stage_weight_bytes(1) - embedded if self._kernels.draft_tokens else 0.0
+        return (matrices + experts + embedded) / self.stages + drafts
 
     def update_seconds(self, link: Link) -> float:
         """Predicts the seconds to transfer new weights, if each device receives its part over its
@@ -336,7 +337,8 @@ class CostModel:
     @property
     def kv_bytes_per_device(self) -> float:
         """Bytes of one token's KV on each device of the dp rank that holds the KV."""
-        return self.geometry.attention_layers * self._kv_bytes() / self.stages
+        layers = self.geometry.attention_layers / self.stages
+        return (layers + (1 if self._kernels.draft_tokens else 0)) * self._kv_bytes()
 
     @property
     def state_bytes(self) -> int:

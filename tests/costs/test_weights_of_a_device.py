@@ -7,6 +7,7 @@ import pytest
 from jdisagg.costs.catalog import CATALOG, geometry
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.kernels import Kernels
 from jdisagg.layout.axes import Layout
 
 
@@ -36,3 +37,16 @@ def test_a_device_holds_whole_what_tensor_parallelism_does_not_cut() -> None:
         assert CostModel(shape, accelerator("h100")).weight_bytes_per_device == pytest.approx(
             2 * shape.parameters
         )
+
+
+def test_speculation_adds_one_layer_of_weights_and_of_kv() -> None:
+    shape, card, layout = geometry("deepseek-v3"), accelerator("h200"), Layout(dp=2, tp=4, ep=8)
+    drafting = dataclasses.replace(card, kernels=Kernels(draft_tokens=2, acceptance=0.8))
+    with_drafts, without = (CostModel(shape, one, layout) for one in (drafting, card))
+    latent = 7168 * (1536 + 512 + 64)
+    cut = 128 * (1536 * (128 + 64) + 512 * (128 + 128) + 128 * 7168)
+    dense = 3 * 3 * 7168 * 18432 + 58 * 3 * 7168 * 2048
+    layer = latent + (cut + dense / 61) / 4 + 58 / 61 * 7168 * 256 + 3 * 7168 * 2048 * 256 / 8
+    added = with_drafts.weight_bytes_per_device - without.weight_bytes_per_device
+    assert added == pytest.approx(2 * layer, rel=1e-9)
+    assert with_drafts.kv_bytes_per_device / without.kv_bytes_per_device == pytest.approx(62 / 61)
