@@ -315,8 +315,7 @@ class CostModel:
 
     @property
     def _weight_bytes(self) -> tuple[float, float, float]:
-        """Bytes on one device of all layers' matrices, of their experts, and of embedding and head,
-        if there were one stage."""
+        """Bytes on a device of all layers' matrices, their experts, and the stem, if one stage."""
         shape, layout = self.geometry, self.layout
         spread = layout.ep if layout.ep > 1 else layout.tp
         embedded = shape.embedding_parameters / layout.tp
