@@ -192,6 +192,7 @@ class RoutingConfig:
             worker, in seconds. None sets no bound.
         hold_seconds: Threshold on the queued work of a prefill worker, in seconds. If all prefill
             workers exceed it, requests wait at the router, which orders them fairly among tenants.
+            Workers with several dp ranks get at least three full chunks of work.
         local_gain: Fraction in [0, 1). A decode worker with running streams, or without any of the
             prompt cached, computes the prompt itself only if this shortens the predicted time of
             prefill and hand-off together by more than this fraction.

@@ -449,20 +449,29 @@ def _admitted(
     queue = decision.terms.prefill_queue
     if decision.prefill is not None and decision.cached_tokens:
         queue = min(queue, float(weighed.prefills.queue.min()))
-    if queue > policy.hold_seconds + _idle_ranks_seconds(state, decision):
+    if queue > _most_queued_seconds(state, decision, policy.hold_seconds):
         return Deferred(f"every prefill worker has at least {_ms(queue)} of queued work")
     return decision
 
 
-def _idle_ranks_seconds(state: ClusterState, decision: Decision) -> float:
-    """Returns the queue, in seconds, that the chosen prefill worker has when each of its dp ranks
-    has a prompt. The worker's queue is a mean over its ranks, but one rank computes a prompt.
-    Without this allowance, one long prompt would hold back prompts for idle ranks. Assumes that
-    other prompts take as long as this one."""
+def _most_queued_seconds(state: ClusterState, decision: Decision, hold_seconds: float) -> float:
+    """Returns the queue of the chosen worker, in seconds, beyond which requests are held.
+
+    A worker's queue is a mean over its dp ranks, and contains a running chunk until it ends. A
+    chunk takes as long as the rank with the most tokens, and later prompts cannot join it. With
+    several ranks, the running chunk and the chunk issued behind it are therefore allowed in
+    addition to `hold_seconds`, and these are at least one more chunk. Otherwise chunks would be
+    issued before each rank has its share. Prompts longer than this get a rank each."""
     assert decision.terms is not None
-    row = -1 if decision.prefill is None else state.row_of(decision.prefill)
-    ranks = float(state.table["ranks"][row]) if row >= 0 else 1.0
-    return decision.terms.prefill * (1.0 - 1.0 / ranks) if ranks > 1.0 else 0.0
+    row = state.row_of(decision.prefill or decision.decode)
+    ranks = float(state.table["ranks"][row])
+    if ranks <= 1.0 or (decision.prefill is None and not state.table.flag("mixed")[row]):
+        return hold_seconds
+    tokens = int(state.table["chunk_tokens"][row])
+    prompt = decision.terms.prefill
+    speed = state.speeds[int(state.table["speed"][row])]
+    chunk = speed.prefill_seconds(tokens, 0, tokens) if tokens else prompt
+    return max(hold_seconds, chunk) + max(2.0 * chunk, prompt * (1.0 - 1.0 / ranks))
 
 
 def _by_load(

@@ -9,6 +9,7 @@ import pytest
 
 from jdisagg.config import Mode, RoutingConfig
 from jdisagg.costs.catalog import geometry
+from jdisagg.costs.engines import Software
 from jdisagg.costs.hardware import accelerator
 from jdisagg.layout.axes import Layout
 from jdisagg.observe.decision_log import DecisionLog, read_records
@@ -103,6 +104,28 @@ def test_who_is_admitted_is_served_in_time_where_dp_ranks_wait_for_each_other() 
     late = sum((outcome.ttft or 0.0) > 1.5 for outcome in admitted)
     assert late <= 0.05 * len(admitted), (late, len(admitted))
     assert 200 < len(admitted) < len(result.outcomes) - 100
+
+
+@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
+def test_requests_held_at_the_router_leave_no_dp_rank_idle(mode: Mode) -> None:
+    """One chunk takes longer than `hold_seconds`. An instance that gets prompts for some of its
+    ranks alone computes them in the time of all."""
+    wide = Pool(1, accelerator("h200"), replace(INSTANCE, layout=Layout(dp=8, ep=8)))
+    arrivals = workloads.poisson(16.0, 200, workloads.LogNormal(2000, 1.0, 8, 1.0, longest=16000))
+    software = Software.of("sglang", "fp8", None)
+    ends = []
+    for hold_seconds in (0.5, 1e9):
+        site = Fleet(
+            software.shape(geometry("deepseek-v3")),
+            wide,
+            wide if mode is Mode.DISAGGREGATED else None,
+            mode,
+            routing=RoutingConfig(hold_seconds=hold_seconds),
+            fused=mode is Mode.CHUNKED,
+            software=software,
+        )
+        ends.append(max(o.first_token or 0.0 for o in simulate(site, arrivals).outcomes))
+    assert ends[0] < 1.1 * ends[1], ends
 
 
 def test_a_flood_of_one_tenant_takes_nothing_from_the_others() -> None:

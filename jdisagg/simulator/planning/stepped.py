@@ -129,7 +129,11 @@ class SteppedRun:
         chunk = limits.chunk_buckets[-1]
         seconds = self._sent.prefill(((chunk, 0),))[1] / chunk
         self._hold_tokens = fleet.routing.hold_seconds / seconds * limits.ranks
-        self._other_ranks = limits.ranks - 1  # each gets a prompt before requests are held
+        # With several ranks, some chunks and a prompt for each rank are allowed in addition.
+        self._other_ranks, self._chunks = limits.ranks - 1, 0
+        if self._other_ranks:
+            self._hold_tokens = max(self._hold_tokens, chunk * limits.ranks)
+            self._chunks = 2 * chunk * limits.ranks
         self._caches = self._prefix_caches() if fleet.prefix.reuse else []
         # Ends of commands have a version, arrivals of KV a request.
         self._events: list[tuple[float, int, int, int, SteppedRequest | None]] = []
@@ -201,7 +205,7 @@ class SteppedRun:
         if self._prefills:
             first = min(range(len(work)), key=work.__getitem__)
             alike = self._other_ranks * (request.prompt - (cached[first] if cached else 0))
-            if work[first] > self._hold_tokens + alike:
+            if work[first] > self._hold_tokens + max(self._chunks, alike):
                 return False  # the router holds requests while all prefill workers have work
             order = sorted(range(len(loads)), key=loads.__getitem__)
         else:
