@@ -92,6 +92,10 @@ class InstanceConfig:
         chunk_tokens: Size of the largest packed prefill chunk of a dp rank, in tokens. Further
             chunk sizes are its halves, quarters and so on, down to `min_chunk_tokens`.
         min_chunk_tokens: Size of the smallest prefill chunk, in tokens.
+        gather_steps: Number of decode steps for which prompts wait, in modes chunked and unified,
+            until each dp rank has one. All ranks take part in each chunk, so that a chunk with
+            prompts of all ranks costs little more than one with a single prompt. 0: they do not
+            wait.
         layer_groups: Number of groups of layers, each a program, into which the prefill of a chunk
             is divided. The KV of one group is sent while the next group computes. Prefill and
             decode instances need the same value. None derives it from the model's bytes, or, with
@@ -132,6 +136,7 @@ class InstanceConfig:
     slots_per_rank: int = 8
     chunk_tokens: int = 512
     min_chunk_tokens: int = 64
+    gather_steps: int = 0
     layer_groups: int | None = None
     block_bytes: int | None = None
     steps_per_dispatch: int = 1
@@ -169,7 +174,7 @@ class InstanceConfig:
             _positive(name, getattr(self, name))
         for name in ("pages_per_rank", "layer_groups"):
             _positive(name, 1 if (value := getattr(self, name)) is None else value)
-        for name in ("block_bytes", "ahead_sequences", "adapters"):
+        for name in ("block_bytes", "ahead_sequences", "adapters", "gather_steps"):
             if (value := getattr(self, name)) is not None and value < 0:
                 raise ConfigError(f"{name} must not be negative, got {value}")
         if self.min_chunk_tokens > self.chunk_tokens:

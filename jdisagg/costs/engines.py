@@ -12,7 +12,9 @@ all-reduces reach 0.46 (H200) and 0.33 (B200) of the link's peak. Decode attenti
 takes 9.5 us (H100, H200) and 7.3 us (B200). Host times were chosen with half of the public serving
 points (benchmarks/results/public_runs.md). The exchange of experts across hosts follows DeepEP's
 public figures: tokens are sent to experts in fp8, at 0.9 of the link's peak, with one copy per host
-for large batches. Pure data."""
+for large batches. Prompts can wait 60 steps for other dp ranks, as in TensorRT-LLM's examples and
+InferenceX's scripts (`attention_dp_config: enable_balance, timeout_iters`); SGLang accepts any
+number (`--prefill-delayer-max-delay-passes`, by default 30). Pure data."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -86,6 +88,8 @@ class EnginePreset:
       front_seconds: Seconds from a client to the scheduler's queue and back.
       steps_ahead: Number of steps that are issued before a new request can join.
       reserved: Fraction of an answer whose KV must fit before the request starts.
+      gather_steps: Number of decode steps for which an engine can let prompts wait until each dp
+        rank has one, where one pool prefills and decodes; 0 if it cannot.
       step_error: Median relative error of predicted TPOT on public measurements
         (benchmarks/results/public_runs.md). There are no GPU measurements of jdisagg; its error is
         that of jdisagg's kernel times against measurements of other engines.
@@ -97,6 +101,7 @@ class EnginePreset:
     front_seconds: float = 0.0
     steps_ahead: int = 0
     reserved: float = 1.0
+    gather_steps: int = 0
     step_error: float = 0.15
 
     def shape(self, geometry: CostGeometry, weights: str) -> CostGeometry:
@@ -220,12 +225,12 @@ ENGINES: dict[str, EnginePreset] = {
     engine.name: engine
     for engine in (
         JDISAGG,
-        GpuEngine("vllm", "mixed", 8192, 0.01, 1, 0.1, 0.09, captured_tokens=512),
+        GpuEngine("vllm", "mixed", 8192, 0.01, 1, 0.1, 0, 0.09, captured_tokens=512),
         GpuEngine(
-            "trtllm", "mixed", 8192, 0.01, 1, 1.0, 0.12, quantizes=False,
+            "trtllm", "mixed", 8192, 0.01, 1, 1.0, 60, 0.12, quantizes=False,
             collective_seconds=(3.5e-6, 5.5e-6),
         ),
-        GpuEngine("sglang", "prefill_first", 8192, 0.01, 1, 0.75, 0.11),
+        GpuEngine("sglang", "prefill_first", 8192, 0.01, 1, 0.75, 60, 0.11),
     )
 }  # fmt: skip
 

@@ -69,6 +69,7 @@ def mesh_limits(
         chunk_buckets=_chunk_buckets(smallest, largest, platform),
         append_buckets=_chunk_buckets(min(smallest, appends), appends, platform) if appends else (),
         mixed_buckets=_mixed_buckets(smallest, largest, instance, mode, spec),
+        gather_steps=instance.gather_steps if mode is not Mode.DISAGGREGATED else 0,
         # For a single row a GPU uses another kernel with other rounding.
         batch_buckets=buckets(min(traits.least_batch, slots), slots),
         layer_groups=groups_of_layers(sent, layer_groups, pp),

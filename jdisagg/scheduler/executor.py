@@ -62,6 +62,8 @@ class MeshLimits:
             then compiled.
         mixed_buckets: Numbers of tokens of the prefill chunks that can run together with a decode
             step in one program, ascending; empty if chunks and steps only alternate.
+        gather_steps: Number of decode steps for which prompts wait until each dp rank has one, on a
+            mesh that prefills and decodes; 0 if they do not wait.
         adapters: Number of slots for LoRA adapters.
         adapter_rank: Largest rank of an adapter.
         adapter_experts: Whether adapters may change routed experts.
@@ -95,6 +97,7 @@ class MeshLimits:
     append_buckets: tuple[int, ...] = ()
     appends: bool = False
     mixed_buckets: tuple[int, ...] = ()
+    gather_steps: int = 0
     draft_rows: int = 1
     speculates: bool = False
     draft_layer: str = ""

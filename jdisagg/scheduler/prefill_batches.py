@@ -116,6 +116,10 @@ class PrefillBatches:
         """Returns the chunk sizes among `sizes` at which a prompt may be split."""
         return tuple(size for size in sizes if size >= (self._cut_tokens or 0))
 
+    def gathers(self) -> bool:
+        """Returns whether some dp rank has no prompt, and no prompt is partly issued."""
+        return not all(self._queues) and not any(queue and queue[0].begun for queue in self._queues)
+
     def add(self, job: PrefillJob) -> None:
         """Queues a job by arrival, but never before a job of the same priority that is partly
         issued. A job of lower priority that is partly issued continues after this one."""

@@ -13,6 +13,9 @@ mesh is busy with earlier commands meanwhile. Two kinds of sequences are about t
 prefill chunk in flight (UNIFIED mode only), and those whose last KV insertions were issued before
 the newest step in flight.
 
+Prompts of a mesh with several dp ranks may wait for each other (`gathering`). Until then single
+steps run, so that a chunk can follow any step.
+
 `next_step` depends only on its snapshot, so that recorded snapshots can be replayed."""
 
 import enum
@@ -42,6 +45,7 @@ class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         prompts_queued: Whether some prompt has tokens that are in no issued prefill chunk.
+        gathering: Whether the queued prompts wait for prompts of other dp ranks.
         prefilled_last: Whether the newest command was a prefill chunk.
         decode_runnable: Whether any sequence can run a decode step. Read only if a prompt waits,
             too.
@@ -62,6 +66,7 @@ class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
     mode: Mode
     interruptible: bool = False
     prompts_queued: bool = False
+    gathering: bool = False
     prefilled_last: bool = False
     decode_runnable: bool = True
     mixes: bool = False
@@ -102,7 +107,7 @@ def next_step(now: StepSnapshot) -> StepDecision:
     """Decides what the mesh does next."""
     if now.span_in_flight:
         return _INTERRUPT if now.prompts_queued or now.span_blocks else _ONE_SPAN
-    if now.prompts_queued:
+    if now.prompts_queued and not now.gathering:
         if now.mode is Mode.UNIFIED:
             return _WHOLE_PROMPTS
         if now.mixes and now.decode_runnable:

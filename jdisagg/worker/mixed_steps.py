@@ -24,7 +24,9 @@ class MixedSteps:
 
     def seen(self, snapshot: StepSnapshot) -> StepSnapshot:
         """Returns the snapshot with the measured times from which the policy chooses mixed
-        steps."""
+        steps, and whether prompts wait for other prompts."""
+        if snapshot.prompts_queued and self._prefills.gathering:
+            return msgspec.structs.replace(snapshot, gathering=True)
         mixes = snapshot.prompts_queued and bool(self._times.chunks)
         if not mixes and not (snapshot.prompts_queued and snapshot.prefilled_last):
             return snapshot

@@ -38,12 +38,20 @@ class OwnPrefills:
         self._times = ChunkTimes(state.limits.computed.chunk_buckets[-1])
         self.waits = SharedWaits(state.residency, self._queued, self._times, counters)
         self._keys: dict[int, int] = {}  # keys in `waits`, by the group's key
+        self._steps_waited = 0  # decode steps since the last chunk, with a prompt queued
 
     def beside(self) -> tuple[int, ...]:
         """Returns the sizes of the chunks that may run together with a decode step; none with
         `grid_tokens`, which requires that a KV block is always computed by the same programs."""
         on_grid = self._state.residency.on and not self._state.residency.keeps_answers
         return () if on_grid else self._batches.beside(self._state.limits.mixed_buckets)
+
+    @property
+    def gathering(self) -> bool:
+        """Whether the queued prompts wait for prompts of other dp ranks (`gather_steps`). They do
+        only while each rank decodes a sequence, because a chunk costs the other ranks less."""
+        steps = self._state.limits.gather_steps
+        return self._steps_waited < steps and self._batches.gathers() and all(self._state.running)
 
     def __bool__(self) -> bool:
         return bool(self._batches)
@@ -77,6 +85,7 @@ class OwnPrefills:
         chunk = self._batches.next_chunk(step, beside=beside)
         if chunk is None:
             return None
+        self._steps_waited = 0
         self._times.issued(self._now())
         kept = self._state.residency
         for row in chunk.rows if kept.on else ():
@@ -102,4 +111,5 @@ class OwnPrefills:
 
     def step_ended(self) -> None:
         """Records that the mesh has finished a command and may begin the next one."""
+        self._steps_waited = self._steps_waited + 1 if self._batches else 0
         self._times.command_ended(self._now())

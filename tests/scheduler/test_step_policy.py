@@ -50,6 +50,17 @@ def test_a_larger_chunk_is_taken_only_for_a_gain_in_tokens_per_second() -> None:
     assert next_step(again) == decision, "nothing alternates"
 
 
+@pytest.mark.parametrize("mode", [CHUNKED, UNIFIED])
+def test_single_steps_run_while_prompts_wait_for_prompts_of_other_ranks(mode: Mode) -> None:
+    waiting = msgspec.structs.replace(MIXING, mode=mode, gathering=True)
+    decision = next_step(waiting)
+    assert (decision.action, decision.quiet, decision.chunk_tokens) == (Action.DECODE, False, 0)
+    span = msgspec.structs.replace(waiting, span_in_flight=True)
+    assert next_step(span).action is Action.INTERRUPT, "a chunk can follow any step"
+    joins = msgspec.structs.replace(waiting, chunk_in_flight=True)
+    assert next_step(joins).action is (Action.WAIT if mode is UNIFIED else Action.DECODE)
+
+
 def test_the_smallest_chunk_runs_even_if_it_makes_the_gap_too_long() -> None:
     tight = msgspec.structs.replace(MIXING, step_seconds=0.001)
     unknown = msgspec.structs.replace(MIXING, mixed_seconds=((64, 0.0),))

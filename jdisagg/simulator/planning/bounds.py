@@ -136,7 +136,7 @@ class Estimator:
         self.rooms = {item.layout: item.kv_tokens for item in fitting}
         self._known: dict[tuple[object, ...], tuple[tuple[str, float], ...]] = {}
         self._times: dict[tuple[Layout, int], np.ndarray] = {}
-        self._steps: dict[tuple[Layout, int], FusedChunks] = {}
+        self._steps: dict[tuple[Layout, int, bool], FusedChunks] = {}
         self._tables: dict[Layout, StepTable] = {}
 
     def under(self, goal: Goal) -> "Estimator":
@@ -152,7 +152,8 @@ class Estimator:
         if candidate.prefill is None:
             key = (candidate.decode, candidate.chunk_tokens, decode_ranks)
             if self.fused and candidate.mode is Mode.CHUNKED and self.demand.steps_mean:
-                limits = self._once(("fused", *key), lambda: self._fused(*key))
+                gathers = candidate.gather_steps > 0
+                limits = self._once(("fused", gathers, *key), lambda: self._fused(*key, gathers))
             else:
                 limits = self._once(key, lambda: self._one_pool(*key))
             return Bounds(_times(decode_ranks, limits))
@@ -249,21 +250,26 @@ class Estimator:
         )
         return tuple((name, _largest(met, most)) for name, met in tests)
 
-    def _fused(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
+    def _fused(
+        self, layout: Layout, chunk: int, ranks: int, gathers: bool
+    ) -> tuple[tuple[str, float], ...]:
         """Returns the bounds of one of `ranks` dp ranks that run prefill chunks within decode
-        steps, as (name, requests per second)."""
+        steps, as (name, requests per second). `gathers`: whether the chunks of all dp ranks of an
+        instance run in the same steps."""
         demand, goal, tokens = self.demand, self.goal, self.rooms[layout]
-        if (layout, chunk) not in self._steps:
+        key = (layout, chunk, gathers)
+        if key not in self._steps:
             if layout not in self._tables:
                 self._tables[layout] = StepTable(self.models[layout])
-            self._steps[layout, chunk] = FusedChunks(
+            self._steps[key] = FusedChunks(
                 self._tables[layout],
                 chunk,
                 demand.sample_prompts,
                 demand.context_mean,
                 demand.steps_mean,
+                gathers=gathers,
             )
-        steps = self._steps[layout, chunk]
+        steps = self._steps[key]
 
         def kept(rate: float, holds: Callable[[FusedPace], bool]) -> bool:
             pace = steps.pace(rate)

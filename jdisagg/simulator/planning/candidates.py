@@ -99,7 +99,8 @@ class Site:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A mode, with the layout and the number of the instances of each role. In the unified and
-    chunked modes `prefill` is None, and the decode instances also prefill."""
+    chunked modes `prefill` is None, and the decode instances also prefill. `gather_steps`: see
+    `InstanceConfig`."""
 
     mode: Mode
     decode: Layout
@@ -107,6 +108,7 @@ class Candidate:
     chunk_tokens: int = WHOLE_CHUNK
     prefill: Layout | None = None
     prefill_instances: int = 0
+    gather_steps: int = 0
 
     @property
     def devices(self) -> int:
@@ -124,6 +126,8 @@ class Candidate:
         decode = f"{self.decode_instances} x {short(self.decode)}"
         if self.prefill:
             return f"{self.prefill_instances} x {short(self.prefill)} -> {decode}"
+        if self.gather_steps:
+            decode += f", prompts gathered for {self.gather_steps} steps"
         return f"{decode}, chunk {self.chunk_tokens}" if self.mode is Mode.CHUNKED else decode
 
     def unit_devices(self) -> int:
@@ -256,7 +260,9 @@ def _staged_layouts(most: int) -> Iterator[Layout]:
 def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Iterator[Candidate]:
     """Yields a candidate with one pool for each mode and layout, with as many instances as fit.
     Layouts with pipeline stages are omitted, because prefills and decode steps that alternate in
-    the same stages are not simulated."""
+    the same stages are not simulated. Prompts are gathered only with the largest chunk: small
+    chunks keep decode steps short, and gathered prompts are few and large chunks."""
+    gathered = site.software.engine.gather_steps
     for item in fitting:
         if item.layout.pp > 1:
             continue
@@ -266,6 +272,8 @@ def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Ite
         if Mode.CHUNKED in modes:
             for chunk in CHUNKS:
                 yield Candidate(Mode.CHUNKED, item.layout, count, chunk)
+            if gathered and item.layout.dp > 1:
+                yield Candidate(Mode.CHUNKED, item.layout, count, gather_steps=gathered)
 
 
 def two_pools(fitting: list[Fitting], site: Site) -> Iterator[Candidate]:

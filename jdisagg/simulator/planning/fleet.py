@@ -113,6 +113,7 @@ class FleetMaker:
             slots_per_rank=self.slots,
             chunk_tokens=candidate.chunk_tokens,
             min_chunk_tokens=min(MIN_CHUNK, candidate.chunk_tokens),
+            gather_steps=candidate.gather_steps,
             codec=self.codec,
         )
         return Pool(count, self.site.described, instance)
@@ -150,6 +151,7 @@ class FleetMaker:
             slots_per_rank=slots,
             chunk_tokens=candidate.chunk_tokens,
             min_chunk_tokens=min(MIN_CHUNK, candidate.chunk_tokens),
+            gather_steps=candidate.gather_steps,
             layer_groups=min(LAYER_GROUPS, self.geometry.layers),
             codec=self.codec,
             hardware=self.hardware,

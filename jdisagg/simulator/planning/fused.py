@@ -73,13 +73,20 @@ class StepTable:
 
 class FusedChunks:
     """Estimates the steady state of one layout, with chunks of at most `chunk` tokens, for a sample
-    of prompt lengths."""
+    of prompt lengths. `gathers`: whether the chunks of all dp ranks run in the same steps."""
 
     def __init__(
-        self, table: StepTable, chunk: int, prompts: np.ndarray, context: float, steps: float
+        self,
+        table: StepTable,
+        chunk: int,
+        prompts: np.ndarray,
+        context: float,
+        steps: float,
+        *,
+        gathers: bool = False,
     ) -> None:
         self._table, self._chunk, self._context, self._steps = table, chunk, context, steps
-        self._ranks = table.model.layout.dp
+        self._ranks = 1 if gathers else table.model.layout.dp  # with chunks in different steps
         self._prompts = prompts.astype(float)
         self._mean = float(self._prompts.mean())
         self._attention = each_once(prompts, self._attended)

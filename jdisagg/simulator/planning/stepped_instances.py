@@ -84,6 +84,12 @@ class PromptQueues:
         """Whether every dp rank has a prompt."""
         return all(self._queues)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether some dp rank has no prompt, and no prompt is partly in a chunk."""
+        begun = (queue[0] for queue in self._queues if queue)
+        return not self.all_ranks and all(one.left == one.prompt - one.cached for one in begun)
+
     def take(self) -> Chunk:
         """Removes and returns the next chunk: on each rank the oldest prompts, up to the chunk's
         tokens. A prompt that does not fit is split, if it is the first or has waited longest."""
@@ -235,6 +241,7 @@ class Instance:
         self._stages = limits.stages
         self._span: SteppedSpan | None = None
         self._prefilled_last = False
+        self._most_waited, self._waited = limits.gather_steps, 0
         self._delay = 0.0
         self._issued: Chunk | None = None
         self._in_chunks = 0  # tokens of the running chunk and of the one issued ahead
@@ -255,9 +262,9 @@ class Instance:
             self.batch.join(request)
         self.joining.clear()
         prompts, running = self.queues.count, self.batch.running
-        if (prompts or self._issued) and not (
-            self._mode is Mode.CHUNKED and self._prefilled_last and running
-        ):
+        alternates = self._mode is Mode.CHUNKED and self._prefilled_last and running
+        gathers = self._waited < self._most_waited and prompts and self._gathers()
+        if (prompts or self._issued) and not alternates and not gathers:
             self._begin_chunk(now)
         elif running:
             self._begin_span(now)
@@ -265,7 +272,12 @@ class Instance:
             return False
         return True
 
+    def _gathers(self) -> bool:
+        """Returns whether prompts wait for prompts of other dp ranks (`InstanceConfig`)."""
+        return self.queues.gathers and all(self.batch.counts)
+
     def _begin_chunk(self, now: float) -> None:
+        self._waited = 0
         self.chunk = chunk = self._issued or self._take()
         self._issued = None
         if self._fused and self.batch.running:
@@ -291,7 +303,8 @@ class Instance:
 
     def _begin_span(self, now: float) -> None:
         batch, stages = self.batch, self._stages
-        prompts = self.queues.count and self._mode is Mode.CHUNKED
+        prompts = self.queues.count and (self._mode is Mode.CHUNKED or self._most_waited)
+        self._waited += 1 if prompts else 0
         steps = 1 if prompts else batch.until_first_end()
         count, context = -(-max(batch.counts) // stages), max(batch.contexts) / stages
         pace = self._costs.decode(count, context, steps)

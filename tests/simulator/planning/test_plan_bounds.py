@@ -154,6 +154,19 @@ def test_two_pools_use_what_is_left_and_one_pool_all_of_it():
     )
 
 
+@pytest.mark.parametrize(("engine", "gathers"), [("trtllm", True), ("vllm", False)])
+def test_prompts_are_gathered_where_the_engine_can_and_there_are_several_ranks(
+    engine: str, gathers: bool
+):
+    software = Software.of(engine, "fp8", None)
+    site = Site(accelerator("h200"), 8, software=software)
+    fitting = fitting_layouts(software.shape(geometry("deepseek-v3")), site, 9216)
+    gathered = [one for one in one_pool(fitting, site, (Mode.CHUNKED,)) if one.gather_steps]
+    assert {one.decode.dp for one in gathered} == ({2, 4, 8} if gathers else set())
+    for one in gathered:
+        assert f"gathered for {one.gather_steps} steps" in one.name
+
+
 def test_a_hand_off_stays_in_a_domain_where_a_whole_unit_fits_into_one():
     site = Site(accelerator("h100"), 16)
     near = Candidate(Mode.DISAGGREGATED, Layout(tp=4), 2, prefill=Layout(tp=4), prefill_instances=2)

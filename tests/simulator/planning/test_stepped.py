@@ -8,6 +8,7 @@ import pytest
 from jdisagg.config import Mode
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
+from jdisagg.costs.engines import Software
 from jdisagg.costs.hardware import accelerator, link
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.candidates import Candidate, Site, handoff_path
@@ -79,6 +80,25 @@ def test_latencies_are_those_of_the_simulator(candidate: Candidate, fused: bool)
             np.quantile([getattr(item, name) for item in run], (0.5, 0.9)) for run in (live, quick)
         )
         assert other == pytest.approx(one, rel=within), name
+
+
+def test_gathered_prompts_disturb_decode_steps_less_and_wait_no_longer_than_the_steps():
+    """Prompts come one at a time. The chunk of one rank delays all eight."""
+    software = Software.of("trtllm", "fp8", None)
+    site = Site(accelerator("h200"), 8, software=software)
+    maker = FleetMaker(software.shape(geometry("deepseek-v3")), site)
+    arrivals = poisson(0.9, 150, Fixed(8192, 300), seed=1)
+    found = {}
+    for steps in (0, 60):
+        candidate = Candidate(Mode.CHUNKED, Layout(dp=8, ep=8), 1, gather_steps=steps)
+        live = maker.run(candidate, arrivals).outcomes
+        quick = maker.runners.stepped(candidate, arrivals, lambda outcome: False).outcomes
+        for name, within in (("ttft", 0.15), ("tpot", 0.1)):
+            one, other = (np.mean([getattr(item, name) for item in run]) for run in (live, quick))
+            assert other == pytest.approx(one, rel=within), (steps, name)
+            found[steps, name] = one
+    assert found[60, "tpot"] < 0.8 * found[0, "tpot"]
+    assert found[60, "ttft"] < found[0, "ttft"] + 60 * found[60, "tpot"]
 
 
 def test_a_slow_link_delays_the_second_token_and_not_the_first():
