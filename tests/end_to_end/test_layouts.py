@@ -6,6 +6,7 @@ golden families. `test_process_matrix.py` holds the same between two processes. 
 pairwise choice runs by default, in which every two settings meet; `pytest -m slow` runs all."""
 
 import itertools
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -206,6 +207,19 @@ async def test_a_family_on_one_mesh_gives_the_tokens_of_transformers(
     sizes = config(mode, decode=layout, directory=directory, context=128, slots=2, chunk=32)
     async with running(sizes) as run:
         await check_continuations(run, directory, (24, 51, 40))
+
+
+async def test_prompts_that_wait_for_prompts_of_other_ranks_give_the_same_tokens(
+    tmp_path: Path,
+) -> None:
+    """The fifth prompt gets a slot while both ranks decode, and no other prompt comes."""
+    directory = golden_copy("deepseek_v3", tmp_path)
+    sizes = config(
+        Mode.CHUNKED, decode="dp=2,tp=2", directory=directory, context=128, slots=2, chunk=32
+    )
+    gathers = replace(sizes.decode, gather_steps=3)
+    async with running(replace(sizes, decode=gathers)) as run:
+        await check_continuations(run, directory, (24, 51, 40, 33, 45))
 
 
 async def check_continuations(
