@@ -91,15 +91,15 @@ class SloLimits:
                 )
 
     def attained(self, outcome: RequestOutcome) -> bool:
-        if outcome.end != "finished" or outcome.ttft is None:
+        ttft = outcome.ttft
+        if outcome.end != "finished" or ttft is None:
             return False
-        longest = outcome.gaps.longest if outcome.gaps else None
-        pairs = (
-            (outcome.ttft, self.ttft_seconds),
-            (outcome.tpot, self.tpot_seconds),
-            (longest, self.longest_gap_seconds),
-        )
-        return all(limit is None or value is None or value <= limit for value, limit in pairs)
+        if self.ttft_seconds is not None and ttft > self.ttft_seconds:
+            return False
+        tpot, gaps, longest = outcome.tpot, outcome.gaps, self.longest_gap_seconds
+        if self.tpot_seconds is not None and tpot is not None and tpot > self.tpot_seconds:
+            return False
+        return longest is None or gaps is None or gaps.longest <= longest
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,7 @@ def simulate(
     enough: Enough | None = None,
     begun: Enough | None = None,
     concurrency: int | None = None,
+    gaps: bool = True,
     cluster: Callable[..., SimulatedCluster] = SimulatedCluster,
 ) -> Result:
     """Simulates a workload on a fleet, and blocks until every request has ended.
@@ -104,6 +105,7 @@ def simulate(
       begun: As `enough`, called with the outcome so far of each request with its first token.
       concurrency: Number of users of a closed loop. A user sends the next request when the user's
         previous request has ended, and arrival times are ignored. None means an open loop.
+      gaps: Whether outcomes have the gaps between tokens.
       cluster: Class of the simulated cluster; studies of other engines pass a subclass.
 
     Raises:
@@ -118,7 +120,7 @@ def simulate(
     async def main() -> Result:
         served = cluster(fleet, VirtualClock(), seed, mortal, events)
         run = _Run(served, listed, progress)
-        run.enough, run.begun, run.users = enough, begun, concurrency
+        run.enough, run.begun, run.users, run.gaps = enough, begun, concurrency, gaps
         return await run.run(hooks, settle_seconds)
 
     threshold = gc.get_threshold()
@@ -144,6 +146,7 @@ class _Run:
         self.enough: Enough | None = None
         self.begun: Enough | None = None
         self.users: int | None = None
+        self.gaps = True
         self._begun = 0  # index of the closed loop's next request
 
     async def run(self, hooks: Sequence[Hook], settle_seconds: float) -> Result:
@@ -279,7 +282,9 @@ class _Run:
             arrival.prompt_tokens,
             len(tokens),
             first,
-            Gaps.of(gap_runs(self.cluster.timelines, tokens)) if len(tokens) > 1 else None,
+            Gaps.of(gap_runs(self.cluster.timelines, tokens))
+            if self.gaps and len(tokens) > 1
+            else None,
             end,
             arrival.tenant,
             prefill=self._made_by(tokens[0]) if tokens else "",

@@ -98,7 +98,8 @@ class FleetMaker:
         """Simulates a candidate with these arrivals, and stops early when `lost` returns True.
         Implements the planner's `Runner`."""
         begun = lost.begun if isinstance(lost, Loss) else None
-        result = simulate(self.fleet(candidate), arrivals, self.seed, enough=lost, begun=begun)
+        fleet = self.fleet(candidate)
+        result = simulate(fleet, arrivals, self.seed, enough=lost, begun=begun, gaps=False)
         return TrialRun(result.outcomes, result.usage, result.stopped)
 
     @property

@@ -10,6 +10,7 @@ from jdisagg.simulator.planning.bounds import Bounds, Demand, Goal
 from jdisagg.simulator.planning.candidates import Candidate
 from jdisagg.simulator.planning.trials import TOLERANCE, Process, Runner, Trier
 from jdisagg.simulator.planning.verdict import Finding, Trial, binding_limit
+from jdisagg.simulator.report import Report
 from jdisagg.simulator.workloads import Arrival
 
 MOST_RUNS = 14  # simulations of one candidate
@@ -51,10 +52,17 @@ class Measurer:
 
     def trial(self, candidate: Candidate, rate: float, stay_seconds: float = 0.0) -> Trial:
         """Simulates the candidate at `rate` requests per second (`trials`)."""
-        tries = Trier(
+        return self._trier.trial(self.runner, candidate, rate, stay_seconds)
+
+    def report(self, candidate: Candidate, rate: float, stay_seconds: float) -> Report:
+        """Returns the latencies of the candidate at `rate` requests per second (`trials`)."""
+        return self._trier.report(self.runner, candidate, rate, stay_seconds)
+
+    @property
+    def _trier(self) -> Trier:
+        return Trier(
             self.goal, self.workload, self.demand, self.most_requests, self.arrivals, self.seed
         )
-        return tries.trial(self.runner, candidate, rate, stay_seconds)
 
     def measured(self, task: Task) -> Finding | None:
         """Finds the candidate's highest rate. Returns None if the rate does not exceed the task's
@@ -137,7 +145,7 @@ def highest_rate(
       carried: Rate that is known to reach `wanted`, from which the search starts; 0 if no such rate
         is known.
       near: Whether the result is probably within a few percent of `guess`. The search then starts
-          near it and widens its steps.
+          with it and widens its steps.
     """
     runs = 0
 
@@ -148,7 +156,7 @@ def highest_rate(
 
     # Above a known rate, the result is probably close.
     low, high, step = carried, 0.0, 1 + TOLERANCE if carried or near else 1.3
-    rate = step * carried or (guess / step**0.5 if near else 0.8 * guess)
+    rate = step * carried or (guess if near else 0.8 * guess)
     while runs < MOST_RUNS and not (low and high):
         if met(rate):
             rate, low, step = rate * step, rate, min(4.0, step**2 if low else step)

@@ -35,14 +35,15 @@ from jdisagg.simulator.planning.candidates import (
     short,
     two_pools,
 )
-from jdisagg.simulator.planning.measure import Measurer, Task
+from jdisagg.simulator.planning.measure import TOLERANCE, Measurer, Task
 from jdisagg.simulator.planning.ranking import (
     STEPPED_REQUESTS,
     Spread,
     ranked_by_stepping,
     rate_with_error,
+    resolved,
 )
-from jdisagg.simulator.planning.trials import Process, Runner, Runners
+from jdisagg.simulator.planning.trials import Process, Runner, Runners, requests_needed
 from jdisagg.simulator.planning.verdict import (
     HEADROOM,
     Finding,
@@ -51,13 +52,17 @@ from jdisagg.simulator.planning.verdict import (
     first_answer,
     headroom,
     no_rate,
+    not_simulated,
     stepped_answer,
     verdict,
 )
 from jdisagg.simulator.workloads import Arrival
 
-# A candidate is simulated if its stepped rate, plus this fraction, exceeds the best simulated rate.
-STEPPING_ERROR = 0.04
+# A candidate is simulated if its stepped rate is lower by less than this fraction than that of the
+# best of its kind.
+TIE = 0.02
+# Nothing is simulated if a conclusive run needs more requests than this and than `most_requests`.
+SIMULATED_REQUESTS = 10_000
 ALL_MODES = (Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED)
 
 
@@ -173,7 +178,15 @@ class Planner:
         self._told.answer(stepped_answer(stepped))
         measurer = self._measurer(workload, estimator.demand)
         found = _Found(self._site, self._told)
-        self._simulate(measurer, stepped, found)
+        kinds = _by_kind(stepped)
+        needed = max(requests_needed(kind[0]) for kind in kinds) if kinds else 0
+        simulated = needed <= max(SIMULATED_REQUESTS, self._search.most_requests)
+        if simulated:
+            kinds = [_layouts_once(kind)[: self._search.finalists] for kind in kinds]
+            self._simulate(measurer, [resolved(stepper, kind) for kind in kinds], found)
+        else:
+            for kind in kinds:
+                found.came(_task(kind[0]), kind[0])
         self._told.progress("done", 1, 1)
         findings = found.ranked
         best = findings[0]
@@ -181,25 +194,20 @@ class Planner:
             raise NothingFits(no_rate(findings, self._goal))
         left_out = self._left_out(fitting, priced)
         stay = best.report.latency.mean or 0.0
-        below = measurer.trial(best.candidate, HEADROOM * best.rate, stay)
-        said = f"{verdict(findings, estimator, left_out)} {headroom(best, below)}"
+        source = measurer if simulated else stepper
+        below = source.report(best.candidate, HEADROOM * best.rate, stay)
+        said = f"{verdict(findings, estimator, left_out)} {headroom(below)}"
+        if not simulated:
+            said = f"{said} {not_simulated(needed)}"
         if bars := self._error_bars(stepper, stepped, best):
             said = f"{said} {bars}"
         findings += self._rows(stepped, found)
         return Plan(tuple(findings), len(priced), said, left_out)
 
-    def _simulate(self, measurer: Measurer, stepped: Sequence[Finding], found: "_Found") -> None:
-        """Simulates the best candidates with one pool and with two pools, without and with pipeline
-        stages, and the candidates close to them."""
-        kinds = [
-            [
-                item
-                for item in stepped
-                if (bool(item.candidate.prefill), item.candidate.staged) == kind
-            ]
-            for kind in itertools.product((False, True), repeat=2)
-        ]
-        kinds = [_layouts_once(kind)[: self._search.finalists] for kind in kinds if kind]
+    def _simulate(
+        self, measurer: Measurer, kinds: Sequence[Sequence[Finding]], found: "_Found"
+    ) -> None:
+        """Simulates the best candidate of each kind and the candidates close to them."""
         leaders = [_task(kind[0], expected=True) for kind in kinds]
         self._measure(measurer, leaders, found)
         while tasks := [
@@ -207,7 +215,7 @@ class Planner:
             for kind in kinds
             for item in kind
             if item.candidate not in found.tried
-            and item.rate * (1 + STEPPING_ERROR) > found.best(kind)
+            and item.rate > min((1 - TIE) * kind[0].rate, (1 + TOLERANCE) * found.best(kind))
         ]:
             self._measure(measurer, tasks, found)
 
@@ -353,6 +361,17 @@ class _Found:
                 item.candidate.name,
             ),
         )
+
+
+def _by_kind(stepped: Sequence[Finding]) -> list[list[Finding]]:
+    """Returns the findings with one pool and with two, without and with pipeline stages. Kinds
+    without findings are left out."""
+    kinds: dict[tuple[bool, bool], list[Finding]] = {
+        kind: [] for kind in itertools.product((False, True), repeat=2)
+    }
+    for item in stepped:
+        kinds[bool(item.candidate.prefill), item.candidate.staged].append(item)
+    return [kind for kind in kinds.values() if kind]
 
 
 def _layouts_once(ranked: Sequence[Finding]) -> list[Finding]:

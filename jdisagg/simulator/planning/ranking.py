@@ -12,7 +12,7 @@ from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.bounds import Bounds, Goal
 from jdisagg.simulator.planning.candidates import Candidate
-from jdisagg.simulator.planning.measure import Measurer, Task
+from jdisagg.simulator.planning.measure import TOLERANCE, Measurer, Task
 from jdisagg.simulator.planning.verdict import Finding
 
 # A candidate gets a rate only if it reaches this fraction, and one tolerance of the search more, of
@@ -25,6 +25,7 @@ STEPPED_REQUESTS = 4000
 # Candidates of each kind that are stepped in one round. Rounds begin small, because candidates are
 # compared with the best of earlier rounds.
 ROUNDS = (1, 1, 1, 1, 2, 4, 8)
+RESOLUTION = 0.01  # relative tolerance of the stepped rates of candidates that are nearly equal
 
 Priced = tuple[Candidate, Bounds]
 Kind = tuple[Mode, bool]  # mode, and whether instances have pipeline stages
@@ -55,6 +56,7 @@ def ranked_by_stepping(
     for item in priced:
         left.setdefault(_kind(item[0]), []).append(item)
     best: dict[Kind | Layouts, float] = {}
+    stays: dict[Kind, float] = {}  # of the latest candidate with a rate
     found: list[Finding] = []
     done = 0
     for most in (*ROUNDS, len(priced)):
@@ -68,6 +70,7 @@ def ranked_by_stepping(
                     bounds,
                     rooms[candidate.decode],
                     max(KEPT * rival, best.get(_layouts(candidate), 0.0)),
+                    stay_seconds=stays.get(kind, 0.0),
                 )
                 for candidate, bounds in taken
                 if bounds.rate >= hopeless * rival
@@ -79,6 +82,7 @@ def ranked_by_stepping(
                 continue
             for group in (_kind(finding.candidate), _layouts(finding.candidate)):
                 best[group] = max(best.get(group, 0.0), finding.rate)
+            stays[_kind(finding.candidate)] = finding.report.latency.mean or 0.0
             found.append(replace(finding, simulated=False))
     return sorted(found, key=lambda item: (-item.rate, -item.bounds.rate, str(item.candidate)))
 
@@ -89,6 +93,25 @@ def _kind(candidate: Candidate) -> Kind:
 
 def _layouts(candidate: Candidate) -> Layouts:
     return candidate.mode, candidate.prefill, candidate.decode
+
+
+def resolved(measurer: Measurer, ranked: Sequence[Finding]) -> list[Finding]:
+    """Returns the candidates that may have the highest stepped rate, with rates within RESOLUTION,
+    best first. `ranked`: findings, best first."""
+    near = [item for item in ranked if item.rate * (1 + TOLERANCE) >= ranked[0].rate]
+    finer = [replace(item, rate=_finer(measurer, item)) for item in near]
+    return sorted(finer, key=lambda item: -item.rate)
+
+
+def _finer(measurer: Measurer, found: Finding) -> float:
+    wanted, low = measurer.goal.attainment, found.rate
+    high = min((item.rate for item in found.trials if item.rate > low), default=low)
+    stay = found.report.latency.mean or 0.0
+    while low and high > low * (1 + RESOLUTION):
+        middle = (low * high) ** 0.5
+        trial = measurer.trial(found.candidate, middle, stay)
+        low, high = (middle, high) if trial.lasting_attainment >= wanted else (low, middle)
+    return low
 
 
 def rate_with_error(measurer: Measurer, stepped: Finding, factor: float) -> float:

@@ -33,8 +33,8 @@ import numpy as np
 
 from jdisagg.simulator.planning.bounds import Demand, Goal
 from jdisagg.simulator.planning.candidates import Candidate
-from jdisagg.simulator.planning.verdict import Trial
-from jdisagg.simulator.report import RequestOutcome, WorkerUsage, attainment, summarise
+from jdisagg.simulator.planning.verdict import Finding, Trial
+from jdisagg.simulator.report import Report, RequestOutcome, WorkerUsage, attainment, summarise
 from jdisagg.simulator.workloads import Arrival, at_rate
 
 TOLERANCE = 0.04  # relative tolerance of a rate at which bisection ends
@@ -120,8 +120,26 @@ class Trier:
             if last:
                 conclusive = filled and doubt <= TOLERANCE
                 return replace(trial, overload=conclusive, short=not conclusive)
+            if seconds < STAYS / 2 * stay:  # batches that are still filling shorten the stay
+                stay = (stay + filling) / 2
             longer = 2 * count if filled else max(count + 1, int(MARGIN * STAYS * stay * rate))
             count = min(most, longer)
+
+    def report(
+        self, runner: Runner, candidate: Candidate, rate: float, stay_seconds: float
+    ) -> Report:
+        """Simulates the candidate at `rate` requests per second, and returns the latencies of the
+        requests that arrive after `stay_seconds`, the time that a request takes.
+
+        Half as many requests as for a trial suffice, because nothing is decided."""
+        goal = self.goal
+        filling = min(stay_seconds, goal.ttft_seconds + self.demand.steps_mean * goal.tpot_seconds)
+        count = min(
+            self._count(rate, filling, filling), max(LEAST_REQUESTS, int(2 * filling * rate))
+        )
+        arrivals = requests_at(self.workload, rate, count, self.arrivals, self.seed)
+        run = runner(candidate, arrivals, lambda outcome: False)
+        return summarise(settled(run.outcomes, filling, 1 / 2), goal.slo)
 
     def _count(self, rate: float, filling: float, stay: float) -> int:
         """Returns the number of requests of the first run, long enough to reach a steady state, but
@@ -192,6 +210,11 @@ def _judged(rate: float, run: TrialRun, judged: Sequence[RequestOutcome], goal: 
     )
 
 
+def requests_needed(found: Finding) -> int:
+    """Returns the number of requests of a conclusive run at the rate of a finding."""
+    return int(MARGIN * STAYS * (found.report.latency.mean or 0.0) * found.rate)
+
+
 def requests_at(
     workload: Sequence[Arrival], rate: float, count: int, arrivals: Process, seed: int
 ) -> list[Arrival]:
@@ -211,12 +234,14 @@ def requests_at(
     ]
 
 
-def settled(outcomes: Sequence[RequestOutcome], filling_seconds: float) -> list[RequestOutcome]:
+def settled(
+    outcomes: Sequence[RequestOutcome], filling_seconds: float, part: float = 1 / 3
+) -> list[RequestOutcome]:
     """Returns the outcomes of requests that arrived after the first `filling_seconds`, or after the
-    first third of the time between first and last arrival if that third is shorter."""
+    fraction `part` of the time between first and last arrival if that is shorter."""
     arrivals = [item.arrival for item in outcomes]
     first, last = min(arrivals), max(arrivals)
-    begin = first + min(filling_seconds, (last - first) / 3)
+    begin = first + min(filling_seconds, part * (last - first))
     return [item for item in outcomes if item.arrival >= begin]
 
 

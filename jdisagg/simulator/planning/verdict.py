@@ -218,17 +218,25 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
     return f"{wins}: {_said(one)}; {rival} {why}".strip()
 
 
-def headroom(best: Finding, trial: Trial) -> str:
-    """Describes the latencies of `trial`, which simulated the best finding below its rate."""
-    ttft, tpot = trial.report.ttft.p90, trial.report.tpot.p90
+def headroom(report: Report) -> str:
+    """Describes the latencies of the best finding at HEADROOM times its rate."""
+    ttft, tpot = report.ttft.p90, report.tpot.p90
     parts = [
         f"{name} p90 {1e3 * value:.0f} ms"
         for name, value in (("TTFT", ttft), ("TPOT", tpot))
         if value is not None
     ]
     return (
-        f"At {trial.rate / best.rate:.0%} of the first row's rate: {', '.join(parts)}; the rate"
+        f"At {HEADROOM:.0%} of the first row's rate: {', '.join(parts)}; the rate"
         " itself is where the goal begins to fail."
+    )
+
+
+def not_simulated(requests: int) -> str:
+    """Describes why no candidate was simulated: a conclusive run needs `requests` requests."""
+    return (
+        "All rates are from the stepped cost model, because a simulated run needs"
+        f" {requests:,} requests; most_requests={requests} permits it."
     )
 
 

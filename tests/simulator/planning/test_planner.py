@@ -13,6 +13,7 @@ from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator, link
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.simulator.planning import planner
 from jdisagg.simulator.planning.bounds import Demand, Goal
 from jdisagg.simulator.planning.candidates import Candidate, NothingFits, Site
 from jdisagg.simulator.planning.measure import MOST_RUNS, highest_rate
@@ -188,6 +189,20 @@ def test_only_candidates_close_to_the_best_by_stepping_are_simulated():
     rows = [item for item in found.findings if not item.simulated]
     assert rows and {item.candidate.mode for item in rows} >= {Mode.UNIFIED}
     assert found.findings[-len(rows) :] == tuple(rows)
+
+
+def test_nothing_is_simulated_if_a_run_needs_too_many_requests(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(planner, "SIMULATED_REQUESTS", 2000)
+    live, search = Servers(lambda item: 700.0), Search(modes=(Mode.CHUNKED,))
+    runners = Runners(live, Servers(lambda item: 700.0))
+    found = Planner(geometry("llama-3-70b"), SITE, GOAL, runners, search).plan(WORKLOAD)
+    assert not live.asked and not any(item.simulated for item in found.findings)
+    assert found.findings[0].rate == pytest.approx(700 / 0.9, rel=0.05)
+    (needed,) = re.findall(r"most_requests=(\d+) permits it", found.verdict)
+    assert int(needed) > 3 * 1.09 * 700  # requests that arrive in three times a request's time
+    search = Search(modes=(Mode.CHUNKED,), most_requests=int(needed))
+    found = Planner(geometry("llama-3-70b"), SITE, GOAL, runners, search).plan(WORKLOAD)
+    assert live.asked and found.findings[0].simulated
 
 
 def test_a_search_from_an_expected_rate_needs_few_runs_if_the_rate_is_right():
