@@ -146,8 +146,7 @@ class Trier:
         bounded in time at low rates. If requests take `stay` seconds and `most_requests` of them
         cannot be conclusive, the number is the smallest that can be."""
         most = self.most_requests
-        if STAYS * stay * rate > most:
-            most = min(MARGIN * STAYS * stay * rate, EXTENDS * most)
+        most = max(most, min(MARGIN * STAYS * stay * rate, EXTENDS * most))
         count = np.clip(4 * rate * filling, LEAST_REQUESTS, most)
         return int(min(count, max(50, rate * LONGEST_SECONDS)))
 
