@@ -14,6 +14,7 @@ if "xla_force_host_platform_device_count" not in _flags:
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from jdisagg.executor.program_cache import use_compilation_cache  # noqa: E402
 from tests.cost import Cost  # noqa: E402
@@ -24,6 +25,8 @@ from tests.programs import PROGRAMS, forget_unused  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 use_compilation_cache(str(PROGRAMS))
+settings.register_profile("untimed", deadline=None)  # no test asserts a time
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

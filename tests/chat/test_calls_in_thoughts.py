@@ -46,7 +46,7 @@ def test_a_thought_about_a_call_stays_a_thought(
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 @given(data=st.data(), thinking=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_thought_is_read_the_same_however_it_is_cut(
     name: str, data: st.DataObject, thinking: bool
 ) -> None:

@@ -44,7 +44,7 @@ def cut(data: st.DataObject, text: str) -> list[str]:
 
 
 @given(data=st.data(), parts=PARTS, first=st.booleans())
-@settings(max_examples=200, deadline=None, suppress_health_check=PATIENT)
+@settings(max_examples=200, suppress_health_check=PATIENT)
 def test_each_part_is_what_its_channel_and_recipient_say(
     data: st.DataObject, parts: list[tuple[str, str | Call]], first: bool
 ) -> None:
@@ -63,7 +63,7 @@ FRAGMENTS = (
 
 
 @given(data=st.data(), thinking=st.booleans(), tools=st.sampled_from([TOOLS, ()]))
-@settings(max_examples=300, deadline=None, suppress_health_check=PATIENT)
+@settings(max_examples=300, suppress_health_check=PATIENT)
 def test_any_text_is_read_the_same_however_it_is_cut(
     data: st.DataObject, thinking: bool, tools: tuple[str, ...]
 ) -> None:
@@ -81,7 +81,7 @@ def test_any_text_is_read_the_same_however_it_is_cut(
 
 
 @given(data=st.data(), parts=PARTS)
-@settings(max_examples=60, deadline=None, suppress_health_check=PATIENT)
+@settings(max_examples=60, suppress_health_check=PATIENT)
 def test_nothing_that_was_said_is_lost_where_a_marker_is_damaged(
     data: st.DataObject, parts: list[tuple[str, str | Call]]
 ) -> None:

@@ -38,7 +38,7 @@ def cut(data: st.DataObject, text: str) -> list[str]:
 
 @FORMS
 @given(data=st.data(), calls=CALLS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_a_model_calls_is_found_however_its_text_is_cut(
     name: str, write: Callable[[list[Call]], str], data: st.DataObject, calls: list[Call]
 ) -> None:
@@ -87,7 +87,7 @@ FRAGMENTS = {
 
 @PARSERS
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_text_is_read_the_same_however_it_is_cut_and_words_are_not_lost(
     name: str, data: st.DataObject
 ) -> None:
@@ -107,7 +107,7 @@ def test_any_text_is_read_the_same_however_it_is_cut_and_words_are_not_lost(
 
 @FORMS
 @given(data=st.data(), calls=CALLS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_damaged_call_is_read_as_what_it_still_is(
     name: str, write: Callable[[list[Call]], str], data: st.DataObject, calls: list[Call]
 ) -> None:

@@ -507,7 +507,7 @@ def test_a_price_may_be_left_out_or_null() -> None:
     assert accelerator_from_fields(fields).dollars_per_hour is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(CATALOG)),
     st.sampled_from(sorted(HARDWARE)),

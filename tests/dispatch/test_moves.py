@@ -236,7 +236,7 @@ def test_a_move_that_cannot_transfer_leaves_the_sequence_where_it_is(kind: str) 
 
 
 @pytest.mark.ci
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     moves=st.lists(
         st.tuples(st.sampled_from(["decode0", "decode1"]), st.floats(0, 0.6)),

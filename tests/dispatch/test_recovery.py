@@ -202,7 +202,7 @@ def test_without_survivors_streams_end_with_a_typed_error() -> None:
     run_virtually(main)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     deaths=st.lists(
         st.tuples(st.sampled_from(["prefill0", "decode0"]), st.floats(0, 0.4)),

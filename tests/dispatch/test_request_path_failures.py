@@ -23,7 +23,7 @@ from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     mode=st.sampled_from(list(Mode)),
     n=st.integers(1, 3),
@@ -80,7 +80,7 @@ def test_a_request_that_is_cancelled_twice_is_freed_and_forgotten() -> None:
     run_virtually(main)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(events=st.integers(0, 12), mode=st.sampled_from(list(Mode)), n=st.integers(1, 3))
 def test_closing_the_stream_after_any_event_frees_everything(
     events: int, mode: Mode, n: int

@@ -37,7 +37,7 @@ def test_late_replies_change_no_token_and_a_preemption_is_no_failure(
     run_virtually(main)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     mode=st.sampled_from(list(Mode)),
     n=st.integers(1, 3),

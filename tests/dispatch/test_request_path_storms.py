@@ -65,7 +65,7 @@ def test_preemption_loses_and_changes_no_token(
     run_virtually(main)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     mode=st.sampled_from(list(Mode)),
     pages=st.integers(12, 40),

@@ -132,7 +132,7 @@ def run(stream: TokenStream, parts: list[list[int]]) -> tuple[list[str], int]:
 
 @KINDS
 @given(data=st.data(), text=TEXTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_pieces_of_any_spans_concatenate_to_the_text_decoded_at_once(
     kind, data: st.DataObject, text: str
 ) -> None:
@@ -147,7 +147,7 @@ def test_pieces_of_any_spans_concatenate_to_the_text_decoded_at_once(
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_bytes_that_are_no_text_come_out_as_when_decoded_at_once(data: st.DataObject) -> None:
     decoder = byte_level()
     ids = data.draw(st.lists(st.integers(0, decoder.tokenizer.get_vocab_size() - 1), max_size=60))
@@ -159,7 +159,7 @@ def test_bytes_that_are_no_text_come_out_as_when_decoded_at_once(data: st.DataOb
 
 @KINDS
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_spans_do_not_change_the_text_even_of_arbitrary_tokens(kind, data: st.DataObject) -> None:
     decoder = kind()
     ids = data.draw(
@@ -175,7 +175,7 @@ def test_spans_do_not_change_the_text_even_of_arbitrary_tokens(kind, data: st.Da
 
 @KINDS
 @given(data=st.data(), text=TEXTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_stream_rebuilt_from_its_tokens_goes_on_as_the_first(
     kind, data: st.DataObject, text: str
 ) -> None:
@@ -197,7 +197,7 @@ def test_a_stream_rebuilt_from_its_tokens_goes_on_as_the_first(
 
 @KINDS
 @given(data=st.data(), text=TEXTS.filter(bool))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_text_ends_before_or_after_the_stop_string_that_is_completed_first(
     kind, data: st.DataObject, text: str
 ) -> None:
@@ -230,7 +230,7 @@ def test_text_ends_before_or_after_the_stop_string_that_is_completed_first(
     stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=6), max_size=3),
     data=st.data(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_nothing_that_a_stop_string_could_still_take_back_is_let_out(
     text: str, stop: list[str], data: st.DataObject
 ) -> None:
@@ -246,7 +246,7 @@ def test_nothing_that_a_stop_string_could_still_take_back_is_let_out(
 
 @KINDS
 @given(data=st.data(), text=st.text(alphabet=sorted(set(CORPUS[0])), min_size=1))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_special_tokens_are_text_where_they_are_asked_for(
     kind, data: st.DataObject, text: str
 ) -> None:

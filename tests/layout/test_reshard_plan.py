@@ -68,7 +68,7 @@ def reshards(draw: st.DrawFn) -> tuple[tuple[int, ...], Placement, Placement]:
     return shape, source, {len(held) - shared + index: box for index, box in enumerate(wanted)}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(reshards(), st.integers(0, 3))
 def test_a_plan_does_what_gather_then_scatter_does_and_writes_each_byte_once(
     case: tuple[tuple[int, ...], Placement, Placement], turn: int
@@ -90,7 +90,7 @@ def test_a_plan_does_what_gather_then_scatter_does_and_writes_each_byte_once(
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(reshards())
 def test_replicas_are_used_so_evenly_that_no_piece_had_better_come_from_another(
     case: tuple[tuple[int, ...], Placement, Placement],
@@ -113,7 +113,7 @@ def test_replicas_are_used_so_evenly_that_no_piece_had_better_come_from_another(
             assert sent[piece.source] - min(sent[device] for device in holders) <= piece.elements
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_replicas_of_one_shard_differ_by_at_most_its_largest_piece(data: st.DataObject) -> None:
     shape = (data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6)))

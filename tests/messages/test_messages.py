@@ -19,9 +19,7 @@ from tests.messages.wire import PATH, breaks, kinds, schema, sent, within
 
 KINDS = kinds()
 QUICK = settings(
-    max_examples=15,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 

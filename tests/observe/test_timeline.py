@@ -272,7 +272,7 @@ def test_a_client_that_records_no_trace_has_none_recorded() -> None:
     run_virtually(main)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.floats(0, 10), st.floats(0, 5), st.sampled_from(["a", "b", ""])), max_size=30

@@ -133,7 +133,7 @@ def part_of(inputs: Any, first: int, last: int) -> Any:
 
 @ALL
 def test_packed_rows_go_on_from_their_states_as_the_recurrence_does(recurrence: Recurrence) -> None:
-    @settings(max_examples=16, deadline=None)
+    @settings(max_examples=16)
     @given(COUNTS, st.integers(0, 99), st.sampled_from(["cpu", "gpu"]))
     def check(counts: list[int], seed: int, platform: str) -> None:
         rng = np.random.default_rng(seed)
@@ -230,7 +230,7 @@ def packed_convolution(
     return convolve_runs(x, kernel, state, Runs(*rows, grain=GRAIN))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(COUNTS, st.integers(0, 99))
 def test_the_convolution_sees_across_chunks_and_never_across_rows(
     counts: list[int], seed: int

@@ -300,7 +300,7 @@ moments = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(moments=moments)
 def test_no_history_breaks_the_rules(moments):
     """Never the last taking worker of a role, never one that drains, never two at once, never
@@ -338,7 +338,7 @@ def test_no_history_breaks_the_rules(moments):
                 controller.switched(now, 10.0)
 
 
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=25, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     prefill=st.integers(1, 4),
     decode=st.integers(1, 4),

@@ -79,7 +79,7 @@ FAULTS = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.one_of(USES, FAULTS), max_size=40), PROMPTS)
 def test_whatever_news_are_lost_doubled_or_late_the_next_exchange_makes_it_good(
     steps: list[tuple[str, int, int, tuple[int, ...]]], asked: tuple[int, ...]

@@ -10,7 +10,7 @@ def pairs(start: int, end: int) -> int:
     return sum(position + 1 for position in range(start, end))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

@@ -110,7 +110,7 @@ class HostBlocksMachine(RuleBasedStateMachine):
         assert all(block.name in self.blocks for block in self.order)
 
 
-HostBlocksMachine.TestCase.settings = settings(deadline=None, max_examples=60)
+HostBlocksMachine.TestCase.settings = settings(max_examples=60)
 TestHostBlocks = HostBlocksMachine.TestCase
 
 

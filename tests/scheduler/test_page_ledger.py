@@ -95,7 +95,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_every_page_is_free_or_held() -> None:

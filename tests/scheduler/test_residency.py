@@ -158,7 +158,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
 
 TestResidency = ResidencyMachine.TestCase
-TestResidency.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestResidency.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def keep(residency: Residency, owner: int, tokens: tuple[int, ...]) -> None:

@@ -302,7 +302,7 @@ async def test_an_image_token_outside_of_chats_is_refused(tmp_path: Path) -> Non
     assert PAD in await frontend.tokenize("a<|image_pad|>b")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(["a", "<", "|", "<|image_pad|>", "<|image", "_pad|>", "1>"])))
 def test_hidden_marks_are_the_same_text_in_pieces_without_marks(parts: list[str]) -> None:
     text = "".join(parts)

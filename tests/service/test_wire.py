@@ -58,7 +58,7 @@ ROUND_TRIPS = [
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_crosses_the_wire_arrives_equal(kind, message, to_proto, from_proto) -> None:
-    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
     @given(of_annotation(kind))
     def check(value) -> None:
         sent = _as_sent(value) if kind is RoutingStatus else value
@@ -98,7 +98,7 @@ MESSAGES = st.builds(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.builds(
         wire_generation.ClientRequest,

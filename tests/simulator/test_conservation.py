@@ -78,7 +78,7 @@ def check(result: Result, count: int = 40) -> Counter[str]:
     return Counter(outcome.end for outcome in result.outcomes)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 10_000),
     count=st.integers(1, 6),
