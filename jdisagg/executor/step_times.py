@@ -62,8 +62,8 @@ def _chunks(executor: MeshExecutor, room: int, dummy: int | None = None) -> list
         dummy: Number of the page that the chunks use for all positions. None uses ordinary pages.
     """
     sizes, page = executor.limits.computed.chunk_buckets, executor.limits.page_size
-    # The largest chunk is left out, because it takes as long as all others together.
-    second = sizes[max(0, len(sizes) - 2)]
+    # A prefill mesh leaves out its largest chunk, which takes as long as all others together.
+    second = sizes[max(0, len(sizes) - 2)] if executor.role.prefill else sizes[-1]
     past = max(0, min(PAST_TOKENS, room - second)) // page * page
 
     def measurement(size: int, cached: int) -> Measurement:
