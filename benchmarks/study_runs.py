@@ -38,7 +38,9 @@ def measured(
         np.clip(rate * seconds, min(500, case.setting.requests), case.setting.requests)
     )
     began = time.process_time()
-    run = case.maker.run(candidate, requests_at(case.arrivals, rate, count, "poisson", seed=0))
+    run = case.maker.run(
+        candidate, requests_at(case.arrivals, rate, count, "poisson", seed=0), gaps=True
+    )
     judged = settled(run.outcomes, filling)
     report = summarise(judged)
     return {

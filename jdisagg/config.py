@@ -92,10 +92,10 @@ class InstanceConfig:
         chunk_tokens: Size of the largest packed prefill chunk of a dp rank, in tokens. Further
             chunk sizes are its halves, quarters and so on, down to `min_chunk_tokens`.
         min_chunk_tokens: Size of the smallest prefill chunk, in tokens.
-        gather_steps: Number of decode steps for which prompts wait, in modes chunked and unified,
-            until each dp rank has one. All ranks take part in each chunk, so that a chunk with
-            prompts of all ranks costs little more than one with a single prompt. 0: they do not
-            wait.
+        gather_steps: Approximate number of decode steps for which prompts wait, in modes chunked
+            and unified, until each dp rank has one. All ranks take part in each chunk, so that a
+            chunk with prompts of all ranks costs little more than one with a single prompt. 0: they
+            do not wait.
         layer_groups: Number of groups of layers, each a program, into which the prefill of a chunk
             is divided. The KV of one group is sent while the next group computes. Prefill and
             decode instances need the same value. None derives it from the model's bytes, or, with
@@ -198,7 +198,7 @@ class RoutingConfig:
         hold_seconds: Threshold on the queued work of a prefill worker, in seconds. If all prefill
             workers exceed it, requests wait at the router, which orders them fairly among tenants.
             Workers with several dp ranks get at least three full chunks of work.
-        local_gain: Fraction in [0, 1). A decode worker with running streams, or without any of the
+        local_gain: Fraction in [0, 1). A decode worker with running streams, or without most of the
             prompt cached, computes the prompt itself only if this shortens the predicted time of
             prefill and hand-off together by more than this fraction.
         far_link: Name (costs/hardware.py) of the link between workers in different racks.

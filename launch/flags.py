@@ -439,7 +439,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "modes": _list(MODES, "Modes to compare."),
         "finalists": _count(3, "Candidates to simulate, with one pool and with two."),
         "most_requests": _count(
-            2000, "Requests of one simulated run. Inconclusive runs use up to 16 times as many."
+            2000, "Requests of a simulated run, up to 16 times as many if needed (docs/planner.md)."
         ),
         "serve_rate": _real(
             None, "Requests per second to serve. Also reports how many accelerators they need."

@@ -62,8 +62,10 @@ def _chunks(executor: MeshExecutor, room: int, dummy: int | None = None) -> list
         dummy: Number of the page that the chunks use for all positions. None uses ordinary pages.
     """
     sizes, page = executor.limits.computed.chunk_buckets, executor.limits.page_size
-    # A prefill mesh leaves out its largest chunk, which takes as long as all others together.
-    second = sizes[max(0, len(sizes) - 2)] if executor.role.prefill else sizes[-1]
+    # A prefill mesh leaves out its largest chunk, which takes as long as all others together. A
+    # chunk with earlier tokens needs room for a page of them.
+    largest = not executor.role.prefill and room - sizes[-1] >= page
+    second = sizes[-1] if largest else sizes[max(0, len(sizes) - 2)]
     past = max(0, min(PAST_TOKENS, room - second)) // page * page
 
     def measurement(size: int, cached: int) -> Measurement:

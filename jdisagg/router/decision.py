@@ -103,11 +103,12 @@ class PlacementPolicy:
 
     Attributes:
         tpot_slo_seconds: Longest predicted decode step of a placement (inf: no limit).
-        hold_seconds: Seconds of queued work beyond which a worker gets no more requests. Further
-            requests wait at the router, which can still reorder them.
-        local_gain: Fraction by which prefill on a decode worker that has running streams, or none
-            of the prompt cached, must shorten the time to first token and hand-off, compared with a
-            pair, to be chosen.
+        hold_seconds: Seconds of queued work beyond which a worker gets no more requests; workers
+            with several dp ranks get at least three full chunks. Further requests wait at the
+            router, which can still reorder them.
+        local_gain: Fraction by which prefill on a decode worker that has running streams, or less
+            than half of the prompt cached, must shorten the time to first token and hand-off,
+            compared with a pair, to be chosen.
         far: Network link between workers in different racks.
         decode_first: Whether decode pages are reserved before the prefill starts. Waiting for pages
             then delays the first token and not the second.

@@ -271,9 +271,9 @@ def _choose(
     assert pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
     at = int(decodes.rows.searchsorted(state.row_of(local.decode)))
     gain = 0.0
-    if not mixed and (weighed.decodes.busy[at] or not local.cached_tokens):
+    if not mixed and (weighed.decodes.busy[at] or 2 * local.cached_tokens < query.work.tokens):
         # The margin covers what the price omits: the loss of all streams of the worker but one, and
-        # that prefill workers will not have a new prompt cached.
+        # that prefill workers will not have a mostly new prompt cached.
         gain = policy.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
     if weighed.local and local.cached_tokens > max(pair.cached_tokens, pair.peer_tokens):
         local_cost -= WORTH_TO_OTHERS * float(weighed.local.costs.spared[at])
@@ -449,24 +449,31 @@ def _admitted(
     queue = decision.terms.prefill_queue
     if decision.prefill is not None and decision.cached_tokens:
         queue = min(queue, float(weighed.prefills.queue.min()))
-    if queue > _most_queued_seconds(state, decision, policy.hold_seconds):
+    if queue > _most_queued_seconds(state, weighed, decision, policy.hold_seconds):
         return Deferred(f"every prefill worker has at least {_ms(queue)} of queued work")
     return decision
 
 
-def _most_queued_seconds(state: ClusterState, decision: Decision, hold_seconds: float) -> float:
+def _most_queued_seconds(
+    state: ClusterState, weighed: Weighed, decision: Decision, hold_seconds: float
+) -> float:
     """Returns the queue of the chosen worker, in seconds, beyond which requests are held.
 
     A worker's queue is a mean over its dp ranks, and contains a running chunk until it ends. A
     chunk takes as long as the rank with the most tokens, and later prompts cannot join it. With
     several ranks, the running chunk and the chunk issued behind it are therefore allowed in
     addition to `hold_seconds`, and these are at least one more chunk. Otherwise chunks would be
-    issued before each rank has its share. Prompts longer than this get a rank each."""
+    issued before each rank has its share. Prompts longer than this get a rank each. A wait for
+    running streams to recover (`paced_until`) is no such mean, and gets no allowance."""
     assert decision.terms is not None
     row = state.row_of(decision.prefill or decision.decode)
     ranks = float(state.table["ranks"][row])
     if ranks <= 1.0 or (decision.prefill is None and not state.table.flag("mixed")[row]):
         return hold_seconds
+    if decision.prefill is None and weighed.local is not None:
+        paced = weighed.local.paced[int(weighed.decodes.rows.searchsorted(row))]
+        if decision.terms.prefill_queue <= paced:
+            return hold_seconds
     tokens = int(state.table["chunk_tokens"][row])
     prompt = decision.terms.prefill
     speed = state.speeds[int(state.table["speed"][row])]

@@ -118,7 +118,8 @@ class PrefillBatches:
 
     def gathers(self) -> bool:
         """Returns whether some dp rank has no prompt, and no prompt is partly issued."""
-        return not all(self._queues) and not any(queue and queue[0].begun for queue in self._queues)
+        begun = any(job.begun for queue in self._queues for job in queue)
+        return not all(self._queues) and not begun
 
     def add(self, job: PrefillJob) -> None:
         """Queues a job by arrival, but never before a job of the same priority that is partly

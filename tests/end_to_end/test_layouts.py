@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jdisagg.config import EngineConfig, Mode
+from jdisagg.worker.own_prefills import OwnPrefills
 from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import (
     MOE,
@@ -210,16 +211,25 @@ async def test_a_family_on_one_mesh_gives_the_tokens_of_transformers(
 
 
 async def test_prompts_that_wait_for_prompts_of_other_ranks_give_the_same_tokens(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fifth prompt gets a slot while both ranks decode, and no other prompt comes."""
     directory = golden_copy("deepseek_v3", tmp_path)
     sizes = config(
         Mode.CHUNKED, decode="dp=2,tp=2", directory=directory, context=128, slots=2, chunk=32
     )
+    gathering, waited = OwnPrefills.gathering.fget, list[bool]()
+    assert gathering is not None
+
+    def recorded(own: OwnPrefills) -> bool:
+        waited.append(gathering(own))
+        return waited[-1]
+
+    monkeypatch.setattr(OwnPrefills, "gathering", property(recorded))
     gathers = replace(sizes.decode, gather_steps=3)
     async with running(replace(sizes, decode=gathers)) as run:
         await check_continuations(run, directory, (24, 51, 40, 33, 45))
+    assert True in waited and not waited[-1], "the prompt waited, and then did not"
 
 
 async def check_continuations(

@@ -1,14 +1,19 @@
 """A mesh times programs that are warm: it measures its own sizes and compiles nothing."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
 
 from jdisagg.config import PrefixConfig
-from jdisagg.executor.mesh_executor import MeshRole
+from jdisagg.executor import step_times
+from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.step_times import append_measurements, measure_step_times
 from jdisagg.executor.warm_up import warm_up_steps
 from jdisagg.scheduler.capabilities import Capability
 from tests.executor.meshes import HandChannel, executor
+from tests.fakes.fake_executor import toy_limits
 
 
 @pytest.mark.ci
@@ -34,6 +39,25 @@ def test_a_warm_mesh_measures_its_programs_without_compiling(role, chunks, steps
         assert times.batch_sizes == (mesh.limits.batch_buckets if steps else ())
     finally:
         mesh.close()
+
+
+@pytest.mark.parametrize(
+    ("role", "context", "sizes"),
+    [
+        (MeshRole(True, False), 2048, [(64, 0), (128, 0), (128, 1024)]),
+        (MeshRole(False, True), 2048, [(64, 0), (256, 0), (256, 1024)]),
+        (MeshRole(False, True), 256, [(64, 0), (128, 0), (128, 128)]),
+    ],
+)
+def test_the_largest_chunk_is_measured_where_it_is_small_and_leaves_room_for_earlier_tokens(
+    role: MeshRole, context: int, sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = toy_limits(
+        page_size=128, pages_per_rank=32, context_tokens=context, chunk_buckets=(64, 128, 256)
+    )
+    monkeypatch.setattr(step_times, "_seconds", lambda executor, chunk: 1.0)
+    mesh = cast(MeshExecutor, SimpleNamespace(limits=limits, role=role))
+    assert [measure()[:2] for measure in append_measurements(mesh)] == sizes
 
 
 @pytest.mark.ci

@@ -272,6 +272,18 @@ def test_a_short_prompt_beside_a_step_is_not_padded_to_twice_its_chunk() -> None
     assert chunk and chunk.chunk_tokens == 32, "a size of both, not 24"
 
 
+def test_prompts_wait_for_other_ranks_only_while_none_is_partly_issued() -> None:
+    packer = batches(toy_limits(ranks=2, chunk_buckets=(16, 64), granule_tokens=8, page_size=8))
+    packer.add(job(1, 100, rank=0))
+    assert packer.gathers(), "rank 1 has no prompt"
+    packer.add(job(2, 10, rank=1))
+    assert not packer.gathers(), "each rank has a prompt"
+    packer.next_chunk(0)
+    packer.add(replace(job(3, 10, rank=0, arrival=-1.0), priority=1))
+    assert [packer.queued_tokens(rank) for rank in (0, 1)] == [46, 0]
+    assert not packer.gathers(), "prompt 1 is partly issued, behind one of higher priority"
+
+
 def test_prompts_are_split_beside_a_step_only_where_they_may_be() -> None:
     packer = PrefillBatches(LIMITS, itertools.count(1).__next__, cut_tokens=32)
     assert packer.beside((16, 32, 64)) == (32, 64)

@@ -140,6 +140,7 @@ def _candidate_fields(candidate: Candidate) -> dict[str, object]:
         "prefill_layout": str(candidate.prefill) if candidate.prefill else None,
         "prefill_instances": candidate.prefill_instances,
         "chunk_tokens": candidate.chunk_tokens,
+        "gather_steps": candidate.gather_steps,
         "devices": candidate.devices,
     }
 

@@ -51,9 +51,9 @@ class FleetMaker:
     block_tokens: int = 512
 
     def sized(self, finding: Finding, holds: Callable[[Runner], bool]) -> "FleetMaker":
-        """Returns a maker with the fewest slots at which a simulation still reaches the finding's
-        rate, as `holds` reports. The number of slots is a power of two, at least 1.5 times the mean
-        number of sequences that a dp rank decodes."""
+        """Returns a maker with the fewest slots at which a run still reaches the finding's rate, as
+        `holds` reports; simulated or stepped, as the rate was found. The number of slots is a power
+        of two, at least 1.5 times the mean number of sequences that a dp rank decodes."""
         decoding = max(
             0.0, (finding.report.latency.mean or 0.0) - (finding.report.ttft.mean or 0.0)
         )
@@ -65,7 +65,7 @@ class FleetMaker:
         slots = 1 << max(3, math.ceil(math.log2(max(1.0, 1.5 * sequences))))
         while slots < self.slots:
             made = replace(self, slots=slots)
-            if holds(made.run):
+            if holds(made.run if finding.simulated else made.runners.stepped):
                 return made
             slots *= 2
         return self
@@ -93,13 +93,18 @@ class FleetMaker:
         )
 
     def run(
-        self, candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost | None = None
+        self,
+        candidate: Candidate,
+        arrivals: Sequence[Arrival],
+        lost: Lost | None = None,
+        *,
+        gaps: bool = False,
     ) -> TrialRun:
         """Simulates a candidate with these arrivals, and stops early when `lost` returns True.
-        Implements the planner's `Runner`."""
+        Implements the planner's `Runner`. `gaps`: whether outcomes have the gaps between tokens."""
         begun = lost.begun if isinstance(lost, Loss) else None
         fleet = self.fleet(candidate)
-        result = simulate(fleet, arrivals, self.seed, enough=lost, begun=begun, gaps=False)
+        result = simulate(fleet, arrivals, self.seed, enough=lost, begun=begun, gaps=gaps)
         return TrialRun(result.outcomes, result.usage, result.stopped)
 
     @property

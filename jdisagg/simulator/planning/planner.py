@@ -4,7 +4,8 @@ The search has two levels. The first level ranks all candidates with the cost mo
 on their rates (`bounds`), and then by stepping (`ranking`, `stepped`). The second level simulates
 live code. It finds the rate of the best candidate with one pool and of the best with two pools,
 without and with pipeline stages (`measure`, `trials`). Candidates whose stepped rate is close to
-these, at most `finalists` of each kind, are simulated at a rate just above. A `Plan` ranks the
+these, at most `finalists` of each kind, are simulated at a rate just above. The second level is
+skipped if a conclusive run of the best candidate takes too many requests. A `Plan` ranks the
 candidates by their rate per accelerator of the site, idle accelerators included, simulated
 candidates first. It has the binding limit of each candidate and a verdict as text (`verdict`).
 
@@ -71,7 +72,8 @@ class Plan:
     """The result of a planner's search.
 
     Attributes:
-      findings: Simulated candidates, best first, and then the best stepped candidates.
+      findings: Simulated candidates, best first, and then the best stepped candidates; only the
+        latter if nothing was simulated.
       considered: Number of candidates that were ranked with the cost model.
       verdict: Which mode is best, by how much and why, as text.
       left_out: Modes without a candidate, each with the reason as text.
@@ -179,7 +181,7 @@ class Planner:
         measurer = self._measurer(workload, estimator.demand)
         found = _Found(self._site, self._told)
         kinds = _by_kind(stepped)
-        needed = max(requests_needed(kind[0]) for kind in kinds) if kinds else 0
+        needed = requests_needed(stepped[0]) if stepped else 0
         simulated = needed <= max(SIMULATED_REQUESTS, self._search.most_requests)
         if simulated:
             kinds = [_layouts_once(kind)[: self._search.finalists] for kind in kinds]

@@ -56,13 +56,12 @@ def ranked_by_stepping(
     for item in priced:
         left.setdefault(_kind(item[0]), []).append(item)
     best: dict[Kind | Layouts, float] = {}
-    stays: dict[Kind, float] = {}  # of the latest candidate with a rate
     found: list[Finding] = []
     done = 0
     for most in (*ROUNDS, len(priced)):
         tasks: list[Task] = []
         for kind, items in left.items():
-            rival = best.get(kind, 0.0)
+            rival, stay = best.get(kind, 0.0), _stay_of_best(found, kind)
             taken, left[kind] = items[:most], items[most:]
             tasks += [
                 Task(
@@ -70,7 +69,7 @@ def ranked_by_stepping(
                     bounds,
                     rooms[candidate.decode],
                     max(KEPT * rival, best.get(_layouts(candidate), 0.0)),
-                    stay_seconds=stays.get(kind, 0.0),
+                    stay_seconds=stay,
                 )
                 for candidate, bounds in taken
                 if bounds.rate >= hopeless * rival
@@ -82,9 +81,16 @@ def ranked_by_stepping(
                 continue
             for group in (_kind(finding.candidate), _layouts(finding.candidate)):
                 best[group] = max(best.get(group, 0.0), finding.rate)
-            stays[_kind(finding.candidate)] = finding.report.latency.mean or 0.0
             found.append(replace(finding, simulated=False))
     return sorted(found, key=lambda item: (-item.rate, -item.bounds.rate, str(item.candidate)))
+
+
+def _stay_of_best(found: Sequence[Finding], kind: Kind) -> float:
+    """Returns the mean seconds that a request takes with the best candidate of a kind, or 0. The
+    order in which processes finish does not matter."""
+    alike = [item for item in found if _kind(item.candidate) == kind]
+    best = max(alike, key=lambda item: (item.rate, str(item.candidate)), default=None)
+    return (best.report.latency.mean or 0.0) if best else 0.0
 
 
 def _kind(candidate: Candidate) -> Kind:
@@ -96,11 +102,11 @@ def _layouts(candidate: Candidate) -> Layouts:
 
 
 def resolved(measurer: Measurer, ranked: Sequence[Finding]) -> list[Finding]:
-    """Returns the candidates that may have the highest stepped rate, with rates within RESOLUTION,
-    best first. `ranked`: findings, best first."""
+    """Returns `ranked`, findings with the best first, in the order of more exact rates: those that
+    may have the highest stepped rate get a rate within RESOLUTION."""
     near = [item for item in ranked if item.rate * (1 + TOLERANCE) >= ranked[0].rate]
     finer = [replace(item, rate=_finer(measurer, item)) for item in near]
-    return sorted(finer, key=lambda item: -item.rate)
+    return [*sorted(finer, key=lambda item: -item.rate), *ranked[len(near) :]]
 
 
 def _finer(measurer: Measurer, found: Finding) -> float:

@@ -87,8 +87,8 @@ class PromptQueues:
     @property
     def gathers(self) -> bool:
         """Whether some dp rank has no prompt, and no prompt is partly in a chunk."""
-        begun = (queue[0] for queue in self._queues if queue)
-        return not self.all_ranks and all(one.left == one.prompt - one.cached for one in begun)
+        prompts = (one for queue in self._queues for one in queue)
+        return not self.all_ranks and all(one.left == one.prompt - one.cached for one in prompts)
 
     def take(self) -> Chunk:
         """Removes and returns the next chunk: on each rank the oldest prompts, up to the chunk's

@@ -56,7 +56,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A candidate with the highest rate that it reached in simulation.
+    """A candidate with the highest rate that it reached, simulated or stepped.
 
     Attributes:
       rate: Highest rate of the whole candidate that attains the goal, in requests per second.
@@ -132,7 +132,7 @@ def stepped_answer(stepped: Sequence[Finding]) -> str:
     for item in stepped:
         best.setdefault(item.candidate.mode, item)
     lines = [f"  {_said(item)}, bound by {item.binding}" for item in best.values()]
-    return "\n".join(["By stepping the cost model, before simulation:", *lines])
+    return "\n".join(["By stepping the cost model:", *lines])
 
 
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
@@ -236,7 +236,7 @@ def not_simulated(requests: int) -> str:
     """Describes why no candidate was simulated: a conclusive run needs `requests` requests."""
     return (
         "All rates are from the stepped cost model, because a simulated run needs"
-        f" {requests:,} requests; most_requests={requests} permits it."
+        f" {requests:,} requests; --most_requests={requests} permits it."
     )
 
 
