@@ -77,7 +77,8 @@ def test_the_way_that_is_chosen_is_the_cheaper_one(running: int, queued: int, kn
 
 
 @pytest.mark.parametrize(
-    ("running", "cached", "prefill"), [(0, 4000, None), (1, 4000, "p0"), (0, 0, "p0")]
+    ("running", "cached", "prefill"),
+    [(0, 4000, None), (1, 4000, "p0"), (0, 0, "p0"), (0, 150, "p0")],
 )
 def test_the_required_gain_covers_other_streams_and_new_prompts_alone(
     running: int, cached: int, prefill: str | None

@@ -35,6 +35,17 @@ def test_prompts_come_to_one_pool_as_far_apart_as_steps_leave_time_for_them() ->
     assert isinstance(decide(accounts.state, ASK, now + 0.2, policy), Decision)
 
 
+def test_the_pace_of_several_ranks_is_kept_to_the_bound_on_queued_work() -> None:
+    """Ranks get three chunks of queued work, but streams that recover get their time."""
+    ranks = decode_status("m0", (2,) * 4, (2000,) * 4, role=M)
+    accounts = accounts_of({ranks: Description("", H100)})
+    policy = PlacementPolicy(tpot_slo_seconds=0.05, hold_seconds=0.02)
+    accounts.pace("m0", 1.0)
+    assert Speed(H100).prefill_seconds(2048, 0, 2048) > 0.04
+    assert isinstance(decide(accounts.state, ASK, 0.96, policy), Deferred)
+    assert isinstance(decide(accounts.state, ASK, 0.99, policy), Decision)
+
+
 def test_there_is_no_pace_to_keep_without_a_bound_or_beside_nobody() -> None:
     accounts = accounts_of({RUNNING: Description("", H100)})
     answer = decide(accounts.state, ASK, 0.0, PlacementPolicy())

@@ -191,6 +191,25 @@ def test_only_candidates_close_to_the_best_by_stepping_are_simulated():
     assert found.findings[-len(rows) :] == tuple(rows)
 
 
+def test_the_next_by_stepping_is_simulated_if_the_best_carries_less_than_it():
+    """Of two pools, stepping finds 7.5 for the first and 8.0 for the second; simulated, the second
+    carries 6.0."""
+    order: dict[object, int] = {}
+
+    def stepped(item: Candidate) -> float:
+        if item.mode is not Mode.DISAGGREGATED:
+            return 1.0
+        at = order.setdefault((item.prefill, item.decode), min(2, len(order)))
+        return (7.5, 8.0, 1.0)[at]
+
+    def simulated(item: Candidate) -> float:
+        return 6.0 if stepped(item) == 8.0 else stepped(item)
+
+    runners = Runners(Servers(simulated), Servers(stepped))
+    best = Planner(geometry("llama-3-70b"), SITE, GOAL, runners).plan(WORKLOAD).findings[0]
+    assert best.simulated and best.rate == pytest.approx(7.5 / 0.9, rel=0.05)
+
+
 def test_nothing_is_simulated_if_a_run_needs_too_many_requests(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(planner, "SIMULATED_REQUESTS", 2000)
     live, search = Servers(lambda item: 700.0), Search(modes=(Mode.CHUNKED,))
