@@ -315,7 +315,7 @@ class CostModel:
 
     @property
     def _weight_bytes(self) -> tuple[float, float, float]:
-        """Bytes on a device of all layers' matrices, their experts, and the stem, if one stage."""
+        """Bytes on a device without stages: of matrices, of experts, and of embedding and head."""
         shape, layout = self.geometry, self.layout
         spread = layout.ep if layout.ep > 1 else layout.tp
         embedded = shape.embedding_parameters / layout.tp

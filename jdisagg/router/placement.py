@@ -449,7 +449,8 @@ def _admitted(
     queue = decision.terms.prefill_queue
     if decision.prefill is not None and decision.cached_tokens:
         queue = min(queue, float(weighed.prefills.queue.min()))
-    if queue > _most_queued_seconds(state, weighed, decision, policy.hold_seconds):
+    hold = policy.hold_seconds
+    if queue > hold and queue > _most_queued_seconds(state, weighed, decision, hold):
         return Deferred(f"every prefill worker has at least {_ms(queue)} of queued work")
     return decision
 

@@ -368,9 +368,8 @@ class _Found:
 def _by_kind(stepped: Sequence[Finding]) -> list[list[Finding]]:
     """Returns the findings with one pool and with two, without and with pipeline stages. Kinds
     without findings are left out."""
-    kinds: dict[tuple[bool, bool], list[Finding]] = {}
-    for two, staged in itertools.product((False, True), repeat=2):
-        kinds[two, staged] = []
+    every = itertools.product((False, True), repeat=2)
+    kinds: dict[tuple[bool, ...], list[Finding]] = {kind: [] for kind in every}
     for item in stepped:
         kinds[bool(item.candidate.prefill), item.candidate.staged].append(item)
     return [kind for kind in kinds.values() if kind]
