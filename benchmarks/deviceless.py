@@ -218,7 +218,8 @@ class DevicelessPrograms(Programs):
         with use_abstract_mesh(self._abstract), self.precision():
             lowered = self._trace(self._abstract, body, arguments, *specs).lower()
             read = self._bytes_of(arguments, in_specs, donate)
-            compiled, counted = self._counted(lowered, name, read)
+            options = self.options_of(arguments)
+            compiled, counted = self._counted(lowered, name, read, options)
         memory = compiled.memory_analysis()
         assert memory is not None
         self._report(
@@ -236,12 +237,13 @@ class DevicelessPrograms(Programs):
         return lambda *_: results
 
     def _counted(
-        self, lowered: jax.stages.Lowered, name: str, read: int
+        self, lowered: jax.stages.Lowered, name: str, read: int, options: dict[str, str | bool]
     ) -> tuple[jax.stages.Compiled, Callable[..., Counted]]:
         """Compiles a program. Returns it, and its counts but for memory and time.
 
         Args:
             read: Bytes of those arguments on a device that are not donated.
+            options: XLA's options of the program.
         """
         raise NotImplementedError
 
@@ -279,10 +281,10 @@ class GpuPrograms(DevicelessPrograms):
         )
 
     def _counted(
-        self, lowered: jax.stages.Lowered, name: str, read: int
+        self, lowered: jax.stages.Lowered, name: str, read: int, options: dict[str, str | bool]
     ) -> tuple[jax.stages.Compiled, Callable[..., Counted]]:
         with tempfile.TemporaryDirectory() as dump:
-            options = {**self.compiler_options, **self._options, "xla_dump_to": dump}
+            options |= {**self._options, "xla_dump_to": dump}
             compiled = lowered.compile(compiler_options=options)
             thunks = count_thunks(Path(dump))
         copied = largest_copy(compiled.as_text() or "")
@@ -300,9 +302,9 @@ class TpuPrograms(DevicelessPrograms):
         self._device, self._embedding = device, embedding_bytes
 
     def _counted(
-        self, lowered: jax.stages.Lowered, name: str, read: int
+        self, lowered: jax.stages.Lowered, name: str, read: int, options: dict[str, str | bool]
     ) -> tuple[jax.stages.Compiled, Callable[..., Counted]]:
-        compiled = lowered.compile(compiler_options=self.compiler_options)
+        compiled = lowered.compile(compiler_options=options)
         hlo = compiled.as_text() or ""
         if dump := os.environ.get("TPU_PROGRAMS_DUMP"):
             (Path(dump) / f"{name.replace(' ', '_')}.hlo").write_text(hlo)

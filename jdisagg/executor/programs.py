@@ -9,8 +9,10 @@ arrays are then put on the mesh by a callback, because `device_put` would commun
 processes. Results for the host are gathered over mesh axis dp inside the program."""
 
 import contextlib
+import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -24,6 +26,9 @@ from jdisagg.executor.program_store import ProgramStore
 from jdisagg.layout.platforms import traits_of
 from jdisagg.ops.device_layout import kept_format
 
+_logger = logging.getLogger(__name__)
+
+SLOW_SECONDS = 20.0  # compilations that take longer are logged, while they run and at their end
 RANK = PartitionSpec("dp")
 BLOCK_SPEC = PartitionSpec("dp", None, "kv")  # as `transfer.channel.block_sharding`
 # Arrays that go to or come from the host and other meshes, in XLA's own order of axes. All others
@@ -62,6 +67,22 @@ class _ShortTurns:
 _short_turns = _ShortTurns()
 
 
+@contextlib.contextmanager
+def _slow_logged(key: Hashable) -> Iterator[None]:
+    """Returns a context that logs the compilation of a program if it is slow."""
+    began = time.monotonic()
+    text = "compiling program %s for %.0f s"
+    timer = threading.Timer(SLOW_SECONDS, _logger.info, (text, key, SLOW_SECONDS))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if (seconds := time.monotonic() - began) > SLOW_SECONDS:
+            _logger.info("program %s compiled in %.0f s", key, seconds)
+
+
 class MissingProgram(Exception):
     """A program is not compiled yet. `compile` compiles it, on any thread."""
 
@@ -88,6 +109,7 @@ class Programs:
         )
         self._compilations = 0
         self.compiler_options = dict(traits_of(self.platform).compiler_options)
+        self._float32_options = dict(traits_of(self.platform).float32_options)
         self.store: ProgramStore | None = None
         self._by_rank = NamedSharding(mesh, RANK)
         self._built: dict[Hashable, Callable[..., Any]] = {}
@@ -202,7 +224,7 @@ class Programs:
                 if program is None:
                     self._this_thread.key = key  # for `compile`, which `build` calls
                     try:
-                        with _short_turns:
+                        with _short_turns, _slow_logged(key):
                             program = build()
                     finally:
                         self._this_thread.key = None
@@ -238,7 +260,7 @@ class Programs:
                 otherwise XLA does not alias them.
             donate: Indices of donated arguments.
         """
-        specs, options = (in_specs, out_specs, donate), self.compiler_options
+        specs, options = (in_specs, out_specs, donate), self.options_of(arguments)
         trace = lambda: self._trace(self.mesh, body, arguments, *specs)  # noqa: E731
         store, key, name = self.store, getattr(self._this_thread, "key", None), None
         if store is not None and key is not None and not self.spans_processes:
@@ -250,12 +272,25 @@ class Programs:
                     return trace().lower().compile(compiler_options=options)
                 return store.load(name) or store.compile(name, trace, options)
         except jax.errors.JaxRuntimeError as error:
-            own = [key for key, _ in traits_of(self.platform).compiler_options if key in options]
-            unknown = [key for key in own if f"No such compile option: '{key}'" in str(error)]
+            traits = traits_of(self.platform)
+            own = [key for key, _ in traits.compiler_options + traits.float32_options]
+            unknown = [
+                key
+                for key in own
+                if key in options and f"No such compile option: '{key}'" in str(error)
+            ]
             if not unknown:
                 raise
-            self.compiler_options = {k: v for k, v in options.items() if k not in unknown}
+            for kept in (self.compiler_options, self._float32_options):
+                for key in unknown:
+                    kept.pop(key, None)
             return self.compile(body, arguments, in_specs, out_specs, donate)
+
+    def options_of(self, arguments: Any) -> dict[str, str | bool]:
+        """Returns XLA's options of a program with these (abstract) arguments."""
+        kinds = {jnp.dtype(leaf.dtype) for leaf in jax.tree.leaves(arguments)}
+        narrow = any(jnp.issubdtype(kind, jnp.floating) and kind.itemsize < 4 for kind in kinds)
+        return self.compiler_options | ({} if narrow else self._float32_options)
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context with the platform's precision of float32 products, in which programs

@@ -46,6 +46,7 @@ class PlatformTraits:
             `memory_fraction`.
         compiler_options: XLA's options of all programs. Options that this version of XLA does not
             have are left out.
+        float32_options: More options of programs whose numbers are all float32.
     """
 
     stores_bits: bool = False
@@ -68,6 +69,7 @@ class PlatformTraits:
     lanes: int = 1
     limit_has_fraction: bool = False
     compiler_options: tuple[tuple[str, str | bool], ...] = ()
+    float32_options: tuple[tuple[str, str | bool], ...] = ()
 
 
 # Default fraction of an accelerator's memory
@@ -89,6 +91,12 @@ _TRAITS = {
         spare_rows=True,
         warm_runs=3,
         limit_has_fraction=True,  # XLA_CLIENT_MEM_FRACTION
+        # XLA would compile and time several forms of every kind of fusion. The unrolled passes of
+        # sampling have hundreds, and took more than 98 s on an H100 with 16 cores.
+        compiler_options=(("xla_gpu_experimental_enable_fusion_autotuner", False),),
+        # In full float32 precision Triton's products have no tensor cores: they are slower than
+        # cuBLAS, and each of many candidates takes seconds to compile.
+        float32_options=(("xla_gpu_enable_triton_gemm", False),),
     ),
     "tpu": PlatformTraits(
         float32_precision="highest",  # the default is one pass in bfloat16

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -62,6 +63,43 @@ def test_compiler_options_that_this_xla_lacks_are_left_out(monkeypatch: pytest.M
     argument = np.ones((1, 1), np.float32)
     assert programs.compile(lambda x: x + 1, (argument,), (RANK,), RANK)(argument) == 2
     assert programs.compiler_options == {"xla_cpu_enable_fast_math": False}
+
+
+def test_only_programs_without_narrow_numbers_get_the_options_of_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    float32 = ("xla_cpu_enable_fast_math", False), ("xla_no_such_option", True)
+    traits = dataclasses.replace(
+        traits_of("cpu"), compiler_options=(("xla_dump_to", ""),), float32_options=float32
+    )
+    monkeypatch.setitem(platforms._TRAITS, "cpu", traits)
+    programs = Programs(jax.make_mesh((1, 1), ("dp", "kv")))
+    tokens, wide, narrow = (np.ones((1, 1), kind) for kind in ("int32", "float32", "bfloat16"))
+    every = {"xla_dump_to": "", **dict(float32)}
+    assert programs.options_of((tokens, {"weights": wide})) == every
+    assert programs.options_of((tokens, wide, narrow)) == {"xla_dump_to": ""}
+    assert programs.compile(lambda x: x + 1, (wide,), (RANK,), RANK)(wide) == 2
+    del every["xla_no_such_option"]
+    assert programs.options_of(wide) == every, "an option that this XLA lacks is left out"
+
+
+def test_a_slow_compilation_is_logged_while_it_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("jdisagg.executor.programs.SLOW_SECONDS", 0.01)
+    programs = Programs(jax.make_mesh((1, 1), ("dp", "kv")))
+
+    def build() -> Callable[[], None]:
+        until = time.monotonic() + 10.0
+        while not caplog.records and time.monotonic() < until:
+            time.sleep(0.01)
+        return lambda: None
+
+    with caplog.at_level("INFO"):
+        programs.get(("decode", 8), build)
+    under_way, done = (record.getMessage() for record in caplog.records)
+    assert under_way == "compiling program ('decode', 8) for 0 s"
+    assert done.startswith("program ('decode', 8) compiled in ")
 
 
 def test_other_threads_get_the_interpreter_soon_while_a_program_is_built() -> None:
