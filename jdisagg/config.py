@@ -295,7 +295,7 @@ class ServiceConfig:
         kv_host: Address of the interface for KV from and to other hosts, to which other workers
             connect. Empty means `advertise_host` if it is an address of this machine, else `host`.
         kv_channel: Channel for KV from other processes. "auto" uses CUDA IPC between GPUs of one
-            host (not yet run on a GPU), else shared memory on one host, else NIXL if both sides
+            host (JAX 0.11 refuses it), else shared memory on one host, else NIXL if both sides
             have it with RDMA, or else JAX's transfer engine. "engine" never uses NIXL or CUDA IPC,
             "nixl" always uses NIXL. "cuda" is "auto", and gives the reason where CUDA IPC is
             unavailable.

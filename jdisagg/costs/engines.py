@@ -91,8 +91,8 @@ class EnginePreset:
       gather_steps: Number of decode steps for which an engine can let prompts wait until each dp
         rank has one, where one pool prefills and decodes; 0 if it cannot.
       step_error: Median relative error of predicted TPOT on public measurements
-        (benchmarks/results/public_runs.md). There are no GPU measurements of jdisagg; its error is
-        that of jdisagg's kernel times against measurements of other engines.
+        (benchmarks/results/public_runs.md). That of jdisagg bounds its steps and chunks of
+        Llama-3-8B on one H100 (benchmarks/LOG.md, 2026-11-27), the only ones measured on a GPU.
     """
 
     name: str = "jdisagg"
