@@ -22,6 +22,7 @@ import numpy as np
 
 from jdisagg.errors import JdisaggError
 from jdisagg.messages.kv_plane import OnDevice, Posted
+from jdisagg.transfer.backend import AnnouncedArrays
 from jdisagg.transfer.cuda_driver import CudaDriver, Driver
 from jdisagg.transfer.device_memory import DeviceInlet, DeviceLeaf, LentMemory
 
@@ -73,7 +74,7 @@ def read(lies: OnDevice, count: int, child: subprocess.Popen[bytes]) -> dict[str
     aval = jax.ShapeDtypeStruct((count,), jnp.float32, sharding=place)
 
     def begun() -> DeviceLeaf:
-        return inlet.pull(Posted(1, 1, "", 1, (), lies), [aval], lambda: True, lambda: None)[0]
+        return inlet.pull(AnnouncedArrays(Posted(1, 1, "", 1, (), lies), [aval]))[0]
 
     wanted = values(count)
     began = time.perf_counter()

@@ -6,6 +6,7 @@ Four backends implement it: the JAX transfer engine (transfer_engine.py), shared
 `KvPuller` never check which backend they use: every difference between backends is an attribute or
 a method here. This module must not import an implementation."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -125,6 +126,43 @@ class Outlet(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AnnouncedArrays:
+    """The arrays that a sender has announced for one request.
+
+    Attributes:
+        answer: The sender's answer, or a predicted answer if the pull starts before the sender
+            answers.
+        avals: Shape, dtype and device of each array.
+        in_time: Returns whether the pull's deadline has not passed yet. An array that arrives after
+            the deadline counts as failed.
+        unused: Called once, on any thread, when no received array uses the sender's memory any
+            more. Called only if the inlet `borrows`.
+    """
+
+    answer: Posted
+    avals: Sequence[jax.ShapeDtypeStruct]
+    in_time: Callable[[], bool] = lambda: True
+    unused: Callable[[], None] = lambda: None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Returns the bytes of each array."""
+        return [math.prod(aval.shape) * aval.dtype.itemsize for aval in self.avals]
+
+    def memory(self, kind: type[Memory]) -> Memory:
+        """Returns the location of the arrays. Raises HandoffError if it belongs to another backend
+        than `kind`, or is that of other arrays."""
+        memory = self.answer.memory
+        if not isinstance(memory, kind):
+            raise HandoffError("the sender answered with other memory than requested; pull again")
+        if len(memory.offsets) != len(self.avals):
+            raise HandoffError(
+                f"a sender announced {len(memory.offsets)} leaves of {len(self.avals)}"
+            )
+        return memory
+
+
 class Inlet(Protocol):
     """The receiving side of a backend: pulls KV pieces from one sender process. Not thread-safe.
 
@@ -147,27 +185,9 @@ class Inlet(Protocol):
     def open(self, address: str) -> None:
         """Connects to the sender's server. Does nothing for a backend without servers."""
 
-    def pull(
-        self,
-        answer: Posted,
-        avals: Sequence[jax.ShapeDtypeStruct],
-        in_time: Callable[[], bool],
-        unused: Callable[[], None],
-    ) -> Sequence[jax.Array | Leaf]:
+    def pull(self, arrays: AnnouncedArrays) -> Sequence[jax.Array | Leaf]:
         """Starts to pull the arrays of one request. Returns one object to poll for each array.
-
-        Args:
-            answer: The sender's answer, or a predicted answer if the pull starts before the sender
-                answers.
-            avals: Shape, dtype and device of each array.
-            in_time: Returns whether the pull's deadline has not passed yet. An array that arrives
-                after the deadline counts as failed.
-            unused: Called once, on any thread, when no received array uses the sender's memory any
-                more. Called only if `borrows` is set.
-
-        Raises:
-            HandoffError: The answer is invalid, or the sender's memory cannot be read.
-        """
+        Raises HandoffError if the sender's answer is invalid, or its memory cannot be read."""
         ...
 
     def close(self, in_flight: bool) -> None:
@@ -205,11 +225,3 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Frees all memory of the backend. Idempotent."""
-
-
-def memory_of(answer: Posted, kind: type[Memory]) -> Memory:
-    """Returns the memory location in a sender's answer. Raises HandoffError if the location belongs
-    to another backend than `kind`."""
-    if not isinstance(answer.memory, kind):
-        raise HandoffError("the sender answered with other memory than requested; pull again")
-    return answer.memory

@@ -28,10 +28,10 @@ import numpy as np
 
 from jdisagg.errors import ConfigError, HandoffError
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.messages.kv_plane import KvBackend, LentAllocation, OnDevice, Posted
+from jdisagg.messages.kv_plane import KvBackend, LentAllocation, OnDevice
 from jdisagg.model_api import Device
 from jdisagg.ops.checksum import byte_sum
-from jdisagg.transfer.backend import Backend, Inlet, Leaf, Outlet, Reserved, memory_of
+from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Leaf, Outlet, Reserved
 from jdisagg.transfer.cuda_driver import Allocation, Copy, CudaDriver, Driver
 from jdisagg.transfer.pieces import RequestedPieces, blank
 from jdisagg.transfer.polled_pull import is_ready
@@ -268,22 +268,15 @@ class DeviceInlet(Inlet):
         self._memory = memory
         self._held: dict[tuple[int, LentAllocation], Mapping] = {}
 
-    def pull(
-        self,
-        answer: Posted,
-        avals: Sequence[jax.ShapeDtypeStruct],
-        in_time: Callable[[], bool],
-        unused: Callable[[], None],
-    ) -> "list[DeviceLeaf]":
+    def pull(self, arrays: AnnouncedArrays) -> "list[DeviceLeaf]":
         """Starts to copy the sender's arrays into arrays of this process."""
-        lies = memory_of(answer, OnDevice)
-        if not len(avals) == len(lies.places) == len(lies.offsets):
-            raise HandoffError(f"a sender announced {len(lies.offsets)} leaves of {len(avals)}")
+        lies, avals = arrays.memory(OnDevice), arrays.avals
+        if len(lies.places) != len(avals):
+            raise HandoffError(f"a sender announced {len(lies.places)} places of {len(avals)}")
         checksums = lies.checksums or (None,) * len(avals)
         if len(checksums) != len(avals):
             raise HandoffError(f"a sender announced {len(checksums)} checksums of {len(avals)}")
-        sizes = [int(np.prod(aval.shape)) * aval.dtype.itemsize for aval in avals]
-        for place, offset, size in zip(lies.places, lies.offsets, sizes, strict=True):
+        for place, offset, size in zip(lies.places, lies.offsets, arrays.sizes, strict=True):
             if not 0 <= place < len(lies.allocations):
                 raise HandoffError(f"a sender announced bytes of allocation {place}, which is none")
             if not 0 <= offset <= offset + size <= lies.allocations[place].size:
@@ -304,7 +297,7 @@ class DeviceInlet(Inlet):
             parts.append(_Part(key[0], blank(aval), used[key].base + offset, checksum))
         for key in used:
             self._memory.hold(*key)  # by the read, which may outlive this connection
-        read = DeviceRead(self._memory, parts, list(used.values()), in_time)
+        read = DeviceRead(self._memory, parts, list(used.values()), arrays.in_time)
         return [DeviceLeaf(part.to, read) for part in parts]
 
     def close(self, in_flight: bool) -> None:

@@ -53,7 +53,7 @@ from jdisagg.messages.kv_plane import (
 )
 from jdisagg.transfer.arrivals import received_bytes
 from jdisagg.transfer.assembly import Assembly
-from jdisagg.transfer.backend import Leaf
+from jdisagg.transfer.backend import AnnouncedArrays, Leaf
 from jdisagg.transfer.backend_choice import BackendChoice
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.channel_thread import ChannelThread
@@ -294,12 +294,13 @@ class KvPuller:
             deadline = sent.transfer.pull.deadline
             pulled = functools.partial(self._report_pulled, peer.end, sent.pull_id, 0.0)
             try:
-                arrays = peer.inlet.pull(
+                announced = AnnouncedArrays(
                     answer,
                     avals,
                     in_time=lambda: self._clock.now() < deadline,
                     unused=lambda: self._thread.submit(pulled),
                 )
+                arrays = peer.inlet.pull(announced)
             except HandoffError as error:
                 sent.unread = error.message
                 raise

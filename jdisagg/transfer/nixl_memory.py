@@ -18,15 +18,14 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import jax
 import numpy as np
 
 from jdisagg.errors import ConfigError, HandoffError
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.messages.kv_plane import InRegistered, KvBackend, Posted
-from jdisagg.transfer.backend import Backend, Inlet, Outlet, Reserved, memory_of
+from jdisagg.messages.kv_plane import InRegistered, KvBackend
+from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Outlet, Reserved
 from jdisagg.transfer.nixl_agent import (
     NixlAgent,
     NixlRead,
@@ -228,18 +227,9 @@ class NixlInlet(Inlet):
         self._memory = memory
         self._peers: set[str] = set()
 
-    def pull(
-        self,
-        answer: Posted,
-        avals: Sequence[jax.ShapeDtypeStruct],
-        in_time: Callable[[], bool],
-        unused: Callable[[], None],
-    ) -> list[LeafInMemory]:
+    def pull(self, arrays: AnnouncedArrays) -> list[LeafInMemory]:
         """Starts to read the sender's region. `in_time` is called once, when the read has ended."""
-        lies = memory_of(answer, InRegistered)
-        sizes = [int(np.prod(aval.shape)) * aval.dtype.itemsize for aval in avals]
-        if len(sizes) != len(lies.offsets):
-            raise HandoffError(f"a sender announced {len(lies.offsets)} leaves of {len(avals)}")
+        lies, sizes = arrays.memory(InRegistered), arrays.sizes
         places = [(offset, offset + size) for offset, size in zip(lies.offsets, sizes, strict=True)]
         most = offsets_of(sizes)[1]
         if not all(ALIGNMENT <= first <= end <= lies.size <= most for first, end in places):
@@ -254,7 +244,7 @@ class NixlInlet(Inlet):
                 lies.address + ALIGNMENT,
                 region.address + ALIGNMENT,
                 lies.size - ALIGNMENT,
-                in_time,
+                arrays.in_time,
             )
         except HandoffError:
             self._memory.give_back(region)
@@ -262,7 +252,9 @@ class NixlInlet(Inlet):
         # Views have this array as their base: the region is in use as long as any of them lives.
         bytes_ = np.frombuffer(region.memory, np.uint8)
         weakref.finalize(bytes_, self._memory.leave, region, read).atexit = False
-        return [LeafInMemory(bytes_, *leaf, read) for leaf in zip(places, avals, strict=True)]
+        return [
+            LeafInMemory(bytes_, *leaf, read) for leaf in zip(places, arrays.avals, strict=True)
+        ]
 
     def close(self, in_flight: bool) -> None:
         for peer in self._peers:

@@ -22,7 +22,7 @@ import os
 import secrets
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -30,9 +30,9 @@ import numpy as np
 
 from jdisagg.errors import HandoffError
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.messages.kv_plane import InMemory, KvBackend, Posted
+from jdisagg.messages.kv_plane import InMemory, KvBackend
 from jdisagg.ops.device_layout import ALIGNMENT
-from jdisagg.transfer.backend import Backend, Inlet, Leaf, Outlet, Reserved, memory_of
+from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Leaf, Outlet, Reserved
 from jdisagg.transfer.pieces import HostLeaves, RequestedPieces
 
 _WRITTEN = 1  # first byte of a region that is written
@@ -276,28 +276,19 @@ class SharedInlet(Inlet):
         self._mapped: OrderedDict[int, mmap.mmap] = OrderedDict()
         self._bytes = 0
 
-    def pull(
-        self,
-        answer: Posted,
-        avals: Sequence[jax.ShapeDtypeStruct],
-        in_time: Callable[[], bool],
-        unused: Callable[[], None],
-    ) -> list[LeafInMemory]:
+    def pull(self, arrays: AnnouncedArrays) -> list[LeafInMemory]:
         """Maps the sender's region, which may not be written yet. Returns the arrays in the region,
         to be polled."""
-        lies = memory_of(answer, InMemory)
-        if len(avals) != len(lies.offsets):
-            raise HandoffError(f"a sender announced {len(lies.offsets)} leaves of {len(avals)}")
+        lies = arrays.memory(InMemory)
         # Views have this array as their base, so it lives as long as any of them.
         region = np.frombuffer(self._map(lies), np.uint8)
         places = [
-            (offset, offset + int(np.prod(aval.shape)) * aval.dtype.itemsize)
-            for aval, offset in zip(avals, lies.offsets, strict=True)
+            (offset, offset + size) for offset, size in zip(lies.offsets, arrays.sizes, strict=True)
         ]
         if not all(ALIGNMENT <= first <= end <= region.size for first, end in places):
             raise HandoffError(f"a sender announced bytes {places} of a region of {region.size}")
-        weakref.finalize(region, unused).atexit = False
-        return [LeafInMemory(region, *leaf) for leaf in zip(places, avals, strict=True)]
+        weakref.finalize(region, arrays.unused).atexit = False
+        return [LeafInMemory(region, *leaf) for leaf in zip(places, arrays.avals, strict=True)]
 
     def close(self, in_flight: bool) -> None:
         self._mapped.clear()

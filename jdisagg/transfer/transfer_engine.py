@@ -30,7 +30,7 @@ Failure modes of the engine and the countermeasures (see test_engine_dangers.py)
 import ctypes
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -40,9 +40,9 @@ from jax.experimental import transfer
 from jdisagg.address import host_port, numeric
 from jdisagg.errors import ConfigError, HandoffError
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.messages.kv_plane import KvBackend, Posted
+from jdisagg.messages.kv_plane import KvBackend
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
-from jdisagg.transfer.backend import Backend, Inlet, Outlet, Reserved
+from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Outlet, Reserved
 from jdisagg.transfer.pieces import RequestedPieces
 
 TICK_ID = 2**64 - 1
@@ -191,17 +191,11 @@ class EngineInlet(Inlet):
                 self._server = self._options.start_server()
             self._connection, self.address = self._server.connect(address), address
 
-    def pull(
-        self,
-        answer: Posted,
-        avals: Sequence[jax.ShapeDtypeStruct],
-        in_time: Callable[[], bool],
-        unused: Callable[[], None],
-    ) -> list[jax.Array]:
+    def pull(self, arrays: AnnouncedArrays) -> list[jax.Array]:
         """Starts to pull arrays. The sender may post them later than this call."""
-        self.open(answer.address)
+        self.open(arrays.answer.address)
         assert self._connection is not None
-        return self._connection.pull(answer.pull_id, list(avals))
+        return self._connection.pull(arrays.answer.pull_id, list(arrays.avals))
 
     def close(self, in_flight: bool) -> None:
         """Fails all running pulls. `open` may be called again afterwards."""

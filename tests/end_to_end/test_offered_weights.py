@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jdisagg.messages.weights import UpdateMode
 from jdisagg.node import weights_reader
 from jdisagg.node.weights_reader import RemoteWeights
 from jdisagg.ops.dense_attention import dense_causal_attend
+from jdisagg.transfer.backend import AnnouncedArrays
 from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.transfer.transfer_engine import EngineInlet
 from launch.model import loader
@@ -154,9 +154,9 @@ def test_without_shared_memory_weights_come_by_the_transfer_engine(
         pulled: list[int] = []
         pull = EngineInlet.pull
 
-        def counted(inlet: EngineInlet, *arguments: Any, **named: Any) -> list[jax.Array]:
+        def counted(inlet: EngineInlet, arrays: AnnouncedArrays) -> list[jax.Array]:
             pulled.append(1)
-            return pull(inlet, *arguments, **named)
+            return pull(inlet, arrays)
 
         watched.setattr(EngineInlet, "pull", counted)
         check(source, others, read_by, CASES[0])

@@ -22,6 +22,7 @@ from jdisagg.messages.kv_plane import (
     Withdraw,
 )
 from jdisagg.transfer import device_memory
+from jdisagg.transfer.backend import AnnouncedArrays
 from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.cuda_driver import HANDLE_BYTES, Allocation, CudaDriver
@@ -185,7 +186,9 @@ def test_what_comes_after_the_deadline_counts_for_nothing(late: str) -> None:
         return late == "after" and len(asked) == 1
 
     sender = DeviceInlet(memory)
-    (leaf,) = sender.pull(answer(OnDevice((lent,), (0,), (offset,))), [aval], in_time, lambda: None)
+    (leaf,) = sender.pull(
+        AnnouncedArrays(answer(OnDevice((lent,), (0,), (offset,))), [aval], in_time)
+    )
     settled(leaf.is_ready)
     with pytest.raises(HandoffError, match="after the pull's deadline"):
         leaf.array()

@@ -18,6 +18,7 @@ from jdisagg.messages.kv_plane import (
     Refused,
     Withdraw,
 )
+from jdisagg.transfer.backend import AnnouncedArrays
 from jdisagg.transfer.transfer_engine import EngineInlet, EngineOptions, EngineOutlet
 from tests.transfer.conformance import LONG_SECONDS, Ends, arrives, case, finished, settled
 from tests.transfer.loopback import RECEIVER, SENDER, Loopback, card
@@ -283,8 +284,8 @@ def test_pieces_that_cannot_be_received_are_given_back_at_once(
     """A device without room for what comes: the sender must not hold it until the deadline."""
     block, refused = case("tp=2", "tp=2"), []
 
-    def no_room(inlet: EngineInlet, answer: Posted, avals: object, **hooks: object) -> None:
-        refused.append(answer.pull_id)
+    def no_room(inlet: EngineInlet, arrays: AnnouncedArrays) -> None:
+        refused.append(arrays.answer.pull_id)
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(EngineInlet, "pull", no_room)

@@ -24,6 +24,7 @@ from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import InRegistered, KvMessage, Posted
 from jdisagg.transfer import nixl_agent
 from jdisagg.transfer import nixl_memory as nixl_memory_module
+from jdisagg.transfer.backend import AnnouncedArrays
 from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.nixl_agent import INSTALL, NixlAgent, nixl_bindings, ucx_devices
 from jdisagg.transfer.nixl_memory import NixlInlet, NixlMemory, NixlOutlet, nixl_memory
@@ -163,7 +164,9 @@ def test_what_is_read_after_the_deadline_counts_for_nothing(
         values = np.full(aval.shape, pull_id, aval.dtype)
         lies = outlet.reserve(pull_id, one_piece(values), 1000.0).memory
         outlet.write(pull_id)
-        (leaf,) = sender.pull(answer(lies), [aval], lambda in_time=in_time: in_time, lambda: None)
+        (leaf,) = sender.pull(
+            AnnouncedArrays(answer(lies), [aval], lambda in_time=in_time: in_time)
+        )
         settled(leaf.is_ready)
         if in_time:
             np.testing.assert_array_equal(leaf.array(), values)

@@ -21,6 +21,7 @@ from jdisagg.messages.kv_plane import (
     Withdraw,
 )
 from jdisagg.transfer import transfer_engine
+from jdisagg.transfer.backend import AnnouncedArrays
 from jdisagg.transfer.boxes import mesh_card
 from jdisagg.transfer.channel import BlockStamp, Pull, PullTarget
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
@@ -406,7 +407,7 @@ def test_a_forged_opening_or_one_of_an_older_connection_changes_nothing(
 def test_pieces_for_which_there_is_no_room_are_not_asked_for_in_vain(
     bench: Bench, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(inlet: EngineInlet, answer: Posted, avals: object, **hooks: object) -> None:
+    def no_room(inlet: EngineInlet, arrays: AnnouncedArrays) -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(EngineInlet, "pull", no_room)

@@ -12,6 +12,7 @@ import pytest
 from jdisagg.errors import HandoffError
 from jdisagg.messages.kv_plane import InMemory, Opened, Posted, Pulled, Withdraw
 from jdisagg.transfer import shared_memory
+from jdisagg.transfer.backend import AnnouncedArrays
 from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.shared_memory import (
     Region,
@@ -112,7 +113,7 @@ def test_a_region_that_is_used_again_holds_nothing_until_it_is_written() -> None
         values = np.full(aval.shape, pull_id, aval.dtype)
         lies = outlet.reserve(pull_id, one_piece(values), 1000.0).memory
         assert isinstance(lies, InMemory)
-        (leaf,) = reader.pull(answer(lies), [aval], lambda: True, lambda: None)
+        (leaf,) = reader.pull(AnnouncedArrays(answer(lies), [aval]))
         assert not leaf.is_ready()
         outlet.write(pull_id)
         assert leaf.is_ready()
@@ -160,7 +161,7 @@ def test_leaves_beyond_a_region_or_of_none_are_refused(lies) -> None:
     aval = jax.ShapeDtypeStruct((16,), np.float32, sharding=device)
     with pytest.raises(HandoffError):
         reader = SharedInlet(memory.name)
-        reader.pull(answer(lies(region)), [aval], lambda: True, lambda: None)
+        reader.pull(AnnouncedArrays(answer(lies(region)), [aval]))
     region.close()
     memory.close()
 
