@@ -71,8 +71,8 @@ class ChannelThread:
 
 class ComputeWait:
     """A thread that waits until arrays are computed and then calls a job. It waits for arrays with
-    lower numbers first. Numbers follow the order in which the mesh computes, so that no computed
-    array waits behind an array that is computed later."""
+    lower numbers first. Numbers follow the order in which the mesh computes, so that the job of a
+    computed array is not delayed by an array that is computed later."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.PriorityQueue[
