@@ -14,10 +14,11 @@ computed from the slot. The buffer's pages repeat, so a new position overwrites 
 every window.
 
 If a row has a grammar or drafts, a step is two programs. The first is the forward pass, which
-returns logits. The second chooses the tokens. With a grammar it is issued while the forward pass
-runs, when the grammar masks are available. The forward pass may compute several positions of one
-slot (`draft_rows.py`). All rows write their KV before any row attends, and each row attends up to
-its own position. So a step with drafts gives the same tokens as successive steps."""
+returns logits. The second chooses the tokens. With a grammar, the second program is issued as soon
+as the host has computed the grammar masks, while the forward pass runs. The forward pass may
+compute several positions of one slot (`draft_rows.py`). All rows write their KV before any row
+attends, and each row attends up to its own position. So a step with drafts gives the same tokens as
+successive steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -92,7 +93,7 @@ class DecodePrograms:
         self._programs, self._weights, self._shards, self._pools = programs, weights, shards, pools
         self._limits, self._rows, self._grammars = limits, rows, grammars
         ranks, slots = limits.ranks, limits.slots_per_rank
-        # The host keeps a copy, because growth changes part of a row.
+        # The host keeps a copy, because growth of a sequence changes only a part of its row.
         self._ints = np.zeros((ranks, slots, rows.ints), np.int32)
         self._floats = np.zeros((ranks, slots, rows.floats), np.float32)
         hot, counts = (
@@ -127,11 +128,12 @@ class DecodePrograms:
 
     def step(self, slots: Slots, variant: Variant, guesses: Guesses | None = None) -> Chosen:
         """Issues one decode step. Returns the chosen tokens [ranks, b, Q] and log-probabilities,
-        with rows in the order of `slots[rank]`. A row has more than one token if drafts of it were
-        accepted, and NO_TOKEN after its last one. Q is 1 without drafts.
+        for b rows in the order of `slots[rank]` and at most Q tokens per row. A row has several
+        tokens if some of its drafts were accepted. NO_TOKEN fills the row after its last token. Q
+        is 1 without drafts.
 
         Args:
-            guesses: Drafts to verify. Drafts without an extra row are dropped.
+            guesses: Drafts to verify. Drafts for which the step has no extra row are dropped.
         """
         width = max(1, max(len(row) for row in slots))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
@@ -216,8 +218,8 @@ class DecodePrograms:
         plan: DraftPlan | None,
         forward: Forward | None = None,
     ) -> Chosen:
-        """Issues a step as two programs: a forward pass, and a choice of tokens. Calls may transfer
-        the plan and masks."""
+        """Issues a step as two programs: a forward pass, and a choice of tokens. The calls may
+        transfer the draft plan and the grammar masks to the device."""
         bucket, planned = batch.shape[1], self._programs.argument(plan.array) if plan else None
         x = self._before(slots, bucket, plan)
         hot, ints, floats, counts = self._state
@@ -474,7 +476,8 @@ class DecodePrograms:
                 attend = attention.over(layer_pages, layer_rings, keep)
                 recur = recur_over(layer_states, state_T, None, None, new_states.append)
                 x_TD = layer(x_TD, at_T, attend, shards, row.active, recur=recur)
-                # A layer does not call `attend` or `recur` for what it does not keep.
+                # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
+                # state.
                 if not layer_pages:
                     new_pages.append(())
                 if not layer_states:
@@ -500,7 +503,7 @@ class DecodePrograms:
 
     def _write_rows(self, changed: list[list[SlotAdmit | SlotGrow]]) -> None:
         ranks, slots = self._limits.ranks, self._limits.slots_per_rank
-        # Column 0: slot whose row changes. Column 1: slot that gets a new sequence.
+        # Column 0 is the slot whose row changes. Column 1 is the slot that gets a new sequence.
         where = np.full((ranks, ROWS_PER_UPDATE, 2), slots, np.int32)
         hot = np.zeros((ranks, ROWS_PER_UPDATE, 2), np.int32)
         ints = np.zeros((ranks, ROWS_PER_UPDATE, self._rows.ints), np.int32)

@@ -1,9 +1,9 @@
-"""Computes log-probabilities of prompt tokens, by applying the model's output head to all tokens of
-a prefill chunk.
+"""Computes log-probabilities of prompt tokens, by applying the model's output head (LM head) to all
+tokens of a prefill chunk.
 
 The head runs in blocks of tokens, so that the logits of a whole chunk are never materialised
 (except by `PromptScorer.logits`), and each device keeps its part of the vocabulary. There is one
-program for each chunk bucket, compiled at the first request unless warm-up has run it."""
+program for each chunk size. Programs that warm-up has not run are compiled at the first request."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -39,8 +39,8 @@ class StepAttention:
         self._positions_BQ = step.positions_BQ
 
     def over(self, pages: LayerPages, rings: LayerPages, keep: list[LayerPages]) -> Attend:
-        """Returns the attention function of a layer whose KV is in `pages` or in `rings`. It
-        appends the written arrays to `keep`."""
+        """Returns the attention function of a layer whose KV is in `pages` or in `rings`. The
+        function appends the updated page arrays to `keep`."""
         layer_pages, places = (rings, self._in_rings) if rings else (pages, self._in_pages)
 
         def attend(
