@@ -12,7 +12,7 @@ from jdisagg.errors import CheckpointError, InvalidRequestError
 from jdisagg.request import SamplingDefaults, SamplingParams
 
 LEAST_TOP_P = 1e-6
-# Their names -> ours.
+# Names of the fields in generation_config.json, and in jdisagg's `SamplingParams`.
 _FIELDS = {
     "max_new_tokens": "max_tokens",
     "temperature": "temperature",
@@ -24,7 +24,8 @@ _FIELDS = {
 
 
 def read_sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Reads the sampling defaults of a model. Raises CheckpointError for a value out of range."""
+    """Reads the defaults of sampling parameters from generation_config.json in the model's folder.
+    Raises CheckpointError for a value out of range."""
     path = directory / "generation_config.json"
     fields = read_object(path)
     given: dict[str, Any] = {

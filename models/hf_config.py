@@ -32,9 +32,14 @@ class FamilyDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """A multimodal model whose text part is served. Holds its class name, the default `model_type`
-    of the text part, and the default of `tie_word_embeddings`. This field is read from the top
-    level, or from the text part if `own_head` is set."""
+    """A multimodal model whose text part is served.
+
+    Attributes:
+        architecture: Class name of the model.
+        text: Default of the `model_type` of the text part.
+        tied: Default of `tie_word_embeddings`.
+        own_head: Whether `tie_word_embeddings` is read from the text part instead of the top level.
+    """
 
     architecture: str
     text: str

@@ -15,7 +15,8 @@ from models.hf_config import FamilyDefaults, HfConfig, checked_number
 from models.hf_fields import names, short
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
-# Fields of a set of parameters. As in transformers, fields that a type does not use change nothing.
+# All known fields of a set of rotary parameters. As in transformers, fields that the set's type
+# does not use have no effect.
 _KNOWN = names("""
     rope_type type rope_theta factor original_max_position_embeddings max_position_embeddings
     attention_factor beta_fast beta_slow short_factor long_factor low_freq_factor high_freq_factor
@@ -114,7 +115,8 @@ def rope_of(
 
 
 def _kind(given: Mapping[str, object], wrong: Callable[..., CheckpointError]) -> str:
-    """Returns the type of a set of rotary parameters whose fields are all known."""
+    """Returns the type of a set of rotary parameters. Raises CheckpointError if the type or a field
+    is not supported."""
     for key, value in given.items():
         if isinstance(value, dict):
             raise wrong(

@@ -19,7 +19,7 @@ from models.indexer import Indexer
 from models.kv_scales import scale_parameters
 from models.linear import Linear, Norm, rows_of
 
-# transformers gives these two norms a fixed epsilon.
+# Epsilon of two norms for which transformers uses a fixed value.
 _EPSILON = 1e-6
 
 

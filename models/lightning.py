@@ -18,7 +18,7 @@ from jdisagg.ops.state_space import StateSpaceInputs, state_space_runs, state_sp
 from models.decoder_config import DecoderConfig, LightningConfig
 from models.linear import Linear, Norm, own_heads, rows_of
 
-# Of the norm over all heads, independent of `rms_norm_eps`.
+# Epsilon of the norm over all heads. It does not depend on `rms_norm_eps`.
 NORM_EPSILON = 1e-6
 
 

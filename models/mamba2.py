@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu, 2024), in place of attention in most layers of Granite 4's and Nemotron's
+"""Mamba-2 (Dao and Gu, 2024), which replaces attention in most layers of Granite 4's and Nemotron's
 hybrids: a short convolution, the recurrence (`jdisagg/ops/state_space.py`), a gate, and a norm over
 groups of heads after the gate.
 

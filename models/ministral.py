@@ -1,5 +1,6 @@
-"""Ministral and Devstral 2. Ministral 8B (2024) is Mistral with windows in some layers. Ministral 3
-and Devstral 2 are Mistral with queries that are scaled by their position."""
+"""Reads the configuration of Ministral and Devstral 2. Ministral 8B (2024) is Mistral with windows
+in some layers. Ministral 3 and Devstral 2 are Mistral with queries that are scaled by their
+position."""
 
 from dataclasses import replace
 
@@ -35,9 +36,9 @@ def read_3_config(hf: HfConfig) -> DecoderConfig:
 def without_query_growth(
     hf: HfConfig, assumed: dict[str, object], *passed_over: str
 ) -> tuple[HfConfig, float]:
-    """Removes the factor by which queries grow with their position from the rotary parameters, and
-    also the fields `passed_over`. Returns the changed config and the factor. `assumed` replaces
-    missing rotary parameters."""
+    """Returns a config whose rotary parameters lack the factor by which queries grow with their
+    position, and also the fields `passed_over`. Also returns the factor, 0 if absent. `assumed`
+    replaces missing rotary parameters."""
     field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
     given = hf.raw(field) or assumed
     if not isinstance(given, dict):

@@ -26,7 +26,7 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Types of quantized checkpoints, readable through `raw` only.
+# Data types of quantized checkpoints, which only `raw` can read.
 _OTHERS = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
@@ -39,7 +39,7 @@ _KNOWN = _DTYPES | _OTHERS
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _LISTED = 8
-# The names in transformers 5, and in earlier versions.
+# Prefixes of tensor names in transformers 5, and in earlier versions.
 _TEXT = (("model.language_model.", "model."), ("language_model.", ""))
 _EYES = re.compile(
     r"^(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector|embed_vision"

@@ -1,6 +1,6 @@
-"""Gated short convolution of LFM2, in place of attention in most layers: the product of two
-projections passes a causal convolution over the last tokens, channel by channel, and is multiplied
-by a third projection.
+"""Gated short convolution of LFM2, which replaces attention in most layers. The product of two
+projections passes through a causal convolution over the last tokens, channel by channel. The result
+is multiplied by a third projection.
 
 Channels and state are sharded over the mesh axis "kv", in as many parts as there are kv heads. The
 last product and the output projection are also split over the mesh axis "rep"."""
