@@ -107,7 +107,7 @@ class Attention(nnx.Module):
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the output [T, D]. With `rows_R`, computes the output [R, D] of these tokens
-        only; keys and values of all tokens are cached."""
+        only, but caches keys and values of all tokens."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         of_R = shards.of_rows(rows_R)
         q_RNH = self._prepared(self.q(x_RD, of_R), self.q_norm, positions_R, shards)

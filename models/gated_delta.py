@@ -71,8 +71,8 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only;
-        the other tokens only update the state."""
+        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only.
+        The other tokens only update the state."""
         mixed_TC = self.qkv(x_TD, shards)
         write_TN = jax.nn.sigmoid(self.write(x_TD, shards).astype(jnp.float32))
         step_TC = self.decay(x_TD, shards).astype(jnp.float32) + self.decay_bias[...][None, :]

@@ -1,6 +1,7 @@
-"""Indexers, which select the positions that each token attends to: single positions in DeepSeek
-Sparse Attention (DeepSeek-V3.2, GLM-5; `jdisagg/ops/sparse_attention.py`), blocks of positions for
-each kv head in MiniMax M3 (`jdisagg/ops/block_attention.py`).
+"""Indexers, which select the positions that each token attends to. In DeepSeek Sparse Attention
+(DeepSeek-V3.2, GLM-5), `Indexer` selects single positions (`jdisagg/ops/sparse_attention.py`). In
+MiniMax M3, `BlockIndexer` selects blocks of positions for each kv head
+(`jdisagg/ops/block_attention.py`).
 
 All parameters are replicated, except the queries of a kv head. The published kernels of DeepSeek's
 indexer rotate queries and keys by a Hadamard matrix and round them to fp8, which changes scores by

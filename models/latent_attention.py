@@ -78,7 +78,7 @@ class MultiHeadLatentAttention(nnx.Module):
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the output [T, D]. With `rows_R`, computes the output [R, D] of these tokens
-        only; the latents of all tokens are cached."""
+        only, but caches the latents of all tokens."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         of_R = shards.of_rows(rows_R)
         latent_RC = self.q_norm(self.q_a(x_RD, of_R)) if self.config.query_rank else x_RD

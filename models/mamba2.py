@@ -102,8 +102,8 @@ class Mamba2(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only;
-        the other tokens only update the state."""
+        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only.
+        The other tokens only update the state."""
         mamba = self.mamba
         x_TC, bc_TC = self.x(x_TD, shards), self.bc(x_TD, shards)
         least, most = mamba.step_limits

@@ -105,8 +105,9 @@ class PeftConfig:
 
 @dataclass(frozen=True, slots=True)
 class StoredFactors:
-    """The factors of one module: A [r, in] and B [out, r]. For joint factors of E experts, A is [E
-    r, in], expert by expert, and B is [out, r E], in which the expert varies fastest."""
+    """The LoRA factors of one module with rank r: A [r, in] and B [out, r]. Joint factors of E
+    experts are A [E r, in], ordered by expert and then by rank, and B [out, r E], ordered by rank
+    and then by expert."""
 
     a: np.ndarray
     b: np.ndarray
@@ -223,7 +224,8 @@ def _paired(
 
 
 def _by_pattern(values: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """Returns the value of the first key that matches the end of the module's name."""
+    """Returns the value of the first key, a regular expression, that matches the end of the
+    module's name, or `otherwise` if none does."""
     for key, value in values.items():
         if re.match(rf"(.*\.)?({key})$", module):
             return value

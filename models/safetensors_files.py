@@ -160,11 +160,12 @@ class SafetensorsFiles:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
-        """See `CheckpointTensors`."""
+        """Returns the set of stored data types, without tensors whose name ends with one of
+        `but`."""
         return {x.kind for name, x in self._tensors.items() if not (but and name.endswith(but))}
 
     def unreadable(self) -> list[str]:
-        """See `CheckpointTensors`."""
+        """Lists tensors of a type that `read` does not support, with the type."""
         return [
             f"{name} ({tensor.kind})"
             for name, tensor in self._tensors.items()

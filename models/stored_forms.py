@@ -149,7 +149,8 @@ class PackedMatrix:
 
     @property
     def kept(self) -> Weights:
-        """See `ScaledMatrix`."""
+        """Quantized type in which the matrix can be used without dequantizing, or "" (see
+        `ScaledMatrix.kept`)."""
         if self.zeros or self.group < self.shape[1] or self.bits not in (4, 8):
             return ""
         return "int4" if self.bits == 4 else "int8"

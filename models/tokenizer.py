@@ -208,9 +208,9 @@ def _eos_ids(
 
 
 def _find_templates(directory: Path, settings: Mapping[str, object]) -> dict[str, str]:
-    """Returns a checkpoint's chat templates by name, from the same places as transformers:
-    chat_template.jinja and additional_chat_templates/NAME.jinja; if these are missing,
-    tokenizer_config.json (a string, a list of named templates, or an object), and last
+    """Returns a checkpoint's chat templates by name. As in transformers, the first of these places
+    with a template applies: chat_template.jinja and additional_chat_templates/NAME.jinja;
+    tokenizer_config.json (a string, a list of named templates, or an object);
     chat_template.json."""
     found = {
         path.stem: path.read_text(encoding="utf-8")

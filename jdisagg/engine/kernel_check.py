@@ -42,7 +42,8 @@ from jdisagg.ops.optional_kernels import (
 log = logging.getLogger(__name__)
 
 AUTO, XLA = "auto", "xla"
-# Largest difference from the XLA form, relative to the largest value, in bfloat16.
+# Largest accepted difference between the results of a kernel and its XLA form in bfloat16, relative
+# to the largest value.
 BOUND = 0.02
 SECONDS = 120.0  # for one kernel: its compilation, and the start of the process
 CHILD = (sys.executable, "-m", "jdisagg.engine.kernel_check")

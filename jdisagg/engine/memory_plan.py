@@ -471,8 +471,8 @@ def _device_part(device: Device, fraction: float | None) -> float:
 
 
 def check_disk_cache(prefix: PrefixConfig, layout: Layout, processes: int) -> None:
-    """Raises ConfigError if the processes of an instance cannot keep KV on disk: with data
-    parallelism, only some of the processes have shards of a block."""
+    """Raises ConfigError if an instance of several processes with data parallelism has a disk
+    cache: only some of its processes would have shards of a block."""
     if prefix.disk_dir and processes > 1 and layout.dp > 1:
         raise ConfigError(
             f"prefix.disk_dir={prefix.disk_dir!r}: instances of {processes} processes keep KV on"

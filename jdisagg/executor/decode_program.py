@@ -316,11 +316,18 @@ class DecodePrograms:
         return self._programs.get(("decode", bucket, variant), build)
 
     def _forward(self, arguments: tuple[Any, ...], bucket: int) -> Any:
-        """Issues the forward pass of a step that runs as two programs. Arguments: those of
-        `_step_body`, the array of a `DraftPlan`, and the drafts that the mesh made; each only if
-        present. Results: the page pools, the logits [ranks, b + E, V], and, if the mesh drafts, the
-        hidden states [ranks, b + E, D]. Stages before the last one return activations [ranks, b +
-        E, D] instead of logits."""
+        """Issues the forward pass of a step that runs as two programs.
+
+        Args:
+            arguments: The arguments of `_step_body`. The array of a `DraftPlan` and the drafts that
+                the mesh has made are among them only if the step has them.
+            bucket: Batch size.
+
+        Returns:
+            The page pools, and the logits [ranks, b + E, V] for b slots and E extra rows. If the
+                mesh drafts, also the hidden states [ranks, b + E, D]. Stages before the last one
+                return activations [ranks, b + E, D] instead of logits.
+        """
         drafts = arguments[-2]
 
         def build() -> Any:
@@ -336,12 +343,19 @@ class DecodePrograms:
         return self._programs.get(("forward", bucket, len(drafts) > 0), build)(*arguments)
 
     def _choice(self, arguments: tuple[Any, ...], variant: Variant) -> Any:
-        """Issues the second program of a step that runs as two programs: it chooses the tokens, and
-        drafts the next ones. Arguments: hot, counts, ints, floats, logits, batch, drafts as in
-        `_forward`, masks (uint32 [ranks, b + E, W]) or (); if the mesh drafts, also the weights and
-        the KV of the drafting layer, and hidden states. Results: hot, the choice, counts; if the
-        mesh drafts, also the layer's KV, the drafts of all slots, and, if grammars need them, the
-        batch's drafts for the host."""
+        """Issues the second program of a step that runs as two programs. It chooses the tokens, and
+        drafts the next ones.
+
+        Args:
+            arguments: hot, counts, ints, floats, logits, batch, drafts as in `_forward`, and masks
+                (uint32 [ranks, b + E, W]) or (). If the mesh drafts, also the weights and the KV of
+                the drafting layer, and the hidden states.
+            variant: Features that the rows need.
+
+        Returns:
+            hot, the choice, and counts. If the mesh drafts, also the layer's KV, the drafts of all
+                slots, and, if grammars need them, the batch's drafts for the host.
+        """
         programs, ending, drafter = self._programs, self._ending(variant), self._next_tokens
         counts_spec = RANK if variant.shaped else ()
         batch, drafts, _, _, _, *y_TD = arguments[5:]

@@ -148,8 +148,8 @@ class GrammarRows:
     def masks(self, slots: Slots, width: int, plan: DraftPlan | None = None) -> np.ndarray:
         """Computes the masks of allowed tokens for a step, uint32 [ranks, width, W] with one bit
         for each token of the vocabulary, for the rows of `slots[rank]` and of their drafts. Blocks
-        until the previous tokens are read back, unless the grammar forced them. The caller must
-        call `issued` afterwards."""
+        until the tokens of earlier steps are read back, but does not wait for tokens that the
+        grammar forced. The caller must call `issued` afterwards."""
         self._consume()
         masks = np.full((len(slots), width, self._words), ALL, np.uint32)
         for rank, rank_slots in enumerate(slots):

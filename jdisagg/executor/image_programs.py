@@ -7,7 +7,7 @@ least recently used image. Only commands change the store, so that all processes
 the same decisions.
 
 A chunk without images runs the same programs as in a model without a vision encoder. Each dp rank
-encodes its own images; all devices of a rank repeat the computation. An image is padded to the next
+encodes its own images. All devices of a rank repeat the computation. An image is padded to the next
 size in `patch_buckets`. The encoder's layers share one program per size."""
 
 from collections import OrderedDict

@@ -7,7 +7,7 @@ token. All runs are written before any is read. With one loop for both, XLA of J
 and read, which copied the pool twice for each run. dp ranks that the block does not concern do
 nothing. On accelerators (`write_whole`) the whole block is written at once.
 
-Invariants: the pages of a block are distinct, so that the values read back stay valid; only valid
+Invariants: the pages of a block are distinct, so that the values read back stay valid. Only valid
 tokens are written."""
 
 import math

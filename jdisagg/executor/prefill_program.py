@@ -23,8 +23,8 @@ all tokens. The keys and values of a chunk's first token are zero, because the h
 it is not kept.
 
 Groups of equal structure, except the last, share one executable for each chunk bucket. Inside
-`shard_map` each dp rank has its own chunk and pages; tensor parallelism is in the model's
-collectives."""
+`shard_map` each dp rank has its own chunk and pages. The model's collectives implement tensor
+parallelism."""
 
 import dataclasses
 from collections.abc import Sequence

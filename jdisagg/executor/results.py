@@ -128,8 +128,8 @@ class StepChoice:
     """The tokens of one decode step, as device arrays.
 
     Attributes:
-        parts: Chosen tokens of each batch of the step. One batch, unless the instance has pipeline
-            stages.
+        parts: Chosen tokens of each batch of the step. An instance without pipeline stages has one
+            batch.
         places: Index of each of the step's rows among the rows of all parts, int32 [ranks, rows].
             None if there is one part in the order of the rows.
     """

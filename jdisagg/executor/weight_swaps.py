@@ -80,7 +80,8 @@ class WeightsOffer(Protocol):
 
 
 MakeOffer = Callable[[Mapping[str, jax.Array], float, str], WeightsOffer]
-"""Offers parameters by name, for some seconds; the text is the fingerprint of their content."""
+"""Function that offers arrays to other workers. Arguments: the arrays by parameter name, the
+seconds of the lease, and the fingerprint of the content."""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 transfer and codecs depend on the spec and not on the model.
 
 A spec is a list of layers, each with components: K and V, or the single latent vector of multi-head
-latent attention (MLA). A component with kv heads is sharded by head over tp; a component without
+latent attention (MLA). A component with kv heads is sharded by head over tp. A component without
 heads is replicated. Components may differ in number of heads, width and type.
 
 KV is transferred in blocks [ranks, rows, heads, tokens, values] of one type. For this, each
@@ -19,7 +19,8 @@ one token.
 
 If only some layers have a sliding window, the KV of layers with and without a window may be stored
 and sent separately (`can_part`). There is then a separate spec for each of the two kinds of layers.
-Each spec has an entry for every layer; layers of the other kind have no components in it.
+Each of these specs has an entry for every layer, in which layers of the other kind have no
+components.
 
 Bytes per token = 2 x L x K x H x bytes per value for K and V, L x (latent + rope) x bytes per value
 for MLA. Does not import JAX."""

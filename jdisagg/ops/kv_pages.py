@@ -4,7 +4,7 @@ dp rank.
 A page has S slots, one per token. Heads precede slots, so that one head's bytes of a page are
 contiguous. All functions have no side effects, and take a device's local shards. The caller's jit
 must donate the pages, so that writes are in place: a copy of the pool would cost more than the
-whole step. Tokens are addressed by page and slot only; this module has no notion of sequences.
+whole step. Tokens are addressed by page and slot only. This module does not depend on sequences.
 
 Invariants: a page id of `P` or more marks padding, and writes to it are dropped. Negative ids are
 not allowed, because indexing would count them from the end. Pages must hold finite values only,

@@ -21,7 +21,7 @@ class Rope:
         interleaved: Whether neighbouring dimensions form pairs, instead of dimensions i and i +
             head_dim / 2.
         query_beta: Factor beta by which queries grow with their position (`rope.query_growth`).
-        divisors: Divisor of each pair's wavelength (longrope).
+        divisors: Divisor of each pair's frequency (longrope).
         turned_pairs: Number of pairs that rotate (proportional).
         sections: Numbers of pairs that rotate by time, row and column of an image token, or none if
             all tokens have one position. Pairs of the three alternate (interleaved mrope).

@@ -73,8 +73,8 @@ def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -
     and all ties with the smallest of these.
 
     Exact bisection over the ordered float32 numbers, in at most 32 passes, which stops once the
-    count is met. Rows where `wanted` is False give -inf; if it is False for all rows, no pass runs.
-    `count` must be at least 1, and wanted rows must not contain NaN."""
+    count is met. Rows where `wanted` is False give -inf. If `wanted` is False for all rows, no pass
+    runs. `count` must be at least 1, and wanted rows must not contain NaN."""
     low_B = jnp.where(wanted_B, _order_key(np.float32(-np.inf)), 0)
     high_B = jnp.where(wanted_B, _order_key(jnp.max(x_BV, axis=-1)), 0)
 

@@ -19,8 +19,8 @@ _log = logging.getLogger(__name__)
 
 class ChannelThread:
     """Runs jobs in order on one daemon thread. The thread calls `regularly` after each job.
-    `regularly` must be short. It returns the seconds after which the thread calls it again, unless
-    a job is submitted earlier."""
+    `regularly` must be short. It returns the seconds after which the thread calls it again. A job
+    that is submitted earlier also causes a call."""
 
     def __init__(self, name: str, regularly: Callable[[], float]) -> None:
         self._regularly = regularly

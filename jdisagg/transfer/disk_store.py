@@ -8,7 +8,7 @@ worker never changes files of another namespace.
 
 Every call returns immediately with a future of a `DiskOutcome`. The future never raises an
 exception: if the disk is full, read-only, slow or missing, the outcome names the cause. Files are
-opened and removed in the order of the calls, except that reads do not wait for writes. `close`
+opened and removed in the order of the calls. Only reads do not wait for earlier writes. `close`
 waits at most CLOSE_SECONDS."""
 
 import contextlib

@@ -371,9 +371,9 @@ class KvPuller:
         self._watched = under_way
 
     def _be_patient(self, transfer: Transfer) -> None:
-        """Moves the deadline of a pull after half of its time, if bytes of its sender have arrived
-        meanwhile. Repeats the request, so that the sender also keeps the pieces until the new
-        deadline."""
+        """Extends the deadline of a pull when half of its time has passed, if bytes of its sender
+        have arrived meanwhile. Repeats the request, so that the sender also keeps the pieces until
+        the new deadline."""
         now, half = self._clock.now(), transfer.patience_seconds / 2
         left = transfer.pull.deadline - now
         if left > half or now >= transfer.until:

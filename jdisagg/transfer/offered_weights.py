@@ -149,7 +149,7 @@ class OfferedWeights:
         return jax.device_put(block, jax.local_devices()[0]), byte_sum(joined)
 
     def seconds_left(self) -> float:
-        """Returns the rest of the lease, 0 if it has ended."""
+        """Returns the seconds until the lease ends, or 0 if it has ended."""
         return max(0.0, self._until - time.monotonic())
 
     def check(self) -> None:

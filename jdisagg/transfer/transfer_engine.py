@@ -14,8 +14,8 @@ Failure modes of the engine and the countermeasures (see test_engine_dangers.py)
 - Posted arrays that are not pulled are never freed. After a time-out, or by `withdraw`, posted
   arrays are replaced by error arrays.
 - Arrays of size zero never arrive, and deleted arrays crash the process. Neither is posted.
-- A reused id may match an abandoned request with the same id. Ids are random and used once, except
-  for error arrays, which end such requests.
+- A reused id may match an abandoned request with the same id. Ids are random and used once. Only
+  error arrays are posted under an id that was used before, to end such requests.
 - A broken connection never recovers, and blocks its server until the connection object is deleted.
   `EngineInlet.close` fails all its pulls and then deletes the object.
 - Deleting a server during a transfer may stop the whole process. Such servers are never deleted,
