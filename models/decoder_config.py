@@ -527,8 +527,8 @@ class DecoderConfig:
 
     @property
     def can_draft(self) -> bool:
-        """Whether the checkpoint has a next-token layer that can be read. Models with recurrent
-        state or with indexers are not supported."""
+        """Whether the checkpoint has a next-token layer that jdisagg supports for drafting. Models
+        with recurrent state or with indexers are not supported."""
         latent = self.attention.latent
         sparse = latent is not None and latent.index is not None
         sparse = sparse or any(one.index for one in self.layers)

@@ -1,5 +1,5 @@
-"""generation_config.json: end-of-text tokens, and defaults for sampling parameters that a request
-does not set. vLLM and SGLang use the file in the same way.
+"""Reads generation_config.json, which has end-of-text tokens, and defaults for sampling parameters
+that a request does not set. vLLM and SGLang use the file in the same way.
 
 `do_sample` is ignored, as in these servers: greedy decoding is requested by temperature 0. This
 module must not import JAX, because router processes use it."""

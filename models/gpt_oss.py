@@ -1,6 +1,6 @@
 """Reads the configuration of gpt-oss (arXiv 2508.10925). It has attention sinks, windows in every
-second layer, and experts with biases and a clamped gate function. Expert weights are a softmax over
-the logits of the chosen experts."""
+second layer, and experts with biases and a clamped gate function. The weights of a token's experts
+are a softmax over the logits of these experts."""
 
 from dataclasses import replace
 

@@ -77,8 +77,8 @@ class HfConfig:
         self, fields: Mapping[str, object], where: str = "config.json", *, sizes_only: bool = False
     ) -> None:
         """Wraps the fields of a config.json. With `sizes_only`, unsupported options are ignored,
-        which suffices for cost estimates. `nested` is set if the fields are the text part of a
-        multimodal model, and `whole` are those of the whole model."""
+        which suffices for cost estimates. The attribute `nested` is True if the fields are the text
+        part of a multimodal model, and `whole` holds the fields of the whole model."""
         self.whole: Mapping[str, object] = fields
         outer = OUTER.get(str(fields.get("model_type")))
         inner = fields.get("text_config")

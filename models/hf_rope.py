@@ -203,8 +203,8 @@ def _divisors(
 
 
 def _longrope_attention_factor(factor: float, original: int, given: float) -> float:
-    """Returns the factor of cosines and sines from the LongRoPE paper, which also applies within
-    the original context."""
+    """Returns LongRoPE's factor of cosines and sines. As in the paper, it also applies within the
+    original context."""
     if not math.isnan(given):
         return given
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -213,7 +213,8 @@ def _longrope_attention_factor(factor: float, original: int, given: float) -> fl
 def _yarn_attention_factor(
     factor: float, given: float, mscale: float, mscale_all_dim: float
 ) -> float:
-    """Returns the factor of equation 22 of the YaRN paper, extended by DeepSeek's two scales."""
+    """Returns YaRN's factor of cosines and sines: `given` if it is not NaN, else equation 22 of the
+    paper, extended by DeepSeek's two scales."""
     if not math.isnan(given):
         return given
 

@@ -69,8 +69,8 @@ class Arranged:
 
 @dataclass(frozen=True, slots=True)
 class OfVision:
-    """A parameter of the vision encoder. Its tensors are read from the object `tensor`, because the
-    text part's tensors do not include them."""
+    """A parameter of the vision encoder. `tensor` reads the encoder's tensors, which are not among
+    the tensors of the text part."""
 
     source: Source
     tensor: ReadTensor

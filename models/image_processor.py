@@ -34,8 +34,8 @@ class Size(NamedTuple):
 
 class TokenIds(NamedTuple):
     """Token ids of an image: the token that stands for one row of the encoder's output, the token
-    at the end of each row of the image, and the token at the end of the last row. None means that
-    there is no such token."""
+    at the end of each row of the image, and the token at the end of the last row. `row_end` and
+    `last_end` are None for models without such tokens."""
 
     image: int
     row_end: int | None = None

@@ -1,5 +1,5 @@
-"""Determines from a checkpoint folder or a config.json whether the model can be served. Reads no
-weights.
+"""Determines, from a checkpoint folder or a config.json, whether jdisagg can serve the model. Reads
+no weights.
 
 The config is first read in full, as by a worker. If this fails, only the model's sizes are read, so
 that the report can list all unsupported features instead of the first."""

@@ -60,7 +60,8 @@ class GroupNorm(nnx.Module):
         self.groups, self.group_heads = mamba.groups, mamba.heads // mamba.groups
 
     def __call__(self, x_RNP: jax.Array, dtype: jnp.dtype, shards: Shards) -> jax.Array:
-        """Normalises float32 heads to [R, N x P] in `dtype`."""
+        """Normalises float32 values [R, N, P] of N heads over each group. Returns [R, N x P] in
+        `dtype`."""
         rows, heads, width = x_RNP.shape
         squares_RN = jnp.sum(jnp.square(x_RNP), axis=-1)
         first = lax.axis_index(shards.tp) * heads if shards.tp else 0

@@ -253,8 +253,8 @@ def repeatable_drafts(prefix: PrefixConfig, speculate: str) -> str:
 
 def hands_windows_apart(can_part: bool, mode: Mode) -> bool:
     """Returns whether the KV of sliding-window layers is transferred separately. If so, only
-    positions inside the window are transferred. Decode meshes hold them in ring buffers, prefill
-    meshes in pages of windows.
+    positions inside the window are transferred. Decode meshes hold the KV of sliding-window layers
+    in ring buffers, and prefill meshes in separate pages.
 
     Returns False for a mesh that both prefills and decodes, because a prefill chunk is longer than
     a ring buffer.
@@ -331,8 +331,8 @@ def groups_of_layers(spec: KVSpec, asked: int | None, pp: int = 1) -> int:
 
 
 def group_count(token_bytes: int, layers: int, asked: int | None, pp: int) -> int:
-    """Returns the result of `groups_of_layers` for a model with `layers` layers that have KV, with
-    `token_bytes` bytes of KV per token in total."""
+    """Computes the result of `groups_of_layers` from sizes alone: `layers` is the number of layers
+    with KV, and `token_bytes` the number of bytes of KV per token in all layers."""
     by_bytes = max(1, token_bytes * GROUP_TOKENS // GROUP_BYTES)
     groups = min(asked or by_bytes, layers)
     if groups < pp:

@@ -230,8 +230,8 @@ class BlockPrograms:
 
 class PullTargets:
     """Makes the destinations (`PullTarget`) of pulls into one mesh. Stores, for each sending mesh,
-    the number of KV heads per transferred piece (granule). Caches the zeros for dp ranks that
-    receive no data, one array for each shape."""
+    the number of KV heads per transferred piece. Caches the zeros for dp ranks that receive no
+    data, one array for each shape."""
 
     def __init__(self, programs: Programs, spec: KVSpec) -> None:
         self._programs, self.mesh = programs, programs.mesh

@@ -202,7 +202,7 @@ class DraftRows(NamedTuple):
         Returns:
             The choice by slot, [B, Q]: the tokens up to the first that differs from its draft, and
                 NO_TOKEN after it. `counts` [B, V] include these tokens.
-            The new `hot`.
+            The new `hot`: token and position of each slot.
             The slot of each of the B rows.
         """
         last_B, token_BQ = self.index_BQ[:, 0], self.by_slot(chosen.token)

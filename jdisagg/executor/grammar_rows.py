@@ -37,8 +37,8 @@ ALL = np.uint32(0xFFFFFFFF)
 
 def pays(extra: int, rows: int, platform: str) -> bool:
     """Returns whether it saves time to compute `extra` forced tokens in a forward pass with `rows`
-    rows. On an accelerator a few more rows are nearly free. On a CPU they made a step of eight rows
-    18 % longer (benchmarks/LOG.md)."""
+    rows. On an accelerator a few more rows are nearly free. On a CPU a few more rows made a step of
+    eight rows 18 % longer (benchmarks/LOG.md)."""
     return extra > 0 and (traits_of(platform).spare_rows or 4 * extra >= rows)
 
 
@@ -75,10 +75,11 @@ class _Row:
 
 
 class GrammarRows:
-    """Tracks the decode slots that have a grammar. Used by the dispatch thread only.
+    """Tracks the decode slots whose sequences have a grammar, and computes their masks and forced
+    tokens. Used by the dispatch thread only.
 
     Attributes:
-        compiler: Compiler of grammars. None if the worker has no tokenizer; it then refuses
+        compiler: Compiler of grammars. None if the worker has no tokenizer. The worker then refuses
             requests with a grammar.
     """
 

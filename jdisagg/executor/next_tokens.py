@@ -92,7 +92,8 @@ class NextTokens:
         return kept, drafts_SG.at[slot_B].set(drafts_BG, mode="drop")
 
     def _advanced(self, rows: BatchRows, token_T: jax.Array) -> BatchRows:
-        """Returns rows with the tokens after those of `rows`."""
+        """Returns `rows` advanced by one position, with `token_T` as their tokens. A row without a
+        token, or at its limit, becomes inactive."""
         limit_T, _ = self._rows.limit_and_table(rows.ints)
         position_T = rows.position + 1
         active_T = rows.active & (token_T >= 0) & (position_T < limit_T)

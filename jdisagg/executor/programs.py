@@ -258,8 +258,8 @@ class Programs:
             body: Function to run on each device with the device's shards.
             arguments: Arrays or abstract arrays with the arguments' shapes.
             in_specs, out_specs: Pytrees of PartitionSpec that match the arguments and results leaf
-                by leaf. Donated arguments and their results need equal, explicit shardings;
-                otherwise XLA does not alias them.
+                by leaf. Donated arguments and their results need equal, explicit shardings, because
+                XLA aliases only such arrays.
             donate: Indices of donated arguments.
         """
         specs, options = (in_specs, out_specs, donate), self.options_of(arguments)

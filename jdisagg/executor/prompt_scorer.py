@@ -50,7 +50,8 @@ class PromptScorer:
 
     def logits(self, row: PrefillRow, x: jax.Array) -> np.ndarray:
         """Returns the logits after each token of a row, float32 [T, V], on the host. Requires a
-        mesh of one process. Blocks, and needs memory for the logits of the whole chunk."""
+        mesh of one process. The call blocks, and needs device memory for the logits of the whole
+        chunk."""
         stem, shards = self._weights.head, self._shards
         assert not self._programs.spans_processes
 

@@ -30,8 +30,8 @@ _BLOCK = 16
 
 class DeltaInputs(NamedTuple):
     """Inputs per token and head. `g_TNG` is the logarithm of the gate and never positive. G is 1
-    for one gate per head, or dk for one per channel. `b_TN` is the strength of writing. Both are
-    set to zero for padding, which therefore leaves the state unchanged.
+    for one gate per head, or dk for one per channel. `b_TN` is the strength of writing. `g_TNG` and
+    `b_TN` are zero for padding, which therefore leaves the state unchanged.
     """
 
     q_TNH: jax.Array

@@ -71,8 +71,8 @@ class BlockPlan(NamedTuple):
     pairs of other devices come last, and blocks of rows cover the local pairs.
 
     Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]. Only the first `blocks` entries
-    are valid; start and end of the others are 0. The CPU loop always computes a full block. Results
-    beyond a block's end are overwritten by the next expert's block or never read."""
+    are valid. Start and end of all further entries are 0. The CPU loop always computes a full
+    block. Results beyond a block's end are overwritten by the next expert's block or never read."""
 
     order_P: jax.Array
     expert_B: jax.Array
@@ -135,7 +135,7 @@ def routed_experts(
 ) -> jax.Array:
     """Returns the weighted sum of the outputs of each token's experts: [T, D] in x's dtype,
     replicated over tp. `experts` is the total number of experts on all devices. `clamp` is the gate
-    function; None means silu. `factors` are the experts' adapters, if they have any."""
+    function, or None for silu. `factors` are the experts' adapters, if they have any."""
     adapted = None
     if factors is not None and shards.adapters is not None:
         adapted = Adapted(factors, _slots(shards.adapters, x_TD.shape[0]))

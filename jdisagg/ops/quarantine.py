@@ -51,8 +51,8 @@ def _seal_together(*parts: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def seen_scores(scores: jax.Array) -> jax.Array:
-    """Replaces scores of latent attention by 0 where the key is the marker, which shows in a score
-    of enormous magnitude."""
+    """Replaces scores of latent attention by 0 where the key is the marker. Such scores have a
+    magnitude beyond that of any real score."""
     return jnp.where(jnp.abs(scores) <= SHOWS, scores, jnp.zeros((), scores.dtype))
 
 

@@ -131,7 +131,8 @@ def _first_largest(x_BN: jax.Array) -> jax.Array:
 
 
 def _order_key(x: jax.Array | np.float32) -> jax.Array:
-    """Returns an int32 that orders like the float32. The bits of a negative float run backwards."""
+    """Converts float32 numbers to int32 keys with the same order. The bits of a negative number are
+    inverted, because as integers negative numbers have the reverse order."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
 

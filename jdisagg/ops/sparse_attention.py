@@ -124,8 +124,9 @@ def chosen_positions(
 
 
 def own_keys(low: int, high: int, start_T: jax.Array) -> jax.Array:
-    """Returns which of a chunk's tokens 0..high each of the tokens low..high may see, by the chunk
-    index `start_T` of the first token of its sequence: bool [Q, high]."""
+    """Returns a mask, bool [Q, high], of the chunk's tokens 0..high that each of the tokens
+    low..high may attend to: tokens of its own sequence up to itself. `start_T` is the chunk index
+    of the first token of each token's sequence."""
     key_1S = jnp.arange(high, dtype=jnp.int32)[None, :]
     seen_QS = key_1S <= jnp.arange(low, high, dtype=jnp.int32)[:, None]
     return seen_QS & (key_1S >= start_T[low:high, None])

@@ -105,7 +105,7 @@ class KVCache:
 
     @property
     def positions(self) -> range:
-        """Positions for which the tokens' KV was computed."""
+        """Positions of the tokens in the sequence from which their KV was computed."""
         return range(self.first_position, self.first_position + len(self))
 
     @property
