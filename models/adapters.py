@@ -1,8 +1,9 @@
 """Maps the modules of a LoRA adapter to the matrices of a model.
 
-The rules that find a matrix in a checkpoint (`hf_weights.py`) also find its factors. A parameter
-that is some rows of a stored matrix uses the same rows of B, and all of A. For routed experts, the
-file has factors per expert, or PEFT's joint factors of all experts of a layer."""
+The rules that find a matrix in a checkpoint (`hf_weights.py`) also find its LoRA factors A and B.
+If a parameter consists of some rows of a stored matrix, its adapter has the corresponding rows of
+B, and all of A. For routed experts, the file has factors per expert, or PEFT's joint factors of all
+experts of a layer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from models.peft_folder import (
 
 _LISTED = 4
 _TEXT = (("model.language_model.", "model."), ("language_model.", ""))
-# Modules with the factors of all experts: those of gate and up, or of down.
+# Names of the PEFT modules with the factors of all experts: those of gate and up, or of down.
 _ALL_EXPERTS = ("mlp.experts.base_layer", "mlp.experts", "block_sparse_moe.experts.base_layer",
                 "block_sparse_moe.experts")  # fmt: skip
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
@@ -39,7 +40,8 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 
 def read_adapter(directory: Path, size: AdapterSize, model: Decoder) -> AdapterContent:
-    """See `model_api.Model`."""
+    """Reads a LoRA adapter from the folder `directory`, with the factors of each layer's matrices.
+    Raises InvalidRequestError if the adapter does not fit the model or the slots of `size`."""
     found = _Found(directory, size, model)
     layers = tuple([dict(found.of_layer(index)) for index in range(len(model.layers))])
     found.check_all_used()
@@ -47,7 +49,7 @@ def read_adapter(directory: Path, size: AdapterSize, model: Decoder) -> AdapterC
 
 
 class _Found:
-    """The factors of one adapter, and the names of those that the model has used."""
+    """The factors of one adapter's file. Records which of them belong to a matrix of the model."""
 
     def __init__(self, directory: Path, size: AdapterSize, model: Decoder) -> None:
         self._directory, self._size, self._model = directory, size, model
@@ -75,7 +77,8 @@ class _Found:
                     yield from self._of_experts(f"model.layers.{index}.", path, module)
 
     def check_all_used(self) -> None:
-        """Raises InvalidRequestError if the model has no matrix for some of the factors."""
+        """Raises InvalidRequestError if the file has factors for which the model has no matrix.
+        Must be called after `of_layer` of all layers."""
         if left := sorted(self._factors.keys() - self._used):
             experts = any(".experts" in name for name in left) and not self._size.experts
             listed = f"{', '.join(left[:_LISTED])}{' ...' * (len(left) > _LISTED)}"
@@ -123,8 +126,8 @@ class _Found:
     def _of_each_expert(
         self, prefix: str, key: str, experts: int, shape: tuple[int, int]
     ) -> Pair | None:
-        """Returns the stacked factors of experts that the file stores separately, with zeros for
-        experts without factors; None if no expert has factors."""
+        """Returns the stacked factors of experts that the file stores separately. Experts without
+        factors get zeros. Returns None if no expert has factors."""
         for pattern in EXPERTS[f"mlp.{key}"]:
             names = [
                 prefix + pattern.format(expert=expert).removesuffix(".weight")
@@ -147,7 +150,8 @@ class _Found:
         self, name: str, prefix: str, parameter: str, experts: int, shape: tuple[int, int]
     ) -> Pair:
         """Returns the factors [E, in, r] and [E, r, out] of a module that the file stores for all
-        experts together. PEFT's patterns match the name of the parameter."""
+        experts together. PEFT's patterns for ranks and scales match the name of the parameter, not
+        of the module."""
         named = f"{prefix}mlp.experts.{parameter}"
         each = self._take(name, shape)
         whole, left = divmod(each.a.shape[0], experts)

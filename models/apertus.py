@@ -1,5 +1,6 @@
-"""Apertus: a feed-forward block without a gate and with the activation xIELU (arXiv 2411.13010),
-whose parameters differ by layer; norms on each head of q and k."""
+"""Reads the configuration of Apertus. It has a feed-forward block without a gate and with the
+activation xIELU (arXiv 2411.13010), whose parameters differ by layer, and norms on each head of q
+and k."""
 
 from models.decoder_config import DecoderConfig
 from models.hf_config import FamilyDefaults, HfConfig

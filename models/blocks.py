@@ -1,11 +1,11 @@
-"""Attention and decoder layer, shared by all model families. `models/feed_forward.py` has the
-feed-forward blocks.
+"""Defines the attention module and the decoder layer that all model families share.
+`models/feed_forward.py` has the feed-forward blocks.
 
 These Flax NNX modules run on local shards inside `shard_map` (`Shards` names the axes) or on whole
-arrays, and derive local head and expert counts from the weights. Each layer has two psums: after
-the attention output projection and after the feed-forward block. Biases are added after the psum.
-Layers do not store their index, so layers of equal configuration have equal structure and share one
-compiled program."""
+arrays. They derive local head and expert counts from the shapes of the weights. Each layer sums
+over devices (psum) twice: after the attention output projection and after the feed-forward block.
+Biases are added after the psum. Layers do not store their index, so layers of equal configuration
+have equal structure and share one compiled program."""
 
 import math
 
@@ -46,8 +46,9 @@ class Attention(nnx.Module):
         q_size, kv_size = attention.query_heads * head, attention.kv_heads * head
         v_size = attention.kv_heads * attention.value_size
         bias = attention.qkv_bias
-        # If a device has more kv heads than the model's common shard count, it computes the queries
-        # of all its kv heads and keeps the outputs of its own query heads.
+        # `config.kv_heads` is the largest number of kv shards that all layers support. In a layer
+        # with more kv heads, queries are sharded like kv heads: a device computes the queries of
+        # all its kv heads and keeps the outputs of its own query heads.
         queries: LogicalAxis = "q_heads" if attention.kv_heads == config.kv_heads else "kv_heads"
         self.q = Linear(make, (width, q_size), ("embed", queries), bias=bias, form=form)
         self.k = Linear(make, (width, kv_size), ("embed", "kv_heads"), bias=bias, form=form)
@@ -106,7 +107,7 @@ class Attention(nnx.Module):
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the output [T, D]. With `rows_R`, computes the output [R, D] of these tokens
-        only; keys and values of all tokens are cached."""
+        only, but caches keys and values of all tokens."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         of_R = shards.of_rows(rows_R)
         q_RNH = self._prepared(self.q(x_RD, of_R), self.q_norm, positions_R, shards)
@@ -150,7 +151,7 @@ class Attention(nnx.Module):
     def _prepared(
         self, x: jax.Array, norm: Norm | None, positions: jax.Array, shards: Shards
     ) -> jax.Array:
-        """Splits queries or keys into heads and applies their norm and rope."""
+        """Splits queries or keys into heads, and applies the norm, if any, and rope."""
         if self.unit_epsilon is not None:
             return rms_norm(self._turned(self._heads(x), positions), None, self.unit_epsilon)
         if self.norm_late:
@@ -225,7 +226,8 @@ class DecoderLayer(nnx.Module):
         rows_R: jax.Array | None = None,
         recur: Recur | None = None,
     ) -> jax.Array:
-        """See `model_api.Layer`."""
+        """Computes the layer for T tokens. Returns activations [T, D], or [R, D] for the tokens
+        `rows_R`. `model_api.Layer` describes the arguments."""
         x_RD = rows_of(x_TD, rows_R)
         normed_RD = None
         if self.attention is not None:
@@ -253,7 +255,8 @@ class DecoderLayer(nnx.Module):
         return self._scaled(x_RD + self._added(y_RD, self.mlp_post_norm))
 
     def adapted(self, adapters: AdapterSize, make: MakeStack) -> "DecoderLayer":
-        """Returns a layer with the same arrays and adapter slots (`Model.adapted_layers`)."""
+        """Returns a layer that shares this layer's arrays and has adapter slots, which `make`
+        creates (`Model.adapted_layers`)."""
         slots, rank = adapters.slots, adapters.rank
         layer = nnx.merge(*nnx.split(self))
         for part in (layer.attention, layer.mlp):

@@ -49,7 +49,8 @@ from models.vision_config import read_vision, spatial_sections
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family. `architecture` is the name under `architectures` in config.json."""
+    """A model family. `architecture` is the name under `architectures` in config.json.
+    `read_config` converts the fields of config.json to the model's configuration."""
 
     architecture: str
     read_config: Callable[[HfConfig], DecoderConfig]

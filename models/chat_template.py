@@ -130,15 +130,15 @@ class ChatTemplate:
 
     def _forms_of(self, name: str, role: object, calling: bool) -> "_Forms":
         """Returns the forms of content (string or list of parts) that the template supports for a
-        role, with or without tool calls. Renders a test message in each form to find out, and
-        caches the result."""
+        role, with or without tool calls. Determines this by rendering a test message in each form,
+        and caches the result."""
         if (name, role, calling) not in self._forms:
             if len(self._forms) >= _MOST_FORMS:  # clients choose the roles
                 self._forms.clear()
             text = self._probe(name, role, calling, _PROBE)
             both = [{"type": "text", "text": text} for text in (_PROBE, _SECOND_PROBE)]
             parts = self._probe(name, role, calling, both)
-            # A template that expects text writes a list as Python or JSON would.
+            # A template that supports only text writes a list in the syntax of Python or JSON.
             one = _PROBE in parts and not _AS_DATA.search(parts)
             none = self._probe(name, role, calling, None)
             self._forms[name, role, calling] = _Forms(
@@ -248,7 +248,7 @@ def _before_the_mark(text: str, mark: str) -> str:
             " content of the last message; send a prompt instead of messages"
         )
     before = text[:at] if text[at:].startswith(mark) else text[:at].rstrip()
-    # Some templates display the last message elsewhere, too.
+    # Some templates write the last message at a second place, too.
     return before.replace(mark, "").replace(mark.rstrip(), "")
 
 

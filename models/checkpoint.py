@@ -46,8 +46,8 @@ from models.quantized_files import QuantizedFiles
 from models.quantized_sources import planned_reads, quantized_sources
 from models.safetensors_files import CheckpointTensors, SafetensorsFiles
 
-# Buffers that no forward pass here reads: stored by some checkpoints, or scales of attention's
-# inputs, or decays in the model's type. Scales of KV are read separately (`kv_scales.py`).
+# Tensors that no parameter uses: buffers that some checkpoints store, scales of the inputs of
+# attention, and decays in the model's type. Scales of KV are read separately (`kv_scales.py`).
 _HARMLESS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|masked_bias|attn\.bias|[qkv]_scale|prob_scale|slope_rate"
     r"|(query|key|diagonal)_decay)$"
@@ -60,10 +60,11 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """Tensors that are transferred while they are read."""
+    """Interface of tensors that come from another process. They can be transferred ahead of the
+    reads."""
 
     def expect(self, reads: Sequence[tuple[str, Box]]) -> None:
-        """States the reads that come, in order."""
+        """Announces all reads that will follow, in their order."""
         ...
 
 
@@ -83,7 +84,8 @@ class LoadedModel:
 
 
 def go_on() -> None:
-    """Ends no loading."""
+    """Does nothing. It is the default of `load_model`'s argument `check`, and lets the loading
+    continue."""
 
 
 def load_config(directory: str | Path) -> DecoderConfig:
@@ -94,7 +96,7 @@ def load_config(directory: str | Path) -> DecoderConfig:
 def load_kv_scales(directory: str | Path) -> tuple[KVScales, str]:
     """Returns the KV scales: the numbers by which keys and values are divided before they are
     stored in fp8. Also returns the source of the scales, which is "" if all scales are one by
-    default. Raises `CheckpointError`."""
+    default. Raises CheckpointError if the scales do not fit the model."""
     directory = Path(directory)
     hf = HfConfig.from_directory(directory)
     files = None if orbax_checkpoint.is_orbax(directory) else open_files(directory, hf)
@@ -136,11 +138,12 @@ def load_model(
         tensors: Tensors to read instead of the folder's. The configuration and the vision encoder
             are still read from the folder.
         images: Whether to read the vision encoder, if the checkpoint has a supported one.
-        check: Called before each parameter. Raises to end the loading.
+        check: Function that is called before each parameter. It raises an error to abort the
+            loading.
 
     Raises:
         CheckpointError: The files do not fit the config, or are unreadable.
-        LayoutError: The layout does not divide the model.
+        LayoutError: A size of the model is not divisible by the layout's number of shards.
     """
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
@@ -189,7 +192,7 @@ def load_model(
 
 
 def _check_orbax(directory: Path, layout: Layout, weights: Weights) -> None:
-    """Raises ConfigError for options that need safetensors files."""
+    """Raises ConfigError for options that are not supported for checkpoints in Orbax format."""
     if layout.pp > 1:
         raise ConfigError(
             f"layout {layout}: {directory} is in Orbax format, which is not loaded for several"
@@ -223,7 +226,8 @@ def _with_drafts(
 
 
 def _stage_of(model: Decoder, meshes: tuple[Mesh, ...], cut: StageCut | None) -> StageOf | None:
-    """Returns the function from a parameter's path to its mesh, or None if there is one mesh."""
+    """Returns the function from a parameter's path to the mesh of its pipeline stage, or None if
+    there is only one mesh."""
     if len(meshes) == 1:
         return None
     stage = stage_of_path(cut(model.kv_spec) if cut else equal_stages(model, len(meshes)))
@@ -231,7 +235,8 @@ def _stage_of(model: Decoder, meshes: tuple[Mesh, ...], cut: StageCut | None) ->
 
 
 def equal_stages(model: Decoder, stages: int) -> tuple[range, ...]:
-    """Returns the layers of `stages` pipeline stages, if a stage may begin at any layer with KV."""
+    """Divides the layers equally into `stages` pipeline stages. A stage begins at a layer with
+    KV."""
     spec, every = model.kv_spec, len(model.kv_spec.layers)
     return stage_layers(spec.positioned, every, every, stages)
 
@@ -266,7 +271,8 @@ def _with_kv_scales(
     for part, sharding in zip(parameter_shapes(kept), shardings, strict=True):
         if part.path not in of_path:
             first, layer, *_, component = part.path
-            # The KV of drafts is not calibrated, because no stream depends on it.
+            # The KV of the drafting layer has no calibrated scales, because drafts do not change
+            # output tokens.
             of_layer = scales[int(layer)] if first == "layers" else {}
             values = of_layer.get(str(component), np.ones(part.shape)).astype(part.dtype)
             of_path[part.path] = jax.make_array_from_callback(
@@ -350,7 +356,7 @@ def vision_files(directory: Path, config: DecoderConfig) -> CheckpointTensors | 
 
 
 def _offers_vision(files: CheckpointTensors | None) -> bool:
-    """Whether another worker's parameters have a vision encoder."""
+    """Whether the offered parameters of another worker include a vision encoder."""
     return files is not None and any(name.startswith("vision/") for name in files.shapes())
 
 
@@ -447,9 +453,10 @@ def _read_array(
 
 
 def _to_put(view: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns the values of `view` in an array to pass to JAX. Read-only contiguous views, of files
-    and other arrays, are copied, because JAX could alias them. Other views are returned as they
-    are: JAX copies transposed ones, several times as fast as numpy."""
+    """Returns the values of `view` in an array that is safe to pass to JAX. Read-only contiguous
+    views, of files and other arrays, are copied, because JAX could alias them. Other views are
+    returned without a copy, because JAX copies transposed views itself, several times as fast as
+    numpy."""
     if view.dtype == dtype and (view.flags.writeable or not view.flags.c_contiguous):
         return view
     own = aligned_empty(view.shape, dtype)

@@ -1,6 +1,7 @@
-"""Cohere's Command R and Command A, and Aya: attention and feed-forward in parallel after one
-LayerNorm without a bias, interleaved rotary positions, and scaled logits. The second version has
-windows in most layers, and rotary positions only in these layers."""
+"""Reads the configuration of Cohere's Command R and Command A, and of Aya. They have attention and
+feed-forward in parallel after one LayerNorm without a bias, interleaved rotary positions, and
+scaled logits. The second version has windows in most layers, and rotary positions only in these
+layers."""
 
 from dataclasses import replace
 

@@ -76,7 +76,8 @@ class DecoderStem(nnx.Module):
         x_TD = embed_tokens(self.embedding[...], tokens_T, shards.tp)
         if self.scale == 1:
             return x_TD
-        # Rounded too, as Gemma was trained: the root of its width is not exact in bfloat16.
+        # The scale is rounded too, as in the training of Gemma: the square root of its width is not
+        # exact in bfloat16.
         return x_TD * jnp.asarray(self.scale, x_TD.dtype)
 
     def logits(self, x_RD: jax.Array, shards: Shards) -> jax.Array:
@@ -138,15 +139,18 @@ class Decoder(nnx.Module):
 
     @property
     def head(self) -> DecoderStem:
-        """See `model_api.Model`."""
+        """The stem with final norm and output head: `stem` itself, except in a model that is loaded
+        for several pipeline stages."""
         return self.stem if self.last_stem is None else self.last_stem
 
     def adapted_layers(self, adapters: AdapterSize, make: MakeStack) -> list[DecoderLayer]:
-        """See `model_api.Model`."""
+        """Returns the layers with LoRA adapter slots, whose stacks `make` creates. They share the
+        arrays of `layers`."""
         return [layer.adapted(adapters, make) for layer in self.layers]
 
     def read_adapter(self, directory: Path, adapters: AdapterSize) -> AdapterContent:
-        """See `model_api.Model`."""
+        """Reads a LoRA adapter from the folder `directory`. Raises InvalidRequestError if the
+        adapter cannot be served with the slots of `adapters`."""
         from models.adapters import read_adapter  # it needs this class
 
         return read_adapter(directory, adapters, self)

@@ -19,9 +19,10 @@ from models.vision_config import VisionConfig
 
 @dataclass(frozen=True, slots=True)
 class IndexConfig:
-    """Sizes of an indexer, which selects the `top` positions that a token attends to. It has
-    `heads` queries and one key of `dim` values. The first values of both have rotary positions, in
-    pairs of neighbours if `interleaved`, else in halves."""
+    """Sizes of an indexer, which selects the `top` positions that a token attends to. For each
+    token the indexer has `heads` queries and one key, of `dim` values each. The first values of
+    queries and keys have rotary positions, in pairs of neighbours if `interleaved`, else in
+    halves."""
 
     heads: int
     dim: int
@@ -32,8 +33,8 @@ class IndexConfig:
 @dataclass(frozen=True, slots=True)
 class BlockIndexConfig:
     """Sizes of an indexer that selects, for each kv head, the `top` blocks of `block` positions
-    that a token attends to. The last `local` blocks up to the token's own are always selected. The
-    indexer has one query for each kv head and one key of `dim` values."""
+    that a token attends to. The last `local` blocks up to the token's own are always selected. For
+    each token the indexer has one query for each kv head, and one key, of `dim` values each."""
 
     dim: int
     block: int
@@ -59,8 +60,8 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
-    """Sizes of a Gated DeltaNet layer. Each of `key_heads` heads serves a group of value heads. A
-    convolution covers the last `taps` tokens. If `rank` is not 0, the layer is Kimi Delta
+    """Sizes of a Gated DeltaNet layer. Each of `key_heads` key heads is used by a group of value
+    heads. A convolution covers the last `taps` tokens. If `rank` is not 0, the layer is Kimi Delta
     Attention: each channel of a key has a gate, gates are computed by two projections with `rank`
     values between them, and outputs are gated by a sigmoid instead of a SiLU."""
 
@@ -144,9 +145,9 @@ class MambaConfig:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionConfig:
-    """Sizes of a gated short convolution over the last `taps` tokens. Its `channels`, as many as
-    the model's width, are sharded in `heads` parts. `bias`: whether its projections and the
-    convolution have biases."""
+    """Sizes of a gated short convolution over the last `taps` tokens. The number of `channels`
+    equals the model's width. Channels are sharded in up to `heads` parts. `bias`: whether the
+    projections and the convolution have biases."""
 
     heads: int
     channels: int
@@ -178,7 +179,7 @@ class AttentionConfig:
 
     Attributes:
         qk_norm: Norm of q and k before rope, over each head (Qwen3) or all heads together (OLMo 2).
-            "unit": over each head, without a weight, and only in layers with rotary positions.
+            "unit" means over each head, without a weight, and only in layers with rotary positions.
         norm_after_rope: Whether the norms of q and k follow rope instead.
         value_dim, value_scale: Head size of v, if it differs from q and k, and factor of v
             (MiMo-V2).
@@ -229,7 +230,7 @@ class ExpertConfig:
     Attributes:
         normalised: Whether the weights of a token's chosen experts are divided by their sum before
             they are multiplied by `scaling`.
-        shared_ffn: Width of an expert that every token uses. 0 means none.
+        shared_ffn: Width of the shared expert, which every token uses. 0 means that there is none.
         shared_gate: Whether the shared expert's output is multiplied by the sigmoid of a learned
             gate.
         scores: Function that turns router logits into scores: a softmax over all experts, or a
@@ -242,7 +243,8 @@ class ExpertConfig:
             does.
         biased: Whether experts and router have biases.
         clamp: Gate function of the experts. None means silu.
-        latent: Width of the experts' inputs and outputs. 0 means the model's width.
+        latent: Width of the experts' inputs and outputs, to which activations are projected. 0
+            means the model's width.
         scaled_inputs: Whether a token's weight multiplies its expert's input instead of the output
             (Llama 4). Only with one expert for each token.
         beside: Whether a dense block of width `shared_ffn` runs in parallel with the experts, each
@@ -285,9 +287,10 @@ class LayerConfig:
         gate: Gate function of the layer's dense block or shared expert, if it is not the model's.
         parts: Whether the layer has a mixer (attention or a recurrent layer), a feed-forward block,
             or both. Nemotron's layers have only one of the two.
-        factors: If not None, the residual stream continues from the normalised input of each
-            block: input x first + output x second factor, for the mixer and for the feed-forward
-            block (MiniMax-Text-01).
+        factors: If not None, the residual stream continues from the normalised input of each block
+            (MiniMax-Text-01). It is the sum of the input times the first factor and the output
+            times the second. There is a pair of factors for the mixer, and one for the feed-forward
+            block.
     """
 
     window: int | None = None
@@ -323,17 +326,17 @@ class DecoderConfig:
         norms_centred: Whether norms subtract the mean (LayerNorm without a bias).
         side_by_side: Whether attention and feed-forward read the same normalised input, and both
             outputs are added to the residual stream. Layers then have one norm.
-        embedding_scale, residual_scale: Factor of the token embeddings, and factor of each block's
-            contribution to the residual stream.
+        embedding_scale, residual_scale: Factor by which token embeddings are multiplied, and factor
+            of each block's contribution to the residual stream.
         logits_divisor: Divisor of the logits.
         logits_cap: Bound of the logits, as cap * tanh(logit / cap). 0 means no bound.
         gate: Gate function of dense blocks and of shared experts, in place of `activation`.
         layer_scales: Whether each layer's output is multiplied by a learned factor.
-        left_aside, mtp_aside: Multi-token prediction layers that the checkpoint has in addition to
-            its layers: their number if they are stored after the last layer, and whether their
-            tensor names start with "mtp.".
-        next_token: Whether the first multi-token prediction layer is read, to draft tokens. Others
-            are ignored.
+        left_aside, mtp_aside: Describe the multi-token prediction layers that the checkpoint has in
+            addition to its layers. `left_aside` is their number if they are stored after the last
+            layer. `mtp_aside` is whether their tensor names start with "mtp.".
+        next_token: Whether the first multi-token prediction layer is read, to draft tokens. Further
+            ones are ignored.
         eagle: EAGLE-3 head that drafts tokens, from another folder.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means the weights' type.
         vision: The vision encoder, or None if images are not read.
@@ -378,8 +381,9 @@ class DecoderConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Largest number of shards that divides the number of kv heads of every layer. Latent
-        attention has no kv heads; with it, this is the number of shards of the recurrent state."""
+        """Largest number of shards that divides the number of kv heads of every layer. With latent
+        attention, which has no kv heads, it is the largest number of shards of the recurrent
+        state."""
         if self.attention.latent and self.delta:
             return self.kv_spec("float32").row_heads
         return math.gcd(*(self.attention_of(layer).kv_heads for layer in self.layers))
@@ -523,8 +527,8 @@ class DecoderConfig:
 
     @property
     def can_draft(self) -> bool:
-        """Whether the checkpoint has a next-token layer that can be read. Not supported are models
-        with recurrent state and layers with an indexer."""
+        """Whether the checkpoint has a next-token layer that jdisagg supports for drafting. Models
+        with recurrent state or with indexers are not supported."""
         latent = self.attention.latent
         sparse = latent is not None and latent.index is not None
         sparse = sparse or any(one.index for one in self.layers)

@@ -1,6 +1,6 @@
-"""DeepSeek-V2, V3, V3.2, R1 and models with the same architecture (Kimi K2, GLM-4.7-Flash, GLM-5,
-Mistral 4): latent attention, an indexer in some, routed experts in groups with a shared expert, and
-dense first layers."""
+"""Reads the configuration of DeepSeek-V2, V3, V3.2, R1 and models with the same architecture (Kimi
+K2, GLM-4.7-Flash, GLM-5, Mistral 4). They have latent attention, in some models with an indexer,
+routed experts in groups with a shared expert, and dense first layers."""
 
 import math
 from dataclasses import replace
@@ -49,8 +49,8 @@ def read_flash_config(hf: HfConfig) -> DecoderConfig:
 
 
 def sparse_layers(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
-    """Returns a flag for each layer that is set if the layer has experts, from `mlp_layer_types` or
-    else by `_behind_dense`."""
+    """Returns, for each layer, whether it has experts. Uses `mlp_layer_types` if present. Without
+    this field, the first `first_k_dense_replace` layers (default `usual`) have none."""
     count = len(config.layers)
     kinds = hf.names("mlp_layer_types")
     if kinds is None:
@@ -99,7 +99,7 @@ def _with_indexer(
         hf.count("index_n_heads", heads),
         hf.count("index_head_dim", 128),
         hf.count("index_topk", 2048),
-        # GLM-5 publishes the field, of which transformers reads nothing.
+        # GLM-5's published config.json has this field, which transformers does not read.
         hf.flag("indexer_rope_interleave", interleaved),
     )
     if not latent.query_rank or index.dim < latent.rope_dim:
@@ -143,7 +143,8 @@ def read_v2_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
-    """Reads Mistral Small 4, which routes by softmax and scales queries by their position."""
+    """Reads the config.json of Mistral Small 4, which routes by softmax and scales queries by their
+    position."""
     if hf.count("n_group", 1) != 1 and not hf.sizes_only:
         raise hf.error("n_group", "must be 1", "groups of experts are not supported here")
     hf.pass_over("topk_group")
@@ -168,8 +169,8 @@ def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _behind_dense(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
-    """Returns, for each layer, whether the layer has experts. The first `first_k_dense_replace`
-    layers (default `usual`) have none."""
+    """Returns, for each layer, whether it has experts. The first `first_k_dense_replace` layers
+    (default `usual`) have none."""
     dense = hf.count("first_k_dense_replace", usual, least=0)
     return [at >= dense for at in range(len(config.layers))]
 
@@ -191,7 +192,8 @@ def _check_turned_part(hf: HfConfig) -> None:
 
 
 def read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> DecoderConfig:
-    """Reads all fields except those that describe experts."""
+    """Reads the config.json of a model with latent attention, except the fields that describe
+    experts."""
     if hf.raw("index_topk") is None or hf.fields.get("layer_types") is None:
         refuse_windows(hf, "this family uses full attention")
     hf.pass_over("qk_head_dim")

@@ -91,8 +91,8 @@ def _taps(hf: HfConfig, layers: int) -> tuple[int, ...]:
 
 
 class _TwoFolders:
-    """The tensors of a model, and the tensors of its EAGLE-3 head under names that begin with
-    `PREFIX`."""
+    """Joins the tensors of a model and those of its EAGLE-3 head. Names of the head's tensors begin
+    with `PREFIX`."""
 
     def __init__(self, files: CheckpointTensors, head: SafetensorsFiles) -> None:
         self._files, self._head = files, head

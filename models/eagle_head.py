@@ -25,7 +25,8 @@ from models.linear import Linear, Norm, rows_of
 
 
 class EagleHead(nnx.Module):
-    """See `model_api.DraftLayer`.
+    """The layer and output head of an EAGLE-3 head, which drafts tokens. Implements
+    `model_api.DraftLayer`.
 
     Args:
         padded: Number of draft tokens, padded to a multiple of the tensor-parallel size.
@@ -53,7 +54,7 @@ class EagleHead(nnx.Module):
         self.mlp = feed_forward(make, own, layer, form)
         self.norm = norm()
         self.head = Linear(make, (width, padded), ("embed", "vocab"), form=form)
-        # the model's token of each draft token, exact in float32
+        # The model's token id of each draft token. float32 represents these ids exactly.
         self.targets = (
             parameter(make((eagle.vocabulary,), "float32", 1), ("head",)) if eagle.mapped else None
         )
@@ -61,7 +62,8 @@ class EagleHead(nnx.Module):
         self.vocabulary, self.residual_after_norm = config.vocabulary, eagle.residual_after_norm
 
     def fused(self, y_TD: jax.Array, shards: Shards) -> jax.Array:
-        """See `model_api.DraftLayer`."""
+        """Maps the concatenated activations of the model before `taps` to the head's hidden state,
+        [T, D]."""
         return self.fuse(y_TD, shards)
 
     def __call__(
@@ -85,7 +87,8 @@ class EagleHead(nnx.Module):
         return x_RD + self.mlp(self.mlp_norm(x_RD), shards.of_rows(rows_R), valid_R)
 
     def logits(self, y_RD: jax.Array, shards: Shards) -> jax.Array:
-        """See `model_api.DraftLayer`."""
+        """Returns the logits of the next draft over the model's vocabulary, float32 [R, V]. Ids
+        that are not draft tokens have -inf."""
         out = project(
             self.norm(y_RD),
             self.head.kernel[...],

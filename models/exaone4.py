@@ -1,5 +1,6 @@
-"""EXAONE 4: norms after blocks as in OLMo 2, and norms on each head of q and k. The larger model
-has windows in most layers, and rotary positions only in these layers."""
+"""Reads the configuration of EXAONE 4. It has norms after blocks as in OLMo 2, and norms on each
+head of q and k. The larger model has windows in most layers, and rotary positions only in these
+layers."""
 
 from dataclasses import replace
 

@@ -23,13 +23,14 @@ from models.linear import AdapterStack, Linear, Norm
 
 
 class GatedMLP(nnx.Module):
-    """Computes down(act(gate(x)) * up(x)), or down of another gate function. The hidden width is
-    sharded over the tensor-parallel axes."""
+    """Computes down(act(gate(x)) * up(x)), or applies another gate function to gate(x) and up(x)
+    before down. The hidden width is sharded over the tensor-parallel axes."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
     ) -> None:
-        """`ffn` overrides the model's width."""
+        """Creates the block's parameters. `ffn` is the hidden width, or None for the model's
+        `config.ffn`."""
         ffn = config.ffn if ffn is None else ffn
         into, out = (config.width, ffn), (ffn, config.width)
         bias = config.mlp_bias
@@ -68,7 +69,8 @@ class PlainMLP(nnx.Module):
     def __init__(
         self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
     ) -> None:
-        """`ffn` overrides the model's width."""
+        """Creates the block's parameters. `ffn` is the hidden width, or None for the model's
+        `config.ffn`."""
         ffn, bias = config.ffn if ffn is None else ffn, config.mlp_bias
         self.up = Linear(make, (config.width, ffn), ("embed", "ffn"), bias=bias, form=form)
         self.down = Linear(make, (ffn, config.width), ("ffn", "embed"), bias=bias, form=form)
@@ -165,7 +167,7 @@ class SparseMLP(nnx.Module):
     ) -> jax.Array:
         """Computes the block's output for `x_TD`. `chosen_by_TD` is the router's input, or None if
         the router also reads `x_TD`."""
-        # Experts without a gate have `up` in its place.
+        # For experts without a gate, `up` takes the place of the gate matrix.
         gate = self.up if self.gate is None else self.gate
         gate_scale = self.up_scale if self.gate is None else self.gate_scale
         scales = gate_scale, self.up_scale, self.down_scale
@@ -218,8 +220,8 @@ class SparseMLP(nnx.Module):
             bias_E = None if self.router_bias is None else self.router_bias[...]
             logits_TE = project(x_TD, router_DE, bias_E, platform=shards.platform)
             return route(logits_TE, config.experts_per_token, normalised=config.normalised)
-        # In float32, as these models were trained, because a choice depends on small score
-        # differences.
+        # Router logits are computed in float32, as in the training of these models, because the
+        # choice of experts depends on small score differences.
         wide_TD, wide_DE = x_TD.astype(jnp.float32), router_DE.astype(jnp.float32)
         if self.router_scale is not None:
             scale_D = self.router_scale[...].astype(jnp.float32) * wide_DE.shape[0] ** -0.5

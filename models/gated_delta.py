@@ -1,8 +1,8 @@
-"""Gated DeltaNet (Yang et al., 2024), in place of attention in most layers of Qwen3-Next and
-Qwen3.5: a short convolution, the gated delta rule, and a gated norm on each head. Kimi Linear has
-the same with a gate per channel (Kimi Delta Attention, arXiv 2510.26692).
+"""Gated DeltaNet (Yang et al., 2024), which replaces attention in most layers of Qwen3-Next and
+Qwen3.5: a short convolution, the gated delta rule, and a gated norm on each head. Kimi Linear uses
+the variant with a gate per channel (Kimi Delta Attention, arXiv 2510.26692).
 
-Each key head serves a group of value heads, and a group's queries, keys and values are adjacent in
+Each key head is used by a group of value heads. A group's queries, keys and values are adjacent in
 one kernel and one convolution. Groups and state are sharded over the mesh axis "kv". Devices along
 the mesh axis "rep" repeat the same recurrence, and only the gate and the output projection are
 split over these devices. The recurrent state is float32, and the convolution's state has the
@@ -71,8 +71,8 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only;
-        the other tokens only update the state."""
+        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only.
+        The other tokens only update the state."""
         mixed_TC = self.qkv(x_TD, shards)
         write_TN = jax.nn.sigmoid(self.write(x_TD, shards).astype(jnp.float32))
         step_TC = self.decay(x_TD, shards).astype(jnp.float32) + self.decay_bias[...][None, :]

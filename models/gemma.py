@@ -1,6 +1,6 @@
-"""Gemma, Gemma 2 and Gemma 3's text model. Gemma: weights of norms added to one, scaled embeddings,
-GELU. Gemma 2 and 3: norms before and after blocks with weights added to one, scaled
-embeddings, GELU, and windows in some layers. Gemma 2 bounds scores and logits through a tanh (arXiv
+"""Reads the configuration of Gemma, Gemma 2 and Gemma 3's text model. All have norms that multiply
+by one plus the weight, scaled embeddings, and GELU. Gemma 2 and 3 have norms before and after
+blocks, and windows in some layers. Gemma 2 bounds scores and logits through a tanh (arXiv
 2408.00118). In Gemma 3, layers with a window have other rotary parameters than layers without."""
 
 from dataclasses import replace
@@ -16,8 +16,8 @@ DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=131072, rope_theta=1e6, tie
 
 
 def read_1_config(hf: HfConfig) -> DecoderConfig:
-    """Reads Gemma. Its first configs state the activation "gelu", which transformers reads as the
-    approximation by a tanh that the model was trained with."""
+    """Reads the config.json of Gemma. The first published files state the activation "gelu", which
+    transformers reads as the approximation by a tanh with which the model was trained."""
     refuse_windows(hf, "this family uses full attention")
     if hf.raw("hidden_act") == "gelu":
         hf = hf.changed(hidden_act=None)
@@ -34,7 +34,8 @@ def read_1_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_2_config(hf: HfConfig) -> DecoderConfig:
-    """Reads Gemma 2. The bounds of scores and logits have defaults, and null disables a bound."""
+    """Reads the config.json of Gemma 2. The bounds of scores and logits have defaults, and null
+    disables a bound."""
     hf.pass_over("sliding_window_size")  # published beside `sliding_window` and never used
     config = _read(hf, DEFAULTS_2, pattern=2, bias=hf.flag("attention_bias", False))
     scores, logits = (
@@ -45,8 +46,8 @@ def read_2_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_3_config(hf: HfConfig) -> DecoderConfig:
-    """Reads Gemma 3. Its published configs omit fields that have their default value in
-    transformers. In transformers 5 `rope_parameters` has one entry per kind of layer. Earlier
+    """Reads the config.json of Gemma 3. Published files omit fields that have their default value
+    in transformers. In transformers 5 `rope_parameters` has one entry per kind of layer. Earlier
     configs give the rotary parameters only for layers without a window."""
     sizes = {"vocab_size": 262208, "num_attention_heads": 8}
     hf = hf.changed(**{name: hf.count(name, size) for name, size in sizes.items()})
@@ -64,14 +65,15 @@ def read_3_config(hf: HfConfig) -> DecoderConfig:
         hf, "rope_parameters", local, attention.head_dim, config.context_tokens, DEFAULTS
     )
     layers = (replace(each, rope=rope if each.window else None) for each in config.layers)
-    # In multimodal models transformers bounds no logits, whatever the text part states.
+    # In multimodal models, transformers does not bound logits, even if the text part of the config
+    # states a bound.
     cap = 0.0 if hf.nested else config.logits_cap
     return replace(config, attention=attention, layers=tuple(layers), logits_cap=cap)
 
 
 def _read(hf: HfConfig, defaults: FamilyDefaults, *, pattern: int, bias: bool) -> DecoderConfig:
-    """Reads the common fields. Without `layer_types`, every `pattern`-th layer has full
-    attention."""
+    """Reads the fields that all Gemma models share. Without `layer_types`, every `pattern`-th layer
+    has full attention."""
     config = read_decoder(
         hf, defaults, qkv_bias=bias, output_bias=bias, head_dim_default=256, activation="gelu_tanh"
     )

@@ -29,7 +29,7 @@ _ROPES: dict[str, dict[str, object]] = {
 }
 
 
-# Fields of E2B and E4B.
+# Fields of the features that only E2B and E4B have.
 _BEYOND = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 
 
@@ -82,7 +82,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 def _refuse_what_the_small_ones_have(hf: HfConfig) -> None:
     """Raises CheckpointError for features of E2B and E4B, which transformers enables by default if
     their field is missing. Fields that request such a feature are normally refused by
-    `refuse_unread`. If only sizes are read, this function refuses them."""
+    `refuse_unread`. If only sizes are read (`HfConfig.sizes_only`), this function refuses them
+    instead."""
     if "hidden_size_per_layer_input" not in hf.fields:
         raise hf.error(
             "hidden_size_per_layer_input",

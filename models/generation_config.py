@@ -1,5 +1,5 @@
-"""generation_config.json: end-of-text tokens, and defaults for sampling parameters that a request
-does not set. vLLM and SGLang use the file in the same way.
+"""Reads generation_config.json, which has end-of-text tokens, and defaults for sampling parameters
+that a request does not set. vLLM and SGLang use the file in the same way.
 
 `do_sample` is ignored, as in these servers: greedy decoding is requested by temperature 0. This
 module must not import JAX, because router processes use it."""
@@ -12,7 +12,7 @@ from jdisagg.errors import CheckpointError, InvalidRequestError
 from jdisagg.request import SamplingDefaults, SamplingParams
 
 LEAST_TOP_P = 1e-6
-# Their names -> ours.
+# Names of the fields in generation_config.json, and in jdisagg's `SamplingParams`.
 _FIELDS = {
     "max_new_tokens": "max_tokens",
     "temperature": "temperature",
@@ -24,7 +24,8 @@ _FIELDS = {
 
 
 def read_sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Reads the sampling defaults of a model. Raises CheckpointError for a value out of range."""
+    """Reads the defaults of sampling parameters from generation_config.json in the model's folder.
+    Raises CheckpointError for a value out of range."""
     path = directory / "generation_config.json"
     fields = read_object(path)
     given: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""GLM-4: biases on q, k and v, rotary positions on neighbouring pairs of half of each head, gate
-and up in one tensor. The models of April 2025 (0414, Z1) also have norms after attention and
-feed-forward."""
+"""Reads the configuration of GLM-4. It has biases on q, k and v, rotary positions on neighbouring
+pairs in half of each head, and gate and up in one tensor. The models of April 2025 (0414, Z1) also
+have norms after attention and feed-forward."""
 
 from dataclasses import replace
 

@@ -1,5 +1,6 @@
-"""GLM-4.5, 4.6 and 4.7: experts chosen by corrected sigmoid scores, optionally in groups, a shared
-expert, dense first layers, and half of each head rotated. dots.llm1 has the same experts."""
+"""Reads the configuration of GLM-4.5, 4.6 and 4.7. They have experts that are chosen by corrected
+sigmoid scores, optionally in groups, a shared expert, dense first layers, and rotary positions on
+half of each head. dots.llm1 has the same experts."""
 
 from dataclasses import dataclass, replace
 
@@ -52,7 +53,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_dots_config(hf: HfConfig) -> DecoderConfig:
-    """Reads dots.llm1: norms on each head of q and k, and GLM-4.5's routing."""
+    """Reads the config.json of dots.llm1, which has norms on each head of q and k, and GLM-4.5's
+    routing."""
     bias = hf.flag("attention_bias", False)
     config = read_decoder(hf, DOTS_DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm="head")
     hf.raw("norm_topk_prob")  # its default is false
@@ -91,7 +93,8 @@ def read_experts(hf: HfConfig, defaults: RoutingDefaults = ROUTING) -> ExpertCon
 
 
 def check_groups(hf: HfConfig, experts: ExpertConfig) -> ExpertConfig:
-    """Raises CheckpointError if groups and experts do not fit."""
+    """Returns `experts`. Raises CheckpointError if the number of experts, their groups and the
+    experts per token are not consistent."""
     if experts.experts % experts.groups or experts.groups_per_token > experts.groups:
         raise hf.error(
             "n_group",

@@ -1,6 +1,6 @@
-"""gpt-oss (arXiv 2508.10925): attention sinks, windows in every second layer, and experts with
-biases and a clamped gate function. Expert weights are a softmax over the logits of the chosen
-experts."""
+"""Reads the configuration of gpt-oss (arXiv 2508.10925). It has attention sinks, windows in every
+second layer, and experts with biases and a clamped gate function. The weights of a token's experts
+are a softmax over the logits of these experts."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ YARN = {
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    # Redundant with fields that are read.
+    # These fields are redundant with fields that are read.
     hf.pass_over("initial_context_length", "experts_per_token")
     if not (hf.has("rope_scaling") or hf.has("rope_parameters")):
         hf = hf.changed(rope_parameters=YARN)

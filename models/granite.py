@@ -1,6 +1,6 @@
-"""Granite 3 and 4: Llama with constant factors on embeddings, residuals, attention scores and
-logits. Granite 4 models are dense or hybrid. Hybrids have Mamba-2 in most layers, and optionally
-routed experts with a shared expert, and rotary positions."""
+"""Reads the configuration of Granite 3 and 4, which are Llama with constant factors on embeddings,
+residuals, attention scores and logits. Granite 4 models are dense or hybrid. Hybrids have Mamba-2
+in most layers, and optionally routed experts with a shared expert, and rotary positions."""
 
 from dataclasses import replace
 
@@ -9,7 +9,8 @@ from models.decoder_config import DecoderConfig, ExpertConfig, LayerConfig, Mamb
 from models.hf_config import HfConfig
 from models.hf_hybrid import checked_mamba, hybrid_layers, read_kinds
 
-# Fields of initialization, of chunking elsewhere, and of Mamba in dense models.
+# Fields without effect here: of initialization, of chunking in other implementations, and of Mamba
+# in dense models.
 _OF_HYBRIDS = (
     "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
     "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",
@@ -29,7 +30,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_moe_config(hf: HfConfig) -> DecoderConfig:
-    """Reads Granite 3 with experts in every layer."""
+    """Reads the config.json of Granite 3 models with experts in every layer."""
     config = read_config(hf)
     count, chosen = hf.count("num_local_experts", 8), hf.count("num_experts_per_tok", 2)
     if chosen > count:

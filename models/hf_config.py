@@ -32,9 +32,14 @@ class FamilyDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """A multimodal model whose text part is served. Holds its class name, the default `model_type`
-    of the text part, and the default of `tie_word_embeddings`. This field is read from the top
-    level, or from the text part if `own_head` is set."""
+    """A multimodal model whose text part is served.
+
+    Attributes:
+        architecture: Class name of the model.
+        text: Default of the `model_type` of the text part.
+        tied: Default of `tie_word_embeddings`.
+        own_head: Whether `tie_word_embeddings` is read from the text part instead of the top level.
+    """
 
     architecture: str
     text: str
@@ -72,8 +77,8 @@ class HfConfig:
         self, fields: Mapping[str, object], where: str = "config.json", *, sizes_only: bool = False
     ) -> None:
         """Wraps the fields of a config.json. With `sizes_only`, unsupported options are ignored,
-        which suffices for cost estimates. `nested` is set if the fields are the text part of a
-        multimodal model, and `whole` are those of the whole model."""
+        which suffices for cost estimates. The attribute `nested` is True if the fields are the text
+        part of a multimodal model, and `whole` holds the fields of the whole model."""
         self.whole: Mapping[str, object] = fields
         outer = OUTER.get(str(fields.get("model_type")))
         inner = fields.get("text_config")

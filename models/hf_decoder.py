@@ -59,7 +59,8 @@ def read_decoder(
     except CheckpointError:
         if not hf.sizes_only:
             raise
-        # The error was already reported. The fields beside it are known.
+        # Inspection has already reported this error. These fields of it are known, so they are not
+        # reported again.
         hf.pass_over("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
         rope = Rope(head_dim, defaults.rope_theta)
     return DecoderConfig(

@@ -36,7 +36,8 @@ HARMLESS = names("""
     cache_implementation
 """)
 
-# Fields of a multimodal model beside its text part (`text_config`), which alone is served.
+# Fields of a multimodal model outside of its text part (`text_config`). Only the text part is
+# served.
 VISION = names("""
     text_config vision_config audio_config image_token_id image_token_index video_token_id
     vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
@@ -102,7 +103,7 @@ CHANGING: dict[str, str] = {
     "use_double_wide_mlp": "dense blocks of several widths",
 }
 
-# Values with the meaning of an absent field, in addition to null, false, 0 and empty.
+# Values that have the same meaning as an absent field, in addition to null, false, 0 and empty.
 NEUTRAL: dict[str, object] = {
     "is_causal": True,
     "is_decoder": True,

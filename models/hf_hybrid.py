@@ -1,6 +1,6 @@
 """Reads config.json fields of hybrid models, which have Mamba-2 and attention layers: the kind of
-each layer, and the limits of Mamba-2's step size. Accepts present and former names of transformers
-for the kinds."""
+each layer, and the limits of Mamba-2's step size. Accepts the current and the former names that
+transformers uses for the kinds of layers."""
 
 import math
 from collections.abc import Mapping

@@ -26,7 +26,7 @@ from models.parameter_tree import ParameterShape
 
 DELTA_PREFIX = "linear_attn."
 DELTA_FUSED, DELTA_FUSED_SCALARS = "in_proj_qkvz.weight", "in_proj_ba.weight"
-# Parameters with a tensor of their own, except for the order of rows.
+# Parameters that have a tensor of their own, which differs at most in the order of rows.
 DELTA_TENSORS = {
     "attention.qkv.kernel": "in_proj_qkv.weight",
     "attention.gate.kernel": "in_proj_z.weight",

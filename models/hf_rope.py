@@ -15,7 +15,8 @@ from models.hf_config import FamilyDefaults, HfConfig, checked_number
 from models.hf_fields import names, short
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
-# Fields of a set of parameters. As in transformers, fields that a type does not use change nothing.
+# All known fields of a set of rotary parameters. As in transformers, fields that the set's type
+# does not use have no effect.
 _KNOWN = names("""
     rope_type type rope_theta factor original_max_position_embeddings max_position_embeddings
     attention_factor beta_fast beta_slow short_factor long_factor low_freq_factor high_freq_factor
@@ -114,7 +115,8 @@ def rope_of(
 
 
 def _kind(given: Mapping[str, object], wrong: Callable[..., CheckpointError]) -> str:
-    """Returns the type of a set of rotary parameters whose fields are all known."""
+    """Returns the type of a set of rotary parameters. Raises CheckpointError if the type or a field
+    is not supported."""
     for key, value in given.items():
         if isinstance(value, dict):
             raise wrong(
@@ -201,8 +203,8 @@ def _divisors(
 
 
 def _longrope_attention_factor(factor: float, original: int, given: float) -> float:
-    """Returns the factor of cosines and sines from the LongRoPE paper, which also applies within
-    the original context."""
+    """Returns LongRoPE's factor of cosines and sines. As in the paper, it also applies within the
+    original context."""
     if not math.isnan(given):
         return given
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -211,7 +213,8 @@ def _longrope_attention_factor(factor: float, original: int, given: float) -> fl
 def _yarn_attention_factor(
     factor: float, given: float, mscale: float, mscale_all_dim: float
 ) -> float:
-    """Returns the factor of equation 22 of the YaRN paper, extended by DeepSeek's two scales."""
+    """Returns YaRN's factor of cosines and sines: `given` if it is not NaN, else equation 22 of the
+    paper, extended by DeepSeek's two scales."""
     if not math.isnan(given):
         return given
 

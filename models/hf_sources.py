@@ -15,7 +15,7 @@ ReadTensor = Callable[[str, Index], np.ndarray]
 
 
 class Source(Protocol):
-    """Where the values of one parameter are stored."""
+    """Describes where the values of one parameter are stored, and reads slices of them."""
 
     def needs(self) -> dict[str, tuple[int, ...]]:
         """Returns names and shapes of the tensors."""
@@ -50,7 +50,8 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A vector of float32 values that no tensor holds."""
+    """A vector parameter of float32 values that are computed from the configuration, and are not
+    stored in a tensor."""
 
     values: tuple[float, ...]
 

@@ -9,7 +9,7 @@ from models.hf_sources import Index, ReadTensor, SomeRows, Source, Whole
 from models.parameter_tree import ParameterShape
 from models.vision_config import VisionConfig
 
-# Names of the parts in a block, and outside of the blocks.
+# Tensor names of the parameters in a block, and of the parameters outside of the blocks.
 _BLOCK = {
     "qwen": {
         "attention_norm": "norm1",
@@ -51,8 +51,8 @@ _REST = {
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """A parameter [in, out] that a function computes from one whole tensor. `transposed` means that
-    the parameter is [out, in]."""
+    """A parameter [in, out] that the function `arrange` computes from one whole tensor.
+    `transposed` means that the parameter is [out, in]."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,8 +69,8 @@ class Arranged:
 
 @dataclass(frozen=True, slots=True)
 class OfVision:
-    """A parameter of the vision encoder. Its tensors are read from the object `tensor`, because the
-    text part's tensors do not include them."""
+    """A parameter of the vision encoder. `tensor` reads the encoder's tensors, which are not among
+    the tensors of the text part."""
 
     source: Source
     tensor: ReadTensor
@@ -111,7 +111,8 @@ def vision_source(parameter: ParameterShape, config: VisionConfig) -> Source:
         merged = config.merge**2
 
         def by_patch(found: np.ndarray) -> np.ndarray:
-            """Orders the inputs by patch; the tensor has the patches of each channel together."""
+            """Orders the inputs by patch. In the tensor, they are ordered by channel and then by
+            patch."""
             parts = found.reshape(found.shape[0], -1, merged)
             return parts.transpose(2, 1, 0).reshape(-1, found.shape[0])
 
@@ -123,7 +124,8 @@ def vision_source(parameter: ParameterShape, config: VisionConfig) -> Source:
 
 
 def _fused(name: str, part: str, end: str, parameter: ParameterShape) -> Source:
-    """Returns where queries, keys or values are stored. They share one tensor."""
+    """Returns where the queries, keys or values of a block are stored. All three are rows of one
+    tensor."""
     size = parameter.shape[0]
     stored = (3 * size,) if end == "bias" else (3 * size, size)
     first = "qkv".index(part) * size

@@ -20,7 +20,7 @@ STEM = {
     "norm.weight": "model.norm.weight",
     "head.kernel": "lm_head.weight",
 }
-# Prefixes that a family names differently, and ours.
+# Prefixes of tensor names that a family spells differently, and the usual prefixes.
 RENAMED = {
     "nemotron_h": (
         ("backbone.", "model."),
@@ -29,7 +29,8 @@ RENAMED = {
     ),
     "lfm2": (("model.embedding_norm.", "model.norm."),),
 }
-# Names of one parameter in the families. If a layer has several of them, the last applies.
+# For each parameter of a layer, its tensor names in the supported families. If a layer has several
+# of them, the last one applies.
 LAYER: dict[str, tuple[str, ...]] = {
     "attention_norm.weight": (
         "input_layernorm.weight",
@@ -192,7 +193,7 @@ LAYER: dict[str, tuple[str, ...]] = {
     "mlp.widen.kernel": ("mixer.fc2_latent_proj.weight",),
     "mlp.widen.bias": ("mixer.fc2_latent_proj.bias",),
 }
-# A next-token layer, stored as a further layer (DeepSeek-V3).
+# Parameters of a next-token layer, which is stored after the model's last layer (DeepSeek-V3).
 NEXT_TOKEN = {
     "embedding_norm.weight": "enorm.weight",
     "hidden_norm.weight": "hnorm.weight",
@@ -224,7 +225,7 @@ EXPERTS: dict[str, tuple[str, ...]] = {
         "mixer.experts.{expert}.down_proj.weight",
     ),
 }
-# Stored in float32 whatever the model's type.
+# Tensors that are stored in float32, whatever the model's type.
 IN_FLOAT32 = (
     *LAYER["mlp.correction"],
     *LAYER["attention.index.weights"],
@@ -239,7 +240,7 @@ FUSED_GATE_UP = (
     "shared_mlp.input_linear.weight",
     "mlp.shared_experts.gate_up_proj.weight",
 )
-# Each matrix of all experts in a tensor of its own.
+# Tensors that hold one matrix (gate, up or down) of all experts.
 STACKED_EXPERTS = {
     "mlp.gate": "moe.gate_proj.weight",
     "mlp.up": "moe.up_proj.weight",
@@ -270,7 +271,8 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
     if path[0] == "next_token":
         return _next_token_source(parameter, config, found)
     prefix, key = f"model.layers.{path[1]}.", ".".join(str(part) for part in path[2:])
-    # A dense block and experts beside it use the names of either.
+    # A dense block in parallel with experts has the tensor names of a dense block, and the experts
+    # have those of experts alone.
     key = key.replace("mlp.dense.", "mlp.").replace("mlp.routed.", "mlp.")
     if config.layers[int(path[1])].delta and key.startswith("attention."):
         return delta_source(prefix, key, config, found, parameter)

@@ -13,7 +13,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Weights in other formats (PyTorch pickles, ONNX, GGUF) would double the download and are not read.
 _CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _WEIGHTS = ("*.safetensors",)
-# Original formats and exports that some repositories keep beside the safetensors files.
+# Files in original formats and exports, which some repositories keep next to the safetensors files.
 _LEFT_OUT = ("original/*", "onnx/*", "consolidated*", "metal/*")
 _WAIT_SECONDS = 10.0
 

@@ -1,5 +1,5 @@
-"""Hy3: Qwen3's attention, experts chosen by corrected sigmoid scores, a shared expert, and a dense
-first layer."""
+"""Reads the configuration of Hy3. It has Qwen3's attention, experts that are chosen by corrected
+sigmoid scores, a shared expert, and a dense first layer."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     for field in _ONLY:
         if not hf.flag(field, True) and not hf.sizes_only:
             raise hf.error(field, "must be true", "another form of it is not supported")
-    # roundings of bfloat16, and how others compute experts
+    # These fields select bfloat16 roundings, and how transformers computes experts.
     hf.pass_over("enable_moe_fp32_combine", "enable_lm_head_fp32")
     hf.pass_over("enable_attention_fp32_softmax", "use_grouped_mm")
     bias = hf.flag("attention_bias", False)

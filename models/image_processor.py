@@ -1,10 +1,10 @@
-"""Image processors of checkpoints: they resize an image for the vision encoder, and lay out the
-image's tokens in the prompt.
+"""Implements the image processors of checkpoints. An image processor resizes an image for the
+vision encoder, and lays out the image's tokens in the prompt.
 
-There are two kinds. Qwen's resizes to multiples of a token's side, with a bounded area. Pixtral's
-(Mistral 3) bounds the longest edge, and ends each row of tokens with a special token. Resized
-pixels and sizes equal those of transformers. This module must not import JAX, because router
-processes use it."""
+There are two kinds. Qwen's processor resizes to multiples of a token's side, with a bounded area.
+Pixtral's (Mistral 3) bounds the longest edge, and ends each row of tokens with a special token.
+Resized pixels and sizes equal those of transformers. This module must not import JAX, because
+router processes use it."""
 
 import logging
 import math
@@ -34,8 +34,8 @@ class Size(NamedTuple):
 
 class TokenIds(NamedTuple):
     """Token ids of an image: the token that stands for one row of the encoder's output, the token
-    at the end of each row of the image, and the token at the end of the last row. None means that
-    there is no such token."""
+    at the end of each row of the image, and the token at the end of the last row. `row_end` and
+    `last_end` are None for models without such tokens."""
 
     image: int
     row_end: int | None = None
@@ -48,7 +48,8 @@ class ImageProcessor:
 
     Attributes:
         placeholder: Text of the token that the chat template writes for an image.
-        marks: Texts of all tokens that mark images. In messages of clients they are ordinary text.
+        marks: Texts of all tokens that mark images. In messages of clients, these texts are treated
+            as ordinary text.
         tokens: Token ids of images.
         patch, merge: Side of a patch in pixels, and number of patches along each side of a token's
             square.
@@ -206,7 +207,7 @@ def _qwen(
     patch, merge = settings.count("patch_size", 14), settings.count("merge_size", 2)
     least = settings.area("shortest_edge", "min_pixels", 56 * 56)
     most = settings.area("longest_edge", "max_pixels", 28 * 28 * 1280)
-    # Larger images than the encoder's programs read are reduced instead of refused.
+    # Images that exceed the largest size of the encoder's programs are reduced instead of refused.
     most = min(most, vision_config.MOST_PATCHES * patch**2)
     return ImageProcessor(
         placeholder,
@@ -245,7 +246,8 @@ def _pixtral(
     shape = _Settings(settings.directory, {**config["vision_config"], **whole})
     patch = shape.count("patch_size", 16)
     merge = _Settings(settings.directory, {**config, **whole}).count("spatial_merge_size", 1)
-    # As for Qwen's models: larger images are reduced to what the encoder's programs read.
+    # As for Qwen's models, images that exceed the largest size of the encoder's programs are
+    # reduced.
     most = math.isqrt(vision_config.MOST_PATCHES) * patch
     longest = min(settings.area("longest_edge", "longest_edge", 1024), most)
     return ImageProcessor(

@@ -1,10 +1,11 @@
-"""Indexers, which select the positions that each token attends to: single positions in DeepSeek
-Sparse Attention (DeepSeek-V3.2, GLM-5; `jdisagg/ops/sparse_attention.py`), blocks of positions for
-each kv head in MiniMax M3 (`jdisagg/ops/block_attention.py`).
+"""Indexers, which select the positions that each token attends to. In DeepSeek Sparse Attention
+(DeepSeek-V3.2, GLM-5), `Indexer` selects single positions (`jdisagg/ops/sparse_attention.py`). In
+MiniMax M3, `BlockIndexer` selects blocks of positions for each kv head
+(`jdisagg/ops/block_attention.py`).
 
-All parameters are replicated, except the queries of a kv head. As in transformers, queries and keys
-of DeepSeek's indexer are neither rotated by a Hadamard matrix nor rounded to fp8, which the
-published kernels do and which changes scores by rounding only."""
+All parameters are replicated, except the queries of a kv head. The published kernels of DeepSeek's
+indexer rotate queries and keys by a Hadamard matrix and round them to fp8, which changes scores by
+rounding only. As in transformers, this module does neither."""
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,9 @@ _EPSILON = 1e-6
 
 
 class Indexer(nnx.Module):
-    """Computes queries from the query latent of the attention, and one key and the weights of the
-    heads from the layer's input. The first values of queries and keys have rotary positions."""
+    """Computes, for each token, queries from the query latent of the attention, and one key and the
+    heads' weights from the layer's input. The first values of queries and keys have rotary
+    positions."""
 
     def __init__(
         self, make: Make, config: IndexConfig, width: int, rank: int, rope: Rope, form: KernelForm
@@ -33,7 +35,7 @@ class Indexer(nnx.Module):
         self.q = Linear(make, (rank, config.heads * size), ("latent", "latent"), form=form)
         self.k = Linear(make, (width, size), ("embed", "latent"), form=form.plain())
         self.k_norm = LayerNorm(make, size)
-        # Float32, as trained.
+        # In float32, as in training.
         self.weights = parameter(make((width, config.heads), "float32", width), ("embed", "latent"))
         self.config, self.rope = config, rope
 
@@ -69,8 +71,9 @@ class Indexer(nnx.Module):
 
 
 class BlockIndexer(nnx.Module):
-    """Computes one query for each kv head, and one key, from the layer's input. Both have a norm
-    and the rotary positions of the attention."""
+    """Computes, for each token, one query per kv head and one key from the layer's input. Queries
+    and keys each have a norm, and then rotary positions with the parameters of the layer's
+    attention."""
 
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm

@@ -1,5 +1,5 @@
-"""Determines from a checkpoint folder or a config.json whether the model can be served. Reads no
-weights.
+"""Determines, from a checkpoint folder or a config.json, whether jdisagg can serve the model. Reads
+no weights.
 
 The config is first read in full, as by a worker. If this fails, only the model's sizes are read, so
 that the report can list all unsupported features instead of the first."""
@@ -87,8 +87,9 @@ def kv_by_kind(config: DecoderConfig, dtype: str) -> dict[str, int]:
 def bytes_per_device(
     config: DecoderConfig, layout: Layout, dtype: str, weights: Weights = ""
 ) -> tuple[int, int, int]:
-    """Returns the bytes on one device of weights, of KV per token, and of state per sequence. With
-    several pipeline stages, returns those of the largest stage. Raises LayoutError."""
+    """Returns the bytes on one device of the weights, of one token's KV, and of one sequence's
+    recurrent state. With several pipeline stages, returns the bytes of the largest stage. Raises
+    LayoutError if the layout cannot shard the model."""
     layout.check(config.geometry)
     shape = layout.mesh_shape(config.kv_heads)
     sizes: dict[str, int] = dict(zip(MESH_AXES, shape, strict=True))

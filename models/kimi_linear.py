@@ -1,5 +1,5 @@
-"""Kimi Linear: Kimi Delta Attention (`models/gated_delta.py`) in most layers, latent attention
-without rotary positions in the others, and DeepSeek-V3's experts."""
+"""Reads the configuration of Kimi Linear. It has Kimi Delta Attention (`models/gated_delta.py`) in
+most layers, latent attention without rotary positions in the others, and DeepSeek-V3's experts."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=1048576, norm_epsilon=1e
 SIZES = LatentConfig(query_rank=0, rank=512, rope_dim=64, nope_dim=128, value_dim=128)
 ROUTING = RoutingDefaults(256, 8, 1024, scaling=2.446)
 LINEAR, FULL = "linear_attention", "full_attention"
-# The family's own names of fields of DeepSeek-V3.
+# Names of DeepSeek-V3's fields in Kimi Linear's config.json.
 NAMES = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -58,7 +58,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _with_usual_names(hf: HfConfig) -> HfConfig:
-    """Returns the fields under the names of DeepSeek-V3."""
+    """Returns the configuration with its fields renamed to the names of DeepSeek-V3."""
     fields: dict[str, object] = {}
     for own, usual in NAMES.items():
         value = hf.raw(own)
@@ -98,8 +98,8 @@ def _delta(hf: HfConfig) -> DeltaConfig:
 
 
 def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
-    """Returns the kind of each layer, from `layer_types` or from the lists of layers in
-    `linear_attn_config`, which count from one."""
+    """Returns the kind of each layer (Kimi Delta Attention or latent attention), from `layer_types`
+    or from the lists in `linear_attn_config`, which number layers from one."""
     kinds = hf.names("layer_types")
     field = "linear_attn_config" if kinds is None else "layer_types"
     if kinds is None:

@@ -1,5 +1,5 @@
 """Measures the magnitudes of a model's keys and values over sample tokens. `models/kv_scales.py`
-chooses KV scales from them.
+chooses KV scales from these magnitudes.
 
 The loaded layers run on their mesh, one after the other over whole sequences, with dense attention
 and no cache (`ops/dense_attention.py`). This works for every family, including recurrent ones.

@@ -3,10 +3,10 @@
 values. Latent attention, whose cached vectors have no heads, has one scale per layer.
 
 Scales are fixed for a model. If scales depended on requests, output tokens would depend on earlier
-requests and on the worker that serves them. The first of these sources applies: 1. `kv_scales.json`
-in the model's folder, written by `jdisagg calibrate_kv`; 2. the checkpoint's own tensors, per
-matrix or kv head, as ModelOpt and llm-compressor write them (stored value = value / scale), rounded
-up to powers of two; 3. 1 for all keys and values without a scale."""
+requests and on the worker that serves them. The first source that exists applies: (1)
+`kv_scales.json` in the model's folder, which `jdisagg calibrate_kv` writes; (2) the checkpoint's
+own tensors, per matrix or kv head, as ModelOpt and llm-compressor write them (stored value = value
+/ scale), rounded up to powers of two; (3) a scale of 1 for all keys and values."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,16 @@ from jdisagg.ops.quantize import FP8_LARGEST
 from models.decoder_config import DecoderConfig
 from models.safetensors_files import CheckpointTensors
 
-# For each layer, by component name ("k" and "v", or "latent"): float32 [kv heads], or [1] without
-# heads.
+# KV scales: for each layer, by component name ("k" and "v", or "latent"), float32 [kv heads], or
+# [1] for a component without heads.
 LayerScales = Mapping[str, np.ndarray]
 KVScales = Sequence[LayerScales]
 
 _FORMAT = 1
-# Keys and values of tokens outside the sample may be this many times as large.
+# Factor by which keys and values may exceed the largest magnitudes of the sample.
 MARGIN = 2.0
-# A scale far outside would hide the marker of a broken sequence (`jdisagg/ops/quarantine.py`).
+# Bounds of scales. A scale far outside of them would hide the marker of a sequence with non-finite
+# values (`jdisagg/ops/quarantine.py`).
 _LEAST, _MOST = 2.0**-24, 2.0**24
 _TENSORS = (
     "self_attn.{side}_scale",
@@ -66,7 +67,7 @@ def find_kv_scales(
         files: Tensors of the model, or None for the Orbax format, which holds no scales.
 
     Raises:
-        CheckpointError: The scales do not fit the model, or are not valid.
+        CheckpointError: The number of scales does not fit the model, or a scale is not valid.
     """
     path = directory / KV_SCALES_FILE
     if path.is_file():

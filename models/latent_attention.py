@@ -19,7 +19,7 @@ from models.indexer import Indexer
 from models.kv_scales import scale_parameters
 from models.linear import Linear, Norm, rows_of
 
-# transformers gives these two norms a fixed epsilon.
+# Epsilon of two norms for which transformers uses a fixed value.
 _EPSILON = 1e-6
 
 
@@ -78,7 +78,7 @@ class MultiHeadLatentAttention(nnx.Module):
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the output [T, D]. With `rows_R`, computes the output [R, D] of these tokens
-        only; the latents of all tokens are cached."""
+        only, but caches the latents of all tokens."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         of_R = shards.of_rows(rows_R)
         latent_RC = self.q_norm(self.q_a(x_RD, of_R)) if self.config.query_rank else x_RD

@@ -1,5 +1,5 @@
-"""LFM2: gated short convolutions in most layers, attention with norms on each head of q and k in
-the others."""
+"""Reads the configuration of LFM2. It has gated short convolutions in most layers, and attention
+with norms on each head of q and k in the others."""
 
 from dataclasses import replace
 
@@ -9,7 +9,8 @@ from models.hf_decoder import read_decoder
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=128_000, rope_theta=1e6, tied=True)
 FULL, CONVOLUTION = "full_attention", "conv"
-# Sizes under names of their own and options of training, which transformers does not read.
+# Fields that transformers does not read: duplicates of sizes under other names, and options of
+# training.
 _PASSED = (
     "block_dim",
     "block_mlp_init_scale",
@@ -45,8 +46,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
-    """Returns the kind of each layer, from `layer_types` or else from the numbers of the layers
-    with attention."""
+    """Returns the kind of each layer (convolution or attention), from `layer_types` or else from
+    the list of attention layers."""
     full = hf.counts("full_attn_idxs") if hf.has("full_attn_idxs") else tuple(range(count))
     kinds = hf.names("layer_types")
     if kinds is None:
@@ -65,8 +66,8 @@ def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
 
 
 def _ffn(hf: HfConfig) -> int:
-    """Returns the width of the feed-forward block: two thirds of the stated width, multiplied and
-    rounded up, unless `block_auto_adjust_ff_dim` is false."""
+    """Returns the width of the feed-forward block. By default it is two thirds of the stated width,
+    multiplied and rounded up. If `block_auto_adjust_ff_dim` is false, it is the stated width."""
     size = hf.count("block_ff_dim", hf.count("intermediate_size", 12288))
     factor, unit = hf.number("block_ffn_dim_multiplier", 1.0), hf.count("block_multiple_of", 256)
     if not hf.flag("block_auto_adjust_ff_dim", True):

@@ -18,7 +18,7 @@ from jdisagg.ops.state_space import StateSpaceInputs, state_space_runs, state_sp
 from models.decoder_config import DecoderConfig, LightningConfig
 from models.linear import Linear, Norm, own_heads, rows_of
 
-# Of the norm over all heads, independent of `rms_norm_eps`.
+# Epsilon of the norm over all heads. It does not depend on `rms_norm_eps`.
 NORM_EPSILON = 1e-6
 
 
@@ -41,8 +41,8 @@ class LightningAttention(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only;
-        the other tokens only update the state."""
+        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only.
+        The other tokens only update the state."""
         qkv_TNH = jax.nn.silu(self.qkv(x_TD, shards)).reshape(x_TD.shape[0], -1, 3 * self.dim)
         q_TNH, k_TNH, v_TNH = jnp.split(qkv_TNH.astype(jnp.float32), 3, axis=2)
         step_TN = jnp.ones(q_TNH.shape[:2], jnp.float32)

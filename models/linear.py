@@ -20,7 +20,7 @@ AxisSize = tuple[LogicalAxis, int]
 
 class AdapterStack(nnx.Module):
     """The LoRA adapters of one matrix, or of one matrix of each expert: the factors `a` [in, G, R]
-    and `b` [G, R, out] of G slots (`ops/adapters.py`)."""
+    and `b` [G, R, out] of G slots with rank R (`ops/adapters.py`)."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class AdapterStack(nnx.Module):
         return Factors(self.a[...], self.b[...])
 
     def add(self, y_TD: jax.Array, x_TD: jax.Array, rows: AdapterRows, platform: str) -> jax.Array:
-        """Returns `y_TD` plus the adapters' product with `x_TD`."""
+        """Returns `y_TD` plus the product of each token's row of `x_TD` with the adapter in the
+        token's slot."""
         if rows.alike:
             return add_one(y_TD, x_TD, self.factors, rows.slot_T[0], platform)
         product = partial(project, platform=platform)

@@ -1,5 +1,6 @@
-"""Llama 2 and 3.x, and other models of the same form: optional biases on all projections, one head
-size, no window. Arcee's AFM, ERNIE 4.5 and Hunyuan (dense) differ by an option each."""
+"""Reads the configuration of Llama 2 and 3.x, and of other models of the same form: optional biases
+on all projections, one head size, no window. Arcee's AFM, ERNIE 4.5 and Hunyuan (dense) differ from
+Llama by one option each."""
 
 from dataclasses import replace
 
@@ -21,7 +22,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_arcee_config(hf: HfConfig) -> DecoderConfig:
-    """Reads Arcee's AFM: Llama with an MLP of squared ReLU and no gate."""
+    """Reads the config.json of Arcee's AFM: Llama with squared ReLU instead of a gate in the
+    MLP."""
     refuse_windows(hf, "the Llama family uses full attention")
     bias = hf.flag("attention_bias", False)
     defaults = FamilyDefaults(kv_heads=None, context_tokens=4096, norm_epsilon=1e-5)
@@ -30,7 +32,8 @@ def read_arcee_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_ernie_config(hf: HfConfig) -> DecoderConfig:
-    """Reads ERNIE 4.5, dense: Llama with interleaved rope and one flag for all biases."""
+    """Reads the config.json of dense ERNIE 4.5: Llama with interleaved rope and one flag for all
+    biases."""
     refuse_windows(hf, "the Llama family uses full attention")
     bias = hf.flag("use_bias", False)
     config = read_decoder(hf, ERNIE_DEFAULTS, qkv_bias=bias, output_bias=bias, head_dim_default=128)
@@ -39,8 +42,8 @@ def read_ernie_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_hunyuan_config(hf: HfConfig) -> DecoderConfig:
-    """Reads Hunyuan, dense: Llama with norms of q and k after rope, and a rope base that `alpha`
-    stretches at every length."""
+    """Reads the config.json of dense Hunyuan: Llama with norms of q and k after rope, and a rope
+    base that the field `alpha` increases at every context length."""
     refuse_windows(hf, "the Llama family uses full attention")
     field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
     given = hf.raw(field)

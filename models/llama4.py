@@ -1,8 +1,9 @@
-"""Llama 4 (text part): three of four layers have rotary positions and attend within chunks of 8,192
-positions; the others have neither. Each token uses one routed expert, whose input is scaled, and a
-shared expert.
+"""Reads the configuration of Llama 4 (text part). Three of four layers have rotary positions and
+attend only within chunks of 8,192 positions. The other layers have no rotary positions and attend
+to all positions. Each token uses one routed expert, whose input is scaled, and a shared expert.
 
-Served up to the size of a chunk, within which attention in chunks equals full attention."""
+The model is served only up to the size of a chunk. Within one chunk, attention in chunks equals
+full attention."""
 
 from dataclasses import replace
 

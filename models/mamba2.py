@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu, 2024), in place of attention in most layers of Granite 4's and Nemotron's
+"""Mamba-2 (Dao and Gu, 2024), which replaces attention in most layers of Granite 4's and Nemotron's
 hybrids: a short convolution, the recurrence (`jdisagg/ops/state_space.py`), a gate, and a norm over
 groups of heads after the gate.
 
@@ -60,7 +60,8 @@ class GroupNorm(nnx.Module):
         self.groups, self.group_heads = mamba.groups, mamba.heads // mamba.groups
 
     def __call__(self, x_RNP: jax.Array, dtype: jnp.dtype, shards: Shards) -> jax.Array:
-        """Normalises float32 heads to [R, N x P] in `dtype`."""
+        """Normalises float32 values [R, N, P] of N heads over each group. Returns [R, N x P] in
+        `dtype`."""
         rows, heads, width = x_RNP.shape
         squares_RN = jnp.sum(jnp.square(x_RNP), axis=-1)
         first = lax.axis_index(shards.tp) * heads if shards.tp else 0
@@ -102,8 +103,8 @@ class Mamba2(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only;
-        the other tokens only update the state."""
+        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only.
+        The other tokens only update the state."""
         mamba = self.mamba
         x_TC, bc_TC = self.x(x_TD, shards), self.bc(x_TD, shards)
         least, most = mamba.step_limits

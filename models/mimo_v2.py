@@ -1,6 +1,6 @@
-"""MiMo-V2-Flash: windows with attention sinks and twice the kv heads in most layers, values of
-another head size than keys, rotary positions on a part of each head, and GLM-4.5's experts without
-a shared one."""
+"""Reads the configuration of MiMo-V2-Flash. It has windows with attention sinks and twice the kv
+heads in most layers, a head size of values that differs from that of keys, rotary positions on a
+part of each head, and GLM-4.5's experts without a shared one."""
 
 from dataclasses import replace
 
@@ -122,7 +122,7 @@ def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
 
 
 def _sparse(hf: HfConfig, count: int) -> tuple[bool, ...]:
-    """Returns a flag for each layer that is set if the layer has experts."""
+    """Returns, for each layer, whether it has experts."""
     stated = hf.counts("moe_layer_freq") if isinstance(hf.raw("moe_layer_freq"), list) else ()
     kinds = hf.names("mlp_layer_types")
     if kinds is None:

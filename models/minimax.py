@@ -1,6 +1,7 @@
-"""MiniMax-Text-01 and M1: lightning attention (`models/lightning.py`) in most layers, attention
-with rotary positions on a part of each head in the others, Mixtral's experts, and a residual stream
-that continues from the normalised input of each block."""
+"""Reads the configuration of MiniMax-Text-01 and M1. They have lightning attention
+(`models/lightning.py`) in most layers, attention with rotary positions on a part of each head in
+the others, Mixtral's experts, and a residual stream that continues from the normalised input of
+each block."""
 
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ DEFAULTS = FamilyDefaults(
 )
 LINEAR, FULL = "linear_attention", "full_attention"
 KINDS = {0: LINEAR, 1: FULL}  # of `attn_type_list`
-# Names of factors in released checkpoints, and those of transformers.
+# Names of the residual factors in released checkpoints, and in transformers.
 _FACTORS = {
     f"layernorm_{own}_{part}": f"{ours}_{part}_factor"
     for own, ours in (
@@ -26,7 +27,8 @@ _FACTORS = {
 
 
 def read_published_config(hf: HfConfig) -> DecoderConfig:
-    """Reads a config in the words of released checkpoints."""
+    """Reads a config.json with the field names of the released checkpoints, which differ from those
+    of transformers."""
     if not hf.flag("postnorm", False) and not hf.sizes_only:
         raise hf.error("postnorm", "must be true", "residuals before the norm are not supported")
     shared = hf.raw("shared_intermediate_size")
@@ -69,7 +71,7 @@ def _factors(hf: HfConfig, of: str) -> tuple[float, float]:
 
 
 def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
-    """Returns the kind of each layer."""
+    """Returns the kind of each layer: lightning attention or full attention."""
     kinds = hf.names("layer_types")
     if kinds is None:
         kinds = tuple(LINEAR if at % 2 else FULL for at in range(count))

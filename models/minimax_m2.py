@@ -1,5 +1,6 @@
-"""MiniMax M2: experts in every layer, chosen by corrected sigmoid scores; one norm over all heads
-of q and another over all heads of k; rotary positions on a part of each head."""
+"""Reads the configuration of MiniMax M2. It has experts in every layer, chosen by corrected sigmoid
+scores, one norm over all heads of q and another over all heads of k, and rotary positions on a part
+of each head."""
 
 from dataclasses import replace
 

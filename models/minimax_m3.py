@@ -1,6 +1,6 @@
-"""MiniMax M3 (text part): attention to blocks of positions that an indexer selects in most layers,
-experts with a clamped gate chosen by corrected sigmoid scores, a shared expert, and dense first
-layers."""
+"""Reads the configuration of MiniMax M3 (text part). In most layers, tokens attend to blocks of
+positions that an indexer selects. The model has experts with a clamped gate, chosen by corrected
+sigmoid scores, a shared expert, and dense first layers."""
 
 from dataclasses import replace
 
@@ -134,7 +134,8 @@ def _index(sparse: HfConfig, kv_heads: int, rotated: int) -> BlockIndexConfig:
 
 
 def _kinds(hf: HfConfig, sparse: HfConfig, count: int) -> tuple[str, ...]:
-    """Returns the kind of attention of each layer."""
+    """Returns the kind of attention of each layer: to all positions, or to blocks that an indexer
+    selects."""
     kinds, stated = hf.names("layer_types"), sparse.counts("sparse_attention_freq")
     if kinds is None:
         kinds = tuple(SPARSE if each else FULL for each in stated) or (FULL,) * count

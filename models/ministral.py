@@ -1,5 +1,6 @@
-"""Ministral and Devstral 2. Ministral 8B (2024) is Mistral with windows in some layers. Ministral 3
-and Devstral 2 are Mistral with queries that are scaled by their position."""
+"""Reads the configuration of Ministral and Devstral 2. Ministral 8B (2024) is Mistral with windows
+in some layers. Ministral 3 and Devstral 2 are Mistral with queries that are scaled by their
+position."""
 
 from dataclasses import replace
 
@@ -35,9 +36,9 @@ def read_3_config(hf: HfConfig) -> DecoderConfig:
 def without_query_growth(
     hf: HfConfig, assumed: dict[str, object], *passed_over: str
 ) -> tuple[HfConfig, float]:
-    """Removes the factor by which queries grow with their position from the rotary parameters, and
-    also the fields `passed_over`. Returns the changed config and the factor. `assumed` replaces
-    missing rotary parameters."""
+    """Returns a config whose rotary parameters lack the factor by which queries grow with their
+    position, and also the fields `passed_over`. Also returns the factor, 0 if absent. `assumed`
+    replaces missing rotary parameters."""
     field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
     given = hf.raw(field) or assumed
     if not isinstance(given, dict):
@@ -49,8 +50,8 @@ def without_query_growth(
 
 
 def with_query_growth(config: DecoderConfig, beta: float, hf: HfConfig) -> DecoderConfig:
-    """Sets the factor by which queries grow with their position. Raises CheckpointError if the
-    config lacks the original context length, which the growth depends on."""
+    """Returns `config` with `beta` as the factor by which queries grow with their position. Raises
+    CheckpointError if the config lacks the original context length, which the growth depends on."""
     rope = replace(config.attention.rope, query_beta=beta)
     if beta and not rope.original_tokens:
         field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"

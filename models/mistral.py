@@ -1,5 +1,5 @@
-"""Mistral: Llama's form with one sliding window for all layers (4096 if config.json omits it, none
-if null)."""
+"""Reads the configuration of Mistral: Llama's form with one sliding window for all layers. The
+window is 4096 if config.json omits it. If it is null, there is none."""
 
 from models.decoder_config import DecoderConfig
 from models.hf_config import FamilyDefaults, HfConfig

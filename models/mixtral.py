@@ -1,4 +1,5 @@
-"""Mixtral: Mistral's attention, and experts in every layer with normalised weights."""
+"""Reads the configuration of Mixtral: Mistral's attention, and experts in every layer whose weights
+are normalised."""
 
 from dataclasses import replace
 

@@ -1,7 +1,8 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is one of Mamba-2, attention without
-rotary positions, a feed-forward block, or experts, as a pattern in config.json states. Feed-forward
-has a squared ReLU instead of a gate. Experts are routed as in DeepSeek-V3, may have a narrower
-input and output width, and come with a shared expert."""
+"""Reads the configuration of Nemotron-H, Nemotron Nano 2 and Nemotron 3. Each layer is one of
+Mamba-2, attention without rotary positions, a feed-forward block, or experts. A pattern in
+config.json gives the kind of each layer. Feed-forward blocks have a squared ReLU instead of a gate.
+Experts are routed as in DeepSeek-V3, may have a narrower input and output width, and come with a
+shared expert."""
 
 from dataclasses import replace
 
@@ -15,14 +16,15 @@ from models.hf_hybrid import checked_mamba, hybrid_layers, read_kinds
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=4096, norm_epsilon=1e-5)
 PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-# Fields of training, of chunking elsewhere, and fields that transformers ignores too.
+# Fields without effect here: of training, of chunking in other implementations, and fields that
+# transformers ignores too.
 _PASSED_OVER = (
     "chunk_size", "expand", "time_step_min", "time_step_max", "time_step_floor",
     "num_logits_to_keep", "rescale_prenorm_residual", "use_mamba_kernels", "attention_bias",
     "mamba_ssm_cache_dtype", "mamba_proj_bias", "moe_shared_expert_overlap",
     "mtp_layers_block_type", "mtp_hybrid_override_pattern",
 )  # fmt: skip
-# Fields of kinds of layers that a model may not have.
+# Fields of kinds of layers that a model may lack.
 _OF_KINDS = (
     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
     "use_conv_bias", "use_bias", "time_step_limit", "n_routed_experts", "n_shared_experts",

@@ -1,6 +1,7 @@
-"""A layer that predicts the token after the next one (multi-token prediction, MTP), in the form of
-the DeepSeek-V3 technical report, section 2.2: `project [norm(embedding); norm(hidden)]`, one
-decoder layer, and a norm. Embedding and head are the model's.
+"""A layer that drafts tokens by predicting the token after the next one (multi-token prediction,
+MTP), in the form of the DeepSeek-V3 technical report, section 2.2. It is a projection of
+`[norm(embedding); norm(hidden)]`, one decoder layer, and a norm. Embedding and head are the
+model's.
 
 Hidden states are taken after the final norm, as vLLM and SGLang do with published weights. The KV
 of a position is computed from the token at this position and the hidden state of the position
@@ -19,7 +20,8 @@ from models.linear import Linear, Norm
 
 
 class NextTokenLayer(nnx.Module):
-    """See `model_api.DraftLayer`."""
+    """The checkpoint's own multi-token prediction layer, which drafts tokens. Implements
+    `model_api.DraftLayer`."""
 
     source, taps = "mtp", ()
 
@@ -51,9 +53,10 @@ class NextTokenLayer(nnx.Module):
         return self.norm(x_TD)
 
     def fused(self, y_TD: jax.Array, shards: Shards) -> jax.Array:
-        """See `model_api.DraftLayer`."""
+        """Returns the model's hidden states `y_TD` unchanged, because the layer has the model's
+        width."""
         return y_TD
 
     def logits(self, y_RD: jax.Array, shards: Shards) -> jax.Array | None:
-        """See `model_api.DraftLayer`."""
+        """Returns None, because the model's own output head computes the logits."""
         return None

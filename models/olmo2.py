@@ -1,5 +1,5 @@
-"""OLMo 2: norms after attention and feed-forward, one norm over all heads of q and another over all
-heads of k. OLMoE: the same norms of q and k, with experts."""
+"""Reads the configuration of OLMo 2 and OLMoE. Both have one norm over all heads of q and another
+over all heads of k. OLMo 2 has norms after attention and feed-forward. OLMoE has experts."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def read_config(hf: HfConfig, defaults: FamilyDefaults = DEFAULTS) -> DecoderCon
 
 
 def read_moe_config(hf: HfConfig) -> DecoderConfig:
-    """Reads OLMoE: norms before blocks, and experts in every layer."""
+    """Reads the config.json of OLMoE, which has norms before blocks, and experts in every layer."""
     refuse_windows(hf, "this family uses full attention")
     bias = hf.flag("attention_bias", False)
     defaults = replace(DEFAULTS, context_tokens=4096)

@@ -1,5 +1,5 @@
-"""OLMo 3: OLMo 2 with a window in three of four layers. The rope extension applies only to layers
-without a window."""
+"""Reads the configuration of OLMo 3: OLMo 2 with a window in three of four layers. The rope
+extension applies only to layers without a window."""
 
 from dataclasses import replace
 

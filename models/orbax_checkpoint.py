@@ -173,7 +173,8 @@ def _to_disk_form(array: jax.Array, part: _Stored) -> jax.Array:
         )
     if part.shape == part.padded:
         return array
-    # The unpadded vocabulary need not divide, so it is written unsharded.
+    # The unpadded vocabulary may not be divisible by the number of shards, so it is written
+    # unsharded.
     whole = NamedSharding(part.sharding.mesh, PartitionSpec())
     return jax.jit(
         partial(jax.lax.slice, start_indices=(0,) * array.ndim, limit_indices=part.shape),

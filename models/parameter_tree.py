@@ -43,7 +43,7 @@ def parameter_shapes(model: nnx.Module) -> tuple[ParameterShape, ...]:
 
 
 def path_name(path: ParameterPath) -> str:
-    """Returns the name that a parameter has when a worker offers its weights."""
+    """Returns the name under which a worker offers a parameter to other workers."""
     return "/".join(map(str, path))
 
 

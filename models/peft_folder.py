@@ -24,7 +24,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.default)?\.weight")
 _BLOCK_BYTES = 1 << 20
-# Fields that do not change what an adapter computes, or that the names in the file replace.
+# Fields that have no effect on an adapter's computation, or that are redundant with the tensor
+# names in the file.
 _IGNORED = frozenset(
     (
         "auto_mapping",
@@ -83,7 +84,8 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The fields of adapter_config.json that scale the factors of a module."""
+    """The fields of adapter_config.json that give the rank and the scale of each module's
+    adapter."""
 
     rank: int
     alpha: float
@@ -95,7 +97,7 @@ class PeftConfig:
         return _by_pattern(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Returns the factor s of a module's product B A."""
+        """Returns the LoRA scale s of a module: its adapter adds s B A to the module's matrix."""
         rank = self.rank_of(module)
         alpha = _by_pattern(self.alphas, module, self.alpha)
         return alpha / math.sqrt(rank) if self.by_root else alpha / rank
@@ -103,8 +105,9 @@ class PeftConfig:
 
 @dataclass(frozen=True, slots=True)
 class StoredFactors:
-    """The factors of one module: A [r, in] and B [out, r]. For joint factors of E experts, A is [E
-    r, in], expert by expert, and B is [out, r E], in which the expert varies fastest."""
+    """The LoRA factors of one module with rank r: A [r, in] and B [out, r]. Joint factors of E
+    experts are A [E r, in], ordered by expert and then by rank, and B [out, r E], ordered by rank
+    and then by expert."""
 
     a: np.ndarray
     b: np.ndarray
@@ -130,8 +133,9 @@ def adapter_digest(directory: str | Path) -> str:
 
 
 def check_adapter(directory: str) -> str:
-    """Checks that an adapter can be served, apart from its fit to the model. Returns its digest.
-    Raises InvalidRequestError."""
+    """Checks that an adapter's folder is complete and its configuration is supported, without
+    comparing it with the model. Returns the adapter's digest. Raises InvalidRequestError if the
+    adapter cannot be served."""
     read_peft_config(directory)
     read_factors(directory)
     return adapter_digest(directory)
@@ -179,7 +183,8 @@ def read_peft_config(directory: str | Path) -> PeftConfig:
 
 def read_factors(directory: str | Path) -> dict[str, StoredFactors]:
     """Returns the factors of each adapted module by the module's name in the base model. The arrays
-    are views of the file. Raises InvalidRequestError."""
+    are views of the file. Raises InvalidRequestError if the file cannot be read or has unsupported
+    tensors."""
     try:
         files = SafetensorsFiles.of_file(Path(directory) / WEIGHTS)
     except (CheckpointError, OSError) as error:
@@ -219,7 +224,8 @@ def _paired(
 
 
 def _by_pattern(values: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """Returns the value of the first key that matches the end of the module's name."""
+    """Returns the value of the first key, a regular expression, that matches the end of the
+    module's name, or `otherwise` if none does."""
     for key, value in values.items():
         if re.match(rf"(.*\.)?({key})$", module):
             return value

@@ -1,5 +1,6 @@
-"""Phi-3 and Phi-4: fused queries, keys and values, fused gate and up, one window for all layers,
-longrope, and optionally rotary positions on a part of each head."""
+"""Reads the configuration of Phi-3 and Phi-4. They have fused queries, keys and values, fused gate
+and up, one window for all layers, longrope, and optionally rotary positions on a part of each
+head."""
 
 from models.decoder_config import DecoderConfig
 from models.hf_config import FamilyDefaults, HfConfig

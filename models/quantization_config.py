@@ -28,7 +28,8 @@ _FORMATS = (
 )
 # ModelOpt's algorithms. In MIXED_PRECISION each layer has one of the others.
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION")
-# How auto-round packs: as GPTQ with zero points less one or not, or as AWQ.
+# Formats in which auto-round packs: GPTQ with zero points less one, GPTQ with plain zero points, or
+# AWQ.
 _PACKINGS = {
     "auto_round:auto_gptq": "gptq",
     "auto_round:gptq": "gptq",
@@ -151,7 +152,7 @@ def _auto_round(found: "_Stated") -> StoredQuantization:
 
 
 class _Stated:
-    """A nested object of config.json. Keeps the object's path for error messages."""
+    """A nested object of config.json, with its path for error messages."""
 
     def __init__(self, fields: object, where: str) -> None:
         if not isinstance(fields, dict):

@@ -28,7 +28,7 @@ Find = Callable[[SafetensorsFiles, StoredQuantization], dict[str, StoredMatrix]]
 _EIGHT_BITS = ("I8", "F8_E4M3")
 _SCALES = ("F32", "F16", "BF16", "F8_E8M0")
 _INTEGERS = ("I8", "U8", "I32", "I64")
-# Scales of activations, and shapes, which are not parameters.
+# Tensors that are not parameters: scales of activations, and shapes.
 _BESIDE = re.compile(
     r"(\.|_)(input_scale|input_global_scale|input_zero_point|activation_scale|output_scale"
     r"|weight_shape)$"
@@ -229,8 +229,8 @@ def _modelopt(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, 
 
 
 def _stated_inputs(files: SafetensorsFiles, name: str) -> int:
-    """Returns the number of inputs that the file states for a packed matrix. The packed shape does
-    not determine this number, because the last word may be only partly used."""
+    """Returns the number of inputs of a packed matrix, which the file stores separately. The packed
+    shape does not determine this number, because the last word may be only partly used."""
     stated = files.raw(name).reshape(-1) if files.kind(name) in _INTEGERS else np.empty(0)
     if stated.size != 2 or not np.all(stated > 0):
         raise CheckpointError(

@@ -147,7 +147,8 @@ def planned_reads(
     shardings: Sequence[Any],
     tensors: Mapping[str, tuple[int, ...]],
 ) -> list[tuple[str, Box]]:
-    """Returns the boxes of tensors that loading will read for this process's devices, in order.
+    """Returns the parts (boxes) of tensors that loading will read for this process's devices, in
+    order, so that they can be transferred ahead.
 
     Args:
         sources, shapes, shardings: Source, shape and sharding of each parameter.

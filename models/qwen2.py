@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v, and optional windows in some layers."""
+"""Reads the configuration of Qwen2 and Qwen2.5, which have biases on q, k and v, and optional
+windows in some layers."""
 
 from models.decoder_config import DecoderConfig
 from models.hf_config import FamilyDefaults, HfConfig
@@ -16,8 +17,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_vl_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the text part of Qwen2-VL and Qwen2.5-VL. For text, three-dimensional rotary positions
-    equal ordinary ones."""
+    """Reads the text part of the config.json of Qwen2-VL and Qwen2.5-VL. For text,
+    three-dimensional rotary positions equal ordinary ones."""
     field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
     given = hf.raw(field)
     if isinstance(given, dict) and "mrope" in (given.get("type"), given.get("rope_type")):
@@ -28,8 +29,9 @@ def read_vl_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_windows(hf: HfConfig, layers: int) -> tuple[int | None, ...]:
-    """Returns the window of each layer, from `layer_types` if present. Otherwise, if
-    `use_sliding_window` is set, layers from number `max_window_layers` on have the window."""
+    """Returns the window of each layer, or None for a layer without a window. Uses `layer_types` if
+    present. Without this field, layers from index `max_window_layers` on have the window if
+    `use_sliding_window` is set."""
     hf.pass_over("sliding_window")  # in case it is disabled
     window = None
     if hf.flag("use_sliding_window", False):

@@ -1,5 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE: biases on q, k and v, experts, and a shared expert with a sigmoid gate
-on its output."""
+"""Reads the configuration of Qwen1.5-MoE and Qwen2-MoE, which have biases on q, k and v, experts,
+and a shared expert with a sigmoid gate on its output."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""Qwen3, dense: a norm on each head of q and k, an independent head size, optional attention
-biases, and Qwen2's windows."""
+"""Reads the configuration of dense Qwen3, which has a norm on each head of q and k, an independent
+head size, optional attention biases, and Qwen2's windows."""
 
 from models.decoder_config import DecoderConfig
 from models.hf_config import FamilyDefaults, HfConfig

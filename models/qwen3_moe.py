@@ -1,5 +1,5 @@
-"""Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3's attention, and experts in the layers selected by
-`decoder_sparse_step` and `mlp_only_layers`."""
+"""Reads the configuration of Qwen3-MoE (30B-A3B, 235B-A22B), which has Qwen3's attention, and
+experts in the layers selected by `decoder_sparse_step` and `mlp_only_layers`."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""Qwen3-Next, Qwen3.5 and Qwen3.6. Most layers are Gated DeltaNet. The other layers have attention
-with an output gate, norms on each head of q and k, and rotary positions on a part of each head.
-Norm weights are added to one. Only the text part of Qwen3.5 is served. For text, three-dimensional
-rotary positions equal ordinary ones."""
+"""Reads the configuration of Qwen3-Next, Qwen3.5 and Qwen3.6. Most layers are Gated DeltaNet. The
+other layers have attention with an output gate, norms on each head of q and k, and rotary positions
+on a part of each head. Norms multiply by one plus the weight. Only the text part of Qwen3.5 is
+served. For text, three-dimensional rotary positions equal ordinary ones."""
 
 from dataclasses import replace
 
@@ -38,7 +38,8 @@ def _read(hf: HfConfig, defaults: FamilyDefaults, ffn_default: int | None = None
         raise hf.error("attention_bias", "must be false", "biases are not supported here")
     if not hf.flag("attn_output_gate", True):
         raise hf.error("attn_output_gate", "must be true", "ungated attention is not supported")
-    # States are always float32, and layers for multi-token prediction are not read.
+    # These fields have no effect: states are always float32, and layers for multi-token prediction
+    # are not read.
     hf.pass_over("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
     config = read_decoder(
         hf, defaults, qk_norm="head", head_dim_default=256, ffn_default=ffn_default

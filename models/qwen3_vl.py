@@ -1,5 +1,5 @@
-"""Qwen3-VL's text model: Qwen3 and Qwen3-MoE. For text, three-dimensional rotary positions equal
-ordinary ones."""
+"""Reads the configuration of Qwen3-VL's text model, which is Qwen3 or Qwen3-MoE. For text,
+three-dimensional rotary positions equal ordinary ones."""
 
 from dataclasses import replace
 

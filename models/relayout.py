@@ -1,5 +1,5 @@
 """Reshards a loaded model on the same or other devices of this process. Used when a worker changes
-its role between prefill and decode.
+its role between prefill and decode, and needs another layout.
 
 No checkpoint file is read. Parameters are copied one after the other from their old sharding to
 their new sharding, device to device. Each old array is freed before the next parameter is copied,

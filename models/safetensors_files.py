@@ -26,7 +26,7 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Types of quantized checkpoints, readable through `raw` only.
+# Data types of quantized checkpoints, which only `raw` can read.
 _OTHERS = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
@@ -39,7 +39,7 @@ _KNOWN = _DTYPES | _OTHERS
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _LISTED = 8
-# The names in transformers 5, and in earlier versions.
+# Prefixes of tensor names in transformers 5, and in earlier versions.
 _TEXT = (("model.language_model.", "model."), ("language_model.", ""))
 _EYES = re.compile(
     r"^(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector|embed_vision"
@@ -160,11 +160,12 @@ class SafetensorsFiles:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
-        """See `CheckpointTensors`."""
+        """Returns the set of stored data types, without tensors whose name ends with one of
+        `but`."""
         return {x.kind for name, x in self._tensors.items() if not (but and name.endswith(but))}
 
     def unreadable(self) -> list[str]:
-        """See `CheckpointTensors`."""
+        """Lists tensors of a type that `read` does not support, with the type."""
         return [
             f"{name} ({tensor.kind})"
             for name, tensor in self._tensors.items()

@@ -1,5 +1,5 @@
-"""Seed-OSS: Llama with biases on q, k and v, and a separate option for the bias of the output
-projection."""
+"""Reads the configuration of Seed-OSS: Llama with biases on q, k and v, and a separate option for
+the bias of the output projection."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
-"""Gated short convolution of LFM2, in place of attention in most layers: the product of two
-projections passes a causal convolution over the last tokens, channel by channel, and is multiplied
-by a third projection.
+"""Gated short convolution of LFM2, which replaces attention in most layers. The product of two
+projections passes through a causal convolution over the last tokens, channel by channel. The result
+is multiplied by a third projection.
 
 Channels and state are sharded over the mesh axis "kv", in as many parts as there are kv heads. The
 last product and the output projection are also split over the mesh axis "rep"."""
@@ -42,8 +42,8 @@ class ShortConvolution(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only;
-        the other tokens only update the state."""
+        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only.
+        The other tokens only update the state."""
         inputs_TC = self.write(x_TD, shards) * self.x(x_TD, shards)
         kernel_CK = self.kernel[...]
         bias_C = None if self.kernel_bias is None else self.kernel_bias[...]

@@ -1,5 +1,5 @@
-"""SmolLM3: Llama in which every fourth layer has no rotary positions. Only layers without rotary
-positions may have a window."""
+"""Reads the configuration of SmolLM3: Llama in which every fourth layer has no rotary positions.
+Only layers without rotary positions may have a window."""
 
 from dataclasses import replace
 

@@ -1,6 +1,7 @@
-"""Step 3.5 and 3.7 Flash (text part): more query heads in layers with a window, a gate for each
-head's output, rotary parameters by kind of layer, experts chosen by corrected sigmoid scores, a
-shared expert, and bounds on the gates of the last layers."""
+"""Reads the configuration of Step 3.5 and 3.7 Flash (text part). They have more query heads in
+layers with a window, a gate for each head's output, rotary parameters by kind of layer, experts
+that are chosen by corrected sigmoid scores, a shared expert, and bounds on the gates of the last
+layers."""
 
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from models.hf_rope import rope_of
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=128000, norm_epsilon=1e-5, partial_rotary=1.0)
 FULL, WINDOWED = LAYER_TYPES
-# Names in released checkpoints, and those of transformers.
+# Field names in released checkpoints, and in transformers.
 _NAMES = {
     "num_attention_groups": "num_key_value_heads",
     "moe_num_experts": "n_routed_experts",
@@ -106,7 +107,7 @@ def _of_layers(
 
 
 def _fed(hf: HfConfig, count: int) -> tuple[bool, ...]:
-    """Returns a flag for each layer that is set if the layer has experts."""
+    """Returns, for each layer, whether it has experts."""
     kinds = _of_layers(hf.names("mlp_layer_types"), hf, "mlp_layer_types", count)
     stated = hf.raw("moe_layers_enum")
     if kinds is not None:
@@ -121,7 +122,8 @@ def _fed(hf: HfConfig, count: int) -> tuple[bool, ...]:
 
 
 def _bounds(hf: HfConfig, field: str, count: int) -> tuple[BoundedGate | None, ...]:
-    """Returns the gate of each layer that has a bound."""
+    """Returns the bounded gate function of each layer, or None for a layer without a bound. The
+    list `field` of config.json gives the bounds."""
     given = hf.raw(field)
     if not given:
         return (None,) * count

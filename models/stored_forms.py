@@ -33,7 +33,7 @@ from models.safetensors_files import SafetensorsFiles
 
 Index = tuple[slice, ...]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-# The value of each half byte, and of both halves of each byte.
+# The e2m1 value of each half byte, and the two values of each byte.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _E2M1_PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], axis=1)
 _MXFP4_GROUP, NVFP4_GROUP = 32, 16
@@ -149,7 +149,8 @@ class PackedMatrix:
 
     @property
     def kept(self) -> Weights:
-        """See `ScaledMatrix`."""
+        """Quantized type in which the matrix can be used without dequantizing, or "" (see
+        `ScaledMatrix.kept`)."""
         if self.zeros or self.group < self.shape[1] or self.bits not in (4, 8):
             return ""
         return "int4" if self.bits == 4 else "int8"

@@ -12,7 +12,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """Returns the bytes of tokens, and caches them."""
+    """Function from token ids to the bytes that the tokens add to a text. Caches its results."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -21,7 +21,7 @@ class TokenBytes:
         kinds = {part["type"] for part in parts}
         self._letters = _letters() if "ByteLevel" in kinds else None
         self._falls_back = "ByteFallback" in kinds
-        # Texts that stand for others within a token, in the order of the decoder.
+        # Replacements of texts within a token, in the order in which the decoder applies them.
         self._replaced = [pair for part in parts if (pair := _replaced(part)) is not None]
         self._alone = not (self._letters or self._falls_back or self._replaced)
         self._added = backend.get_added_tokens_decoder()

@@ -32,9 +32,11 @@ _SPECIAL_NAMES = (
 
 
 class Tokenizer:
-    """A tokenizer. `eos_ids` are the tokens that end a text, with the main EOS token first.
-    `special_ids` are tokens that `decode` can omit. `sampling_defaults` apply to fields that a
-    request leaves unset. `images` is the model's image processor, or None."""
+    """Converts text to token ids and token ids to text, and renders chat templates.
+
+    `eos_ids` are the tokens that end a text, with the main EOS token first. `special_ids` are
+    tokens that `decode` can omit. `sampling_defaults` apply to fields that a request leaves unset.
+    `images` is the model's image processor, or None if the model reads no images."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._chat = ChatTemplate(chat_templates, special_tokens) if chat_templates else None
-        # The one that renders tools: parsers of tool calls are chosen by it.
+        # The template that renders tools, because it determines the parser of tool calls.
         self.chat_template = chat_templates.get("tool_use", chat_templates.get("default"))
         self.eos_ids = tuple(eos_ids)
         self.sampling_defaults = sampling_defaults
@@ -112,8 +114,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of the token ids. Ids outside the vocabulary are ignored."""
         try:
-            # Called for every token of every stream: releasing the GIL would cost more than it
-            # gains.
+            # Does not release the GIL: for the few tokens of each call, that would cost more time
+            # than it saves.
             if len(ids) <= _FEW_TOKENS:
                 return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
             return str(
@@ -206,9 +208,9 @@ def _eos_ids(
 
 
 def _find_templates(directory: Path, settings: Mapping[str, object]) -> dict[str, str]:
-    """Returns a checkpoint's chat templates by name, from the same places as transformers:
-    chat_template.jinja and additional_chat_templates/NAME.jinja; if these are missing,
-    tokenizer_config.json (a string, a list of named templates, or an object), and last
+    """Returns a checkpoint's chat templates by name. As in transformers, the first of these places
+    with a template applies: chat_template.jinja and additional_chat_templates/NAME.jinja;
+    tokenizer_config.json (a string, a list of named templates, or an object);
     chat_template.json."""
     found = {
         path.stem: path.read_text(encoding="utf-8")

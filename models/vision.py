@@ -203,7 +203,8 @@ class PatchMerger(nnx.Module):
 
 
 class VisionEncoder(nnx.Module):
-    """A whole vision encoder (`model_api.Vision`)."""
+    """A whole vision encoder: patch embedding, blocks and mergers. Implements
+    `model_api.Vision`."""
 
     def __init__(self, make: Make, config: VisionConfig, form: KernelForm) -> None:
         self.patches = PatchEmbedding(make, config, form)

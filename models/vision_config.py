@@ -1,8 +1,8 @@
 """Configuration of a model's vision encoder as frozen plain data, read from the `vision_config` of
 a multimodal config.json. Holds no JAX arrays.
 
-An unsupported vision encoder is not an error: `read_vision` returns None, the text part is served,
-and requests with images are refused."""
+An unsupported vision encoder is not an error. `read_vision` then returns None, the text part is
+served, and requests with images are refused."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ from models.hf_config import HfConfig
 # Largest number of patches of an image that programs are compiled for: 2,048 x 2,048 pixels with
 # patches of 16.
 MOST_PATCHES = 16384
-# Images of the largest size whose results an instance keeps on each device.
+# Number of images of the largest size whose encoded activations an instance keeps on each device.
 KEPT_IMAGES = 4
 HALF = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -66,7 +66,7 @@ class VisionConfig:
 
     @property
     def format(self) -> ImageFormat:
-        """The form of the images that the encoder reads."""
+        """The format in which the encoder reads images."""
         return ImageFormat(self.image_token, self.patch, self.merge, self.spatial, MOST_PATCHES)
 
     @property

@@ -392,9 +392,12 @@ class CostGeometry:
         return self.linear.layers * self.linear.state_bytes(dtype_bytes(dtype))
 
     def kv_rows(self) -> list[tuple[int, int]]:
-        """Returns (rows, values in a row) of a token's KV for each kind of layer. A row is a key or
-        a value of one head, or the KV of MLA, cut into equal rows if there is an indexer's key. A
-        codec stores one scale for each row."""
+        """Returns a pair for each layer type: the number of rows of one token's KV in all layers of
+        this type, and the number of values in a row.
+
+        A codec stores one scale for each row. A row is a key or a value of one head, or in MLA the
+        vector that all heads share. If these differ in size, or if an indexer's keys are cached
+        too, they are cut into rows of one common size (`layout/kv_spec.py`)."""
         rows = [
             (layers * kind.kv_values // kind.row_values, kind.row_values)
             for kind, layers in self.attention_kinds

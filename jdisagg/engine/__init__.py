@@ -1,2 +1,2 @@
 """Contains the embedded cluster, which serves requests within one process, and the research API.
-May import every package of jdisagg except `jdisagg.service`."""
+This package may import every package of jdisagg except `jdisagg.service`."""

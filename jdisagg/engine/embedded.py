@@ -72,9 +72,9 @@ def devices_of(config: EngineConfig) -> int:
 def carve_devices(
     config: EngineConfig, devices: Sequence[Device]
 ) -> tuple[Sequence[Device], Sequence[Device]]:
-    """Returns the devices of the prefill mesh and of the decode mesh. The two are disjoint and
-    follow the order of `devices`. Modes with a single mesh have no prefill devices. Raises
-    LayoutError if there are too few devices."""
+    """Divides `devices` between the meshes. Returns the devices of the prefill mesh and of the
+    decode mesh, which are disjoint. The prefill mesh gets the first devices. In modes with a single
+    mesh, the list of prefill devices is empty. Raises LayoutError if there are too few devices."""
     one_mesh = config.mode is not Mode.DISAGGREGATED
     wanted = devices_of(config)
     if wanted > len(devices):
@@ -100,7 +100,8 @@ class EmbeddedCluster:
         load: Function that loads the model onto the devices of a layout.
         detokenizer: Converter of the model's tokens to text.
         devices: Devices for the meshes. The prefill mesh gets the first ones.
-        observer: Observer of workers, meshes and `observed_path`, or None.
+        observer: Observer of the workers, the meshes and the request path (`observed_path`), or
+            None.
         record: Function that wraps each mesh's executor to record its commands, or None.
         events: Listener that receives the router's decisions, or None.
     """
@@ -153,7 +154,8 @@ class EmbeddedCluster:
 
     @property
     def _layer_groups(self) -> int | None:
-        """Configured number of layer groups, which both sides of a hand-off must use."""
+        """Configured number of layer groups, or None if it is derived from the model. The prefill
+        and the decode side of a hand-off must use the same number."""
         two = self.config.mode is Mode.DISAGGREGATED
         return handoff_groups(self.config) if two else self.config.decode.layout.pp
 
@@ -162,8 +164,8 @@ class EmbeddedCluster:
         return wrap.calls(worker, caller, self._observer)
 
     def _affinity(self) -> LocalAffinity:
-        """Returns the index of cached prefixes, by which requests are placed. The index is needed
-        only if a cache hit can make a request skip the prefill mesh."""
+        """Returns the index of cached prefixes, by which the router places requests. The router
+        uses the index only if a cache hit can make a request skip the prefill mesh."""
         assert self._names is not None
         return LocalAffinity(list(self.local.workers.values()), self._names.secret)
 
@@ -212,9 +214,10 @@ class EmbeddedCluster:
         )
 
     def _block_names(self) -> BlockNames | None:
-        """Returns the function that names prompt blocks for the prefix cache. Names are keyed by a
-        secret of this process. If blocks are cached on disk, the secret is stored in the cache
-        directory instead, and names include the model's fingerprint."""
+        """Returns the function that computes the names (keyed hashes) of prompt blocks in the
+        prefix cache, or None without a prefix cache. The key is a secret of this process. If blocks
+        are cached on disk, the secret is stored in the cache directory instead, and names include
+        the model's fingerprint, so that a restarted process finds its blocks."""
         config = self.config
         if not config.prefix.disk_dir:
             return BlockNames.of(config.prefix, secrets.token_bytes(32), config.model.dtype)
@@ -278,7 +281,8 @@ class EmbeddedCluster:
 
     @property
     def found(self) -> int:
-        """Number of these programs that were found on disk, without tracing."""
+        """Number of these programs that were loaded from disk instead of being traced and
+        compiled."""
         return sum(replica.executor.programs.found for replica in self.replicas)
 
     async def start(self, progress: Progress | None = None) -> None:
@@ -288,8 +292,9 @@ class EmbeddedCluster:
         await self.start_workers()
 
     async def warm_up(self, progress: Progress | None = None, *, beside: bool = False) -> None:
-        """Prepares every program, one after the other, except those that are loaded later. Each
-        program is compiled, or loaded from the compilation cache.
+        """Prepares every program, so that no request waits for a compilation. Each program is
+        compiled, or loaded from the compilation cache. Programs that `load_later` has deferred are
+        left out.
 
         Args:
             beside: Whether the workers serve requests during warm-up. Each program is then prepared
@@ -299,14 +304,14 @@ class EmbeddedCluster:
         await warm_up(self.replicas, progress, more, beside=beside)
 
     def load_later(self, *, compiled: bool = False) -> None:
-        """Leaves the programs of optional capabilities to `load_rest`. Must be called before
-        `warm_up` and before the workers start. `compiled` is the argument of
-        `Replica.load_later`."""
+        """Excludes the programs of optional capabilities from `warm_up`, so that the workers start
+        earlier. `load_rest` loads these programs. Must be called before `warm_up` and before the
+        workers start. `Replica.load_later` describes `compiled`."""
         for replica in self.replicas:
             replica.load_later(compiled=compiled)
 
     async def load_rest(self) -> None:
-        """Loads the programs of optional capabilities while the workers serve requests."""
+        """Loads the programs that `load_later` has deferred, while the workers serve requests."""
         await load_rest(self.replicas)
 
     async def start_workers(self) -> None:
@@ -371,7 +376,7 @@ class EmbeddedCluster:
         return tuple(block for worker in self._workers for block in worker.kept_blocks())
 
     async def broken(self) -> UnavailableError:
-        """Waits until a mesh has failed and its requests have ended. Returns the reason."""
+        """Waits until the worker of a mesh has failed. Returns the error, which has the reason."""
         while True:
             for worker in self._workers:
                 try:
@@ -381,12 +386,12 @@ class EmbeddedCluster:
             await self.clock.sleep(LOOK_SECONDS)
 
     async def drain(self) -> None:
-        """Refuses new requests and waits until all running requests have ended."""
+        """Refuses new requests and waits until all running requests have finished."""
         await self.path.drain()
         await self.local.drain()
 
     async def stop(self) -> None:
-        """Ends running requests and frees the meshes."""
+        """Aborts running requests and frees the meshes."""
         await self.local.stop()
         for mesh in self._meshes:
             await asyncio.to_thread(mesh.close)

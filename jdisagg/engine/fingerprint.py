@@ -60,19 +60,20 @@ def _ignored(path: Path) -> bool:
 
 
 def file_states(directory: str | Path) -> tuple[tuple[str, int, int], ...]:
-    """Returns path, size and modification time of each file. Two results are equal if no file was
-    written in between."""
+    """Returns path, size and modification time of each file. Callers compare two results: they are
+    equal if no file was written between the two calls."""
     files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
     states = [(path, path.stat()) for path in files]
     return tuple((str(path), state.st_size, state.st_mtime_ns) for path, state in states)
 
 
 def check_sums(directory: str | Path) -> None:
-    """Compares files with the sums in SHA256SUMS, as `sha256sum` writes them, if the directory has
-    this file. Reads the named files completely.
+    """Verifies the files of a directory against its file SHA256SUMS, which has the format of
+    `sha256sum`. Reads the listed files completely. Does nothing if the directory has no SHA256SUMS.
 
     Raises:
-        CheckpointError: A file is missing or differs from its sum, or a line has no sum.
+        CheckpointError: A listed file is missing or does not match its checksum, or a line has no
+            valid checksum.
     """
     root = Path(directory)
     if not (root / SUMS_FILE).is_file():

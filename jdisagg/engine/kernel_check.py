@@ -2,12 +2,13 @@
 that fail.
 
 Each kernel (`ops/optional_kernels.py`) runs once on small inputs in a child process, and its result
-is compared with plain XLA. A kernel that does not compile, crashes the process, does not end or
-gives a different result is replaced by plain XLA. The reason is logged and reported in the worker's
-status. The child ends before this process opens the accelerator, so that both never need its memory
-at the same time. Results are stored next to the compiled programs, by version of JAX and of the
-driver. The check uses fixed sizes. A kernel that fails only at a model's own sizes makes the
-worker's warm-up fail. `--kernels=xla` then replaces all kernels."""
+is compared with plain XLA. If the kernel does not compile, crashes the process, does not terminate
+or gives a different result, plain XLA replaces it. The reason is logged and reported in the
+worker's status. The child process ends before this process opens the accelerator, so that the two
+processes never hold accelerator memory at the same time. Results are stored next to the compiled
+programs, by version of JAX and of the driver. The check uses fixed sizes. A kernel that fails only
+at a model's own sizes makes the worker's warm-up fail. `--kernels=xla` then replaces all
+kernels."""
 
 import contextlib
 import hashlib
@@ -41,7 +42,8 @@ from jdisagg.ops.optional_kernels import (
 log = logging.getLogger(__name__)
 
 AUTO, XLA = "auto", "xla"
-# Largest difference from the XLA form, relative to the largest value, in bfloat16.
+# Largest accepted difference between the results of a kernel and its XLA form in bfloat16, relative
+# to the largest value.
 BOUND = 0.02
 SECONDS = 120.0  # for one kernel: its compilation, and the start of the process
 CHILD = (sys.executable, "-m", "jdisagg.engine.kernel_check")
@@ -117,7 +119,8 @@ def check_kernels(
                 begun = ""
         if not left:
             break
-        # The child ended before its last result: with the kernel that had begun, or on the first.
+        # The child ended before it reported all results. The kernel that it had begun has failed,
+        # or, if it had begun none, the first kernel without a result.
         lost = begun if begun in left else left[0]
         failed[lost] = end
         left.remove(lost)
@@ -125,7 +128,8 @@ def check_kernels(
 
 
 def _child(command: list[str], seconds: float) -> tuple[str, str]:
-    """Runs the child process. Returns its output, and a text about its end."""
+    """Runs the child process. Returns its output, and a text that describes how it ended: its last
+    error message, or that it exceeded the time limit."""
     chip = os.environ.get(TPU_CHIPS, "0").split(",")[0]
     environment = {**os.environ, **libtpu_variables([chip])}
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -143,8 +147,9 @@ def _child(command: list[str], seconds: float) -> tuple[str, str]:
 
 
 def run_probes(names: Sequence[str], probes: Mapping[str, Probe]) -> None:
-    """Runs probes in this process. Prints a line before and after each: a JSON object with the
-    kernel, and with the reason of a failure, which is empty for a kernel that passed."""
+    """Runs probes in this process, and prints a JSON object on one line before and after each. The
+    first line names the kernel that begins. The second also has the reason of a failure, which is
+    empty for a kernel that passed."""
     for name in names:
         print(json.dumps({"kernel": name}), flush=True)
         try:

@@ -1,5 +1,5 @@
 """Computes the limits that a scheduler and its executor share (`MeshLimits`), from an instance's
-configuration and a model's KV spec. All functions are pure."""
+configuration and a model's KV spec. No function has side effects."""
 
 import math
 from dataclasses import replace
@@ -19,12 +19,13 @@ ROWS_PER_CHUNK = 16
 CONTINUING_ROWS = 4  # CPU cap: each row with cached tokens attends with all queries.
 SAMPLES_PER_CHUNK = 16
 MIXED_SIZES = 3
-# KV bytes of a group for a prompt of GROUP_TOKENS. With more groups little more overlaps, and each
-# costs host work.
+# Size of a layer group: bytes of its KV for a prompt of GROUP_TOKENS tokens. With smaller groups,
+# hardly more of the transfer overlaps with computation, and each group costs host work.
 GROUP_BYTES = 4 << 20
 GROUP_TOKENS = 512
 GROUPS_PER_STAGE = 2
-# A block costs both workers about 1 ms of CPU time, as much as the transfer of this many bytes.
+# Each block costs both workers about 1 ms of CPU time, in which this many bytes could be
+# transferred.
 BLOCK_COST_BYTES = 1 << 20
 
 
@@ -95,7 +96,8 @@ def mesh_limits(
 def _with_state(
     limits: MeshLimits, instance: InstanceConfig, prefix: PrefixConfig, rings: bool, windows: bool
 ) -> MeshLimits:
-    """Adds the limits of state slots, ring buffers, pages of windows and snapshots."""
+    """Returns `limits` with the numbers of recurrent-state slots, ring-buffer pages, sliding-window
+    pages and snapshots."""
     spec, size = limits.kv_spec, limits.page_size
     snapshots = snapshot_slots(instance) if spec.has_state and prefix.reuse else 0
     whole = -(-limits.context_tokens // size)
@@ -128,7 +130,7 @@ def _check_pages(instance: InstanceConfig, platform: str) -> None:
 
 
 def _chunk_range(instance: InstanceConfig, mode: Mode, context_tokens: int) -> tuple[int, int]:
-    """Returns the sizes of the smallest and of the largest prefill chunk."""
+    """Returns the sizes in tokens of the smallest and of the largest prefill chunk."""
     largest = largest_chunk(instance, mode, context_tokens)
     smallest = min(instance.min_chunk_tokens, largest)
     for name, tokens in (("chunk_tokens", largest), ("min_chunk_tokens", smallest)):
@@ -143,17 +145,18 @@ def _chunk_range(instance: InstanceConfig, mode: Mode, context_tokens: int) -> t
 def _mixed_buckets(
     smallest: int, largest: int, instance: InstanceConfig, mode: Mode, spec: KVSpec
 ) -> tuple[int, ...]:
-    """Returns the sizes of prefill chunks that run together with a decode step: the `MIXED_SIZES`
-    largest, each half of the next. There are few, because each size is a program of all layers."""
+    """Returns the chunk sizes for which one program runs a prefill chunk and a decode step
+    together. These are the `MIXED_SIZES` largest chunk sizes, each half of the next. They are few,
+    because each size needs a program of all layers. Empty if the mesh does not run mixed steps."""
     if mode is not Mode.CHUNKED or instance.layout.pp > 1 or spec.has_state:
         return ()
     return buckets(smallest, largest)[-MIXED_SIZES:]
 
 
 def _chunk_buckets(smallest: int, largest: int, platform: str) -> tuple[int, ...]:
-    """Returns the sizes of prefill chunks. GPUs have four sizes per doubling, which reduces mean
-    padding from 25 % to 8 %. CPUs have one, because four would take four times as long to
-    compile."""
+    """Returns the sizes in tokens for which programs of prefill chunks are compiled. GPUs have four
+    sizes per doubling, which reduces mean padding from 25 % to 8 %. CPUs have one, because four
+    would take four times as long to compile."""
     sizes = buckets(smallest, largest)
     return finer(sizes) if traits_of(platform).chunk_steps > 1 else sizes
 
@@ -178,13 +181,16 @@ def snapshot_slots(instance: InstanceConfig) -> int:
 
 
 def window_pages(pages: int, page_size: int, window: int, context_tokens: int, chunk: int) -> int:
-    """Returns the number of pages for sliding-window layers of each dp rank of a mesh that only
-    prefills: those of one prompt in computation, and the windows of the prompts of
-    `TYPICAL_PROMPT` tokens for which there are ordinary pages. With fewer pages shorter prompts
-    find no room in windows, with more pages longer prompts find none in ordinary pages.
+    """Returns the number of sliding-window pages of each dp rank of a prefill-only mesh.
+
+    These pages hold the prompt that is being computed, and the windows of computed prompts: as many
+    prompts of `TYPICAL_PROMPT` tokens as the ordinary pages hold. With fewer window pages, shorter
+    prompts would wait for window pages while ordinary pages are free. With more, longer prompts
+    would wait for ordinary pages while window pages are free.
 
     Args:
         pages: Number of ordinary pages of each dp rank.
+        page_size: Number of tokens in a page.
         window: Number of positions of the widest window.
         context_tokens: Number of positions of the longest sequence.
         chunk: Number of tokens of the longest prefill chunk.
@@ -197,8 +203,8 @@ def window_pages(pages: int, page_size: int, window: int, context_tokens: int, c
 
 def drafts_with_layer(speculate: str, platform: str, stages: int) -> bool:
     """Returns whether an instance loads the checkpoint's next-token layer, if there is one and no
-    EAGLE-3 head is given. With auto a CPU does not, because the layer enlarges each prompt's
-    computation and KV even if drafts do not pay.
+    EAGLE-3 head is given. With `speculate` "auto", an instance on a CPU does not load it, because
+    the layer adds to each prompt's computation and KV even if drafts save no time.
 
     Args:
         speculate: As in `InstanceConfig`.
@@ -211,8 +217,9 @@ def drafts_with_layer(speculate: str, platform: str, stages: int) -> bool:
 
 
 def loads_head(speculate: str, stages: int) -> bool:
-    """Returns whether an instance loads the EAGLE-3 head that is configured. With auto it does not
-    if it has several pipeline stages. `drafts_with_layer` describes the arguments."""
+    """Returns whether an instance loads the configured EAGLE-3 head. With `speculate` "auto", an
+    instance with several pipeline stages does not load it. `drafts_with_layer` describes the
+    arguments."""
     return speculate == "eagle" or (speculate == "auto" and stages == 1)
 
 
@@ -228,9 +235,9 @@ def check_head(draft: str, instance: InstanceConfig) -> None:
 
 
 def shared_drafts(config: EngineConfig, speculate: str) -> str:
-    """Returns the `speculate` setting of an instance in a cluster. Either both sides of a hand-off
-    load a drafting layer or neither, so with pipeline stages on one side auto means ngram on
-    both."""
+    """Returns the `speculate` setting of an instance in a cluster. The prefill and the decode side
+    of a hand-off must either both load a drafting layer or both load none. If one side has pipeline
+    stages, "auto" therefore becomes "ngram" on both sides."""
     staged = max(config.prefill.layout.pp, config.decode.layout.pp) > 1
     speculate = repeatable_drafts(config.prefix, speculate)
     return "ngram" if staged and speculate == "auto" else speculate
@@ -238,17 +245,19 @@ def shared_drafts(config: EngineConfig, speculate: str) -> str:
 
 def repeatable_drafts(prefix: PrefixConfig, speculate: str) -> str:
     """Returns the `speculate` setting of an instance with these settings of the prefix cache. With
-    `grid_tokens`, a repeated request must give the same bits, so auto means off: measured times
-    decide which steps have drafts, and in bfloat16 steps with drafts round differently."""
+    `grid_tokens`, a repeated request must give the same bits, and "auto" becomes "off". Otherwise
+    measured times would decide which steps have drafts, and in bfloat16 a step with drafts rounds
+    differently."""
     return "off" if prefix.grid_tokens is not None and speculate == "auto" else speculate
 
 
 def hands_windows_apart(can_part: bool, mode: Mode) -> bool:
     """Returns whether the KV of sliding-window layers is transferred separately. If so, only
-    positions inside the window are transferred. Decode meshes hold them in ring buffers, prefill
-    meshes in pages of windows.
+    positions inside the window are transferred. Decode meshes hold the KV of sliding-window layers
+    in ring buffers, and prefill meshes in separate pages.
 
-    False on a mesh that prefills and decodes, because a prefill chunk is longer than a ring buffer.
+    Returns False for a mesh that both prefills and decodes, because a prefill chunk is longer than
+    a ring buffer.
 
     Args:
         can_part: Whether the model's `KVSpec` allows a separate transfer.
@@ -257,9 +266,9 @@ def hands_windows_apart(can_part: bool, mode: Mode) -> bool:
 
 
 def fetched_tokens(role: WorkerRole, prefix: PrefixConfig, page_size: int) -> int:
-    """Returns the number of tokens of the cached blocks that a worker fetches from other workers,
-    or 0 if it fetches none. Decode workers that compute no prompts fetch none: a prefill worker
-    sends them the whole prompt anyway."""
+    """Returns the number of tokens in each cached block that a worker fetches from other workers,
+    or 0 if it fetches none. Decode workers that compute no prompts fetch none, because a prefill
+    worker sends them the KV of the whole prompt anyway."""
     computes = role is not WorkerRole.DECODE or prefix.appends > 0
     return prefix.peer_tokens(page_size) if computes else 0
 
@@ -274,10 +283,12 @@ def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> 
 
 
 def asked_groups(asked: int | None, *pps: int) -> int | None:
-    """Returns the number of layer groups of instances that hand KV to each other: `asked`, or, if
-    `asked` is None and some instance has several pipeline stages, two groups per stage. If there
-    are enough layers, the number is divisible by each number of stages, so that stages are equally
-    long. None means that the number is derived from the model.
+    """Returns the number of layer groups of instances that hand KV to each other, or None if the
+    number is to be derived from the model.
+
+    A configured number is returned unchanged. Without one, and if some instance has several
+    pipeline stages, the result is divisible by each number of stages, so that all stages are
+    equally long if there are enough layers. It has at least two groups per stage.
 
     Args:
         asked: Configured number, or None.
@@ -309,8 +320,9 @@ def groups_of_layers(spec: KVSpec, asked: int | None, pp: int = 1) -> int:
     """Returns the number of layer groups. Each group is one program of a prefill chunk, and a
     group's KV is transferred while the next group computes. With n groups the transfer of the last
     group, 1/n of the KV, cannot overlap with computation. On the other hand, each block costs host
-    work. Without `asked`, the result is the largest number of groups with which the blocks of a
-    typical prompt are large enough. Both sides of a hand-off must use the same number.
+    work. `asked` is the configured number. If it is None, the result is the largest number of
+    groups with which the blocks of a typical prompt are large enough. Both sides of a hand-off must
+    use the same number.
 
     Raises:
         ConfigError: There are fewer groups than pipeline stages.
@@ -319,8 +331,8 @@ def groups_of_layers(spec: KVSpec, asked: int | None, pp: int = 1) -> int:
 
 
 def group_count(token_bytes: int, layers: int, asked: int | None, pp: int) -> int:
-    """Returns the result of `groups_of_layers` for a model with `layers` layers that have KV, with
-    `token_bytes` bytes of KV per token in total."""
+    """Computes the result of `groups_of_layers` from sizes alone: `layers` is the number of layers
+    with KV, and `token_bytes` the number of bytes of KV per token in all layers."""
     by_bytes = max(1, token_bytes * GROUP_TOKENS // GROUP_BYTES)
     groups = min(asked or by_bytes, layers)
     if groups < pp:

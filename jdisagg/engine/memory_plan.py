@@ -4,8 +4,8 @@ use the rest.
 
 `fit_instance` sets the number of KV pages: enough for `slots_per_rank` sequences of full context,
 or as many as fit. If the context length is not configured, it is reduced until the pages of one
-sequence fit. If even this is impossible, an error lists all parts of the plan. All functions are
-pure, except `device_memory` and `check_host_cache`."""
+sequence fit. If even this is impossible, an error lists all parts of the plan. Only
+`device_memory`, `host_room` and `check_host_cache` read the machine's state."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -127,7 +127,7 @@ class MemoryPlan:
 
     @property
     def parts(self) -> str:
-        """Returns the bytes for each purpose but the KV pages."""
+        """Returns a text that lists the bytes of each part except the KV pages."""
         beside = (
             (self.states, "of sequence states"),
             (self.rings, "of sliding windows"),
@@ -239,7 +239,7 @@ def fit_instance(
         f"{role.value} ({instance.layout})",
         weights,
         max(of_layers, of_encoder),
-        # Recurrent states are staged too: one that is packed, and those in transfer.
+        # Recurrent states are staged too: the state that is being packed, and states in transfer.
         tiered + (0 if role is WorkerRole.MIXED else staged),
         0,
         0,
@@ -266,8 +266,8 @@ def _window_bytes(
     decodes: bool,
     pages: int,
 ) -> int:
-    """Returns the bytes of the pages of sliding-window layers beside a number of ordinary pages: of
-    ring buffers or of prompts' windows. `page_bytes` are those of one; 0 without such pages."""
+    """Returns the bytes of an instance's ring buffers if it decodes, else of its sliding-window
+    pages. `page_bytes`: bytes of one such page, 0 without. `pages`: number of ordinary pages."""
     size, widest = instance.page_size, geometry.widest_window
     if not page_bytes:
         return 0
@@ -290,7 +290,7 @@ def _with_pages(
 
     Args:
         page_bytes: Number of bytes of an ordinary page.
-        of_windows: Returns the bytes of the pages of windows beside a number of ordinary pages.
+        of_windows: Returns the bytes of sliding-window pages that a number of ordinary pages needs.
     """
     context, size = plan.context_tokens, instance.page_size
     left = max(0, plan.memory.bytes - plan.total)
@@ -323,7 +323,7 @@ def _tiered(
     chunk: int,
     append: int,
 ) -> int:
-    """Returns the bytes of cached blocks in transfer to host memory, and to and from peers."""
+    """Returns the bytes of cached blocks in transfer to host memory, and to and from workers."""
     size, prefills = instance.page_size, role is WorkerRole.PREFILL
     writing = MOST_WRITING if prefills else MOST_WRITING_OF_DECODE
     tokens = writing * prefix.host_tokens(size)
@@ -350,9 +350,9 @@ def _padding(geometry: CostGeometry, lanes: int) -> float:
 
 
 class DeviceBytes(NamedTuple):
-    """Number of bytes on one device for the weights, for the KV of one token, for the recurrent
-    state of one sequence, for the KV of one token in sliding-window layers (0 if either no layer or
-    every layer has a window), and for all adapter slots."""
+    """Bytes on one device: of the weights, of one token's KV, of one sequence's recurrent state, of
+    one token's KV in sliding-window layers (0 unless some layers have a window and others have
+    none), and of all adapter slots."""
 
     weights: int
     token: int
@@ -464,15 +464,15 @@ def host_room(device: Device, fraction: float | None) -> int:
 
 
 def _device_part(device: Device, fraction: float | None) -> float:
-    """Returns the share of the host's memory that virtual devices use."""
+    """Returns the fraction of the host's memory that virtual devices use, 0 for accelerators."""
     if device.platform != "cpu":
         return 0.0
     return HOST_FRACTION if fraction is None else fraction
 
 
 def check_disk_cache(prefix: PrefixConfig, layout: Layout, processes: int) -> None:
-    """Raises ConfigError if the processes of an instance cannot keep KV on disk: with data
-    parallelism, only some of the processes have shards of a block."""
+    """Raises ConfigError if an instance of several processes with data parallelism has a disk
+    cache: only some of its processes would have shards of a block."""
     if prefix.disk_dir and processes > 1 and layout.dp > 1:
         raise ConfigError(
             f"prefix.disk_dir={prefix.disk_dir!r}: instances of {processes} processes keep KV on"
@@ -503,7 +503,7 @@ def describe_cache(prefix: PrefixConfig) -> str:
 
 
 def tier_room(prefix: PrefixConfig, rank_bound: bool = False) -> TierRoom:
-    """Returns the capacity of a worker's tiers. `rank_bound`: see `TierRoom`."""
+    """Returns the limits of a worker's host-memory and disk cache. `rank_bound`: see `TierRoom`."""
     return TierRoom(
         prefix.host_bytes,
         prefix.disk_bytes,

@@ -20,18 +20,19 @@ Fitted = TypeVar("Fitted")
 # Share of the free host memory that all workers of a host may fill with KV.
 HOST_SHARE = 0.2
 LEAST_HOST_GIB = 1 / 16  # a smaller share holds too few blocks to be useful
-# Two blocks: the rest of a block of the last turn, and the tokens of the new turn.
+# Two blocks: the incomplete block at the end of the last turn, and the tokens of the new turn.
 APPEND_TOKENS = 256
 
 
 def with_defaults(
     prefix: PrefixConfig, mode: Mode, *, priced: bool = True, host_bytes: int = 0
 ) -> PrefixConfig:
-    """Replaces None in the settings by defaults.
+    """Returns the settings of the prefix cache with a default in place of each None.
 
     Args:
         mode: Mode of the cluster, or DISAGGREGATED for a worker of one role.
-        priced: Whether the router predicts times, so that it can compare appending with a hand-off.
+        priced: Whether the router predicts times. It can then compare a prefill of new tokens on
+            the decode worker (appending) with a hand-off from a prefill worker.
         host_bytes: Host memory that this worker may fill with KV, in bytes.
     """
     reuse = prefix.reuse is not False
@@ -51,8 +52,8 @@ def with_defaults(
 
 
 def engine_defaults(config: EngineConfig, room_bytes: int | None = None) -> EngineConfig:
-    """Returns the configuration of an embedded cluster with all settings of the prefix cache. An
-    embedded cluster has no peers to fetch from.
+    """Returns the configuration of an embedded cluster with defaults for the unset settings of the
+    prefix cache. An embedded cluster has no peers to fetch from.
 
     Args:
         room_bytes: Most host memory that may be used (`memory_plan.host_room`), or None for no
@@ -79,12 +80,14 @@ def worker_defaults(
     processes: int,
     room_bytes: int | None = None,
 ) -> WorkerConfig:
-    """Returns the configuration of a worker with all settings of the prefix cache.
+    """Returns the configuration of a worker with defaults for the unset settings of the prefix
+    cache.
 
     Args:
         sharers: Number of workers on this host, including this one.
-        processes: Number of processes of the worker. Workers of several processes keep no KV in
-            host memory, fetch none and append none by default.
+        processes: Number of processes of the worker. By default, a worker of several processes
+            keeps no KV in host memory, fetches no blocks from other workers, and does not append on
+            the decode mesh.
         room_bytes: Most host memory that all workers may use, or None for no bound.
     """
     alone = processes == 1

@@ -38,8 +38,8 @@ from jdisagg.transfer.channel import Channel
 
 
 class Loaded(Protocol):
-    """A loaded model. The model's arrays are on `meshes`, one for each pipeline stage, which have
-    axes ("dp", "kv", "rep"). `mesh` is the first one."""
+    """A loaded model. Its arrays are on `meshes`, one mesh for each pipeline stage, with axes
+    ("dp", "kv", "rep"). `mesh` is the first of them."""
 
     @property
     def model(self) -> Model: ...
@@ -61,7 +61,7 @@ class Replica:
     """A model on one mesh, with its configuration and executor.
 
     Attributes:
-        times: Measured times of its programs, or None before they are measured.
+        times: Measured times of the replica's programs, or None before `measure` is called.
         readiness: Optional capabilities whose programs are loaded.
     """
 
@@ -72,7 +72,8 @@ class Replica:
     readiness: Capabilities = field(default_factory=Capabilities)
 
     async def measure(self) -> None:
-        """Measures `times`. Must be called before the mesh serves, after warm-up."""
+        """Runs some programs and stores their times in `times`. Must be called after warm-up and
+        before the mesh serves."""
 
         def measure() -> None:
             appends = self.readiness.ready(Capability.APPEND)
@@ -81,12 +82,13 @@ class Replica:
         await self.executor.on_dispatch_thread(measure)
 
     def load_later(self, *, compiled: bool = False) -> None:
-        """Leaves the programs of optional capabilities to `load`. Must be called before the mesh
-        serves.
+        """Excludes the programs of optional capabilities from warm-up, so that the mesh serves
+        earlier. `load` loads them. Must be called before the mesh serves.
 
         Args:
-            compiled: Whether all programs are in the compilation cache. A request with a grammar
-                then loads its programs itself instead of waiting for all of them.
+            compiled: Whether all programs are in the compilation cache. If so, a request with a
+                grammar loads only the programs that it needs, instead of waiting until all are
+                loaded.
         """
         needed = {one.capability for one in warm_up_steps(self.executor) if one.capability}
         self.readiness.load_later(needed - {Capability.GRAMMARS} if compiled else needed)
@@ -117,9 +119,9 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class KvPlane:
-    """How other meshes reach a replica for KV transfers. `ends` are the endpoints of the mesh's
-    processes, in the order of process indices. `transports` is the number of data connections per
-    transfer."""
+    """Addresses at which other meshes reach a replica for KV transfers. `ends` are the endpoints of
+    the mesh's processes, in the order of process indices. `transports` is the number of data
+    connections per transfer."""
 
     ends: tuple[KvEnd, ...]
     transports: int
@@ -141,7 +143,8 @@ def build_replica(
 
     Args:
         context_tokens: Number of tokens in the longest sequence.
-        layer_groups: Number of layer groups, the same on both sides of a hand-off.
+        layer_groups: Number of layer groups, or None to derive it from the model. Both sides of a
+            hand-off must use the same number.
         windows_apart: Whether the KV of sliding-window layers is transferred separately
             (`MeshLimits`).
         prefix: Configuration of the prefix cache; by default there is none.
@@ -188,9 +191,9 @@ def build_worker_replica(
     channel: Channel,
     plane: KvPlane,
 ) -> Replica:
-    """Builds the replica of one worker on the first of `devices`. `plane` is published in the card
-    that describes the mesh to peers. Blocks while weights are loaded. Raises LayoutError if there
-    are too few devices."""
+    """Builds the replica of one worker on as many of the first `devices` as its layout needs.
+    `plane` becomes a part of the card that describes the mesh to peers. Blocks while weights are
+    loaded. Raises LayoutError if there are too few devices."""
     layout = config.instance.layout
     if layout.devices > len(devices):
         raise LayoutError(
@@ -252,8 +255,8 @@ def mesh_role(role: WorkerRole, config: InstanceConfig, prefix: PrefixConfig) ->
 
 
 def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:
-    """Returns the configured number of layer groups. A mesh that prefills and decodes needs one for
-    each pipeline stage."""
+    """Returns the configured number of layer groups, or None to derive it from the model. A mesh
+    that prefills and decodes has one group for each pipeline stage."""
     pp = config.instance.layout.pp
     return pp if role is WorkerRole.MIXED else asked_groups(config.instance.layer_groups, pp)
 
@@ -282,10 +285,10 @@ async def warm_up(
     all processes must run programs in the same order.
 
     Args:
-        more: Further steps, after those of the replicas.
+        more: Further warm-up steps, which run after those of the replicas.
         beside: Whether the replicas serve requests meanwhile. Each program is then loaded when the
             replicas are idle, or have been busy for `BUSY_SECONDS`, and nothing is measured.
-        turn: Function that is called before each program that is loaded with `beside`.
+        turn: Function that is called before each program, if `beside` is set.
     """
     steps = [
         (one.executor, step)

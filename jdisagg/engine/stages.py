@@ -1,4 +1,4 @@
-"""Refuses unsupported configurations of pipeline stages. Pure."""
+"""Checks that a configuration is supported with pipeline stages. Has no side effects."""
 
 from jdisagg.config import InstanceConfig
 from jdisagg.errors import ConfigError

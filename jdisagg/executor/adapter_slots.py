@@ -1,10 +1,10 @@
 """The LoRA adapter slots of an instance: reads adapters into device memory, and writes them into
 slots.
 
-A thread reads the files and puts each device's shards on the device, while steps run. `PutAdapter`
-then writes the adapter into one slot of every layer, between two steps. The slots of a matrix are
-stacked in one array, which programs receive with the weights (`executor/weights.py`). The arrays'
-shapes are fixed, so that no program is compiled for an adapter."""
+A thread reads the files and puts each device's shards on the device, while steps run. The command
+`PutAdapter` then writes the adapter into one slot of every layer, between two steps. The slots of a
+matrix are stacked in one array, which programs receive with the weights (`executor/weights.py`).
+The arrays' shapes are fixed, so that no program is compiled for an adapter."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,13 +24,13 @@ from jdisagg.messages.step_commands import DiskResult, PutAdapter, ReadAdapter
 from jdisagg.model_api import AdapterContent, AdapterSize, Model
 from jdisagg.scheduler.executor import MeshLimits
 
-# One layer's new slot contents, in the order of `_Stack`s.
+# The new contents of one adapter slot: for each layer, one array for each of its factor stacks.
 _Staged = list[list[jax.Array]]
 
 
 @dataclass
 class AdapterReading:
-    """A `ReadAdapter` command in progress."""
+    """A `ReadAdapter` command in progress, as an object that the completion thread waits for."""
 
     step: int
     done: "Future[_Staged]"
@@ -51,7 +51,8 @@ class AdapterReading:
 
 
 class AdapterSlots:
-    """The adapter slots of all layers. Used by the dispatch thread; `read` returns at once.
+    """The adapter slots of all layers. Used by the dispatch thread. `read` does not wait for the
+    files.
 
     Args:
         stages: Programs and weights of each pipeline stage.
@@ -70,13 +71,14 @@ class AdapterSlots:
         self._thread = ThreadPoolExecutor(1, f"{stages[0][0].platform}-adapters")
 
     def read(self, command: ReadAdapter) -> AdapterReading:
-        """Starts to read an adapter. Refuses content whose digest is not the command's."""
+        """Starts to read an adapter. The reading fails if the digest of the files differs from the
+        command's digest."""
         reading = self._reads[command.digest] = self._thread.submit(self._read, command)
         return AdapterReading(command.step, reading)
 
     def put(self, command: PutAdapter) -> None:
-        """Writes an adapter that was read into its slot. Waits until it is read, because a replay
-        issues this command without waiting for the result of `ReadAdapter`."""
+        """Writes an adapter into its slot. Waits until the adapter is read: a replay of recorded
+        commands issues this command without waiting for the result of `ReadAdapter`."""
         self._put_all(self._reads.pop(command.digest).result(), command.slot)
 
     def warm_up(self) -> None:
@@ -110,7 +112,7 @@ class AdapterSlots:
             host = np.zeros(shape, leaf.dtype)
             if found is not None:
                 rows = found[0] if place.factor == "a" else found[1]
-                # Only the dimension of the rank is padded.
+                # Of all dimensions, only the adapter's rank is padded.
                 host[tuple(slice(0, size) for size in rows.shape)] = rows
             sharding = NamedSharding(programs.mesh, _of_one_slot(spec, axis))
             arrays.append(jax.make_array_from_callback(shape, sharding, lambda at, h=host: h[at]))
@@ -147,18 +149,18 @@ class AdapterSlots:
 
 
 def _of_one_slot(spec: PartitionSpec, axis: int) -> PartitionSpec:
-    """Returns the placement of one slot of a stack: that of the stack without the dimension of
-    slots."""
+    """Returns the PartitionSpec of one slot of a stack: the stack's PartitionSpec without the
+    dimension of slots."""
     return PartitionSpec(*spec[:axis], *spec[axis + 1 :])
 
 
 def adapter_size(limits: MeshLimits) -> AdapterSize:
-    """Returns the room for adapters on a mesh."""
+    """Returns the number of adapter slots on a mesh and the largest rank of an adapter."""
     return AdapterSize(limits.adapters, limits.adapter_rank, limits.adapter_experts)
 
 
 def changed_error(path: str, found: str, wanted: str) -> JdisaggError:
-    """Returns the error of an adapter whose files changed after it was loaded by name."""
+    """Returns the error for an adapter whose files have changed since the adapter was loaded."""
     return InvalidRequestError(
         f"adapter {Path(path).name!r}: its files changed since it was loaded (digest {found[:12]},"
         f" not {wanted[:12]}); load it again"

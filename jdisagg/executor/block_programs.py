@@ -1,12 +1,13 @@
-"""Reads and writes blocks of KV in a mesh's pages, and pulls blocks from other meshes.
+"""Reads and writes blocks of KV in a mesh's pages, and pulls blocks from other meshes. A block is
+the KV of some tokens and layers of one sequence (`transfer/__init__.py`).
 
 `BlockPrograms` extracts, inserts and copies blocks of one page pool. Each operation is one program
 for the whole mesh (`shard_map`, explicit shardings, pages donated), so that no per-device
 executable is built and no shard is donated alone. Token ranges are split into power-of-two lengths,
-so that few shapes and programs are needed. dp ranks that a block does not concern get an
-out-of-range page number and write nothing. `PullTargets` makes the destinations of pulls.
-`MeshBlocks` holds both for each kind of KV (`KvKind`) and runs the step commands for blocks. Only
-the dispatch thread uses this module."""
+so that few shapes and programs are needed. On dp ranks that do not hold the block's sequence, the
+program gets an out-of-range page number and writes nothing. `PullTargets` makes the destinations of
+pulls. `MeshBlocks` holds both for each kind of KV (`KvKind`) and runs the step commands for blocks.
+Only the dispatch thread uses this module."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class BlockPrograms:
 
     def insert(self, command: InsertBlock, arrays: tuple[jax.Array, ...]) -> jax.Array:
         """Writes a pulled block (`arrays`, the result of `Pull.arrays()`) into its pages and reads
-        the pages back. Returns the checksum of the values read, in the form of
+        the pages back. Returns the checksum of the values read back, as an array in the form of
         `block_sums.found_in`."""
         layers, how = self.layers(command.group, command.groups), codec(command.codec)
         kinds = self._kinds(layers)
@@ -102,7 +103,7 @@ class BlockPrograms:
     def _build_insert(self, how: Codec, inputs: tuple[Any, ...], layers: range) -> Any:
         programs, arrays, spec = self._programs, inputs[1], self._pool.spec
         kinds = self._kinds(layers)
-        # Gathering over kv is done once, outside of the loop over tokens.
+        # Values are gathered over mesh axis kv once, outside of the loop over tokens.
         gathers = any(spec.is_cut(part) for layer in kinds for part in layer.components)
         whole = traits_of(programs.platform).inserts_whole or gathers
         read = partial(gather_block, platform=programs.platform)
@@ -122,9 +123,9 @@ class BlockPrograms:
         )
 
     def extract(self, command: ExtractBlock) -> tuple[jax.Array, jax.Array, BlockStamp]:
-        """Reads a block [ranks, C, K, T, H] from pages. Sets tokens that are not valid to zero, so
-        that no other sequence's KV leaves the mesh. Returns the block, its checksum (see `insert`)
-        and its stamp."""
+        """Reads a block [ranks, C, K, T, H] from pages. Sets padding tokens to zero, so that no
+        other sequence's KV leaves the mesh. Returns the block, its checksum (see `insert`) and its
+        stamp."""
         layers = self.layers(command.group, command.groups)
         stamp = self._stamp(layers, command.checksum_key, command.start, command.valid_tokens)
         held = self._pool.layers[layers.start : layers.stop]
@@ -170,13 +171,14 @@ class BlockPrograms:
         self, command: InsertBlock | ExtractBlock, stamp: BlockStamp
     ) -> jax.Array | np.ndarray:
         """Encodes the page positions of a block's tokens as uint32 [ranks, words], which `_places`
-        decodes. dp ranks that the block does not concern get no valid token."""
+        decodes. dp ranks that do not hold the block's sequence get no valid token."""
         first, last = (
             at // self._pool.page_size
             for at in (command.start, command.start + command.valid_tokens - 1)
         )
         pages = command.pages[first : last + 1] if command.valid_tokens else ()
-        # Otherwise page 0, which belongs to a sequence, would be written, and the sum would match.
+        # Without this check, page 0, which belongs to another sequence, would be written, and the
+        # checksum would still match.
         assert command.valid_tokens <= command.block_tokens and len(pages) == (
             last - first + 1 if command.valid_tokens else 0
         ), command
@@ -189,8 +191,8 @@ class BlockPrograms:
         )
         words[:, :STAMP_WORDS] = rank_stamps(self._ranks, command.rank, stamp)
         words[command.rank, STAMP_WORDS : STAMP_WORDS + len(pages)] = pages
-        # The program takes the words from the host: a separate transfer takes half as long again
-        # as the call.
+        # The program takes the words as a host array, because a separate transfer to the device
+        # would add half of the call's time.
         return self._programs.put(words) if self._programs.spans_processes else words
 
     def _places(self, words: jax.Array) -> Places:
@@ -227,9 +229,9 @@ class BlockPrograms:
 
 
 class PullTargets:
-    """Makes the destinations (`PullTarget`) of pulls into one mesh. Stores the number of KV heads
-    per transferred piece for each sending mesh. Caches the zeros for dp ranks that receive no data,
-    one array for each shape."""
+    """Makes the destinations (`PullTarget`) of pulls into one mesh. Stores, for each sending mesh,
+    the number of KV heads per transferred piece. Caches the zeros for dp ranks that receive no
+    data, one array for each shape."""
 
     def __init__(self, programs: Programs, spec: KVSpec) -> None:
         self._programs, self.mesh = programs, programs.mesh
@@ -244,8 +246,8 @@ class PullTargets:
         return self.spec.row_heads // self.mesh.shape["kv"]
 
     def connect(self, peer: str, card: MeshCard) -> None:
-        """Registers a mesh to pull from. A pull that names no mesh uses the mesh registered as "",
-        for which warm-up also compiles."""
+        """Registers a mesh to pull from under the name `peer`. A pull that names no mesh uses the
+        mesh that is registered as "". Warm-up compiles programs for this mesh, too."""
         self._granules[peer] = head_granule(
             self.spec.row_heads, card.head_shards, self.mesh.shape["kv"]
         )
@@ -305,7 +307,7 @@ class PullTargets:
     def _resident(
         self, components: int, granule: int, tokens: int, width: int, dtype: jnp.dtype
     ) -> jax.Array:
-        """Makes the same array as `transfer.channel.resident_zeros`, by a cached program."""
+        """Makes the array that `transfer.channel.resident_zeros` makes, by a cached program."""
         ranks, shards = self.mesh.shape["dp"], self.mesh.shape["kv"]
         shape = ranks, components, granule * shards, tokens, width
         return self._programs.zeros(shape, dtype, BLOCK_SPEC)
@@ -333,7 +335,8 @@ class _Kind:
 
 class MeshBlocks:
     """Runs the step commands of one instance that extract, pull, insert and copy blocks. With
-    pipeline stages, a block of positions has layers of one stage, and is on this stage's mesh.
+    pipeline stages, the KV of a block belongs to layers of one stage, and the block is on this
+    stage's mesh.
 
     Args:
         stages: Programs and page pools of each stage.
@@ -399,13 +402,14 @@ class MeshBlocks:
             yield from kinds.values()
 
     def _kind(self, kind: KvKind, group: int) -> _Kind:
-        """Returns the programs for blocks of a kind that begin with this layer group. States and
-        windows are only on instances with one stage."""
+        """Returns the programs for blocks of a kind whose first layer group is `group`. Only
+        instances with one pipeline stage have recurrent states and KV of windows that is
+        transferred separately."""
         stage = self._stage_of[group] if kind is KvKind.POSITIONS else 0
         return self._stages[stage][kind]
 
     def mesh(self, kind: KvKind, group: int) -> jax.sharding.Mesh:
-        """Returns the mesh of the blocks of a kind that begin with this layer group."""
+        """Returns the mesh that holds the blocks of a kind whose first layer group is `group`."""
         return self._kind(kind, group).targets.mesh
 
     def target(self, command: PullBlock) -> PullTarget:
@@ -431,7 +435,8 @@ class MeshBlocks:
         return BlockReading(command.step, command.offer_id, found)
 
     def drop(self, command: DropBlocks) -> None:
-        """Cancels pulls of blocks that are no longer needed."""
+        """Drops pulled blocks that are no longer needed, and cancels their pulls if they are in
+        progress."""
         for offer_id in command.offer_ids:
             if pull := self._pulls.pop(offer_id, None):
                 pull.cancel()
@@ -453,7 +458,8 @@ class MeshBlocks:
         )
 
     def copy(self, command: CopyPages) -> None:
-        """Copies pages, and recurrent states with their ring buffers."""
+        """Runs a command that copies KV pages, or recurrent states together with their ring
+        buffers."""
         for kinds in self._stages:
             kinds[KvKind.POSITIONS].programs.copy(command.copies)
         first = self._stages[0]

@@ -1,5 +1,5 @@
-"""Computes keyed checksums of KV blocks on a mesh (ops/checksum.py). Each device computes its share
-of a checksum, and the checksum is the sum of the shares.
+"""Computes keyed checksums of KV blocks on a mesh (ops/checksum.py). Each device computes a share
+of a checksum, for the KV that it holds. The checksum is the sum of all shares.
 
 A separate program computes the checksum of a prefilled block. If the prefill program computed it,
 XLA might compute a value twice with different rounding, once for the block and once for the
@@ -32,7 +32,8 @@ STAMP_WORDS = 5
 
 
 def first_head(local_heads: int) -> jax.Array:
-    """Returns the global number of this device's first KV head, inside a program."""
+    """Returns the index, within the model, of this device's first KV head. Called inside a
+    program."""
     return lax.axis_index("kv") * local_heads
 
 
@@ -77,7 +78,8 @@ def found_spec(programs: Programs) -> PartitionSpec:
 @dataclass(frozen=True, slots=True)
 class Found:
     """The checksum of a block on the whole mesh, and whether the block is intact. The checksum
-    counts each replicated value once. A block whose replicas differ is not intact."""
+    counts each replicated value once. A block whose replicas hold different values is not
+    intact."""
 
     checksum: int
     intact: bool

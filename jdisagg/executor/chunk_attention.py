@@ -3,7 +3,7 @@ chunk's keys and values to the layer's pages. Then the layer's queries attend to
 that continue an earlier chunk also attend to their pages.
 
 Traced inside the program of a layer group (`prefill_program.py`). Collects the updated pages of
-each layer, and the KV that a hand-off sends."""
+each layer, and the KV that is handed off to a decode mesh."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,8 +60,8 @@ class ChunkAttention:
 
     Args:
         rank_rows: Number of pages of a dp rank.
-        windows: Page table [R, N] of the layers whose windows are in pages of their own, and
-            number of these pages of a dp rank; None without such layers.
+        windows: Page table [R, N] of the sliding-window layers whose KV is in pages of their own,
+            and the number of these pages of a dp rank. None without such layers.
     """
 
     def __init__(
@@ -98,9 +98,10 @@ class ChunkAttention:
 
         Args:
             layer_pages: Page arrays of the layer.
-            rows_alone: Whether only the last token of each sampling row has a query, or none has.
+            rows_alone: Whether queries are computed only for the last token of each row that
+                samples, instead of for all tokens.
             sends: Whether the layer's KV is handed off with the chunk.
-            windowed: Whether the layer's KV is in the pages of windows.
+            windowed: Whether the layer's KV is in separate pages for sliding-window layers.
         """
         places = self._in_windows if windowed else self._in_pages
 

@@ -14,10 +14,11 @@ computed from the slot. The buffer's pages repeat, so a new position overwrites 
 every window.
 
 If a row has a grammar or drafts, a step is two programs. The first is the forward pass, which
-returns logits. The second chooses the tokens. With a grammar it is issued while the forward pass
-runs, when the grammar masks are available. The forward pass may compute several positions of one
-slot (`draft_rows.py`). All rows write their KV before any row attends, and each row attends up to
-its own position. So a step with drafts gives the same tokens as successive steps."""
+returns logits. The second chooses the tokens. With a grammar, the second program is issued as soon
+as the host has computed the grammar masks, while the forward pass runs. The forward pass may
+compute several positions of one slot (`draft_rows.py`). All rows write their KV before any row
+attends, and each row attends up to its own position. So a step with drafts gives the same tokens as
+successive steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -92,7 +93,7 @@ class DecodePrograms:
         self._programs, self._weights, self._shards, self._pools = programs, weights, shards, pools
         self._limits, self._rows, self._grammars = limits, rows, grammars
         ranks, slots = limits.ranks, limits.slots_per_rank
-        # The host keeps a copy, because growth changes part of a row.
+        # The host keeps a copy, because growth of a sequence changes only a part of its row.
         self._ints = np.zeros((ranks, slots, rows.ints), np.int32)
         self._floats = np.zeros((ranks, slots, rows.floats), np.float32)
         hot, counts = (
@@ -127,11 +128,12 @@ class DecodePrograms:
 
     def step(self, slots: Slots, variant: Variant, guesses: Guesses | None = None) -> Chosen:
         """Issues one decode step. Returns the chosen tokens [ranks, b, Q] and log-probabilities,
-        with rows in the order of `slots[rank]`. A row has more than one token if drafts of it were
-        accepted, and NO_TOKEN after its last one. Q is 1 without drafts.
+        for b rows in the order of `slots[rank]` and at most Q tokens per row. A row has several
+        tokens if some of its drafts were accepted. NO_TOKEN fills the row after its last token. Q
+        is 1 without drafts.
 
         Args:
-            guesses: Drafts to verify. Drafts without an extra row are dropped.
+            guesses: Drafts to verify. Drafts for which the step has no extra row are dropped.
         """
         width = max(1, max(len(row) for row in slots))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
@@ -216,8 +218,8 @@ class DecodePrograms:
         plan: DraftPlan | None,
         forward: Forward | None = None,
     ) -> Chosen:
-        """Issues a step as two programs: a forward pass, and a choice of tokens. Calls may transfer
-        the plan and masks."""
+        """Issues a step as two programs: a forward pass, and a choice of tokens. The calls may
+        transfer the draft plan and the grammar masks to the device."""
         bucket, planned = batch.shape[1], self._programs.argument(plan.array) if plan else None
         x = self._before(slots, bucket, plan)
         hot, ints, floats, counts = self._state
@@ -314,11 +316,18 @@ class DecodePrograms:
         return self._programs.get(("decode", bucket, variant), build)
 
     def _forward(self, arguments: tuple[Any, ...], bucket: int) -> Any:
-        """Issues the forward pass of a step that runs as two programs. Arguments: those of
-        `_step_body`, the array of a `DraftPlan`, and the drafts that the mesh made; each only if
-        present. Results: the page pools, the logits [ranks, b + E, V], and, if the mesh drafts, the
-        hidden states [ranks, b + E, D]. Stages before the last one return activations [ranks, b +
-        E, D] instead of logits."""
+        """Issues the forward pass of a step that runs as two programs.
+
+        Args:
+            arguments: The arguments of `_step_body`. The array of a `DraftPlan` and the drafts that
+                the mesh has made are among them only if the step has them.
+            bucket: Batch size.
+
+        Returns:
+            The page pools, and the logits [ranks, b + E, V] for b slots and E extra rows. If the
+                mesh drafts, also the hidden states [ranks, b + E, D]. Stages before the last one
+                return activations [ranks, b + E, D] instead of logits.
+        """
         drafts = arguments[-2]
 
         def build() -> Any:
@@ -334,12 +343,19 @@ class DecodePrograms:
         return self._programs.get(("forward", bucket, len(drafts) > 0), build)(*arguments)
 
     def _choice(self, arguments: tuple[Any, ...], variant: Variant) -> Any:
-        """Issues the second program of a step that runs as two programs: it chooses the tokens, and
-        drafts the next ones. Arguments: hot, counts, ints, floats, logits, batch, drafts as in
-        `_forward`, masks (uint32 [ranks, b + E, W]) or (); if the mesh drafts, also the weights and
-        the KV of the drafting layer, and hidden states. Results: hot, the choice, counts; if the
-        mesh drafts, also the layer's KV, the drafts of all slots, and, if grammars need them, the
-        batch's drafts for the host."""
+        """Issues the second program of a step that runs as two programs. It chooses the tokens, and
+        drafts the next ones.
+
+        Args:
+            arguments: hot, counts, ints, floats, logits, batch, drafts as in `_forward`, and masks
+                (uint32 [ranks, b + E, W]) or (). If the mesh drafts, also the weights and the KV of
+                the drafting layer, and the hidden states.
+            variant: Features that the rows need.
+
+        Returns:
+            hot, the choice, and counts. If the mesh drafts, also the layer's KV, the drafts of all
+                slots, and, if grammars need them, the batch's drafts for the host.
+        """
         programs, ending, drafter = self._programs, self._ending(variant), self._next_tokens
         counts_spec = RANK if variant.shaped else ()
         batch, drafts, _, _, _, *y_TD = arguments[5:]
@@ -474,7 +490,8 @@ class DecodePrograms:
                 attend = attention.over(layer_pages, layer_rings, keep)
                 recur = recur_over(layer_states, state_T, None, None, new_states.append)
                 x_TD = layer(x_TD, at_T, attend, shards, row.active, recur=recur)
-                # A layer does not call `attend` or `recur` for what it does not keep.
+                # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
+                # state.
                 if not layer_pages:
                     new_pages.append(())
                 if not layer_states:
@@ -500,7 +517,7 @@ class DecodePrograms:
 
     def _write_rows(self, changed: list[list[SlotAdmit | SlotGrow]]) -> None:
         ranks, slots = self._limits.ranks, self._limits.slots_per_rank
-        # Column 0: slot whose row changes. Column 1: slot that gets a new sequence.
+        # Column 0 is the slot whose row changes. Column 1 is the slot that gets a new sequence.
         where = np.full((ranks, ROWS_PER_UPDATE, 2), slots, np.int32)
         hot = np.zeros((ranks, ROWS_PER_UPDATE, 2), np.int32)
         ints = np.zeros((ranks, ROWS_PER_UPDATE, self._rows.ints), np.int32)

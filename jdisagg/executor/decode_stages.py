@@ -7,10 +7,10 @@ stages), which never changes.
 
 The state of the slots is on the last stage, which chooses the tokens. After each step of a batch
 the last stage's tokens and positions are copied to the devices of the earlier stages, where the
-batch's next step begins. The host neither reads these arrays nor waits. Admissions and growth
-update the page tables of every stage. A batch begins its next step with the copy made after its own
-last step, so it does not wait for other batches, unless a sequence was admitted to the batch
-meanwhile.
+batch's next step begins. The host neither reads these arrays nor waits for them. Admissions and
+growth update the page tables of every stage. A batch begins its next step with the copy that was
+made after its own last step, so it does not wait for other batches. If a sequence was admitted to
+the batch meanwhile, the step begins with a copy of the newest state instead.
 
 An instance without pipeline stages has a single stage and one batch."""
 
@@ -28,7 +28,7 @@ from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
 
 
 class _Earlier:
-    """Implements `EarlierStages`. `turn` is the batch of the step that is issued."""
+    """Implements `EarlierStages`. `turn` is the index of the batch whose step is being issued."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Digests of values and of loaded code that are equal in every process.
+"""Computes digests of values and of loaded code that are equal in every process. They name compiled
+programs in the program store (`program_store.py`).
 
 `digest` covers the values from which programs are made: configurations, shapes, the structure of
 Flax modules, functions by name. `LoadedCode` covers the code that tracing may run, as it is in this
@@ -23,8 +24,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-# Packages whose code runs while a program is traced, or whose values enter it. Modules directly in
-# `jdisagg` belong to them, too.
+# Packages whose code runs while a program is traced, or whose values become a part of the program.
+# Modules directly in `jdisagg` belong to these packages, too.
 TRACED = (
     "jdisagg/costs",
     "jdisagg/engine/research",
@@ -38,8 +39,8 @@ TRACED = (
     "models",
 )
 _PREFIXES = tuple(f"{package.replace('/', '.')}." for package in TRACED)
-# Types and functions of these packages are named by module and name. Their versions or sources are
-# part of a program's name.
+# Types and functions of these packages are represented by their module and name. The versions or
+# sources of the packages are a part of a program's name.
 KNOWN = ("builtins", "flax", "jax", "jaxlib", "jdisagg", "ml_dtypes", "models", "numpy")
 _IGNORED = {
     *("__annotations__", "__annotate__", "__builtins__", "__cached__", "__doc__", "__dict__"),
@@ -49,11 +50,11 @@ _IGNORED = {
 
 
 class IndigestibleError(Exception):
-    """A value has no digest that is equal in every process."""
+    """Raised for a value that has no digest that is equal in every process."""
 
 
 def digest(*values: object) -> str:
-    """Returns a hash of values that other processes with equal values compute, too.
+    """Returns a hash of values. Every process computes the same hash for equal values.
 
     Args:
         values: Numbers, texts, enums, dtypes, NumPy arrays, PartitionSpecs, tree definitions, types
@@ -127,7 +128,8 @@ def is_traced(module: str) -> bool:
 
 
 def _name(value: Any) -> str:
-    """Returns the full name of a type or function that the name identifies."""
+    """Returns the full name of a type or function. Raises IndigestibleError if the name does not
+    identify the value."""
     module, name = getattr(value, "__module__", None) or "", value.__qualname__
     if module.partition(".")[0] not in KNOWN or "<" in name:
         raise IndigestibleError(f"{module}.{name}")
@@ -153,7 +155,7 @@ def digest_of_sources() -> str:
 
 
 class ReplacedError(Exception):
-    """A module holds code that is not part of an installed package."""
+    """Raised if a module holds code that is not part of an installed package."""
 
 
 class LoadedCode:
@@ -168,8 +170,9 @@ class LoadedCode:
         """Returns the digest of each loaded module, by its name.
 
         Raises:
-            ReplacedError: A module holds a function, class or object from elsewhere, such as a
-                notebook or a test. What it computes may depend on anything.
+            ReplacedError: A module holds a function, class or object that was defined elsewhere,
+                such as in a notebook or a test. A digest cannot cover all that its result may
+                depend on.
         """
         with self._lock:
             return {
@@ -223,8 +226,8 @@ def _hashed(parts: Iterable[str]) -> str:
 
 
 class _Reading:
-    """Describes the values of one module by texts. Each object is read once. Raises ReplacedError
-    for what does not belong to an installed package."""
+    """Describes the values of one module by texts, which enter the module's digest. Each object is
+    read once. Raises ReplacedError for an object that does not belong to an installed package."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -254,7 +257,7 @@ class _Reading:
             for part in (value.func, *value.args, *value.keywords.values()):
                 yield from self._value(part)
         elif callable(value) and (inner := inspect.unwrap(value)) is not value:
-            # Such as a function under `jax.jit` or `functools.cache`.
+            # A wrapped function, for example by `jax.jit` or `functools.cache`.
             yield type(value).__qualname__
             yield from self._value(inner)
         else:
@@ -290,8 +293,8 @@ class _Reading:
         return True
 
     def _definition(self, value: type | types.FunctionType) -> Iterator[str]:
-        """Yields the code of a function, or the members of a class of this module. Names suffice
-        for classes of other modules, which are read there."""
+        """Yields the code of a function, or the members of a class of this module. For classes of
+        other modules yields only the name, because the digests of those modules cover them."""
         if isinstance(value, types.FunctionType):
             yield from self._code(value.__code__)
             yield from self._value((value.__defaults__, value.__kwdefaults__))
@@ -327,7 +330,7 @@ def _is_installed(root: str) -> bool:
         return True
     module = sys.modules.get(root)
     places = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
-    # The folder of an installed package has the descriptions that pip writes.
+    # The folder of an installed package is next to the metadata that pip writes.
     return bool(places[0]) and any(Path(places[0]).parent.glob("*.dist-info"))
 
 

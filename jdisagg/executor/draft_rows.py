@@ -10,7 +10,7 @@ drafts lies after the slot's new position. This KV is not read, and is overwritt
 A step has B rows for the slots, and E extra rows, which the slots share. A slot has at most Q rows.
 A guess (the drafts of one slot) is stored by position, because the host plans a step before it
 reads the previous step's tokens. The step uses the drafts that follow the slot's actual position. A
-guess without tokens means the drafts of the mesh itself (`next_tokens.py`)."""
+guess without tokens stands for drafts that the mesh itself has made (`next_tokens.py`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,9 +49,10 @@ class DraftPlan:
     """The extra rows of a step.
 
     Attributes:
-        array: int32 [ranks, 2 E + B * (1 + G)]: for each extra row the slot's row (B: unused) and
-            the offset from the slot's position; for each slot's row the position of its first
-            guessed token, and G guessed tokens (-1: none).
+        array: int32 [ranks, 2 E + B * (1 + G)], for B slots, E extra rows and G guessed tokens of
+            each slot. For each extra row: the slot's row (B if the extra row is unused) and the
+            offset from the slot's position. For each slot's row: the position of its first guessed
+            token, and the guessed tokens (-1 for none).
         first: Index of the first of a slot's extra rows, by (rank, row).
     """
 
@@ -79,7 +80,8 @@ class DraftPlan:
         return DraftPlan(array, first)
 
     def place(self, rank: int, row: int, offset: int) -> int:
-        """Returns the index, among the step's rows, of the token `offset` after a slot's own."""
+        """Returns the index, among the step's rows, of the row that computes the token `offset`
+        positions after a slot's own token."""
         return self.first[rank, row] + offset - 1 if offset else row
 
 
@@ -200,7 +202,7 @@ class DraftRows(NamedTuple):
         Returns:
             The choice by slot, [B, Q]: the tokens up to the first that differs from its draft, and
                 NO_TOKEN after it. `counts` [B, V] include these tokens.
-            The new `hot`.
+            The new `hot`: token and position of each slot.
             The slot of each of the B rows.
         """
         last_B, token_BQ = self.index_BQ[:, 0], self.by_slot(chosen.token)

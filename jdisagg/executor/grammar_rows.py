@@ -36,9 +36,9 @@ ALL = np.uint32(0xFFFFFFFF)
 
 
 def pays(extra: int, rows: int, platform: str) -> bool:
-    """Returns whether computing `extra` forced tokens in a forward pass with `rows` rows saves
-    time. On an accelerator a few more rows are nearly free. On a CPU they made a step of eight rows
-    18 % longer (benchmarks/LOG.md)."""
+    """Returns whether it saves time to compute `extra` forced tokens in a forward pass with `rows`
+    rows. On an accelerator a few more rows are nearly free. On a CPU a few more rows made a step of
+    eight rows 18 % longer (benchmarks/LOG.md)."""
     return extra > 0 and (traits_of(platform).spare_rows or 4 * extra >= rows)
 
 
@@ -54,7 +54,7 @@ class _Row:
         limit: First position for which the slot has no page.
         run: The slot's current token, if the grammar forced it, and the forced tokens that follow.
             Else empty.
-        taken: Number of forced tokens that are drafts of the step being issued.
+        taken: Number of forced tokens that the step being issued computes as drafts.
         guess: Predicted drafts of the step being issued.
         drafted: Whether the mesh's drafts for the slot are read back with the last issued step.
         drafts: The mesh's drafts, once they are read: position of the first, and tokens.
@@ -75,10 +75,11 @@ class _Row:
 
 
 class GrammarRows:
-    """Tracks the decode slots that have a grammar. Used by the dispatch thread only.
+    """Tracks the decode slots whose sequences have a grammar, and computes their masks and forced
+    tokens. Used by the dispatch thread only.
 
     Attributes:
-        compiler: Compiler of grammars. None if the worker has no tokenizer; it then refuses
+        compiler: Compiler of grammars. None if the worker has no tokenizer. The worker then refuses
             requests with a grammar.
     """
 
@@ -88,8 +89,8 @@ class GrammarRows:
         self._words = mask_words(vocabulary)
         self._rows: dict[tuple[int, int], _Row] = {}
         self._turn = 0  # forward passes so far; each one begins with another row
-        # Tokens and drafts that are not consumed yet, with their rows: (rank, index, row, number of
-        # leading tokens that were forced).
+        # Tokens and drafts that the matchers have not consumed yet, with their rows: (rank, index,
+        # row, number of leading tokens that were forced).
         self._issued: list[
             tuple[jax.Array, jax.Array | None, list[tuple[int, int, _Row, int]]]
         ] = []
@@ -108,8 +109,8 @@ class GrammarRows:
 
     def runs(self, slots: Slots, room: int, guesses: Guesses) -> Guesses:
         """Returns the drafts of the next step: runs of forced tokens, and `guesses` of slots
-        without a run. Each dp rank has `room` extra rows. Slots get these rows in order, runs
-        first. Runs that do not fit, or would not save time, are left to later steps."""
+        without a run. Each dp rank has `room` extra rows. Slots get these rows in order, slots with
+        a run first. A run that does not fit, or would not save time, waits for a later step."""
         taken: dict[tuple[int, int], Guess] = {}
         left = [room] * len(slots)
         for rank, rank_slots in enumerate(slots):
@@ -146,9 +147,10 @@ class GrammarRows:
         return taken
 
     def masks(self, slots: Slots, width: int, plan: DraftPlan | None = None) -> np.ndarray:
-        """Computes the masks of allowed tokens for a step, uint32 [ranks, width, W], for the rows
-        of `slots[rank]` and of their drafts. Blocks until the previous tokens are read back, unless
-        the grammar forced them. The caller must call `issued` afterwards."""
+        """Computes the masks of allowed tokens for a step, uint32 [ranks, width, W] with one bit
+        for each token of the vocabulary, for the rows of `slots[rank]` and of their drafts. Blocks
+        until the tokens of earlier steps are read back, but does not wait for tokens that the
+        grammar forced. The caller must call `issued` afterwards."""
         self._consume()
         masks = np.full((len(slots), width, self._words), ALL, np.uint32)
         for rank, rank_slots in enumerate(slots):
@@ -174,7 +176,8 @@ class GrammarRows:
                 if row is None or not row.active:
                     continue
                 row.position += row.taken
-                # Tokens that are known are not read, and neither are the drafts after them.
+                # Tokens that the grammar forced are known already. They are not read back, and
+                # neither are the drafts after them.
                 row.drafted = drafts is not None and not row.run
                 if row.run:
                     row.position += 1
@@ -196,7 +199,7 @@ class GrammarRows:
     def _consume(self) -> None:
         issued, self._issued = self._issued, []
         for token, drafts, rows in issued:
-            # Besides `start_reading`, which started the copy, only this code reads from devices.
+            # Only this code and `start_reading`, which started the copy, read from devices.
             with jax.transfer_guard_device_to_host("allow"):
                 host = np.asarray(token).tolist()
                 drafted = None if drafts is None else np.asarray(drafts).tolist()

@@ -2,12 +2,12 @@
 by the encoder's output.
 
 The activations of an image stay on the device, so that later chunks and other prompts with this
-image do not compute them again. `ImageStore` decides which rows of an array hold which image, and
-evicts the least recently used image. Only commands change the store, so that all processes of an
-instance make the same decisions.
+image do not compute them again. `ImageStore` assigns the rows of an array to images, and evicts the
+least recently used image. Only commands change the store, so that all processes of an instance make
+the same decisions.
 
 A chunk without images runs the same programs as in a model without a vision encoder. Each dp rank
-encodes its own images; all devices of a rank repeat the computation. An image is padded to the next
+encodes its own images. All devices of a rank repeat the computation. An image is padded to the next
 size in `patch_buckets`. The encoder's layers share one program per size."""
 
 from collections import OrderedDict
@@ -46,12 +46,12 @@ class ImageStore:
         return digest in self._held
 
     def rows(self, digest: bytes) -> np.ndarray:
-        """Returns the rows of an image, int32, in the order of its tokens."""
+        """Returns the rows that hold an image, int32, in the order of the image's tokens."""
         return self._held[digest]
 
     def take(self, digest: bytes, rows: int, used: set[bytes]) -> bool:
-        """Assigns rows to an image, unless it has some. Evicts the least recently used images,
-        except images in `used`. Returns whether the image must be encoded."""
+        """Assigns rows to an image, and evicts the least recently used images outside `used` to
+        make room. Returns True if the image must be encoded, and False if it had rows already."""
         if digest in self._held:
             self._held.move_to_end(digest)
             return False
@@ -62,7 +62,7 @@ class ImageStore:
         return True
 
     def clear(self) -> None:
-        """Forgets all images, after the weights changed."""
+        """Drops all images, because their activations belong to weights that have changed."""
         for rows in self._held.values():
             self._free += rows.tolist()
         self._held.clear()
@@ -128,8 +128,8 @@ class ImagePrograms:
         return x, deep
 
     def nothing_added(self, width: int) -> Any:
-        """Returns zeros in the form of `run`'s second result, for a chunk of `width` tokens; or
-        ()."""
+        """Returns the second result of `run` for a chunk of `width` tokens without images: zeros,
+        or () if the model adds no image activations."""
         if not self.depth:
             return ()
         shape, dtype = (1, width, self.depth, self._width), self._dtype
@@ -260,7 +260,9 @@ class ImagePrograms:
         return self._programs.get(("image block", x.shape, part.structure), build)(*arguments)
 
     def _merge(self, part: Part, column: int, x: jax.Array, target: jax.Array) -> jax.Array:
-        """Writes the activations of tokens to the rows `target` of the store. Returns the store."""
+        """Applies the merger `part` to patch activations, and writes the resulting token
+        activations to the rows `target` of the store, at index `column` of its second dimension.
+        Returns the store."""
         shards, dtype = self._shards, self._dtype
 
         def body(leaves: Any, store: Any, x: Any, target: Any) -> jax.Array:

@@ -7,7 +7,7 @@ token. All runs are written before any is read. With one loop for both, XLA of J
 and read, which copied the pool twice for each run. dp ranks that the block does not concern do
 nothing. On accelerators (`write_whole`) the whole block is written at once.
 
-Invariants: the pages of a block are distinct, so that the values read back stay valid; only valid
+Invariants: the pages of a block are distinct, so that the values read back stay valid. Only valid
 tokens are written."""
 
 import math
@@ -26,7 +26,7 @@ from jdisagg.ops.kv_pages import gather_tokens, insert_block, insert_run, read_r
 from jdisagg.ops.kv_rows import block_of, components_of
 from jdisagg.transfer.codec import Codec
 
-# Limits of a run over all layers. (With 1 MB an insert takes half as long again.)
+# Largest size of a run, over all layers. (With 1 MB an insert takes 1.5 times as long.)
 RUN_TOKENS = 128
 RUN_BYTES = 4 << 20
 
@@ -70,7 +70,7 @@ class Places(NamedTuple):
         return self.page_N[place // self.page_size], place % self.page_size
 
     def some(self, token_T: jax.Array, wanted_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the same as `at`, but page `nowhere` for tokens that are not in `wanted_T`."""
+        """Returns the result of `at`, with page `nowhere` for tokens where `wanted_T` is False."""
         page_T, slot_T = self.at(token_T)
         return jnp.where(wanted_T, page_T, self.nowhere), slot_T
 
@@ -186,9 +186,9 @@ def write_whole(
     form: BlockForm,
     gather: Callable[..., jax.Array] = gather_tokens,
 ) -> Inserted:
-    """Does the same as `write_and_read` with one scatter, one gather and one sum. Needs memory for
-    a copy of the block, but no loop. A loop on a GPU is driven by the host, which would delay
-    decode. `gather` reads the tokens back."""
+    """Does the work of `write_and_read` with one scatter, one gather and one sum. Needs memory for
+    a copy of the block, but no loop. On a GPU the host would drive a loop, which would delay decode
+    steps. `gather` is the function that reads the tokens back."""
     parts, intact = _unpack(form, arrays, places.stamp_5)
     tokens = parts[0].shape[2]
     token_T = jnp.arange(tokens, dtype=jnp.int32)
@@ -225,8 +225,8 @@ def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Arr
 
 
 def _finite(values: jax.Array) -> jax.Array:
-    """Replaces non-finite values, which damaged blocks may contain. Otherwise they would stay in
-    the pages, where masked attention multiplies them by zero, which gives NaN."""
+    """Replaces non-finite values by finite ones. Damaged blocks may contain non-finite values. They
+    would stay in the pages, where masked attention would multiply them by zero, which gives NaN."""
     if not jnp.issubdtype(values.dtype, jnp.floating):
         return values
     return jnp.where(jnp.isfinite(values), values, jnp.zeros((), values.dtype))

@@ -1,9 +1,9 @@
 """The JAX executor: runs step commands on one mesh, in order, on two threads. With pipeline stages,
 the two threads drive the meshes of all stages.
 
-Commands identify pages, slots and offers by number. Only the scheduler tracks their owners. An
-instance prefills, decodes, or does both, and builds only the programs that its role needs. All
-device state (pages, slots, offered and pulled blocks) belongs to the dispatch thread."""
+Commands identify pages, slots and offers by number. Only the scheduler tracks which sequence owns
+them. An instance prefills, decodes, or does both, and builds only the programs that its role needs.
+All device state (pages, slots, offered and pulled blocks) belongs to the dispatch thread."""
 
 import asyncio
 import contextlib
@@ -94,8 +94,8 @@ class MeshRole:
         prefill, decode: Whether the executor runs prefill chunks and decode steps.
         emit: Whether prefilled KV is offered to other meshes.
         codec: Name of the codec that packs the blocks that this mesh receives.
-        extracts: Whether the mesh sends blocks read from its pages, of running sequences or of the
-            prefix cache.
+        extracts: Whether the mesh sends blocks that it reads from its pages: KV of running
+            sequences, or of the prefix cache.
         host_tokens: Number of tokens in the longest cached block in host memory. 0 without a prefix
             cache in host memory.
         spills: Whether sequences are swapped out to host memory.
@@ -183,7 +183,8 @@ class MeshExecutor:
         self._threads = WorkThreads(name)
 
     def _prefill_sums(self, programs: Programs) -> PrefillSums | None:
-        """Returns the programs of the checksums of one stage's KV, if the mesh offers KV."""
+        """Returns the programs that compute the checksums of one stage's KV, or None if the mesh
+        offers no KV."""
         limits = self.limits
         if not self.role.emit:
             return None
@@ -247,8 +248,8 @@ class MeshExecutor:
         self.host.close()
 
     def expect(self, card: MeshCard) -> None:
-        """Sets the peer mesh, for whose piece sizes warm-up compiles. Pulls that name no mesh pull
-        from this peer. Must be called before the first command."""
+        """Sets the peer mesh. Warm-up compiles programs for the piece sizes of this peer, and pulls
+        that name no mesh pull from it. Must be called before the first command."""
         self.blocks.connect("", card)
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
@@ -282,7 +283,7 @@ class MeshExecutor:
                 self._sampler.warm_up(variant, x)
 
     def warm_samples(self, width: int, form: ChunkForm, variant: Variant) -> None:
-        """Compiles the programs that choose first tokens in one way, by running a chunk of
+        """Compiles the programs of one `variant` that choose first tokens, by running a chunk of
         padding."""
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         self._sampler.warm_up(variant, self._prefill.run(chunk)[0])
@@ -381,7 +382,8 @@ class MeshExecutor:
     def _run_prefill(self, command: PrefillChunk) -> PrefillReading:
         chunk = ChunkArrays.build(command, self.limits.computed, platform=self.platform)
         x, blocks, sums = self._prefill.run(chunk)
-        # Sampled before blocks are cut and offered, because the client waits for the first token.
+        # First tokens are sampled before blocks are cut and offered, because the client waits for
+        # them.
         chosen = self._sampler.run(command, x, chunk.form.every_token)
         scores = self._scorer.run(command, x) if chunk.form.every_token else None
         start_reading((*(chosen or ()), *sums, *(scores or ())))
@@ -455,7 +457,7 @@ class MeshExecutor:
 
 
 class _Stage(NamedTuple):
-    """What each pipeline stage has for itself."""
+    """The programs, weights and page pools of one pipeline stage."""
 
     programs: Programs
     weights: Weights

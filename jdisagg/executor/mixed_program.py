@@ -5,7 +5,7 @@ followed by the B rows of the step, so that weights are read once. Attention is 
 step use the same attention functions as in separate programs. KV of both is written before either
 attends. The last layer is computed only for the last token of each prompt that ends in the chunk,
 and for the step's rows. The program returns the logits of the step's rows and the activations of
-the ended prompts. Tokens are chosen by other programs: those of the step as in a step of two
+these last tokens. Tokens are chosen by other programs: those of the step as in a step of two
 programs (`decode_program.py`), first tokens of prompts as after any chunk (`prefill_sampler.py`).
 So there is one program for each pair of chunk size and batch size.
 
@@ -47,8 +47,8 @@ from jdisagg.scheduler.executor import MeshLimits
 
 
 def mixed_forms(limits: MeshLimits, platform: str) -> tuple[ChunkForm, ...]:
-    """Returns the chunk forms for which mixed programs are compiled: those that support any
-    rows."""
+    """Returns the chunk forms for which mixed programs are compiled. They support any rows: several
+    rows in a chunk, with or without tokens of earlier chunks."""
     return tuple(ChunkForm(True, True, columns=count) for count in past_columns(limits, platform))
 
 
@@ -186,7 +186,7 @@ class MixedPrograms:
                 ends = number == count - 1 and drafter is None
                 attend = both.over(pages, tokens, ends)
                 x_TD = layer(x_TD, at_T, attend, shards, valid_T, asked_R if ends else None)
-                # A layer does not call `attend` if it keeps no KV.
+                # A layer without KV does not call `attend`.
                 if not pages:
                     chunk.without_kv()
             if drafter is not None:
@@ -216,7 +216,8 @@ class _MixedAttention:
         Args:
             layer_pages: Page arrays of the layer.
             tokens: Number of tokens of the chunk.
-            rows_alone: Whether only the rows that the last layer returns have a query.
+            rows_alone: Whether queries are computed only for the rows that the last layer returns,
+                instead of for all tokens and rows.
         """
         chunk, step = self._chunk, self._step
 
@@ -230,7 +231,8 @@ class _MixedAttention:
             queries = q_TNH.shape[0] - rows
             v_parts = (None, None) if v_TKH is None else (v_TKH[:tokens], v_TKH[tokens:])
             of_chunk, of_step = _split(how.get("index"), queries, tokens)
-            # Both are written before either is read, so that XLA copies no pages.
+            # The KV of chunk and step is written before any KV is read, so that XLA copies no
+            # pages.
             pages = step.write(layer_pages, k_TKH[tokens:], v_parts[1], of_step)
             how["index"] = of_chunk
             attend_chunk = chunk.over(pages, rows_alone, False)

@@ -3,14 +3,14 @@ step.
 
 The layer's input is a token and the hidden state of the position before it. After the step has
 verified its drafts, the layer computes the KV of each token that the step chose, which replaces the
-KV that it had computed from drafts. Its output at the newest token gives the first draft. Further
-drafts form a chain: the layer is applied to its own draft and hidden state.
+KV that it had computed from drafts. Its output at the newest token gives the first draft. For each
+further draft, the layer is applied to its own last draft and hidden state.
 
 A draft is sampled like the model's token at the same position, with the same random numbers and
 filters. It then equals the model's token more often than the layer's most likely token would
 (docs/speculation.md). Each slot's drafts and the position of the first stay on the device until the
-slot's next step. Drafts change no stream, so leftover drafts of an earlier sequence are
-harmless."""
+slot's next step. Drafts never change the tokens of a stream, so leftover drafts of an earlier
+sequence are harmless."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ class NextTokens:
 
     @property
     def layers(self) -> range:
-        """Index of the layer's KV, as a range."""
+        """Index of the drafting layer among the layers of the KV cache, as a range of one layer."""
         count = len(self._weights.layers)
         return range(count, count + 1)
 
@@ -58,7 +58,7 @@ class NextTokens:
         """Drafts the tokens that follow the tokens of a step.
 
         Args:
-            model: Arrays of stem and layer.
+            model: Weights of the stem (embedding, final norm, head) and of the layer.
             kept: KV of the layer.
             y_TD: The model's hidden states of the step's rows (see `DraftLayer.taps`).
             step: Rows of the step.
@@ -92,7 +92,8 @@ class NextTokens:
         return kept, drafts_SG.at[slot_B].set(drafts_BG, mode="drop")
 
     def _advanced(self, rows: BatchRows, token_T: jax.Array) -> BatchRows:
-        """Returns rows with the tokens after those of `rows`."""
+        """Returns `rows` advanced by one position, with `token_T` as their tokens. A row without a
+        token, or at its limit, becomes inactive."""
         limit_T, _ = self._rows.limit_and_table(rows.ints)
         position_T = rows.position + 1
         active_T = rows.active & (token_T >= 0) & (position_T < limit_T)

@@ -20,7 +20,7 @@ from jdisagg.ops.kv_pages import kept_dtype
 from jdisagg.scheduler.executor import MeshLimits
 
 LayerPages = tuple[jax.Array, ...]
-# arrays of pages, recurrent states and ring buffers of some layers
+# For some layers: the arrays of pages, of recurrent states and of ring buffers.
 Kept = tuple[list[LayerPages], list[LayerPages], list[LayerPages]]
 
 
@@ -61,7 +61,8 @@ class PagePool:
         self.layers: list[LayerPages] = self._new()
 
     def drop(self) -> None:
-        """Frees the arrays. No command may use them until `make` is called."""
+        """Frees the arrays, while the mesh sleeps. No command may use them until `make` is
+        called."""
         self.layers = []
 
     def make(self) -> None:
@@ -131,7 +132,8 @@ class Pools(NamedTuple):
         rings = limits.window_pages_per_rank or limits.state_rows * limits.ring_pages
         return Pools(
             PagePool(programs, limits.sent, limits.pages_per_rank, size, padding, held),
-            # Padding rows write no state, because each dummy state would be as large as a real one.
+            # There are no dummy states, because each would be as large as a real one. Padding rows
+            # write no state.
             PagePool(programs, spec.state, limits.state_rows, 1, 0, held),
             PagePool(
                 programs, spec.windowed if rings else limits.nothing, rings, size, padding, held
@@ -143,7 +145,7 @@ class Pools(NamedTuple):
         return self.pages.bytes + self.states.bytes + self.rings.bytes
 
     def drop(self) -> None:
-        """Frees the arrays of all pools until `make`."""
+        """Frees the arrays of all pools. No command may use them until `make` is called."""
         for pool in self:
             pool.drop()
 

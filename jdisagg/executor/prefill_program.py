@@ -12,18 +12,19 @@ is extracted from the pages after the last chunk.
 
 The last layer computes keys and values for all tokens, but everything else only for the last tokens
 of the rows that sample. These tokens attend to pages alone, as in a decode step, because the layer
-writes all keys first. A chunk that samples nothing (the earlier part of a long prompt) skips it.
-This saves up to 1 / layers of a prefill. If log-probabilities of prompts are requested, the last
-layer is computed for all tokens, by a program compiled at the first request.
+writes all keys first. A chunk that samples nothing (the earlier part of a long prompt) skips this
+part of the last layer. This saves up to 1 / layers of a prefill. If log-probabilities of prompts
+are requested, the last layer is computed for all tokens, by a program compiled at the first
+request.
 
 A next-token layer, which drafts tokens on decode meshes, counts as one more layer of the KV cache.
-Its keys and values need the last hidden state of every token, so all layers are computed for all
-tokens. The keys and values of a chunk's first token are zero, because the hidden state before it is
-not kept.
+Its keys and values depend on the last hidden state of every token, so all layers are computed for
+all tokens. The keys and values of a chunk's first token are zero, because the hidden state before
+it is not kept.
 
 Groups of equal structure, except the last, share one executable for each chunk bucket. Inside
-`shard_map` each dp rank has its own chunk and pages; tensor parallelism is in the model's
-collectives."""
+`shard_map` each dp rank has its own chunk and pages. The model's collectives implement tensor
+parallelism."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -220,8 +221,8 @@ def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkF
     columns = columns_for(command, limits, platform) if past else 0
     form = ChunkForm(packed, past, may_sample, columns)
     if asks_of_prompts(command):
-        # The most general forms, because requests wait while one is compiled: on a CPU one for each
-        # bucket.
+        # Uses the most general forms, because requests wait while such a program is compiled: on a
+        # CPU one for each bucket.
         past = loops or form.past
         return dataclasses.replace(form, packed=True, past=past, samples=True, every_token=True)
     return form
@@ -253,7 +254,8 @@ class PrefillPrograms:
         held = self._pool.held
         self._groups = [(at, group) for at, group in enumerate(groups) if group.start in held]
         self._sums, self._emit = sums, sums is not None
-        # Rows of a packed chunk begin at multiples of this power of two, as the recurrence needs.
+        # Rows of a packed chunk begin at multiples of this power of two, which the recurrent layers
+        # require.
         self._grain = limits.granule_tokens & -limits.granule_tokens
         self._long_grain = limits.state_grain
         self._keeps = limits.snapshots_per_rank > 0
@@ -399,7 +401,8 @@ class PrefillPrograms:
             out_specs = (RANK, page_specs, state_specs, [BLOCK_SPEC] if self._emit else [])
             arguments = ([part.leaves for part in parts], pages, states, x, *meta, deep)
             arguments += (self._weights.stem.leaves, chunk.tokens) if drafts else ()
-            # The last group returns fewer activations than its input has, one with taps more.
+            # The last group returns fewer activations than its input has. A group with taps returns
+            # more.
             donate = (1, 2) if last or within else (1, 2, 3)
             return self._programs.compile(
                 self._group_body(group, form), arguments, in_specs, out_specs, donate=donate
@@ -486,7 +489,8 @@ class PrefillPrograms:
                 )
                 if not isinstance(deep, tuple) and index < deep.shape[2]:
                     x_TD = x_TD + _rows_of(deep[0, :, index], asked_R)
-                # A layer does not call `attend` or `recur` for what it does not keep.
+                # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
+                # state.
                 if not layer_pages:
                     attention.without_kv()
                 if not layer_states:
@@ -506,8 +510,9 @@ def _rows_of(of_TD: jax.Array, rows_R: jax.Array | None) -> jax.Array:
 
 
 def _taps(weights: Weights, group: range) -> tuple[int, tuple[int, ...]]:
-    """For the layer that drafts tokens: returns the number of activations kept before a group of
-    layers, and the places within the group where more are kept."""
+    """Returns where a group of layers keeps activations as input of the layer that drafts tokens:
+    the number of activations that earlier groups have kept, and the indices of layers within the
+    group before which more are kept."""
     before = sum(tap < group.start for tap in weights.taps)
     return before, tuple(tap - group.start for tap in weights.taps if tap in group)
 
@@ -543,8 +548,9 @@ def compute_draft_kv(
 
 
 def _before(y_TD: jax.Array, segment_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the hidden state before each token of a chunk, and whether it is known. Unknown
-    states are zero."""
+    """Returns, for each token of a chunk, the hidden state of the token before it in its sequence,
+    and whether this state is known. The state before a row's first token in the chunk is unknown.
+    Unknown states are zero."""
     index_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)
     known_T = (index_T > 0) & (segment_T >= 0) & (segment_T == jnp.roll(segment_T, 1))
     return jnp.where(known_T[:, None], jnp.roll(y_TD, 1, axis=0), 0), known_T

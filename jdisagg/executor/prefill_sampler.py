@@ -2,7 +2,8 @@
 their first tokens.
 
 A chunk has at most `samples_per_chunk` samples per dp rank. If a request wants several completions
-of one prompt, several samples use the same row. The programs do not depend on the chunk bucket."""
+of one prompt, several samples use the same row. The sampling programs do not depend on the size of
+the chunk."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -117,8 +118,8 @@ class PrefillSampler:
 
     def _room(self, samples: int) -> int:
         """Returns the number of samples for which a program is compiled: one, or
-        `samples_per_chunk`. Room for one saves 1 % of the prefill of a long prompt, which a decode
-        mesh does not compute."""
+        `samples_per_chunk`. A program for one sample saves 1 % of the prefill of a long prompt. A
+        decode mesh computes no long prompts and always uses `samples_per_chunk`."""
         alone = samples == 1 and not self._limits.append_buckets
         return 1 if alone else self._limits.samples_per_chunk
 

@@ -60,7 +60,8 @@ class ProgramCache(CacheInterface):
     def __init__(self, path: Path, longest_wait: float = LONGEST_WAIT_SECONDS) -> None:
         self._path = path
         self._longest_wait = longest_wait
-        # .lock: the locked file of the thread's key; .asked: the list of `keys_asked`
+        # Of each thread. `lock`: the file that the thread has locked for its key. `asked`: the list
+        # that `keys_asked` yields.
         self._compiling = threading.local()
 
     @contextmanager
@@ -79,7 +80,8 @@ class ProgramCache(CacheInterface):
             asked.append(key)
         entry = self.read(key)
         if entry is not None or jax.process_count() > 1:
-            # Processes of an instance compile in lockstep, so none may wait for another instance.
+            # The processes of one instance compile in lockstep, so none of them may wait for
+            # another instance.
             return entry
         self._lock(key)
         entry = self.read(key)
@@ -125,8 +127,8 @@ class ProgramCache(CacheInterface):
             new.unlink(missing_ok=True)
 
     def _lock(self, key: str) -> None:
-        """Waits for the lock on an entry. If locking fails, the program is compiled without a
-        lock."""
+        """Waits until this thread has the lock on an entry, or until a time limit. If locking
+        fails, the program is compiled without a lock."""
         with suppress(OSError):
             lock = os.open(self._lock_file(key), os.O_RDWR | os.O_CREAT, 0o600)
             self._compiling.lock = lock

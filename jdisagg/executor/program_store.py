@@ -2,17 +2,17 @@
 
 JAX's compilation cache (`program_cache.py`) finds an executable by the text of the lowered program.
 Tracing and lowering every program takes most of the time of a start whose executables are all in
-the cache. An entry of this store has a name that is known before: a digest of everything from which
-the text follows. It holds the key of the executable in JAX's cache, and what JAX needs besides the
-executable to call it. It is in the same folder, and is a pickle: as with JAX's own entries, which
-are machine code, only trusted users may write to the folder.
+the cache. The name of an entry in this store is known before tracing: it is a digest of everything
+that determines the text. An entry holds the key of the executable in JAX's cache, and the
+description that JAX needs to call the executable. Entries are in the same folder as JAX's. They are
+pickles, and JAX's entries are machine code, so only trusted users may write to the folder.
 
-The name covers the sources of this project, which a process can replace at run time: a notebook
+The name covers the source files of this project. A process can replace code at run time: a notebook
 tries another attention, a test injects a fault. An entry therefore also refers to the digests of
-the modules that were loaded when its program was traced, and is used only where the same modules
-are loaded unchanged, or not loaded. While these modules hold code from elsewhere, nothing is found
-or stored. Other packages, such as JAX, are known by their versions alone. A program made of
-something without a digest, such as a model class of a notebook, is traced."""
+the modules that were loaded when its program was traced. The entry is used only in a process where
+each of these modules is unchanged or not loaded. While these modules hold code from elsewhere,
+nothing is found or stored. Other packages, such as JAX, are known by their versions alone. A
+program made of something without a digest, such as a model class of a notebook, is traced."""
 
 import functools
 import importlib.metadata
@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-# As in `program_cache.py`; `jax.experimental.serialize_executable` is the model of what is kept.
-# Unlike it, the executable's bytes stay in JAX's cache: on CPUs, an executable that was read from
-# the cache cannot be serialized again.
+# Private names of JAX, as in `program_cache.py`. Entries follow
+# `jax.experimental.serialize_executable`, except that the bytes of the executable stay in JAX's
+# cache: on CPUs, an executable that was read from the cache cannot be serialized again.
 from jax._src import compilation_cache as jax_cache
 from jax._src import config as jax_config
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
@@ -78,12 +78,12 @@ class Entry(NamedTuple):
 
 
 def program_store(mesh: Mesh, *made_of: object) -> "ProgramStore | None":
-    """Returns the store of a mesh's programs. Returns None if something that they are made of has
-    no digest.
+    """Returns the store of a mesh's programs, or None if a value that the programs depend on has no
+    digest. All programs are then traced.
 
     Args:
-        made_of: What the owner of the programs was made of: its type, model, layout, limits, role.
-            Together with a program's key and arguments it must determine the program.
+        made_of: Values from which the owner of the programs was built: type, model, layout, limits,
+            role. Together with a program's key and arguments they must determine the program.
     """
     try:
         return ProgramStore(mesh, digest(made_of))
@@ -124,8 +124,8 @@ class ProgramStore:
             return None
 
     def load(self, name: str) -> Callable[..., Any] | None:
-        """Returns a stored program. Returns None if there is none, if the code that it was traced
-        from was replaced, or if it cannot be read."""
+        """Returns a stored program. Returns None if there is no entry, if the code from which the
+        program was traced was replaced, or if the entry cannot be read."""
         if (cache := self._cache()) is None:
             return None
         try:
@@ -158,8 +158,9 @@ class ProgramStore:
         with cache.keys_asked() as keys:
             program = lowered.compile(compiler_options=options)
         after = _code_now()
-        # Without a key, the executable is not in JAX's cache. The values of arrays on a device,
-        # such as weights, are not part of the name.
+        # Not stored if there is no key, because the executable is then not in JAX's cache. Not
+        # stored if the program contains arrays on a device, such as weights, because the name does
+        # not cover their values.
         if after is None or differing(before, after) or len(keys) != 1 or _holds_arrays(traced):
             return program
         try:
@@ -170,7 +171,7 @@ class ProgramStore:
         return program
 
     def _cache(self) -> ProgramCache | None:
-        """Returns JAX's cache. None if it is disabled, or is not ours."""
+        """Returns JAX's compilation cache, or None if it is disabled or is not a `ProgramCache`."""
         settings = jax.config.values
         if not (settings["jax_compilation_cache_dir"] and settings["jax_enable_compilation_cache"]):
             return None
@@ -195,7 +196,7 @@ def _report(text: str) -> None:
 
 
 def _code_now() -> dict[str, str] | None:
-    """Returns the digests of the loaded modules. None if they cannot be computed."""
+    """Returns the digests of the loaded modules, or None if they cannot be computed."""
     try:
         return _loaded_code.digests()
     except Exception as error:  # code from elsewhere, or a value of an unforeseen kind
@@ -278,7 +279,8 @@ def _devices_of(client: Any) -> dict[int, Any]:
 
 @functools.cache
 def _surroundings(client: Any) -> str:
-    """Returns a digest of what does not change in this process: sources, versions, processor."""
+    """Returns a digest of everything that determines programs and does not change in this process:
+    sources, versions, processor."""
     packages = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
     versions = [(name, importlib.metadata.version(name)) for name in packages]
     described = client.platform, client.platform_version
@@ -297,19 +299,20 @@ def _processor() -> str:
 
 
 def _settings() -> str:
-    """Returns a digest of what may change in this process and enters programs."""
+    """Returns a digest of the settings that determine programs and may change in this process."""
     settings = {
         name: value
         for name, value in sorted(jax.config.values.items())
         if not name.startswith(_OTHER_SETTINGS)
     }
     variables = [os.environ.get(name, "") for name in _VARIABLES]
-    # The contexts of this thread, such as an abstract mesh; of most, only the type can be compared.
+    # The contexts of this thread, such as an abstract mesh. For most, only the type can be
+    # compared.
     context = [f"{type(part).__name__}:{part!r}"[:200] for part in _context()]
     return digest(settings, variables, sorted(switched_off()), context)
 
 
 def _context() -> list[object]:
-    """Returns what JAX itself compares before it uses an earlier trace again, without the axes of
-    programs that are being traced."""
+    """Returns the values that JAX itself compares before it reuses an earlier trace, without the
+    axes of programs that are being traced."""
     return [part for part in jax_config.trace_context() if type(part).__name__ != "AxisEnv"]

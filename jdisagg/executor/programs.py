@@ -31,13 +31,13 @@ _logger = logging.getLogger(__name__)
 SLOW_SECONDS = 20.0  # compilations that take longer are logged, while they run and at their end
 RANK = PartitionSpec("dp")
 BLOCK_SPEC = PartitionSpec("dp", None, "kv")  # as `transfer.channel.block_sharding`
-# Arrays that go to or come from the host and other meshes, in XLA's own order of axes. All others
-# are weights and pages.
+# PartitionSpecs of arrays that are exchanged with the host and other meshes. They have XLA's own
+# order of axes in memory. All other arrays are weights and pages.
 TRAVELLING = (RANK, BLOCK_SPEC, PartitionSpec())
 
 
-# Tracing a program is Python code without pauses. Other threads, such as the event loop, get the
-# interpreter after this time and not after Python's 5 ms, each time that they need it.
+# Tracing a program runs Python code without pauses. With this switch interval, other threads such
+# as the event loop wait this long for the interpreter instead of Python's default of 5 ms.
 TURN_SECONDS = 2e-4
 
 
@@ -84,7 +84,8 @@ def _slow_logged(key: Hashable) -> Iterator[None]:
 
 
 class MissingProgram(Exception):
-    """A program is not compiled yet. `compile` compiles it, on any thread."""
+    """Raised for a program that is not compiled yet. Its method `compile` compiles the program, on
+    any thread."""
 
     def __init__(self, compile: Callable[[], object]) -> None:
         super().__init__("the program is not compiled yet")
@@ -92,13 +93,13 @@ class MissingProgram(Exception):
 
 
 class Programs:
-    """The compiled programs of one mesh. Thread-safe, so that warm-up can compile several at
-    once.
+    """The compiled programs of one mesh. Thread-safe, so that warm-up can compile several at once.
 
     The first pipeline stage of an instance also holds the programs of the `later` stages.
 
-    `store` finds programs of earlier processes. The owner sets it, because only the owner can name
-    what its programs are made of. It is not used by a mesh of several processes."""
+    `store` finds programs of earlier processes. The owner of the programs sets this attribute,
+    because only the owner has the values that determine its programs. A mesh of several processes
+    does not use the store."""
 
     def __init__(self, mesh: Mesh, *later: Mesh) -> None:
         self.mesh = mesh
@@ -167,7 +168,8 @@ class Programs:
             return jax.device_put(host, self._by_rank)
 
         def by_callback(array: np.ndarray) -> jax.Array:
-            # The callback's slices may be aliased, and callers reuse their arrays.
+            # Copied, because JAX may alias the slices that the callback returns, and callers reuse
+            # their arrays.
             kept = array.copy()
             return jax.make_array_from_callback(
                 array.shape, self._by_rank, lambda index: kept[index]
@@ -234,8 +236,8 @@ class Programs:
         return program
 
     def adopt(self, earlier: "Programs") -> None:
-        """Takes over the compiled programs of an earlier instance. Role, layout, limits, model and
-        mesh must be equal."""
+        """Uses the compiled programs of an earlier instance with equal role, layout, limits, model
+        and mesh."""
         assert earlier.mesh == self.mesh, "executables are made for their mesh"
         self._built.update(earlier._built)
         self._compilations += earlier._compilations
@@ -256,8 +258,8 @@ class Programs:
             body: Function to run on each device with the device's shards.
             arguments: Arrays or abstract arrays with the arguments' shapes.
             in_specs, out_specs: Pytrees of PartitionSpec that match the arguments and results leaf
-                by leaf. Donated arguments and their results need equal, explicit shardings;
-                otherwise XLA does not alias them.
+                by leaf. Donated arguments and their results need equal, explicit shardings, because
+                XLA aliases only such arrays.
             donate: Indices of donated arguments.
         """
         specs, options = (in_specs, out_specs, donate), self.options_of(arguments)

@@ -1,9 +1,9 @@
-"""Computes log-probabilities of prompt tokens, by applying the model's output head to all tokens of
-a prefill chunk.
+"""Computes log-probabilities of prompt tokens, by applying the model's output head (LM head) to all
+tokens of a prefill chunk.
 
 The head runs in blocks of tokens, so that the logits of a whole chunk are never materialised
 (except by `PromptScorer.logits`), and each device keeps its part of the vocabulary. There is one
-program for each chunk bucket, compiled at the first request unless warm-up has run it."""
+program for each chunk size. Programs that warm-up has not run are compiled at the first request."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,7 +50,8 @@ class PromptScorer:
 
     def logits(self, row: PrefillRow, x: jax.Array) -> np.ndarray:
         """Returns the logits after each token of a row, float32 [T, V], on the host. Requires a
-        mesh of one process. Blocks, and needs memory for the logits of the whole chunk."""
+        mesh of one process. The call blocks, and needs device memory for the logits of the whole
+        chunk."""
         stem, shards = self._weights.head, self._shards
         assert not self._programs.spans_processes
 

@@ -36,7 +36,7 @@ Tokens = tuple[int, ...]
 
 def start_reading(arrays: Iterable[jax.Array | None]) -> None:
     """Starts to copy arrays to the host, so that the copies overlap with other work."""
-    # Only this code may read from devices; a transfer guard can forbid all other reads.
+    # Only this code may read from devices, so that a transfer guard can forbid all other reads.
     with jax.transfer_guard_device_to_host("allow"):
         for array in arrays:
             if array is not None:
@@ -45,7 +45,7 @@ def start_reading(arrays: Iterable[jax.Array | None]) -> None:
 
 @dataclass
 class Finished:
-    """The result of a command that completes when it is issued."""
+    """The result of a command that is complete as soon as it is issued."""
 
     step: int
     in_order: bool = True
@@ -128,8 +128,8 @@ class StepChoice:
     """The tokens of one decode step, as device arrays.
 
     Attributes:
-        parts: Chosen tokens of each batch of the step. One batch, unless the instance has pipeline
-            stages.
+        parts: Chosen tokens of each batch of the step. An instance without pipeline stages has one
+            batch.
         places: Index of each of the step's rows among the rows of all parts, int32 [ranks, rows].
             None if there is one part in the order of the rows.
     """
@@ -151,7 +151,7 @@ class StepChoice:
         arrays = [jax.device_get(part[field]) for part in self.parts]
         if self.places is None or arrays[0] is None:
             return arrays[0]
-        # Only parts with drafts have several tokens a row.
+        # Only parts with drafts have several tokens per row.
         most = max(array.shape[2] for array in arrays)
         filler = NO_TOKEN if field == 0 else 0
         alike = [
@@ -168,7 +168,9 @@ class StepChoice:
 
 @dataclass
 class DecodeReading:
-    """The tokens of one or more decode steps, read together."""
+    """The tokens of one or more decode steps, which are read together. `wanted` is, for each row,
+    the number of most likely tokens whose log-probabilities the request asks for, or None for
+    none."""
 
     command: DecodeSteps
     steps: list[StepChoice]
@@ -179,11 +181,12 @@ class DecodeReading:
         return self.steps[-1].is_ready()
 
     def result(self) -> DecodeResult:
-        # One conversion for all, because token by token took 2 ms for 8 ranks of 256 rows.
+        # All tokens are converted at once, because token by token took 2 ms for 8 ranks of 256
+        # rows.
         by_step = [array for step in self.steps if (array := step.read(0)) is not None]
         by_rank = np.concatenate(by_step, -1).tolist()
         rows = [(rank, range(len(slots))) for rank, slots in enumerate(self.command.slots)]
-        # After the tokens of a step with drafts, NO_TOKEN fills the row.
+        # In a step with drafts, NO_TOKEN fills a row after its last token.
         real: Callable[[Iterable[int]], Tokens] = (
             tuple
             if all(tokens.shape[-1] == 1 for tokens in by_step)

@@ -1,8 +1,8 @@
 """Runs the disk commands of one mesh, which copy blocks from host memory to files and back.
 
 Called on the dispatch thread. The threads of the disk store read and write the files
-(`transfer/disk_store.py`). A command fails at its deadline. If its block is loaded after the
-deadline and is no longer needed, the block is dropped."""
+(`transfer/disk_store.py`). A command fails at its deadline. A block that is loaded only after the
+deadline is dropped if it is no longer needed."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -59,8 +59,8 @@ class SavedBlocks:
     that computes KV, because other versions may round differently.
 
     Args:
-        part: Text that identifies this process's part of each block; empty if blocks are not
-            divided.
+        part: Text that identifies this process's part of each block, or "" if one process holds
+            whole blocks.
     """
 
     def __init__(

@@ -3,7 +3,8 @@
 Each dp rank and slot has one row in each of four arrays. `hot` int32 [2] (current token and its
 position) changes every step. `ints` and `floats` (limits, sampling parameters, stop and bias ids,
 page table) change on admission and growth. `counts` int32 [V] counts each token in the sequence,
-for penalties. Packing keeps the number of a step's arguments and of an admission's transfers small.
+for penalties. With few arrays, a step has few arguments, and the admission of a sequence needs few
+transfers.
 
 The sampling parameters of a prefill chunk's rows are packed in the same way. All parameters come
 from a `SampleSpec`."""
@@ -57,7 +58,7 @@ class RowFormat:
     ) -> None:
         """Fills one slot's rows `ints` [I] and `floats` [F] in place."""
         params = spec.sampling
-        # With a grammar its mask decides when stop ids are allowed.
+        # With a grammar, the grammar's mask determines when stop ids are allowed.
         min_position = spec.min_position if params.grammar is None else 0
         ints[:_TABLE] = (limit, params.top_k, 0, 0, spec.child, min_position, state, shift)
         ints[_SEED : _SEED + 2] = np.array(

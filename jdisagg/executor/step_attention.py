@@ -39,8 +39,8 @@ class StepAttention:
         self._positions_BQ = step.positions_BQ
 
     def over(self, pages: LayerPages, rings: LayerPages, keep: list[LayerPages]) -> Attend:
-        """Returns the attention function of a layer whose KV is in `pages` or in `rings`. It
-        appends the written arrays to `keep`."""
+        """Returns the attention function of a layer whose KV is in `pages` or in `rings`. The
+        function appends the updated page arrays to `keep`."""
         layer_pages, places = (rings, self._in_rings) if rings else (pages, self._in_pages)
 
         def attend(
@@ -117,5 +117,6 @@ def _ring_table(slot_B: jax.Array, columns: int, ring_pages: int) -> jax.Array:
 
 
 def _slot_rows(step: DraftRows, of_T: jax.Array) -> jax.Array:
-    """Orders values of a step's rows by slot, the rows of one slot in the order of positions."""
+    """Orders values of a step's rows by slot. The rows of one slot are in the order of their
+    positions."""
     return step.by_slot(of_T).reshape(-1, *of_T.shape[1:]) if step.drafts else of_T

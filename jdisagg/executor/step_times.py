@@ -1,7 +1,7 @@
-"""Times a few warm programs of a mesh, so that the router can predict times without a description
-of the hardware.
+"""Measures the run times of a few compiled programs of a mesh, so that the router can predict times
+without a description of the hardware.
 
-Runs after warm-up and before the mesh serves, because the programs overwrite pages; only the times
+Runs after warm-up and before the mesh serves, because the programs overwrite pages. Only the times
 of appended chunks may be measured later. Every process of a mesh runs the same commands. Only a
 mesh within one process repeats short commands, because the number of repetitions depends on the
 clock."""
@@ -62,8 +62,8 @@ def _chunks(executor: MeshExecutor, room: int, dummy: int | None = None) -> list
         dummy: Number of the page that the chunks use for all positions. None uses ordinary pages.
     """
     sizes, page = executor.limits.computed.chunk_buckets, executor.limits.page_size
-    # A prefill mesh leaves out its largest chunk, which takes as long as all others together. A
-    # chunk with earlier tokens needs room for a page of them.
+    # A prefill mesh does not measure its largest chunk, which takes as long as all others together.
+    # A chunk with earlier tokens needs room for one page of earlier tokens.
     largest = not executor.role.prefill and room - sizes[-1] >= page
     second = sizes[-1] if largest else sizes[max(0, len(sizes) - 2)]
     past = max(0, min(PAST_TOKENS, room - second)) // page * page

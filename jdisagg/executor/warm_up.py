@@ -55,7 +55,8 @@ def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
         if limits.speculates:
             drafts = [partial(executor.warm_drafts, *one) for one in sizes if not one[1].masked]
             steps += [WarmUpStep(one, Capability.DRAFTS) for one in drafts]
-        # Otherwise it is the only mesh of an embedded cluster and receives no blocks.
+        # A mesh that also prefills and sends no blocks is the only mesh of an embedded cluster. It
+        # receives no blocks.
         if role.extracts or not role.prefill:
             inserts = [partial(executor.warm_insert, *one) for one in limits.block_shapes()]
             steps += [WarmUpStep(insert) for insert in inserts]

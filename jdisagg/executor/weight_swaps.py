@@ -80,7 +80,8 @@ class WeightsOffer(Protocol):
 
 
 MakeOffer = Callable[[Mapping[str, jax.Array], float, str], WeightsOffer]
-"""Offers parameters by name, for some seconds; the text is the fingerprint of their content."""
+"""Function that offers arrays to other workers. Arguments: the arrays by parameter name, the
+seconds of the lease, and the fingerprint of the content."""
 
 
 @dataclass
@@ -96,7 +97,8 @@ class _Staged:
 
 @dataclass
 class _Reading:
-    """The reading of the `ReadWeights` command `number`, which ends early when `dropped` is set."""
+    """The reading of new weights for the `ReadWeights` command `number`. The reading ends early
+    when `dropped` is set."""
 
     number: int
     staged: "Future[_Staged]"
@@ -104,7 +106,7 @@ class _Reading:
 
 
 class _NoRoom(InvalidRequestError):
-    """A device lacks `missing` bytes for a second copy of the weights."""
+    """Raised if a device lacks `missing` bytes for a second copy of the weights."""
 
     missing: int = 0
 
@@ -145,8 +147,8 @@ class _Resting:
 
 
 class WeightSwaps:
-    """The weights of all meshes of an instance. Used by the dispatch thread; `read` returns at
-    once.
+    """The weights of all meshes of an instance. Used by the dispatch thread. `read` does not wait
+    for the files.
 
     Args:
         stages: Programs, weights and pools of each pipeline stage.
@@ -173,7 +175,7 @@ class WeightSwaps:
         self._pools = [pools for _, _, pools in stages]
         self._platform = first.platform
         meshes = [programs.mesh for programs, _, _ in stages]
-        # In the order in which `layout_meshes` takes them.
+        # The devices in the order of the argument of `layout_meshes`.
         self._devices = sorted(
             [device for mesh in meshes for device in mesh.devices.flat],
             key=lambda device: device.process_index,
@@ -185,7 +187,8 @@ class WeightSwaps:
         self._thread = ThreadPoolExecutor(1, f"{self._platform}-weights")
 
     def read(self, command: ReadWeights) -> WeightsReading:
-        """Starts to read a folder. Drops weights that were staged before."""
+        """Starts to read new weights from a checkpoint folder or an offer. Drops weights that were
+        staged before."""
         self.drop()
         dropped = threading.Event()
         staged = self._thread.submit(self._read, command.folder, dropped)
@@ -289,7 +292,8 @@ class WeightSwaps:
                 raise error
 
     def _check_form(self, folder: str, model: Model, weights: Weights) -> None:
-        """Raises InvalidRequestError unless the compiled programs fit the new weights."""
+        """Raises InvalidRequestError if the compiled programs do not support the new weights,
+        because a shape or the configuration differs."""
         same = (
             model.vocabulary == self._model.vocabulary
             and model.kv_spec == self._model.kv_spec
@@ -308,8 +312,8 @@ class WeightSwaps:
             )
 
     def _put(self, number: int) -> None:
-        """Replaces the weights. Waits until they are read, because a replay issues this command
-        without waiting for the result of `ReadWeights`."""
+        """Replaces the weights by staged ones. Waits until these are read: a replay of recorded
+        commands issues this command without waiting for the result of `ReadWeights`."""
         reading, self._reading = self._reading, None
         assert reading is not None and reading.number == number, "the worker read them before"
         self._end_offers()
@@ -343,8 +347,8 @@ class WeightSwaps:
             pools.drop()
 
     def _wake(self) -> None:
-        """Allocates pages, and copies weights back from host memory. Dropped weights were read and
-        put by earlier commands."""
+        """Allocates pages, and copies weights back from host memory. Weights that were dropped at
+        sleep have been read again by earlier commands."""
         resting, self._resting = self._resting, None
         if resting is None:
             return
@@ -404,7 +408,7 @@ def _arrays(model: Model) -> list[jax.Array]:
 
 
 def _update(model: Model, arrays: Sequence[Any]) -> None:
-    """Replaces the arrays of a model, which others refer to."""
+    """Replaces the arrays of a model in place, because other objects refer to the model."""
     assert isinstance(model, nnx.Module)
     structure = jax.tree.structure(nnx.state(model))
     nnx.update(model, jax.tree.unflatten(structure, arrays))

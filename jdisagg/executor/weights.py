@@ -60,9 +60,8 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Everything of a part on which its programs depend. There is one object for all equal
-    structures, compared by identity. To hash a structure takes 0.1 ms, which would be spent on each
-    layer of each chunk."""
+    """Everything of a part on which its programs depend. Equal structures share one object and are
+    compared by identity, because to hash a structure takes 0.1 ms, for each layer of each chunk."""
 
     made_of: tuple[object, ...]
 
@@ -101,8 +100,8 @@ class Weights:
     Attributes:
         stem: Embedding, and final norm and head if the instance has one pipeline stage.
         head: Final norm and head.
-        held: Layers on the mesh that uses these weights. All of `layers`, unless the instance has
-            several stages.
+        held: Indices of the layers on the mesh that uses these weights. With one pipeline stage,
+            these are all layers.
         next_token: The layer that drafts tokens. Its KV comes after the KV of `layers`.
         vision: The vision encoder, on the mesh with the embedding.
     """
@@ -142,8 +141,8 @@ class Weights:
 
     @property
     def digest(self) -> str:
-        """Hash of what programs depend on, without the arrays. Raises IndigestibleError if there is
-        none."""
+        """Hash of all properties of the weights on which programs depend: everything except the
+        values of the arrays. Raises IndigestibleError if there is no such hash."""
         vision = None if self.vision is None else (len(self.vision.blocks), self.vision.deep_after)
         parts = [(part.structure, part.stacks) for part in self.parts]
         drafts = self.next_token is not None
@@ -156,11 +155,12 @@ class Weights:
         return () if part is None else part.merge(part.leaves).taps  # type: ignore[attr-defined]
 
     def of_stage(self, held: range) -> "Weights":
-        """Returns the weights as the mesh with these layers uses them."""
+        """Returns the weights for the mesh of the pipeline stage with the layers `held`."""
         return replace(self, held=held)
 
     def __getitem__(self, group: range) -> list[Part]:
-        """Returns the layers with the numbers `group`. The next-token layer is the last one."""
+        """Returns the layers with the indices in `group`. The layer that drafts tokens, if any, has
+        the index after the last layer."""
         every = self.layers if self.next_token is None else (*self.layers, self.next_token)
         return [every[index] for index in group]
 

@@ -1,1 +1,2 @@
-"""Pure arithmetic on layouts, KV geometry and reshard plans. Imports neither JAX nor gRPC."""
+"""Computations on layouts, KV geometry and reshard plans, without side effects. Imports neither JAX
+nor gRPC."""

@@ -1,15 +1,15 @@
 """Layouts (how a model is divided over devices), and the table that maps the logical axes of a
 weight to mesh axes.
 
-Dimension key of the whole project: B sequences, T tokens of a flattened step, L layers, P pages, S
-slots of a page, N query heads, K kv heads, H head size, D model width, F ffn width, E experts, V
-vocabulary, C chunk.
+Letters of array dimensions in the whole project: B sequences, T tokens of a flattened step, L
+layers, P pages, S slots of a page, N query heads, K kv heads, H head size, D model width, F ffn
+width, E experts, V vocabulary, C chunk.
 
 An instance has one or more pipeline stages, each with a range of consecutive layers and a mesh of
 its own with the axes ("dp", "kv", "rep"). Tensor parallelism is split into two axes: kv heads are
-sharded over `kv`, and replicated over `rep` if tp exceeds their number. Every KV array thus has an
-ordinary sharding, and a reshard plan needs no special case. All other tensor-parallel dimensions
-are sharded over both axes, `kv` major. Does not import JAX."""
+sharded over `kv`. If tp exceeds the number of kv heads, they are also replicated over `rep`. Every
+KV array thus has an ordinary sharding, and a reshard plan needs no special case. All other
+tensor-parallel dimensions are sharded over both axes, `kv` major. Does not import JAX."""
 
 import re
 from dataclasses import dataclass
@@ -36,7 +36,8 @@ LogicalAxis = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """Model sizes that must be multiples of a layout's shard counts.
+    """Model sizes that must be multiples of a layout's shard counts. `ffn` and `expert_ffn` are the
+    widths of the dense feed-forward block and of one routed expert.
 
     Attributes:
         experts: Number of experts, 0 for a dense model.
@@ -100,7 +101,8 @@ class Layout:
 
     @classmethod
     def of(cls, layout: "Layout | str") -> "Layout":
-        """Returns `layout` as a Layout, parsed if it is text."""
+        """Returns `layout` itself if it is a Layout, else the Layout that the text describes (see
+        `parse`)."""
         return cls.parse(layout) if isinstance(layout, str) else layout
 
     @classmethod

@@ -1,16 +1,16 @@
 """KV spec: describes which arrays a model's KV cache consists of. Layouts, page accounting,
 transfer and codecs depend on the spec and not on the model.
 
-A spec is a list of layers, each with components: K and V, or the one latent of MLA. A component
-with kv heads is sharded by head over tp; a component without heads is replicated. Components may
-differ in number of heads, width and type.
+A spec is a list of layers, each with components: K and V, or the single latent vector of multi-head
+latent attention (MLA). A component with kv heads is sharded by head over tp. A component without
+heads is replicated. Components may differ in number of heads, width and type.
 
 KV is transferred in blocks [ranks, rows, heads, tokens, values] of one type. For this, each
-component is cut into *rows* of `row_heads` heads with `row_width` values each. These are the
-largest sizes that divide all components, so that transfers need only one shape. If all components
-are equal, as in nearly every model, each component is one row. If other components or the state
-have heads, a component without heads is cut along its values, so that no byte is sent twice: each
-kv shard sends one part, and the receiver joins the parts. `ops/kv_rows.py` cuts the rows.
+component is cut into *rows* of `row_heads` heads with `row_width` values each. These sizes are the
+largest that divide all components, so that transfers need only one shape. If all components are
+equal, as in nearly every model, each component is one row. If other components or the state have
+heads, a component without heads is cut along its values, so that no byte is sent twice: each kv
+shard sends one part, and the receiver joins the parts. `ops/kv_rows.py` cuts the rows.
 
 A recurrent layer has state: values of fixed size per sequence, which each step replaces. The states
 of all layers form a separate spec (`KVSpec.state`), in which one "token" is the whole state of one
@@ -19,7 +19,8 @@ one token.
 
 If only some layers have a sliding window, the KV of layers with and without a window may be stored
 and sent separately (`can_part`). There is then a separate spec for each of the two kinds of layers.
-Each spec has an entry for every layer; layers of the other kind have no components in it.
+Each of these specs has an entry for every layer, in which layers of the other kind have no
+components.
 
 Bytes per token = 2 x L x K x H x bytes per value for K and V, L x (latent + rope) x bytes per value
 for MLA. Does not import JAX."""
@@ -33,11 +34,12 @@ from dataclasses import dataclass
 from jdisagg.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
-# Types for KV other than the model's, with the dtype of the arrays: e4m3 is stored as its bytes
-# (`ops/kv_pages.py`).
+# Data types in which KV may be stored instead of the model's type, each with the dtype of the
+# arrays. fp8 (e4m3) is stored as bytes (`ops/kv_pages.py`).
 KEPT_DTYPES = {"fp8": "uint8"}
 KEPT_NAMES = {dtype: name for name, dtype in KEPT_DTYPES.items()}
-# File in a model's folder with the divisors of keys and values stored in fp8.
+# File in a model's folder with the KV scales: the divisors of keys and values that are stored in
+# fp8.
 KV_SCALES_FILE = "kv_scales.json"
 # Bits of one value of a quantized weight matrix.
 WEIGHT_BITS = {"int8": 8, "int4": 4, "fp8": 8}
@@ -52,10 +54,11 @@ def ring_pages(widest_window: int, page_size: int) -> int:
 class KvKind(enum.StrEnum):
     """Content of a KV block.
 
-    POSITIONS: KV of positions, in all layers with KV, or only in layers without a window if layers
-    with a window are sent separately. WINDOW: KV of positions in the layers with a sliding window,
-    if these layers are sent separately. STATE: The recurrent state of all layers, as a block of one
-    token."""
+    - POSITIONS: KV of positions, in all layers with KV. If layers with a sliding window are sent
+      separately, only in layers without a window.
+    - WINDOW: KV of positions in the layers with a sliding window, if these layers are sent
+      separately.
+    - STATE: The recurrent state of all layers, as a block of one token."""
 
     POSITIONS = "positions"
     WINDOW = "window"
@@ -183,10 +186,10 @@ class KVSpec:
 
     @functools.cached_property
     def row_heads(self) -> int:
-        """Number of heads of a row: the greatest common divisor of the head counts of all
-        components. If no component has heads, it is the greatest common divisor of the state's
-        heads and of the number of values to cut, or 1 without state. It is also the largest
-        possible number of head shards."""
+        """Number of heads in a row, and also the largest possible number of head shards. It is the
+        greatest common divisor of the head counts of all components. If no component has heads, it
+        is the greatest common divisor of the head counts of the recurrent state and of the sizes of
+        the components, or 1 without recurrent state."""
         if heads := math.gcd(*(part.heads for part in self.components)):
             return heads
         state = [part.heads for layer in self.layers for part in layer.state]
@@ -203,7 +206,7 @@ class KVSpec:
 
     @functools.cached_property
     def row_width(self) -> int:
-        """Number of elements, of type `row_dtype`, that one head takes in a row."""
+        """Number of elements of one head in a row, in elements of type `row_dtype`."""
         units = (
             self._units(part) // (self.row_heads if self.is_cut(part) else 1)
             for part in self.components
@@ -249,8 +252,8 @@ class KVSpec:
         return part.values_per_token * DTYPE_BYTES[self.dtype_of(part)]
 
     def _units(self, part: KVComponent) -> int:
-        """Returns the number of elements, of type `row_dtype`, that one head takes, or that a
-        component without heads takes."""
+        """Returns the number of elements of one head of a component, or of a whole component
+        without heads, in elements of type `row_dtype`."""
         return part.width * DTYPE_BYTES[self.dtype_of(part)] // self._row_bytes
 
     @classmethod

@@ -16,8 +16,8 @@ class KvEnd:
 
     Attributes:
         control: Address (host:port) that receives the control messages of KV transfers.
-        boot_id: Random number that the process draws at its start, by which others notice a restart
-            at the same address.
+        boot_id: Random number that the process draws at its start. It shows other processes that a
+            process at the same address was restarted.
         memory: Name by which processes of the same host can read the process's shared memory
             (transfer/shared_memory.py). Empty if they cannot.
         nixl: Whether other processes can read the process's memory over NIXL
@@ -70,8 +70,9 @@ class MeshCard:
         return self.shape[1]
 
     def rank_boxes(self, rank: int, shape: tuple[int, ...]) -> dict[int, Box]:
-        """Returns the box of a KV block that each device of dp rank `rank` has. `shape` is [dp,
-        components, heads, tokens, head size]. The block of one rank has size 1 in dimension 0."""
+        """Returns, by device number, the box (index ranges) of a KV block that each device of dp
+        rank `rank` holds. `shape` is [dp, components, heads, tokens, head size]. The block of one
+        rank has size 1 in dimension 0."""
         _, shards, replicas = self.shape
         _, components, heads, tokens, width = shape
         if not 0 <= rank < self.ranks or heads % shards:

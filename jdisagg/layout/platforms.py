@@ -24,24 +24,24 @@ class PlatformTraits:
             default layout for a TPU makes the page number the innermost axis where a head is
             narrower than 128 lanes, and every program would copy the pool into another layout and
             back.
-        whole_pages: Whether pages are read whole, and heads are indexed one by one. A TPU keeps
-            tiles of (8, 128) of an array's last two axes: rows of another shape are a copy of the
-            pool.
+        whole_pages: Whether pages are read whole, and heads are indexed one by one. A TPU stores
+            tiles of (8, 128) of an array's last two axes, so that reading rows of another shape
+            would copy the pool.
         decode_attention: Implementation of decode attention in plain XLA.
         experts: Implementation of the experts' products in plain XLA.
         kernels: Which hand-written kernels apply: the GPU's with cuDNN, the TPU's, or none.
         inserts_whole: Whether a received block is written by one scatter, not run by run.
         sharded_logits: Whether each device keeps the logits of its part of the vocabulary.
-        argmax_in_blocks: Whether the largest logit is searched in blocks of 128. In a TPU's memory
-            such blocks are a copy of the logits.
+        argmax_in_blocks: Whether the largest logit is searched in blocks of 128. On a TPU, forming
+            such blocks would copy the logits.
         least_batch: Rows of the smallest decode batch.
         chunk_steps: Chunk lengths per doubling.
-        draft_rows: Number of extra rows for each sequence of a decode step. On a CPU each takes
-            time.
+        draft_rows: Number of extra rows for drafts that each sequence may have in a decode step. On
+            a CPU each extra row takes time.
         spare_rows: Whether a few more rows in a step take almost no time.
         warm_runs: Number of times that warm-up runs each program.
         least_page: Tokens of the smallest page.
-        lanes: The last axis of a page array is padded in memory to a multiple of this.
+        lanes: Number to a multiple of which the last axis of a page array is padded in memory.
         limit_has_fraction: Whether the memory limit that JAX reports already contains
             `memory_fraction`.
         compiler_options: XLA's options of all programs. Options that this version of XLA does not
@@ -72,7 +72,7 @@ class PlatformTraits:
     float32_options: tuple[tuple[str, str | bool], ...] = ()
 
 
-# Default fraction of an accelerator's memory
+# Default fraction of an accelerator's memory that an instance may use.
 DEVICE_FRACTION = 0.9
 
 _TRAITS = {
@@ -91,8 +91,9 @@ _TRAITS = {
         spare_rows=True,
         warm_runs=3,
         limit_has_fraction=True,  # XLA_CLIENT_MEM_FRACTION
-        # XLA would compile and time several forms of every kind of fusion. The unrolled passes of
-        # sampling have hundreds, and took more than 98 s on an H100 with 16 cores.
+        # Autotuning is off, because XLA would compile and time several forms of every kind of
+        # fusion. The unrolled passes of sampling have hundreds of fusions, and took more than 98 s
+        # on an H100 with 16 cores.
         compiler_options=(("xla_gpu_experimental_enable_fusion_autotuner", False),),
         # In full float32 precision Triton's products have no tensor cores: they are slower than
         # cuBLAS, and each of many candidates takes seconds to compile.
@@ -121,13 +122,14 @@ _TRAITS = {
 
 
 TPU_CHIPS = "TPU_VISIBLE_CHIPS"
-# libtpu's form of a process's part of a host, by its number of chips
+# The shape in which libtpu arranges the chips of a process, by their number.
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 def libtpu_variables(chips: Sequence[int | str]) -> dict[str, str]:
-    """Returns the environment variables of a process that has some of a host's TPU chips and waits
-    for no other process. Raises ConfigError if libtpu cannot divide a host so."""
+    """Returns the environment variables with which a process uses only the given TPU chips of its
+    host, without waiting for other processes. Raises ConfigError if libtpu does not support this
+    number of chips."""
     if len(chips) not in _BOUNDS:
         raise ConfigError(
             f"--gpus: a worker's number of TPU chips must be one of"
@@ -142,7 +144,8 @@ def libtpu_variables(chips: Sequence[int | str]) -> dict[str, str]:
 
 
 def traits_of(platform: str) -> PlatformTraits:
-    """Returns the requirements of a JAX platform. Raises ConfigError if it is not supported."""
+    """Returns the requirements of a JAX platform. Raises ConfigError if the platform is not
+    supported."""
     if platform not in _TRAITS:
         raise ConfigError(
             f"platform {platform!r} is not supported: jdisagg runs on {', '.join(_TRAITS)}; set"

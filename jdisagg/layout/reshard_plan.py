@@ -172,8 +172,8 @@ def _cells(box: Box, holders_of: Mapping[Box, Sequence[int]]) -> list[Box]:
 
 
 def _difference(box: Box, inner: Box) -> list[Box]:
-    """Returns the part of `box` outside of `inner` as disjoint boxes: first the boxes before and
-    after `inner` in dimension 0, then in dimension 1, and so on."""
+    """Returns the part of `box` that lies outside of `inner`, as disjoint boxes: first the boxes
+    before and after `inner` in dimension 0, then in dimension 1, and so on."""
     parts: list[Box] = []
     for axis, ((start, stop), (low, high)) in enumerate(zip(box, inner, strict=True)):
         for side in ((start, low), (high, stop)):

@@ -1,4 +1,4 @@
-"""Plans how slices of offered arrays are read from the devices that hold them. Pure.
+"""Plans how slices of offered arrays are read from the devices that hold them. Has no side effects.
 
 A read is a box of one array. The reshard plan divides it into pieces, each from one device of the
 source. Consecutive pieces from one process are transferred together, as one block of bytes."""
@@ -10,7 +10,7 @@ from jdisagg.layout.reshard_plan import Box, plan_reshard, volume
 
 _READER = -1  # place of the reader in a plan; sources have numbers from 0
 Source = tuple[int, int]
-"""Index of the offering process, and the number of the device there."""
+"""Index of the offering process, and number of the device in this process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "relu2", "xielu"]
-# Those of blocks without a gate.
+# Names of the activations of blocks without a gate.
 UNGATED: tuple[Activation, ...] = ("relu2", "xielu")
 
 

@@ -1,8 +1,9 @@
-"""Products with the LoRA adapters of many slots: x A B is added to the product of x with a matrix.
+"""Applies the LoRA adapters of many slots: adds x A B to the product of x with a matrix, where each
+token uses the adapter of its own slot.
 
-One product covers all slots: A [in, G, R] and B [G, R, out] are the matrices [in, G R] and [G R,
-out], and a mask keeps each token's own slot of x A. Slot g of a token is entry g - 1 of G; slot 0
-means no adapter. Tokens without an adapter keep their values bit for bit."""
+One product covers all G slots of rank R: A [in, G, R] and B [G, R, out] are used as the matrices
+[in, G R] and [G R, out], and a mask keeps each token's own slot of x A. Slot g is entry g - 1 of G.
+A token in slot 0 has no adapter. Tokens without an adapter keep their values bit for bit."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,15 +17,16 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Factors(NamedTuple):
-    """The factors of one matrix in all slots. Factors of experts have a leading dimension [E]."""
+    """The LoRA factors of one matrix in all slots. Factors of experts have a leading dimension
+    [E]."""
 
     a_IGR: jax.Array
     b_GRO: jax.Array
 
 
 class ExpertFactors(NamedTuple):
-    """The factors of the experts' three matrices. `gate` and `up` are the same for experts without
-    a gate."""
+    """The LoRA factors of the experts' three matrices. `gate` equals `up` for experts without a
+    gate."""
 
     gate: Factors
     up: Factors
@@ -37,8 +39,9 @@ def add_adapters(
     """Returns `y_TD` plus the adapters' products with `x_TD`.
 
     Args:
-        slot_T: Slot of each token, or of all tokens if it has one entry.
-        product: Multiplies rows with a matrix, or each row with its expert's matrix.
+        slot_T: Slot of each token. An array with one entry gives the slot of all tokens.
+        product: Function that multiplies rows with a matrix, or each row with the matrix of its
+            expert.
     """
     a, b = factors
     slots, rank = a.shape[-2:]

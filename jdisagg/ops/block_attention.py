@@ -1,11 +1,12 @@
 """Block-sparse attention of MiniMax M3 (arXiv 2606.13392): an indexer selects the blocks of
 positions that each token attends to, for each kv head. `model_api.Index` defines the scores.
 
-The selection is exact: the `top` blocks with the largest scores, ties to the first block. The last
-`local` blocks up to the token's own have an infinite score. Blocks begin at multiples of their size
-in the sequence, wherever its pages and chunks begin. Each kv head selects by its own head of the
-indexer, whose scores are computed whole on each device that has the kv head. Where no sequence can
-be longer than `top` blocks, all positions are selected and callers leave the indexer out.
+The selection is exact: it consists of the `top` blocks with the largest scores. Of blocks with
+equal scores, the first is selected. The last `local` blocks up to the token's own have an infinite
+score. Blocks begin at multiples of their size in the sequence, wherever its pages and chunks begin.
+Each kv head selects by its own head of the indexer, whose scores are computed whole on each device
+that has the kv head. Where no sequence can be longer than `top` blocks, all positions are selected
+and callers leave the indexer out.
 
 Prefill computes the scores of a block of queries over all earlier positions and masks ordinary
 attention. Decode gathers keys and values of the selected blocks: the selection is a page table for
@@ -27,8 +28,8 @@ from jdisagg.ops.sparse_attention import own_keys, page_scores, past_scores, sel
 
 
 def key_scores(queries_QKD: jax.Array, keys_SD: jax.Array) -> jax.Array:
-    """Computes the scores of single keys, float32 [K, Q, S]. A key that is the marker of
-    `ops/quarantine.py` has the score infinity."""
+    """Computes the score of each of S keys for Q queries of K kv heads, float32 [K, Q, S]. A key
+    that is the marker of `ops/quarantine.py` has the score infinity."""
     scores_KQS = jnp.einsum(
         "qkd,sd->kqs",
         queries_QKD,
@@ -43,7 +44,7 @@ def block_maxima(
     queries_QKD: jax.Array, keys_SD: jax.Array, seen_QS: jax.Array, block: int
 ) -> jax.Array:
     """Computes the largest score of each block of keys, float32 [K, Q, blocks]. Keys outside
-    `seen_QS` are not counted; a block without other keys has the score -inf."""
+    `seen_QS` are ignored. A block with no key in `seen_QS` has the score -inf."""
     scores_KQS = jnp.where(seen_QS[None], key_scores(queries_QKD, keys_SD), -jnp.inf)
     lacking = -keys_SD.shape[0] % block
     scores_KQS = jnp.pad(scores_KQS, ((0, 0), (0, 0), (0, lacking)), constant_values=-jnp.inf)
@@ -52,7 +53,7 @@ def block_maxima(
 
 def _with_local(scores: jax.Array, own: jax.Array, local: int) -> jax.Array:
     """Sets the scores of the last `local` blocks up to each token's own block, `own`, to infinity.
-    Both arrays have three dimensions; the last is the blocks, or has size one."""
+    Both arrays have three dimensions. The last is the number of blocks, or has size one."""
     number = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]
     return jnp.where((number <= own) & (number > own - local), jnp.inf, scores)
 
@@ -60,7 +61,8 @@ def _with_local(scores: jax.Array, own: jax.Array, local: int) -> jax.Array:
 def select_blocks(
     scores_KQB: jax.Array, positions_Q: jax.Array, index: Index, *, at_once: bool = False
 ) -> jax.Array:
-    """Selects blocks by their scores for tokens at `positions_Q`: bool [K, Q, blocks]."""
+    """Selects the blocks that tokens at `positions_Q` attend to, by the blocks' scores: bool [K, Q,
+    blocks]."""
     own_1Q1 = (positions_Q // index.block)[None, :, None]
     scores_KQB = _with_local(scores_KQB, own_1Q1, index.local)
     flat = scores_KQB.reshape(-1, scores_KQB.shape[2])

@@ -10,9 +10,9 @@ times a power of two is not zero mod 2^32. Swapped rows, another key, several ch
 missing rows go undetected with chance 2^-64. All weights depend on the secret key.
 
 Coordinates are global: the component's index over all layers, the kv head's index in the model, the
-absolute position. All functions are pure and traceable and use 32-bit integer arithmetic only.
-Callers must pass materialised arrays, because XLA may recompute a fused value with another
-rounding."""
+absolute position. All functions have no side effects, can be traced by JAX, and use 32-bit integer
+arithmetic only. Callers must pass materialised arrays, because XLA may recompute a fused value with
+another rounding."""
 
 import hashlib
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ _GOLDEN, _HEAD, _POSITION = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _LANE_SALTS = (0x27D4EB2F, 0x165667B1)
 
 
-# Words in a row of `byte_sum`. Coprime, and a slab of both numbers' product is small.
+# Numbers of words by which `byte_sum` groups. They are coprime, and a slab of as many words as
+# their product is small.
 _WIDTHS = (1024, 1021)
 _SLAB = _WIDTHS[0] * _WIDTHS[1]
 
@@ -37,7 +38,8 @@ def byte_sum(values: np.ndarray) -> bytes:
 
     The bytes are read as 32-bit words. The words are summed mod 2^32, grouped by index modulo 1024
     and again by index modulo 1021, and the sums are hashed. A changed byte changes a sum of each
-    grouping. So do two swapped words, unless their distance is a multiple of 1024 x 1021 words."""
+    grouping. Two swapped words change a sum, unless their distance is a multiple of 1024 x 1021
+    words."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     words = flat[: flat.size // 4 * 4].view(np.uint32)
     whole = words.size // _SLAB * _SLAB
@@ -135,8 +137,8 @@ def _sum_lanes(lanes: Sequence[jax.Array], axis: int) -> list[jax.Array]:
 
 
 def granule_sums(rows_KT2: jax.Array, granule: int) -> jax.Array:
-    """Sums checksums of tokens over all heads and over each run of `granule` tokens, the unit in
-    which KV is verified: uint32 [ceil(T / granule), 2]."""
+    """Sums the checksums of tokens over all heads and over each run of `granule` tokens, which is
+    the unit in which KV is verified: uint32 [ceil(T / granule), 2]."""
     rows_T2 = jnp.sum(rows_KT2, axis=0, dtype=jnp.uint32)
     rows_T2 = jnp.pad(rows_T2, ((0, -rows_T2.shape[0] % granule), (0, 0)))
     return jnp.sum(rows_T2.reshape(-1, granule, LANES), axis=1, dtype=jnp.uint32)

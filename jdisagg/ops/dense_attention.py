@@ -52,8 +52,8 @@ def dense_causal_attend(
 
 
 def selected(index: Index, seen_TS: jax.Array) -> jax.Array:
-    """Returns the positions that an indexer selects from `seen_TS`, for all kv heads together or
-    for each: bool [K, T, T]."""
+    """Returns the positions that an indexer selects for each token from `seen_TS`: bool [K, T, T],
+    where K is the number of kv heads, or 1 if all kv heads share the selection."""
     keys_SD = index.keys_T1D[:, 0]
     if not index.block:
         assert index.weights_TH is not None

@@ -23,14 +23,15 @@ from jdisagg.layout.platforms import traits_of
 from jdisagg.model_api import Runs
 from jdisagg.ops.recurrent_runs import at_once, cut_into_runs, in_turn
 
-# Tokens of a run that are multiplied channel by channel if each channel has a gate.
+# Size of the blocks of tokens within a run that are multiplied channel by channel if each channel
+# has a gate.
 _BLOCK = 16
 
 
 class DeltaInputs(NamedTuple):
     """Inputs per token and head. `g_TNG` is the logarithm of the gate and never positive. G is 1
-    for one gate per head, or dk for one per channel. `b_TN` is the strength of writing. Both are
-    set to zero for padding, which therefore leaves the state unchanged.
+    for one gate per head, or dk for one per channel. `b_TN` is the strength of writing. `g_TNG` and
+    `b_TN` are zero for padding, which therefore leaves the state unchanged.
     """
 
     q_TNH: jax.Array
@@ -117,7 +118,7 @@ def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, j
 
 
 def _read(state_BNKV: jax.Array, key_BNK: jax.Array) -> jax.Array:
-    """Returns the value that each state holds for the given key: [B, N, dv]."""
+    """Reads a state by a key: returns S^T k, [B, N, dv]."""
     return jnp.einsum("bnkv,bnk->bnv", state_BNKV, key_BNK, precision=lax.Precision.HIGHEST)
 
 
@@ -148,7 +149,7 @@ def _pairs_of_heads(
     """Returns the products of the keys and of the queries of each token i with the keys of each
     token j, times exp(G_i - G_j). Unspecified where j > i."""
     total_NC = total_NC1[..., 0]
-    # above the diagonal the exponent would be positive
+    # Masked before the exponential: above the diagonal the exponent would be positive.
     gap_NCC = jnp.where(upto_CC, total_NC[:, :, None] - total_NC[:, None, :], 0.0)
     decay_NCC, k_NKC = jnp.exp(gap_NCC), jnp.swapaxes(k_NCK, 1, 2)
     return _product(k_NCK, k_NKC) * decay_NCC, _product(q_NCK, k_NKC) * decay_NCC

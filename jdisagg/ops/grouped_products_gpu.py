@@ -27,7 +27,8 @@ from jdisagg.ops.optional_kernels import WGMMA_EXPERTS, usable
 from jdisagg.ops.paged_attention_pallas import Ref, triton
 from jdisagg.ops.quantized_weights import halves
 
-# Lower bound: rows of a tensor-core product. Upper bound: rows whose block fits into registers.
+# Rows of a block. The lower bound is the number of rows of a tensor-core product. The upper bound
+# is the number of rows whose block fits into registers.
 MIN_ROWS, MAX_ROWS = 16, 128
 TILE = 64
 WARPS, STAGES = 4, 3
@@ -154,7 +155,7 @@ def _hidden(
     last refs are scales, biases and the output."""
     *scales, out_ref = more_and_out
     scales, biases = (scales[:-2], scales[-2:]) if biased else (scales, [])
-    # Read here because interpreted branches cannot read them.
+    # Read outside of the branches, because interpreted branches cannot read refs.
     block, tile = pl.program_id(0), pl.program_id(1)
 
     @pl.when(end_ref[block] > 0)
@@ -182,7 +183,7 @@ def _down(
 ) -> None:
     """Kernel that multiplies one block of rows with one tile of columns of the down matrix."""
     *scales, out_ref = scales_and_out
-    # Read here because interpreted branches cannot read them.
+    # Read outside of the branches, because interpreted branches cannot read refs.
     block, tile = pl.program_id(0), pl.program_id(1)
 
     @pl.when(end_ref[block] > 0)

@@ -2,9 +2,9 @@
 dp rank.
 
 A page has S slots, one per token. Heads precede slots, so that one head's bytes of a page are
-contiguous. All functions are pure and take LOCAL shards. The caller's jit must donate the pages, so
-that writes are in place: a copy of the pool would cost more than the whole step. Tokens are
-addressed by page and slot only; this module has no notion of sequences.
+contiguous. All functions have no side effects, and take a device's local shards. The caller's jit
+must donate the pages, so that writes are in place: a copy of the pool would cost more than the
+whole step. Tokens are addressed by page and slot only. This module does not depend on sequences.
 
 Invariants: a page id of `P` or more marks padding, and writes to it are dropped. Negative ids are
 not allowed, because indexing would count them from the end. Pages must hold finite values only,
@@ -62,15 +62,16 @@ def as_read(kept: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(jnp.isnan(values), jnp.asarray(MARKER, dtype), values)
 
 
-# Pages of a block that are read one by one. A gather of few pages makes XLA for TPUs copy a small
-# pool to VMEM whole.
+# Largest number of pages that are read one by one. For a gather of few pages, XLA for TPUs copies a
+# small pool to VMEM as a whole.
 MOST_SLICES = 32
 
 
 class PastPages(NamedTuple):
     """Pages with the earlier ("past") tokens of the sequences in a prefill chunk. Row r is one
-    sequence with `lengths_R[r]` past tokens, possibly 0. Rows from `count` on have none. Latent
-    attention has no `v_pages_PKSH`. `index_pages_PKSH` holds the keys of an indexer, if any."""
+    sequence with `lengths_R[r]` past tokens, possibly 0. Rows from `count` on have no past tokens.
+    `v_pages_PKSH` is None for latent attention. `index_pages_PKSH` holds the keys of an indexer, if
+    any."""
 
     k_pages_PKSH: jax.Array
     v_pages_PKSH: jax.Array | None
@@ -121,7 +122,8 @@ def write_tokens(
     decode, where each padding row has its own dummy page. With `unique=False` tokens whose page is
     out of range are dropped. If tokens share a coordinate, an arbitrary one is written."""
     if not unique and traits_of(platform).whole_pages:
-        # Many rows whose index omits the heads would be a pool transposed to [.., K, H], and back.
+        # Heads are indexed too. For many rows whose index omits the heads, XLA would transpose the
+        # pool to [.., K, H] and back.
         return insert_block(pages_PKSH, kv_TKH.swapaxes(0, 1), page_T, slot_T)
     kv_TKH = as_kept(kv_TKH, pages_PKSH.dtype)
     rows = pages_PKSH.at[page_T, :, slot_T]
@@ -208,8 +210,8 @@ def gather_columns(
 def gather_pages(
     pages_PKSH: jax.Array, table_BN: jax.Array, column: jax.Array | int, count: int
 ) -> jax.Array:
-    """Returns the same as `gather_columns` by whole pages. On a TPU an array lies in tiles of its
-    last two axes, so rows of another width would be a copy of the pool."""
+    """Returns the same as `gather_columns` by whole pages. On a TPU an array is stored in tiles of
+    its last two axes, so that reading rows of another width would copy the pool."""
     _, heads, slots, width = pages_PKSH.shape
     table_BC = lax.dynamic_slice(table_BN, (0, column), (table_BN.shape[0], count))
     found_BCKSH = pages_PKSH.at[table_BC].get(mode="promise_in_bounds")
@@ -261,7 +263,8 @@ def gather_span(span: SpanRows, table_BN: jax.Array, index: jax.Array) -> jax.Ar
     row_BKC = row_BKC * parts + (index % parts).astype(table_BN.dtype)
     shape = (batch, heads, length, span.rows_RW.shape[1] * columns // length)
     if batch == 1:
-        # Reshaped here, because rows made outside the loop would be copied to another layout.
+        # Reshaped inside the loop, because XLA would copy rows that are made outside of it to
+        # another layout.
         rows_RW = span.pages_PKSH.reshape(span.rows_RW.shape)
         return rows_RW.at[row_BKC].get(mode="promise_in_bounds").reshape(shape)
     row_R = row_BKC.reshape(-1)

@@ -82,8 +82,8 @@ def logprobs(
     `logits` must be the result of `shape_logits`, before temperature and filters. An invalid token
     gives NaN."""
     values_BK, ids_BK = selection.largest(logits_BV, max(top, 1))
-    # Not values_BK[:, :1]: with that slice XLA turns its top-k into a sort, at ten times the cost
-    # of all this.
+    # The maximum is not taken as values_BK[:, :1], because with that slice XLA turns its top-k into
+    # a sort, at ten times the cost of this function.
     largest_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
     total_B1 = largest_B1 + jnp.log(
         jnp.sum(jnp.exp(logits_BV - largest_B1), axis=-1, keepdims=True)

@@ -8,10 +8,10 @@ host would drive such a loop, so kernels process the blocks (`grouped_products_g
 against 5 ms for 32 experts). On a TPU `ragged_dot` is a grouped product and is used. Kernels are
 [in, out] for all types: neither [out, in] nor a barrier before the product helped on CPU.
 
-Experts have one of three placements (see `layout/axes.py`). Whole experts are spread over dp and
-tp, where tokens are gathered over dp and results scattered back. Or whole experts are spread over
-tp, whose devices already have all tokens. Or the width of each expert is split over tp. Padding
-tokens are routed to no expert."""
+Experts have one of three placements (see `layout/axes.py`). (1) Whole experts are spread over dp
+and tp. Tokens are then gathered over dp, and results are scattered back. (2) Whole experts are
+spread over tp, whose devices already have all tokens. (3) The width of each expert is split over
+tp. Padding tokens are routed to no expert."""
 
 from functools import partial
 from typing import NamedTuple
@@ -31,13 +31,14 @@ from jdisagg.ops.quantized_weights import scaled_product, widened
 
 # A single bfloat16 row is slow on CPU (`ops/linear.py`). Above 128 rows only padding grows.
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 2, 128
-# Choices of a token whose rows are gathered together: XLA would gather the rows of all at once.
+# Number of a token's experts whose output rows are gathered together. Without this limit, XLA would
+# gather the rows of all experts at once, which needs more memory.
 GATHERED_CHOICES = 4
 
 
 class Routing(NamedTuple):
-    """Each token's chosen experts, numbered over all devices (int32 [T, J]), and the experts'
-    weights (float32 [T, J])."""
+    """The J experts that each of T tokens uses, numbered over all devices (int32 [T, J]), and the
+    weights of their outputs (float32 [T, J])."""
 
     experts_TJ: jax.Array
     weights_TJ: jax.Array
@@ -70,8 +71,8 @@ class BlockPlan(NamedTuple):
     pairs of other devices come last, and blocks of rows cover the local pairs.
 
     Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]. Only the first `blocks` entries
-    are valid; start and end of the others are 0. The CPU loop always computes a full block. Results
-    beyond a block's end are overwritten by the next expert's block or never read."""
+    are valid. Start and end of all further entries are 0. The CPU loop always computes a full
+    block. Results beyond a block's end are overwritten by the next expert's block or never read."""
 
     order_P: jax.Array
     expert_B: jax.Array
@@ -110,7 +111,7 @@ def plan_blocks(local_P: jax.Array, experts: int, rows: int) -> BlockPlan:
     end_block_E = jnp.cumsum(blocks_E)
     block_B = jnp.arange(-(-pairs // rows) + min(experts, pairs), dtype=jnp.int32)
     expert_B = jnp.minimum(
-        # the default method is a loop
+        # This method is chosen because the default one is a loop.
         jnp.searchsorted(end_block_E, block_B, side="right", method="compare_all"),
         experts - 1,
     ).astype(jnp.int32)
@@ -132,9 +133,9 @@ def routed_experts(
     clamp: ExpertGate | None = None,
     factors: ExpertFactors | None = None,
 ) -> jax.Array:
-    """Returns the weighted sum of each token's experts: [T, D] in x's dtype, replicated over tp.
-    `experts` is the total number of experts on all devices. `clamp` is the gate function; None
-    means silu. `factors` are the experts' adapters, if they have any."""
+    """Returns the weighted sum of the outputs of each token's experts: [T, D] in x's dtype,
+    replicated over tp. `experts` is the total number of experts on all devices. `clamp` is the gate
+    function, or None for silu. `factors` are the experts' adapters, if they have any."""
     adapted = None
     if factors is not None and shards.adapters is not None:
         adapted = Adapted(factors, _slots(shards.adapters, x_TD.shape[0]))
@@ -161,7 +162,8 @@ def routed_experts(
     at_once = None
     if traits.kernels == "tpu" and held < experts:
         at_once = pairs_at_once(local_TJ.size, held, experts)
-        # `_local_sums` adds in the order of experts. Steps of few pairs must add in it, too.
+        # `_local_sums` adds results in the order of experts. Steps of few pairs must use the same
+        # order, so that a token's result does not depend on the batch.
         local_TJ, weights_TJ = lax.sort((local_TJ, weights_TJ), dimension=1, num_keys=1)
     if at_once is not None:
         weights = weights._replace(down_bias_ED=bias_ED)
@@ -440,8 +442,8 @@ def _ragged_expert(
 
 def pairs_at_once(pairs: int, held: int, experts: int) -> int | None:
     """Returns the number of pairs of one grouped product on a device that holds `held` of `experts`
-    experts: a power of two, at least twice the device's mean share of all pairs. None, for one
-    product of all pairs, if this is most of the pairs."""
+    experts: a power of two, at least twice the device's mean share of all pairs. Returns None if
+    this is more than half of the pairs. One product then covers all pairs."""
     step = MAX_BLOCK_ROWS
     while step * experts < 2 * pairs * held:
         step *= 2

@@ -1,8 +1,8 @@
 """Records which hand-written kernels the ops may use.
 
-Each kernel has a form in plain XLA with the same result. A kernel that is switched off is replaced
-by this form. Kernels are switched off at most once, before the first program is traced, by
-`engine/kernel_check.py`."""
+Each kernel has a form in plain XLA with the same result, which replaces the kernel if it is
+switched off. `engine/kernel_check.py` switches kernels off at most once, before the first program
+is traced."""
 
 from collections.abc import Iterable
 

@@ -9,8 +9,8 @@ The new tokens and the query heads that share a kv head are rows of one matrix p
 - `gather`: gathers the whole padded table and computes one softmax. Used on a GPU where the
   `pallas` kernel does not apply, because the host would have to drive a loop. Its cost grows with
   the table's width.
-- `pages`: the loop with whole pages, a TPU's choice. Its arrays lie in tiles of the last two axes,
-  so the rows that `loop` reads would be a copy of the pool.
+- `pages`: the loop with whole pages, a TPU's choice. A TPU stores arrays in tiles of the last two
+  axes, so that reading the rows of `loop` would copy the pool.
 - `pallas`: a split-K kernel (`paged_attention_pallas`), the GPU's choice.
 
 For latent attention (`ops/latent_attention.py`) the pages hold one vector per token, and the
@@ -50,7 +50,8 @@ from jdisagg.ops.sparse_attention import selected_attention
 Implementation = Literal["loop", "pages", "gather", "pallas"]
 
 LONG_STEP, SHORT_STEP = 256, 128  # positions
-# Bytes of a long step's keys. Beyond this they leave the CPU's caches before use.
+# Largest number of bytes of the keys of a long step. More keys would leave the CPU's caches before
+# use.
 STEP_BYTES = 4 << 20
 PARTS_PER_STEP = 4
 
@@ -239,7 +240,8 @@ def _scores(
 
 
 def _row_sinks(sinks_N: jax.Array | None, heads: int, per: int) -> jax.Array | None:
-    """Returns sinks [1, K, G, 1] for queries [B, K, G, H] with `per` tokens per sequence."""
+    """Returns the sinks (scores without a value), [1, K, G, 1], for queries [B, K, G, H] with `per`
+    tokens per sequence. None without sinks."""
     sinks_KG11 = grouped_sinks(sinks_N, heads)
     return None if sinks_KG11 is None else jnp.tile(sinks_KG11[None, ..., 0], (1, 1, per, 1))
 

@@ -35,9 +35,11 @@ ROWS = 16  # the smallest row count of a tensor-core product
 Ref: TypeAlias = Any  # a Pallas reference; JAX has no public type for it
 STEP_BYTES = 32768  # most bytes of keys in one step; four such buffers are in use
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200
-# For a sequence in a batch that fills the GPU: positions of a program, and its most programs.
+# For a sequence in a batch that fills the GPU: positions of a kernel program, and largest number of
+# programs of the sequence.
 SHARE, LONG_SPLITS = 512, 8
-# Triton shares the stages with the load of page ids. 5 gives two buffers of keys and of values.
+# Pipeline stages of Triton, which the load of page ids shares. With 5 stages, keys and values have
+# two buffers each.
 WARPS, STAGES = 4, 5
 
 
@@ -68,8 +70,9 @@ def paged_attention(
     splits: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `ops.paged_attention.paged_attention`. `splits` is the number of kernel programs per
-    (sequence, kv head). By default it is large enough to fill the GPU."""
+    """Computes decode attention by the kernel. `ops.paged_attention.paged_attention` describes the
+    arguments. `splits` is the number of kernel programs per (sequence, kv head). By default it is
+    large enough to fill the GPU."""
     assert triton is not None, "ask `applies` first"
     (batch, per), (_, query_heads, width) = positions_BQ.shape, q_TNH.shape
     pages, heads, slots, _ = k_pages_PKSH.shape

@@ -19,13 +19,13 @@ from jdisagg.model_api import Device
 from jdisagg.ops.device_layout import kept_format
 
 Axes = tuple[LogicalAxis, ...]
-# Types independent of the model's: biases, scales and quantized matrices.
+# Data types of parameters whose type is not the model's: biases, scales and quantized matrices.
 TypeRole = Literal["float32", "int8", "uint8", "int4", "float8_e4m3fn"]
 TYPE_ROLES: tuple[TypeRole, ...] = get_args(TypeRole)
 Role = Literal["matrix", "embedding", "norm", "bias", TypeRole]
 
 
-# Mesh of the pipeline stage that has a parameter, by the parameter's path.
+# Function from a parameter's path to the mesh of the pipeline stage that has the parameter.
 StageOf = Callable[[tuple[Any, ...]], Mesh]
 
 

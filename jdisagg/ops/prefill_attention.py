@@ -48,7 +48,8 @@ from jdisagg.ops.online_softmax import (
 from jdisagg.ops.quarantine import seen_scores
 from jdisagg.ops.sparse_attention import chosen_positions
 
-# Chunks up to here are dense over the causal prefix. Beyond it scores leave the cache (measured).
+# Largest chunk for which scores are dense over the causal prefix. Scores of larger chunks leave the
+# CPU's cache (measured).
 DENSE_TOKENS = 1024
 DENSE_TOKENS_PACKED = 512  # a packed chunk gains earlier from skipping key blocks
 KEY_BLOCK = 256

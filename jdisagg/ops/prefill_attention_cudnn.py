@@ -129,7 +129,7 @@ def one_sequence(
     total = old_weight + new_weight
     if sinks_1N1 is not None:
         total = total + jnp.exp(sinks_1N1 - top_TN1)
-    # An empty past may have given NaN.
+    # For an empty past, cuDNN may have returned NaN.
     old = jnp.where(old_weight > 0, old_weight * old_TNH.astype(jnp.float32), 0.0)
     return ((old + new_weight * new_TNH.astype(jnp.float32)) / total).astype(q_TNH.dtype)
 
@@ -211,7 +211,7 @@ def _segments(
         if sinks_N is None:
             return o_1TNH[0]
         return _beside_sinks(o_1TNH[0], lse_1TN[0].astype(jnp.float32)[:, :, None], sinks_N)
-    # Private, because the public function has no segments.
+    # A private function of JAX, because the public one does not support segments.
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     here_TR = segment_T[:, None] == jnp.arange(rows, dtype=segment_T.dtype)[None, :]
@@ -260,7 +260,7 @@ def _cudnn(
 ) -> tuple[jax.Array, jax.Array]:
     """Calls cuDNN. Returns the attention over the given keys [T, N, H] and the log-sum-exp of their
     scores in float32 [T, N, 1]."""
-    # Private, because the public function rounds the residual.
+    # A private function of JAX, because the public one rounds the log-sum-exp.
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     outputs = dot_product_attention(

@@ -225,7 +225,7 @@ def _spec(shape: tuple[int | None, ...], index: Any) -> pl.BlockSpec:
 
 def _sizes(q_TNH: jax.Array, k_TKH: jax.Array, past: PastPages | None) -> _Sizes:
     tokens, groups = q_TNH.shape[0], q_TNH.shape[1] // k_TKH.shape[1]
-    # A product of float32 is unrolled into six of bfloat16.
+    # Mosaic unrolls a float32 product into six bfloat16 products.
     small = q_TNH.dtype.itemsize > 2
     rows, most = (ROWS // 4, KEY_BLOCK // 2) if small else (ROWS, KEY_BLOCK)
     padded = max(LEAST_CHUNK, 1 << (tokens - 1).bit_length())
@@ -292,7 +292,7 @@ def _items(
         end_BR = jnp.where(mine_BRQ.any(2), (length_R + step - 1) // step, 0)
         begin_BR = jnp.zeros_like(end_BR)
         if window is not None:
-            # the first position that the first token of the row in this block attends to
+            # The first position that the row's first token in this block attends to.
             oldest_BR = jnp.where(
                 mine_BRQ, positions_T.reshape(blocks, 1, -1), jnp.iinfo(jnp.int32).max
             ).min(2)
@@ -306,10 +306,10 @@ def _items(
     key_I = at_I - (ends_C - count_BC.reshape(-1))[cell_I] + begin_BC.reshape(-1)[cell_I]
     block_I, row_I = cell_I // (rows + 1), cell_I % (rows + 1)
     past_I = row_I < rows
-    # the latest item of pages up to each item
+    # For each item, the latest item up to it that reads pages.
     paged_I = lax.cummax(jnp.where(past_I, at_I, 0))
     some_I = past_I[paged_I]
-    # A rank without tokens has one item of padding, the last cell's.
+    # On a dp rank without tokens, the list has one item of padding, that of the last cell.
     count, own_I = jnp.maximum(ends_C[-1], 1), jnp.where(past_I, first_B[block_I], key_I)
     items = _Items(
         block=jnp.where(at_I < count, block_I, -1),

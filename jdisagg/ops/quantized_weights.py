@@ -29,7 +29,7 @@ from jdisagg.ops.parameters import Role
 
 Weights = Literal["", "int8", "int4", "fp8"]
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
-# Values of a widened tile: 4 MB in float32.
+# Number of values of a tile that is widened at once: 4 MB in float32.
 _TILE_VALUES = 1 << 20
 
 

@@ -12,8 +12,8 @@ replaced by the marker, and `seen_scores` replaces its score by zero. If the lay
 the indexer's key is replaced too, and a position with such a key is always selected. If an indexer
 that selects blocks has a non-finite key, the marker replaces this key and the token's values.
 
-`seal` is elementwise and needs no kernel of its own. `reveal` is one reduction per step, not per
-layer."""
+`seal` is elementwise, so that XLA fuses it with other operations. `reveal` is one reduction per
+step, not per layer."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,8 @@ def _seal_together(*parts: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def seen_scores(scores: jax.Array) -> jax.Array:
-    """Replaces scores of latent attention by 0 where the key is the marker."""
+    """Replaces scores of latent attention by 0 where the key is the marker. Such scores have a
+    magnitude beyond that of any real score."""
     return jnp.where(jnp.abs(scores) <= SHOWS, scores, jnp.zeros((), scores.dtype))
 
 

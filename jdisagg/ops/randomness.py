@@ -64,8 +64,8 @@ def uniform(bits: jax.Array) -> jax.Array:
     """Converts random bits to float32 in (0, 1), never 0 or 1. Near 0 the spacing of results is
     2^-31, which `exponential` needs."""
     step = np.float32(2.0**-31)
-    # Signed, because x86 before AVX-512 has no conversion from unsigned. Rounding may reach 1 from
-    # below, hence the minimum.
+    # Converts from signed integers, because x86 before AVX-512 has no conversion from unsigned
+    # ones. The minimum is needed because rounding may give 1.
     numerator = (bits >> np.uint32(1)).astype(jnp.int32).astype(jnp.float32)
     return jnp.minimum(numerator * step + step / 2, np.float32(1 - 2.0**-24))
 

@@ -2,11 +2,15 @@
 token's own position, so a key never depends on later tokens or on how the prompt was divided into
 chunks.
 
-Types: default; linear (positions divided); llama3 (long wavelengths divided, with a smooth
-transition); yarn (Peng et al., 2023: frequencies divided depending on their number of rotations,
-and an attention temperature); longrope (Ding et al., 2024: each wavelength divided by its own
-factor); proportional (Gemma 4: only the first pairs rotate, at the wavelengths that they would have
-if all did)."""
+Types of frequencies (`Rope.type`):
+- default: no extension.
+- linear: positions are divided by a factor.
+- llama3: low frequencies are divided by a factor, with a smooth transition to high ones.
+- yarn (Peng et al., 2023): frequencies are divided depending on their number of rotations, and
+  attention has a temperature.
+- longrope (Ding et al., 2024): the frequency of each pair is divided by its own factor.
+- proportional (Gemma 4): only the first pairs rotate, at the wavelengths that they would have if
+  all pairs did."""
 
 import jax
 import jax.numpy as jnp

@@ -21,7 +21,7 @@ class Rope:
         interleaved: Whether neighbouring dimensions form pairs, instead of dimensions i and i +
             head_dim / 2.
         query_beta: Factor beta by which queries grow with their position (`rope.query_growth`).
-        divisors: Divisor of each pair's wavelength (longrope).
+        divisors: Divisor of each pair's frequency (longrope).
         turned_pairs: Number of pairs that rotate (proportional).
         sections: Numbers of pairs that rotate by time, row and column of an image token, or none if
             all tokens have one position. Pairs of the three alternate (interleaved mrope).
@@ -45,7 +45,8 @@ class Rope:
     sections: tuple[int, ...] = ()
 
     def dimensions(self) -> np.ndarray:
-        """Returns by which of the three positions of a token each pair rotates: int32 [R / 2]."""
+        """Returns, for each rotated pair of dimensions, the index of the position (0 time, 1 row, 2
+        column) by which the pair rotates: int32 [R / 2]."""
         pair = np.arange(self.head_dim // 2, dtype=np.int32)
         _, rows, columns = self.sections
         by_row = (pair % 3 == 1) & (pair < 3 * rows)
@@ -73,7 +74,7 @@ class Rope:
                 return np.where(turned, plain / np.float32(self.factor), np.float32(0))
 
     def _llama3(self, plain: np.ndarray) -> np.ndarray:
-        # Rotations within the original context.
+        # Number of rotations of each pair within the original context.
         turns = self.original_tokens * plain.astype(np.float64) / (2 * math.pi)
         low, high = self.low_frequency_factor, self.high_frequency_factor
         # Llama 4 Scout has no transition: both factors are equal.

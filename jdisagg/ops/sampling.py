@@ -113,8 +113,8 @@ def sample(
     drawn_score_BV = jnp.where(
         weight_BV >= rows.min_p[:, None], weight_BV / randomness.exponential(bits_BV), -1
     )
-    # A greedy row runs the same race with its logits as the score, so that one argmax serves all
-    # rows.
+    # A greedy row takes part in the same race with its logits as the score, so that one argmax
+    # serves all rows.
     score_BV = jnp.where(greedy_B[:, None], logits_BV, drawn_score_BV)
     top_p_B = jnp.where(drawn_B, rows.top_p, 1)
     if passes:
@@ -192,7 +192,7 @@ def _nucleus_by_passes(
 
 def _top_k_threshold(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
     """Returns each row's top-k threshold, float32 [B]: logits at or above the threshold are in the
-    top-k. -inf if top-k is off. Costs nothing if top-k is off in all rows."""
+    top-k. -inf if top-k is off. Takes almost no time if top-k is off in all rows."""
     small = min(SMALL_TOP_K, logits_BV.shape[1])
     small_B = (top_k_B > 0) & (top_k_B <= small)
 

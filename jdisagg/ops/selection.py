@@ -41,7 +41,8 @@ def argmax_blocks(arrays: tuple[jax.Array, ...], value: Callable[..., jax.Array]
 
 def argmax(x_BV: jax.Array, *, in_blocks: bool = True) -> jax.Array:
     """Returns the index of each row's largest entry, int32 [B]. Ties go to the smallest index.
-    `in_blocks`: by blocks, else by XLA's argmax (`PlatformTraits.argmax_in_blocks`)."""
+    `in_blocks`: whether to search in blocks, instead of by XLA's argmax
+    (`PlatformTraits.argmax_in_blocks`)."""
     if not in_blocks:
         return _first_largest(x_BV)
     return argmax_blocks((blocks_of(x_BV),), lambda x: x)
@@ -57,7 +58,7 @@ def largest(x_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     if blocks <= 2 * count:
         return lax.top_k(x_BV, count)
     _, block_BK = lax.top_k(jnp.max(x_BnS, axis=-1), count)
-    # Sorted, so that position among the candidates orders like the index.
+    # Sorted, so that the order of candidates is the order of their indices.
     block_BK = lax.sort(block_BK, dimension=1)
     candidates_BC = jnp.take_along_axis(x_BnS, block_BK[:, :, None], axis=1).reshape(
         rows, count * BLOCK
@@ -72,14 +73,14 @@ def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -
     and all ties with the smallest of these.
 
     Exact bisection over the ordered float32 numbers, in at most 32 passes, which stops once the
-    count is met. Rows where `wanted` is False give -inf; if it is False for all rows, no pass runs.
-    `count` must be at least 1, and wanted rows must not contain NaN."""
+    count is met. Rows where `wanted` is False give -inf. If `wanted` is False for all rows, no pass
+    runs. `count` must be at least 1, and wanted rows must not contain NaN."""
     low_B = jnp.where(wanted_B, _order_key(np.float32(-np.inf)), 0)
     high_B = jnp.where(wanted_B, _order_key(jnp.max(x_BV, axis=-1)), 0)
 
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_B, high_B = bounds
-        # The mean, rounded up, without overflow.
+        # The mean of both bounds, rounded up, computed without overflow.
         middle_B = (low_B | high_B) - ((low_B ^ high_B) >> 1)
         reached_B = jnp.sum((x_BV >= _from_order_key(middle_B)[:, None]).astype(jnp.int32), axis=-1)
         open_B = low_B < high_B
@@ -120,7 +121,7 @@ def _number(key_B: jax.Array) -> jax.Array:
     would be NaN, give -inf."""
     x_B = _from_order_key(lax.bitcast_convert_type(key_B ^ np.uint32(1 << 31), jnp.int32))
     low = lax.bitcast_convert_type(_order_key(np.float32(-np.inf)), jnp.uint32) ^ np.uint32(1 << 31)
-    # A CPU compares denormal numbers as zero.
+    # A CPU treats denormal numbers as zero in comparisons.
     x_B = jnp.where(jnp.abs(x_B) < np.finfo(np.float32).tiny, 0, x_B)
     return jnp.where(key_B < low, -jnp.inf, x_B)
 
@@ -130,7 +131,8 @@ def _first_largest(x_BN: jax.Array) -> jax.Array:
 
 
 def _order_key(x: jax.Array | np.float32) -> jax.Array:
-    """Returns an int32 that orders like the float32. The bits of a negative float run backwards."""
+    """Converts float32 numbers to int32 keys with the same order. The bits of a negative number are
+    inverted, because as integers negative numbers have the reverse order."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
 

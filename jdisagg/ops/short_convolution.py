@@ -50,7 +50,7 @@ def convolve_runs(
         earlier_TC = jnp.roll(wide_TC, back, axis=0)
         own_T1 = (runs.index_T >= back)[:, None]
         y_TC += jnp.where(own_T1, earlier_TC, 0.0) * kernel_K1C[-1 - back]
-    # The first tokens of a row also see the inputs before it.
+    # For the first tokens of a row, the kernel also covers inputs of the state.
     state = state_RSC.astype(jnp.float32)
     tokens = x_TC.shape[0]
     for ahead in range(last):

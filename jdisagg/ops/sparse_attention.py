@@ -28,7 +28,7 @@ KEYS_AT_ONCE = 1024  # keys of a chunk whose scores of all heads are in memory
 PAST_POSITIONS = 128  # positions of one step of a loop over pages
 UNROLLED_POSITIONS = 4096  # positions of an unrolled step
 
-# Computes scores of keys, of which a mask states which exist.
+# Function from keys, and a mask of the keys that exist, to their scores.
 Measure = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -48,8 +48,9 @@ def index_scores(queries_QHD: jax.Array, weights_QH: jax.Array, keys_SD: jax.Arr
 
 
 def select(scores_QS: jax.Array, top: int, *, at_once: bool = False) -> jax.Array:
-    """Selects the `top` largest scores of each row, ties to the smallest index: bool [Q, S]. Scores
-    of -inf are never selected. `at_once` avoids loops."""
+    """Selects the `top` largest scores of each row: bool [Q, S]. Of equal scores, the one with the
+    smallest index is selected. Scores of -inf are never selected. `at_once` avoids loops, which the
+    host would drive on a GPU."""
     scores_QS = jnp.where(scores_QS == 0, 0, scores_QS)  # -0 has an order key of its own
     rows, shape = scores_QS.shape[0], scores_QS.shape[:1]
     many_Q = jnp.sum((scores_QS > -jnp.inf).astype(jnp.int32), axis=1) > top
@@ -123,8 +124,9 @@ def chosen_positions(
 
 
 def own_keys(low: int, high: int, start_T: jax.Array) -> jax.Array:
-    """Returns which of a chunk's tokens 0..high each of the tokens low..high may see, by the chunk
-    index `start_T` of the first token of its sequence: bool [Q, high]."""
+    """Returns a mask, bool [Q, high], of the chunk's tokens 0..high that each of the tokens
+    low..high may attend to: tokens of its own sequence up to itself. `start_T` is the chunk index
+    of the first token of each token's sequence."""
     key_1S = jnp.arange(high, dtype=jnp.int32)[None, :]
     seen_QS = key_1S <= jnp.arange(low, high, dtype=jnp.int32)[:, None]
     return seen_QS & (key_1S >= start_T[low:high, None])

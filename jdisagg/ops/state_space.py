@@ -108,8 +108,8 @@ def _prepare(run: StateSpaceInputs) -> _Run:
     g_GUC = g_NC.reshape(groups, -1, size)
     written_GUCP = (step_NC[..., None] * x_NCP).reshape(groups, -1, size, x_NCP.shape[2])
     upto_CC = jnp.tril(jnp.ones((size, size), jnp.bool_))
-    # Summed from j on, not as a difference of sums from the start, which would have lost the
-    # significant digits after a token that decays nearly everything.
+    # Gates are summed from j on. A difference of two sums from the start would lose significant
+    # digits after a token at which the state decays almost to zero.
     behind_CC = jnp.tril(jnp.ones((size, size), jnp.bool_), -1)
     gap_GUCC = jnp.cumsum(jnp.where(behind_CC, g_GUC[..., :, None], 0.0), axis=-2)
     total_GUC = jnp.cumsum(g_GUC, axis=-1)

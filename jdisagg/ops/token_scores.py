@@ -66,7 +66,7 @@ def _most_likely(
     values_TK, ids_TK = selection.largest(logits_TV, min(top, logits_TV.shape[1]))
     ids_TK = ids_TK + shard.first
     if shard.axes:
-        # Ordered by device, and hence by id where values are equal.
+        # Candidates are ordered by device, and hence by id where values are equal.
         values_TK = lax.all_gather(values_TK, shard.axes, axis=1, tiled=True)
         ids_TK = lax.all_gather(ids_TK, shard.axes, axis=1, tiled=True)
         values_TK, place_TK = lax.top_k(values_TK, min(top, values_TK.shape[1]))

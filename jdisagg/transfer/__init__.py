@@ -2,14 +2,15 @@
 
 Words of this package and of `executor/`:
 - block: KV of some tokens and consecutive layer groups of one sequence, as a global array [dp, C,
-  K, T, H]. C counts rows: equal parts of the cached components (layout/kv_spec.py).
-- offer: one dp rank's part of a block. The sender holds it under a random id until it is released
-  or revoked.
-- piece: `granule` KV heads of a block that one device sends to another. The granule is the largest
-  number of heads that divides the heads of a shard on both sides. `part` is the index of a piece on
-  the device that receives it.
-- leaf: one of the arrays that a piece is transferred as. An uncompressed piece has one leaf; a
-  piece packed by a codec has several (packed values, scales, checksums).
+  K, T, H]: dp ranks, rows, KV heads, tokens, head size. Rows are equal parts of the cached
+  components, such as keys and values (layout/kv_spec.py).
+- offer: one dp rank's part of a block. The sender holds this part under a random id until the offer
+  is released or revoked.
+- piece: the part of a block that one device sends to another, with `granule` KV heads. The granule
+  is the largest number that divides the number of KV heads per shard on both sides. `part` is the
+  index of a piece on the device that receives it.
+- leaf: one of the arrays into which a piece is packed for the transfer. A piece without a codec is
+  one leaf. A codec packs a piece into several leaves (packed values, scales, checksums).
 - posting: the leaves that a sender process reserves for one pull and frees when the pull ends.
 - peer: the other mesh, by name, or one of its processes (`KvEnd`).
 - link number: number of the current connection from one receiver process to one sender process. It

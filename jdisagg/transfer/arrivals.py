@@ -17,7 +17,7 @@ def received_bytes(address: str, but: str) -> int:
 
     Args:
         address: The host's IP address, with any port.
-        but: Connections to or from the port of this address do not count.
+        but: Address whose port is excluded. Connections to or from this port are not counted.
     """
     host, port = address.rpartition(":")[0].strip("[]"), but.rpartition(":")[2]
     total = 0
@@ -31,7 +31,8 @@ def received_bytes(address: str, but: str) -> int:
 
 
 def _received(descriptor: int, host: str, but_port: str) -> int:
-    # A duplicate, because another thread owns the descriptor and may close it.
+    # Uses a duplicate of the descriptor, because another thread owns the descriptor and may close
+    # it.
     with socket.socket(fileno=os.dup(descriptor)) as same:
         if same.type != socket.SOCK_STREAM or same.family not in (socket.AF_INET, socket.AF_INET6):
             return 0

@@ -1,5 +1,5 @@
 """Assembles the pieces of one pull into global arrays. Tracks which pieces the devices of this
-process need and which pieces the senders have announced.
+process need, and which of them the senders have announced.
 
 Transfers no data itself. Checks the senders' announcements: each device of this process in the
 receiving dp rank must get each of its pieces exactly once, and no other piece."""
@@ -80,7 +80,7 @@ class Assembly:
         return avals
 
     def coming(self, pieces: tuple[PostedPiece, ...], arrays: Sequence[jax.Array | Leaf]) -> None:
-        """Adds the arrays of pieces that were accepted by `expect`. The arrays may still be in
+        """Adds the arrays of pieces that `expect` has accepted. The arrays may still be in
         transfer."""
         count = len(self._leaves)
         for index, piece in enumerate(pieces):
@@ -106,7 +106,7 @@ class Assembly:
         return sum(self.bytes_per_pair.values())
 
     def assemble(self, arrived: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Makes the global arrays, part by part and leaf by leaf.
+        """Returns the global arrays, in the order of parts and then of leaves.
 
         Args:
             arrived: The arrays that `flat` lists, all of them complete.

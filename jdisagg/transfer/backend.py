@@ -1,6 +1,6 @@
 """The interface between the two halves of a channel and the backends that move bytes.
 
-Four backends implement it: the JAX transfer engine (transfer_engine.py), shared memory
+Four backends implement the interface: the JAX transfer engine (transfer_engine.py), shared memory
 (shared_memory.py), NIXL (nixl_memory.py) and CUDA IPC (device_memory.py). `KvSender` uses one
 `Outlet` for each receiver process, `KvPuller` one `Inlet` for each sender process. `KvSender` and
 `KvPuller` never check which backend they use: every difference between backends is an attribute or
@@ -97,8 +97,8 @@ class Outlet(Protocol):
         ...
 
     def given_up(self, pull_id: int) -> None:
-        """Called when the receiver has abandoned the pull. `withdraw` follows if the arrays of the
-        pull are still reserved."""
+        """Notifies the outlet that the receiver has abandoned the pull. The caller then calls
+        `withdraw` if the arrays of the pull are still reserved."""
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
         """Withdraws the arrays of a pull. The receiver may be reading them.
@@ -111,11 +111,12 @@ class Outlet(Protocol):
         ...
 
     def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Fails a pull that the receiver started at `address` before anything was reserved for
+        """Fails a pull that the receiver has started at `address` although nothing is reserved for
         it."""
 
     def tick(self) -> None:
-        """Ends the pulls whose deadline has passed. Called a few times a second."""
+        """Ends the pulls whose deadline has passed. The sender calls this method a few times a
+        second."""
 
     def close(self, in_flight: bool) -> None:
         """Withdraws the arrays of all pulls.
@@ -151,8 +152,8 @@ class AnnouncedArrays:
         return [math.prod(aval.shape) * aval.dtype.itemsize for aval in self.avals]
 
     def memory(self, kind: type[Memory]) -> Memory:
-        """Returns the location of the arrays. Raises HandoffError if it belongs to another backend
-        than `kind`, or is that of other arrays."""
+        """Returns the location of the arrays. Raises HandoffError if the location is of another
+        backend than `kind`, or does not match the number of arrays."""
         memory = self.answer.memory
         if not isinstance(memory, kind):
             raise HandoffError("the sender answered with other memory than requested; pull again")
@@ -169,7 +170,7 @@ class Inlet(Protocol):
     Attributes:
         backend: Name of the backend that the sender is asked to use.
         has_server: Whether arrays are pulled from a server of the sender, possibly before the
-            sender answers. A pull from a server can hang and then blocks its connection.
+            sender answers. Such a pull can hang. It then blocks its connection.
         borrows: Whether received arrays are views of the sender's memory. The message `Pulled` is
             then sent when the last view is deleted, and the sender answers before it has written
             the arrays.
@@ -209,7 +210,7 @@ class Backend(Protocol):
     kind: KvBackend
 
     def reaches(self, end: KvEnd) -> bool:
-        """Returns whether this backend can pull KV from the process `end`."""
+        """Returns whether this process can pull KV from the process `end` by this backend."""
         ...
 
     def outlet(self) -> Outlet: ...
@@ -217,8 +218,8 @@ class Backend(Protocol):
     def inlet(self, end: KvEnd) -> Inlet: ...
 
     def sweep(self) -> None:
-        """Frees memory that was reserved for pulls whose deadline has passed. Called a few times a
-        second."""
+        """Frees memory that was reserved for pulls whose deadline has passed. The channel calls
+        this method a few times a second."""
 
     def drop_spare(self) -> None:
         """Frees unused memory that the backend keeps for later pulls."""

@@ -1,9 +1,9 @@
 """Chooses the backend that transfers KV from each sender process to this process.
 
 `Memories` owns the memory of this process that other processes can read. `BackendChoice` selects
-the first backend that both processes support and that has not failed between them. The order is
-CUDA IPC, shared memory, NIXL, JAX transfer engine. If the configuration names NIXL, NIXL is tried
-first."""
+the first backend that both processes support and that has not failed between these two processes.
+The order is CUDA IPC, shared memory, NIXL, JAX transfer engine. If the configuration names NIXL,
+NIXL comes first."""
 
 import logging
 from collections.abc import Sequence
@@ -45,8 +45,9 @@ class Memories:
 
     @staticmethod
     def of_worker(channel: str, host: str, devices: Sequence[Device]) -> "Memories":
-        """Allocates the memory that a worker shares. `channel` (`ServiceConfig.kv_channel`) selects
-        the kinds of memory. Raises ConfigError if NIXL is configured by name and cannot be used."""
+        """Allocates the memory from which other processes may read a worker's KV. `channel`
+        (`ServiceConfig.kv_channel`) selects the kinds of memory. Raises ConfigError if NIXL is
+        configured by name and cannot be used."""
         nixl = nixl_memory(channel, host)
         return Memories(SharedMemory.of_host(), nixl, *lent_memory(channel, devices))
 

@@ -50,8 +50,8 @@ class SpoiledFileError(Exception):
 
 
 def cause_of(error: Exception) -> str:
-    """Returns a short name for the cause of an error: the file's defect, or the operating system's
-    error."""
+    """Returns a short name for the cause of an error, for metrics and logs: the file's defect, or
+    the operating system's error."""
     if isinstance(error, SpoiledFileError):
         return error.cause
     if isinstance(error, OSError):
@@ -84,8 +84,8 @@ class _Place(Message, frozen=True):
 
 
 class BlockHeader(Message, frozen=True):
-    """The header of a block file. `digest` covers the bytes of all arrays. `written_at` is a Unix
-    time in seconds, or 0 if unknown."""
+    """The header of a block file. `digest` is a hash of the bytes of all arrays. `written_at` is a
+    Unix time in seconds, or 0 if unknown."""
 
     namespace: bytes
     name: bytes
@@ -133,7 +133,7 @@ def write_block(
 
 def read_header(file: BinaryIO, namespace: bytes) -> BlockHeader:
     """Reads a file's header and checks it against the file's length. Raises SpoiledFileError if the
-    header is invalid, or OSError."""
+    header is invalid or is that of another namespace. Raises OSError if reading fails."""
     front = file.read(_FRONT.size)
     if len(front) < _FRONT.size:
         raise SpoiledFileError(TRUNCATED)
@@ -163,7 +163,8 @@ def read_block(
     path: Path, namespace: bytes, name: bytes
 ) -> tuple[tuple[SavedArray, ...], tuple[int, ...], int]:
     """Returns the arrays of a block, the checksums of its pieces, and the file's size in bytes.
-    Raises SpoiledFileError if the file is damaged or holds another block, or OSError."""
+    Raises SpoiledFileError if the file is damaged or holds another block. Raises OSError if reading
+    fails."""
     with path.open("rb", buffering=0) as file:
         header = read_header(file, namespace)
         if header.name != name:

@@ -1,13 +1,13 @@
 """Interface of KV transfers between two meshes. The sending mesh offers a block of KV, the
 receiving mesh pulls the block, and the sender then releases the block.
 
-A block is a global array [dp, C, K, T, H]. C counts the cached components of the layers in a layer
-group (see `layout/kv_spec.py`). The K heads are sharded over mesh axis "kv" and replicated over
-"rep". An offer contains one dp rank's part of a block. A pull returns n = local heads / granule
-global arrays [dp, C, granule * kv, T, H] with `granule` heads per kv shard. On the receiving rank,
-array i of kv shard j begins with head j * n * granule + i * granule, so concatenating the n local
-shards along heads gives the shard's heads in order. The other ranks hold the target's resident
-zeros; no byte is sent to them.
+A block is a global array [dp, C, K, T, H] for T tokens and head size H. C counts the cached
+components of the layers in a layer group (see `layout/kv_spec.py`). The K heads are sharded over
+mesh axis "kv" and replicated over "rep". An offer contains one dp rank's part of a block. A pull
+returns n = local heads / granule global arrays [dp, C, granule * kv, T, H] with `granule` heads per
+kv shard. On the receiving rank, array i of kv shard j begins with head j * n * granule + i *
+granule, so concatenating the n local shards along heads gives the shard's heads in order. The other
+ranks hold the target's resident zeros, and no byte is sent to them.
 
 A target names the mesh that sends the block. Between processes, `connect` must have been called for
 the sending mesh. With a lossy codec, the received arrays are the packed arrays of each piece
@@ -18,7 +18,7 @@ Rules:
 - No method blocks. A pull is a future to poll. It fails at its deadline even if it is not polled.
 - A pull may start before its block is offered, because the two sides' threads are not synchronised.
   The pull then waits until its deadline.
-- A failed pull raises a typed error itself; no later JAX call fails because of it.
+- A failed pull raises a typed error itself. No later JAX call fails because of it.
 - Offered blocks are never donated. Pulled arrays may share memory with the block or the zeros, so
   they are never donated either.
 - All methods are thread-safe."""
@@ -50,7 +50,7 @@ def resident_zeros(
     dtype: jnp.dtype,
 ) -> jax.Array:
     """Makes the `zeros` of a `PullTarget`: [dp, components, granule * kv, tokens, head_size].
-    Callers keep these arrays for reuse, one for each shape, and never donate them."""
+    Callers keep one such array for each shape, reuse it, and never donate it."""
     ranks, shards, _ = (mesh.shape[axis] for axis in MESH_AXES)
     shape = (ranks, components, granule * shards, tokens, head_size)
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=block_sharding(mesh))()
@@ -119,7 +119,8 @@ class Pull(Protocol):
         ...
 
     def is_ready(self) -> bool:
-        """Returns whether the pull has ended: arrived, failed, cancelled or late. Never blocks."""
+        """Returns whether the pull has ended: it has arrived, failed, been cancelled or passed its
+        deadline. Never blocks."""
         ...
 
     def failed(self) -> JdisaggError | None:
@@ -139,8 +140,8 @@ class Pull(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockStamp:
-    """Identifies the tokens and layers of a block. A checksum under this stamp fails for the values
-    of any other block.
+    """Identifies the tokens and layers of a block in its checksums. A checksum that was computed
+    with this stamp does not match the values of any other block.
 
     Attributes:
         key: Key of the checksums (ops/checksum.py).
@@ -155,8 +156,8 @@ class BlockStamp:
     valid_tokens: int = 0
 
     def of_offer(self, offer_id: int) -> "BlockStamp":
-        """Returns this stamp with a key derived from the offer's id. If all offers had one key,
-        another sequence's block could pass the check."""
+        """Returns this stamp with a key that is derived from the offer's id. If all offers shared a
+        key, the block of another sequence would pass the check."""
         return replace(self, key=self.key ^ offer_id)
 
 
@@ -165,8 +166,8 @@ _NO_STAMP = BlockStamp()
 
 class Channel(Protocol):
     def connect(self, peer: str, card: MeshCard) -> None:
-        """Registers a mesh to pull from. Does not block. If the connection fails, pulls from this
-        mesh fail. A name must not be reused for another mesh."""
+        """Registers a mesh to pull from, under the name `peer`. Does not block. If the connection
+        fails, pulls from this mesh fail. A name must not be reused for another mesh."""
         ...
 
     def disconnect(self, peer: str) -> None:

@@ -19,8 +19,8 @@ _log = logging.getLogger(__name__)
 
 class ChannelThread:
     """Runs jobs in order on one daemon thread. The thread calls `regularly` after each job.
-    `regularly` must be short. It returns the seconds after which the thread calls it again, unless
-    a job is submitted earlier."""
+    `regularly` must be short. It returns the seconds after which the thread calls it again. A job
+    that is submitted earlier also causes a call."""
 
     def __init__(self, name: str, regularly: Callable[[], float]) -> None:
         self._regularly = regularly
@@ -71,8 +71,8 @@ class ChannelThread:
 
 class ComputeWait:
     """A thread that waits until arrays are computed and then calls a job. It waits for arrays with
-    lower numbers first. Numbers follow the order in which the mesh computes, so that no computed
-    array waits behind an array that is computed later."""
+    lower numbers first. Numbers follow the order in which the mesh computes, so that the job of a
+    computed array is not delayed by an array that is computed later."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.PriorityQueue[

@@ -1,17 +1,18 @@
 """Encodes transferred blocks: unchanged, or as int8, int4 or fp8 with a scale per component, head
 and token.
 
-A piece [1, C, G, T, H] is the part of a block that one device sends to another. A codec packs a
-piece into several 5-dimensional arrays (leaves) with dimensions (rank, C', G, T', x). Leaves are
-assembled over ranks and heads like unpacked values, so that channels treat both alike. A lossy
-codec's leaves are the packed values [1, C, G, T, x], the scales float32 [1, C, G, T, 1] and the
-sums uint32 [1, 1, G, 1, 2]: for each head the keyed checksum (ops/checksum.py) over the packed
-values and their scales, because a sum over the original values cannot be checked after packing.
-Without a codec there are no extra leaves, and the checksum covers the values.
+A piece [1, C, G, T, H] is the part of a block that one device sends to another: C rows, G KV heads,
+T tokens, head size H. A codec packs a piece into several 5-dimensional arrays (leaves) with
+dimensions (rank, C', G, T', x). Leaves are assembled over ranks and heads like unpacked values, so
+that channels treat both alike. A lossy codec's leaves are the packed values [1, C, G, T, x], the
+scales float32 [1, C, G, T, 1] and the sums uint32 [1, 1, G, 1, 2]: for each head the keyed checksum
+(ops/checksum.py) over the packed values and their scales, because a sum over the original values
+cannot be checked after packing. Without a codec there are no extra leaves, and the checksum covers
+the values.
 
-Everything is traceable and local to a device: the sender packs on the device of the shard, the
-receiver unpacks inside its insert program. Error bounds: ops/quantize.py. Decoding gives the same
-bits on every device."""
+Everything can be traced by JAX and is local to a device. The sender packs on the device of the
+shard. The receiver unpacks inside its insert program. Error bounds: ops/quantize.py. Decoding gives
+the same bits on every device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,14 +55,14 @@ class Codec(Protocol):
     def lossy(self) -> bool: ...
 
     def leaves(self, piece: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the shapes of the arrays that a piece [1, C, G, T, H] is packed into. Raises
-        LayoutError if the codec cannot pack this shape."""
+        """Returns the shapes of the arrays into which the codec packs a piece [1, C, G, T, H].
+        Raises LayoutError if the codec cannot pack this shape."""
         ...
 
     def encode(
         self, piece: jax.Array, stamp: jax.Array, first_head: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """Packs a piece. Traceable.
+        """Packs a piece. Can be traced by JAX.
 
         Args:
             piece: Values [1, C, G, T, H].
@@ -71,7 +72,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, leaves: Sequence[jax.Array], dtype: jnp.dtype) -> jax.Array:
-        """Unpacks a piece to `dtype`. Traceable."""
+        """Unpacks a piece to `dtype`. Can be traced by JAX."""
         ...
 
     def verify(

@@ -5,12 +5,13 @@ and the offset of the piece in that allocation. The receiver opens each allocati
 the pieces into its own arrays. The sender copies nothing. Invariants:
 - The sender answers when the array is computed. It keeps the array until the receiver has copied it
   or abandoned the pull, or until the pull's deadline. After the deadline the receiver discards its
-  copy. So an array never changes while it is copied for use.
+  copy. So an array never changes during a copy that the receiver uses.
 - The copy writes into a JAX array of the receiver that no other code uses yet. The array is kept
   alive until the copy has ended, also if the pull was cancelled.
 - The receiver keeps an allocation open while its sender is connected or a copy from it is running.
-- The answers to a receiver have checksums until a pull of it has succeeded from each allocation. If
-  other bytes arrive, the pull fails, and the receiver uses another backend for this sender.
+- The sender adds checksums to its answers until a pull of the receiver from each allocation has
+  succeeded. If other bytes arrive, the pull fails, and the receiver uses another backend for this
+  sender.
 - Only memory of JAX's preallocated pool is exported. The sender never frees this pool, because
   freeing memory that another process reads causes a device fault. A process with the handle can
   read the whole pool. Therefore handles are sent over the control connection only. A handle is
@@ -49,8 +50,9 @@ def lent_memory(channel: str, devices: Sequence[Device]) -> "tuple[LentMemory | 
         devices: Devices of the worker.
 
     Returns:
-        The memory, or None. Also the reason, if there is none although the devices are GPUs or the
-            channel is "cuda"; else "".
+        The memory, or None. Also a text: the reason why CUDA IPC is unavailable although it is
+            configured. The text is "" if there is memory, if `channel` names another backend, and
+            for channel "auto" if the devices are not GPUs.
     """
     if channel not in ("auto", "cuda"):
         return None, ""
@@ -309,8 +311,8 @@ class DeviceInlet(Inlet):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """One copy on `device`, from another process's memory to an array of this process, with the
-    expected checksum, if known."""
+    """One copy on `device`, from the address `source` in another process's memory to the array `to`
+    of this process. `checksum` is the expected checksum, or None if the sender gave none."""
 
     device: int
     to: jax.Array

@@ -2,13 +2,13 @@
 store write and read the files.
 
 The directory has a folder for each namespace, which contains numbered worker folders. A worker
-locks the first worker folder that no other process has locked. The lock ends with the process, even
-if the process is killed, so that a restarted worker finds its blocks. Files of another namespace
-are never touched.
+locks the first worker folder that no other process has locked. The kernel releases the lock when
+the process ends, even if the process is killed, so that a restarted worker finds its blocks. A
+worker never changes files of another namespace.
 
 Every call returns immediately with a future of a `DiskOutcome`. The future never raises an
 exception: if the disk is full, read-only, slow or missing, the outcome names the cause. Files are
-opened and removed in the order of the calls, except that reads do not wait for writes. `close`
+opened and removed in the order of the calls. Only reads do not wait for earlier writes. `close`
 waits at most CLOSE_SECONDS."""
 
 import contextlib
@@ -51,7 +51,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DiskOutcome:
-    """The result of one call of `DiskStore`. A call fills only the fields that concern it.
+    """The result of one call of `DiskStore`. A call sets only the fields that belong to its kind of
+    operation.
 
     Attributes:
         error: Name of the cause of a failure (`block_file.cause_of`), or "".
@@ -83,8 +84,9 @@ class DiskStore:
         self._lock: int | None = None
 
     def find(self, namespace: bytes) -> "Future[DiskOutcome]":
-        """Locks a worker folder and lists its blocks, least recently used first. Counts invalid
-        files. Removes them unless they belong to another namespace or format version."""
+        """Locks a worker folder and lists its blocks, least recently used first. Counts files
+        without a valid block, and removes such a file unless it belongs to another namespace or
+        format version."""
 
         def find() -> DiskOutcome:
             try:

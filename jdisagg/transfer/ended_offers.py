@@ -1,5 +1,5 @@
-"""Records, by offer id, how each offer ended. A pull of an ended offer fails with this record as
-its error, and an id cannot be offered twice.
+"""Records, by offer id, how each offer ended (released or revoked). A pull of an ended offer fails
+with this record as its error text. The records also prevent that an id is offered twice.
 
 Keeps the latest REMEMBERED_IDS ids. Not thread-safe: the channel's lock guards it."""
 

@@ -4,9 +4,9 @@ of the store copies blocks from and to the devices.
 On an accelerator, blocks are stored in pinned host memory if JAX's backend supports it, so that
 copies use DMA. On a CPU, blocks are NumPy arrays. A shard that several devices replicate is stored
 once and restored to each device. A block may be restored to another rank of the mesh, if this
-process holds all shards of both ranks. In an instance of several processes each process has a store
-and keeps its own shards. The insert
-program (executor/insert_program.py) checks restored data by checksums.
+process holds all shards of both ranks. In an instance of several processes, each process has a
+store for its own shards. The insert program (executor/insert_program.py) checks restored data by
+checksums.
 
 `put`, `pull` and `forget` are called on the dispatch thread and do not block."""
 
@@ -87,8 +87,8 @@ class HostStore:
         pull = PolledPull(offer_id, self._clock, deadline_seconds)
 
         def copy() -> None:
-            # Read here, because the thread completes an earlier copy of the block first. Other
-            # processes of the instance may be ahead of this one.
+            # Looked up on the store's thread, which first completes an earlier copy of the block.
+            # Other processes of the instance may be ahead of this one.
             shards = self.shards(offer_id)
             if shards is None:
                 pull.fail(HandoffError(f"block {offer_id:#x} is not in host memory"))

@@ -1,7 +1,8 @@
 """The channel between two meshes of one process. It copies each piece by a `device_put` to a single
 device.
 
-This module must not depend on requests, pages or layers. Invariants:
+This module must not depend on requests, pages or layers. A piece is the part of a block, some KV
+heads, that one device sends to another. Invariants:
 - A piece that is a whole shard is sent without a copy on the sender. Otherwise one program cuts the
   shard into all its pieces, on the shard's own device.
 - A piece that is already on its destination device is not copied. If the piece is a whole shard,
@@ -55,7 +56,8 @@ _RouteKey = tuple[
 @dataclass(slots=True)
 class _Route:
     """The transfer plans from one sharding to another. If the source is replicated, there is one
-    plan for each replica that may be the preferred sender."""
+    plan for each choice of the preferred replica. `uses` counts the pulls, which take the plans in
+    turn."""
 
     plans: tuple[ReshardPlan, ...]
     uses: int = 0

@@ -14,8 +14,8 @@ Invariants:
 - If a backend that reads the sender's memory directly fails, and has never succeeded with this
   sender, the next pull uses another backend.
 - A connection is suspect after an error that is not the sender's own message. The cause may be a
-  program at the sender, or a broken socket of the connection, which would fail all later pulls.
-  After a second such error the connection is closed, and the next pull opens a new one.
+  failed program at the sender, or a broken socket of the connection, which would fail all later
+  pulls. After a second such error the connection is closed, and the next pull opens a new one.
 - A pull ends at its deadline, even if a sender does not answer. The deadline moves while bytes of
   the sender keep arriving, because a retry would only add load to a slow link. At the deadline the
   requests of the pull are withdrawn. If the data of the pull is stuck on a connection that
@@ -70,10 +70,10 @@ from jdisagg.transfer.polled_pull import PolledPull, is_ready
 from jdisagg.transfer.sender_errors import named_error, sender_error
 from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions
 
-# A pull whose sender's bytes keep arriving may take this many times its time limit.
+# While bytes of the sender keep arriving, a pull may take this many times its time limit.
 MOST_PATIENCE = 12
-# Fewer bytes within a fraction of the time limit are no progress: gRPC's pings and heartbeats of
-# other processes on the sender's host may count, too.
+# Fewer bytes within a fraction of the time limit do not count as progress, because gRPC pings and
+# heartbeats of other processes on the sender's host are counted, too.
 LEAST_BYTES = 16 << 10
 
 _log = logging.getLogger(__name__)
@@ -279,8 +279,8 @@ class KvPuller:
             )
 
     def _receive(self, sent: SentRequest, answer: Posted) -> None:
-        """Starts to pull the pieces that a sender has announced. If the connection was replaced or
-        the sender's memory cannot be read, requests that the sender frees the pieces, and raises
+        """Starts to pull the pieces that a sender has announced. If the connection was replaced, or
+        the sender's memory cannot be read, asks the sender to free the pieces and raises
         HandoffError."""
         peer, assembly = sent.peer, sent.transfer.assembly
         with self._lock:
@@ -371,9 +371,9 @@ class KvPuller:
         self._watched = under_way
 
     def _be_patient(self, transfer: Transfer) -> None:
-        """Moves the deadline of a pull after half of its time, if bytes of its sender have arrived
-        meanwhile. Repeats the request, so that the sender also keeps the pieces until the new
-        deadline."""
+        """Extends the deadline of a pull when half of its time has passed, if bytes of its sender
+        have arrived meanwhile. Repeats the request, so that the sender also keeps the pieces until
+        the new deadline."""
         now, half = self._clock.now(), transfer.patience_seconds / 2
         left = transfer.pull.deadline - now
         if left > half or now >= transfer.until:
@@ -443,8 +443,8 @@ class KvPuller:
                 self._settle_ended(sent, sent.arrays)
             elif not arrived:
                 self._give_up(sent)
-            # Removed last, so that a caller that sees no pull in progress never pulls over a failed
-            # connection.
+            # The request is removed last. A caller that finds no request in progress therefore
+            # never pulls over a failed connection.
             with self._lock:
                 self._requests.pop(sent.pull_id, None)
         transfer.requests.clear()
@@ -465,7 +465,8 @@ class KvPuller:
             self._suspect(peer)
 
     def _suspect(self, peer: PeerState) -> None:
-        """Closes a connection at its second error within a while."""
+        """Records an error that may be the connection's, and closes the connection at its second
+        such error within `suspect_seconds`."""
         now = self._clock.now()
         if now - peer.suspected < self._timeouts.suspect_seconds:
             self._drop(peer)
@@ -475,7 +476,8 @@ class KvPuller:
         peer, inlet = sent.peer, sent.peer.inlet
         if inlet.reads and (sent.unread or (sent.arrays is not None and self._is_unproven(sent))):
             self._lose(peer, sent.unread or "nothing came before the deadline")
-        # A sender that refused has withdrawn the pull, but keeps the leaves that are being read.
+        # A sender that has refused the request has withdrawn the pull already. It still keeps the
+        # leaves if this process reads the sender's memory directly.
         if not sent.refused or inlet.reads:
             self._link.send(peer.end, Withdraw(sent.pull_id, bool(sent.ahead)))
         if sent.arrays is not None and inlet.has_server:

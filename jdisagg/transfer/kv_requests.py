@@ -32,10 +32,10 @@ class PeerState:
         address: Address of the process's transfer server. "" until the process has reported it.
         used: Time of the last request to the process.
         moved: Time when data last arrived from the process.
-        suspected: Time of the last error that may be the connection's.
+        suspected: Time of the last error that the connection may have caused.
         received: Bytes that have arrived from the process's host, when last counted.
-        counted, flowed: Time when received bytes were last counted, and time of the last count with
-            new bytes.
+        counted, flowed: Time when received bytes were last counted, and time of the last count that
+            found new bytes.
     """
 
     end: KvEnd

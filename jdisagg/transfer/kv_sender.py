@@ -5,8 +5,9 @@ does not block. A posting is the memory that is reserved for one pull until the 
 Invariants:
 - Each receiver process has an `Outlet` of its own, so that a stalled receiver delays no other. A
   receiver that has reconnected or restarted gets a new outlet.
-- Each process of the sending mesh computes the same plan of all pieces from its mesh and the
-  request (`wanted`, `turn`), and serves the pieces that it holds.
+- Each process of the sending mesh computes the same plan of all pieces, from its mesh and two
+  fields of the request: `wanted`, the receiving devices, and `turn`, the preferred replica. Each
+  process serves the pieces that it holds.
 - A posting is freed when it has been pulled, when it is withdrawn or revoked, or when its deadline
   passes.
 - A request for a block that has not been offered yet waits until the request's deadline.
@@ -74,8 +75,8 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Posting:
-    """The memory reserved for one pull. `answer` is None until the sender may answer the
-    receiver."""
+    """The memory that is reserved for one pull. `reserved` is the answer without the location of
+    the arrays. `answer` is the answer to send, or None until the sender may answer the receiver."""
 
     offer_id: int
     leaves: int
@@ -430,7 +431,7 @@ class KvSender:
                 try:
                     self._expire(receiver, now)
                 except Exception:
-                    # The other outlets keep serving, and this receiver connects again.
+                    # The other outlets continue to serve. This receiver opens a new connection.
                     _log.exception("the outlet for %s failed and is closed", receiver.control)
                     self._close_peer(receiver)
             for wait in self._drop_waits(lambda wait: now >= wait.until):

@@ -68,9 +68,10 @@ class NegotiatedChannel:
         self._puller.disconnect(peer)
 
     def name_devices_by(self, mesh: jax.sharding.Mesh) -> None:
-        """With several pipeline stages: sets the stage's mesh that peers know, because its card was
-        published. Blocks of other stages use its device numbers; all stages' meshes have equal
-        shapes. Must be called before the first offer."""
+        """Sets the mesh whose card was published to peers, if the instance has several pipeline
+        stages. Blocks of the other stages are announced with the device numbers of this mesh, which
+        is possible because the meshes of all stages have equal shapes. Must be called before the
+        first offer."""
         self._sender.card = mesh
 
     def offer(

@@ -1,5 +1,5 @@
 """NIXL's agent, used only in ways that were measured to be safe. No other module of jdisagg calls
-NIXL; it is an optional extra, without which this module is not used.
+NIXL. NIXL is an optional dependency. Without it this module is not used.
 
 Failure modes of NIXL (benchmarks/LOG.md, 2026-11-24) and the countermeasures:
 - NIXL's progress thread uses half a core by busy polling. jdisagg configures a delay, which is the
@@ -301,7 +301,7 @@ class NixlRead:
         return self._over
 
     def end(self, why: str) -> None:
-        """Fails the read, because its agent is closing."""
+        """Fails the read with the reason `why`, because its agent is closing."""
         self._settle(why)
 
     def _settle(self, failure: str) -> None:

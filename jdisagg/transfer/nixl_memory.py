@@ -48,7 +48,8 @@ def nixl_memory(channel: str, host: str) -> "NixlMemory | None":
     if channel not in ("auto", "cuda"):
         return None
     try:
-        # No other host reads from a loopback address, and over TCP the transfer engine is faster.
+        # Not used: no other host can read from a loopback address, and over TCP the transfer engine
+        # is faster.
         if is_loopback(host) or not rdma_devices():
             return None
         nixl_bindings()
@@ -92,7 +93,8 @@ class NixlMemory(Backend):
         self._spare_bytes = 0
         self._bare: dict[int, list[RegisteredRegion]] = {}
         self._parked: list[tuple[RegisteredRegion, Callable[[], bool]]] = []
-        # Appending to a deque needs no lock: arrays are dropped on any thread, at any time.
+        # A deque, because appending to it needs no lock: arrays may be deleted on any thread, at
+        # any time.
         self._left: collections.deque[tuple[RegisteredRegion, Callable[[], bool]]]
         self._left = collections.deque()
         self._all: list[RegisteredRegion] = []
@@ -249,7 +251,8 @@ class NixlInlet(Inlet):
         except HandoffError:
             self._memory.give_back(region)
             raise
-        # Views have this array as their base: the region is in use as long as any of them lives.
+        # The views have this array as their base, so the region is in use as long as any view
+        # exists.
         bytes_ = np.frombuffer(region.memory, np.uint8)
         weakref.finalize(bytes_, self._memory.leave, region, read).atexit = False
         return [

@@ -28,7 +28,8 @@ _FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 class OfferedWeights:
     """Named arrays that workers may read until `close`, or until the lease ends. The arrays must
-    not be donated or changed until then. Has the methods of a checkpoint's tensors.
+    not be donated or changed until then. The class has the methods of `CheckpointTensors`, so that
+    code that reads a checkpoint can read an offer instead.
 
     Attributes:
         name: Name by which an update refers to the offer, instead of a folder.
@@ -99,9 +100,9 @@ class OfferedWeights:
         return stepped(values, index)
 
     def content(self, *, again: bool = False) -> str:
-        """Returns a hash of all tensors. It is independent of the sharding if this process holds
-        all parts. JAX arrays are hashed once. numpy arrays are hashed at each call, because they
-        can change. `again` has no effect."""
+        """Returns a hash of all tensors. The hash does not depend on the sharding if this process
+        holds all parts. JAX arrays are hashed once. numpy arrays are hashed at each call, because
+        they can change. `again` is a parameter of the interface and has no effect here."""
         self.check()
         if self._content:
             return self._content
@@ -148,7 +149,7 @@ class OfferedWeights:
         return jax.device_put(block, jax.local_devices()[0]), byte_sum(joined)
 
     def seconds_left(self) -> float:
-        """Returns the rest of the lease, 0 if it has ended."""
+        """Returns the seconds until the lease ends, or 0 if it has ended."""
         return max(0.0, self._until - time.monotonic())
 
     def check(self) -> None:
@@ -235,7 +236,7 @@ class _Buffers:
 
 
 def unreadable(dtypes: Mapping[str, str]) -> list[str]:
-    """Lists tensors of a type that a checkpoint's tensors may not have, with the type."""
+    """Lists the names and types of tensors whose type is not allowed in a checkpoint."""
     return [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in _FLOATS]
 
 
@@ -275,7 +276,8 @@ def _cut(shard: Any, box: Box) -> np.ndarray:
         view.flags.writeable = False
         return view
     sizes = tuple(stop - start for start, stop in box)
-    # A program of its own result: JAX keeps the host copy of an array as long as the array.
+    # A program returns a new array, because JAX would keep the host copy of the old array as long
+    # as that array exists.
     return np.asarray(_part_of(shard, tuple(start for start, _ in box), sizes))
 
 

@@ -232,8 +232,8 @@ def _planned(
     destination: dict[int, Box] = {}
     for place, device in enumerate(wanted):
         heads = (device.head_shard * local, device.head_shard * local + local)
-        # Negative, because both jobs number their devices from 0 and the plan would take equal
-        # numbers for the same device.
+        # Destination devices get negative numbers. Both jobs number their devices from 0, and the
+        # plan would take devices with equal numbers for the same device.
         destination[-1 - place] = (*whole[:HEAD_DIMENSION], heads, *whole[HEAD_DIMENSION + 1 :])
     return tuple(
         PlannedPiece(
@@ -377,14 +377,14 @@ def _encoder(codec_name: str) -> Callable[[jax.Array, np.ndarray, np.int32], tup
 
 
 def leaves_of(codec_name: str) -> int:
-    """Returns the number of arrays that a codec packs a piece into; 1 without a codec."""
+    """Returns the number of arrays into which a codec packs a piece, or 1 without a codec."""
     return len(
         codec(codec_name).leaves(jax.ShapeDtypeStruct((1, 1, 1, 1, 2), jnp.dtype(jnp.float32)))
     )
 
 
 def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the shapes and dtypes of the arrays that a piece for this target is packed into.
+    """Returns the shapes and dtypes of the arrays into which a piece for this target is packed.
     Raises IncompatiblePeerError if they do not match the target's zeros."""
     _, components, _, tokens, head_size = target.zeros.shape
     leaves = codec(target.codec).leaves(
@@ -412,8 +412,8 @@ def warm_pieces(
     components, local, tokens, head_size = shape
     if local == granule and codec_name == NO_CODEC:
         return
-    # On a mesh of one device a shard made by a program keeps the mesh's sharding, a shard put there
-    # does not, and each compiles a program of its own.
+    # On a mesh of one device, a shard that a program has made keeps the mesh's sharding, but a
+    # shard that was put on the device does not. Each of the two forms needs a program of its own.
     made = resident_zeros(mesh, components, local, tokens, head_size, dtype)
     shards = [shard.data for shard in made.addressable_shards]
     shards += [

@@ -1,5 +1,5 @@
-"""A pull as a future to poll. It is first in progress and then ended: arrived, failed, cancelled or
-late.
+"""A pull as a future to poll. A pull is in progress until it ends: it has arrived, failed, been
+cancelled or passed its deadline.
 
 This module must not depend on a channel. A dispatch thread may deliver, cancel or revoke while the
 completion thread polls. Every change is made under the lock, which is never held while blocking. An
@@ -96,7 +96,7 @@ class PolledPull:
         assemble: Assemble | None = None,
         explain: Explain = lambda error: None,
     ) -> None:
-        """Passes the arrays of the pull, which may still be in transfer. Only the first call has an
+        """Sets the arrays of the pull, which may still be in transfer. Only the first call has an
         effect. If the pull has ended, the arrays are dropped.
 
         Args:
@@ -130,7 +130,8 @@ class PolledPull:
             self._coming = arrays
             if not all(map(is_ready, arrays)):
                 return False  # being copied to the devices
-            # All are ready: this does not block, and raises if the computation or copy failed.
+            # All arrays are ready, so this call does not block. It raises an error if the
+            # computation or the copy has failed.
             jax.block_until_ready(arrays)
             self._arrays = self._assemble(arrays) if self._assemble is not None else arrays
             self._coming, self._assemble = (), None

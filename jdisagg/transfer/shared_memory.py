@@ -75,8 +75,8 @@ class Region:
 
 
 def _rounded(size: int) -> int:
-    """Returns the size of a region for `size` bytes. Large ones are powers of two, so that regions
-    of few sizes serve blocks of all sizes. Pages that are not written take no memory."""
+    """Returns the size of a region for `size` bytes. Large regions have a power of two as their
+    size, so that few sizes serve blocks of all sizes. Pages that are not written take no memory."""
     if size > FEW_SIZES_BYTES:
         return 1 << (size - 1).bit_length()
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -215,7 +215,7 @@ def reachable(name: str) -> bool:
 
 
 class LeafArrival(Protocol):
-    """A read into a region that is in progress. To be polled."""
+    """A read into a region of host memory, in progress or ended. The receiver polls it."""
 
     error: str | None
 
@@ -280,7 +280,7 @@ class SharedInlet(Inlet):
         """Maps the sender's region, which may not be written yet. Returns the arrays in the region,
         to be polled."""
         lies = arrays.memory(InMemory)
-        # Views have this array as their base, so it lives as long as any of them.
+        # The views have this array as their base, so the array exists as long as any view.
         region = np.frombuffer(self._map(lies), np.uint8)
         places = [
             (offset, offset + size) for offset, size in zip(lies.offsets, arrays.sizes, strict=True)

@@ -14,8 +14,8 @@ Failure modes of the engine and the countermeasures (see test_engine_dangers.py)
 - Posted arrays that are not pulled are never freed. After a time-out, or by `withdraw`, posted
   arrays are replaced by error arrays.
 - Arrays of size zero never arrive, and deleted arrays crash the process. Neither is posted.
-- A reused id may match an abandoned request with the same id. Ids are random and used once, except
-  for error arrays, which end such requests.
+- A reused id may match an abandoned request with the same id. Ids are random and used once. Only
+  error arrays are posted under an id that was used before, to end such requests.
 - A broken connection never recovers, and blocks its server until the connection object is deleted.
   `EngineInlet.close` fails all its pulls and then deletes the object.
 - Deleting a server during a transfer may stop the whole process. Such servers are never deleted,
@@ -80,7 +80,7 @@ class EngineOptions:
             )
 
     def start_server(self) -> transfer.TransferServer:
-        # The server would listen on every interface if it were given a name.
+        # Must be an IP address: with a host name the server would listen on every interface.
         address = host_port(numeric(self.host, "KV plane"), 0)
         return transfer.start_transfer_server(
             jax.local_devices()[0].client,
@@ -163,7 +163,8 @@ class EngineOutlet(Outlet):
     def close(self, in_flight: bool) -> None:
         """Frees all posted arrays and fails waiting pulls. The object cannot be used afterwards.
         The engine's threads end when the receiver has closed its connection, too."""
-        # There is no public way, and an open connection would keep the postings alive.
+        # Uses a private method, because there is no public one, and an open connection would keep
+        # the posted arrays alive.
         self._server._reset_rendevous_table()  # pyright: ignore[reportAttributeAccessIssue]
         if in_flight or self._withdrew or time.monotonic() < self._errors_until:
             _keep_for_ever(self._server)
@@ -207,7 +208,7 @@ class EngineInlet(Inlet):
     def _drop(self) -> None:
         if self._connection is not None:
             connection, self._connection, self.address = self._connection, None, ""
-            # There is no public way to cancel pulls.
+            # Uses a private method, because there is no public way to cancel pulls.
             connection._poison_connection()  # pyright: ignore[reportAttributeAccessIssue]
             del connection  # the sender's server is blocked until the poisoned object is deleted
 
@@ -217,7 +218,7 @@ def _in(seconds: float) -> datetime.datetime:
 
 
 def _keep_for_ever(server: transfer.TransferServer) -> None:
-    """Keeps a server alive until the process exits. Used for servers with data in transfer: to
-    delete such a server can block for ever while holding the interpreter's lock. The server is
+    """Keeps a server alive until the process exits. Used for servers with data in transfer:
+    deleting such a server can block for ever while holding the interpreter's lock. The server is
     leaked on purpose, because a module-level list would delete it at exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))

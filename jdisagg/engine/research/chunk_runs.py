@@ -44,7 +44,7 @@ class KeepingChannel:
         return self._kept.pop(offer_id)
 
     def forget(self) -> None:
-        """Drops the stored blocks of a prefill that failed."""
+        """Drops all stored blocks, after a prefill has failed."""
         self._kept.clear()
 
     def connect(self, peer: str, card: MeshCard) -> None:
@@ -80,10 +80,10 @@ class Run:
     tokens from `start` on are computed. The fields from `sampled` on are results.
 
     Attributes:
-        samples: Sampling parameters of the next token. Empty if no next token is needed.
-        emits: Whether to return the sequence's KV.
-        top: Number of most likely tokens to return at each position after `start`. None for no
-            scores.
+        rank: dp rank that computes the sequence. Empty if no next token is needed.
+        emits: Whether to store the sequence's KV in `blocks`.
+        top: Number of most likely tokens to store in `scores` at each position after `start`. None
+            for no scores.
     """
 
     tokens: tuple[int, ...]
@@ -149,7 +149,8 @@ class RunPart:
 
 
 def chunks(runs: Sequence[Run], limits: MeshLimits) -> Iterator[list[RunPart]]:
-    """Divides the runs into chunks, in order. Each chunk has parts for all dp ranks."""
+    """Divides the runs into prefill chunks, in order. Yields the parts of each chunk, of all dp
+    ranks."""
     largest = limits.chunk_buckets[-1]
     open_chunk: list[RunPart] = []
     used = [0] * limits.ranks
@@ -171,8 +172,8 @@ def chunks(runs: Sequence[Run], limits: MeshLimits) -> Iterator[list[RunPart]]:
 
 
 def whole_token(token: int) -> int:
-    """Returns `token` unchanged. Raises BrokenModelError if the token marks logits that were not
-    finite."""
+    """Returns `token` unchanged. Raises BrokenModelError if it is the value that stands for logits
+    that are not finite."""
     if token == BROKEN_TOKEN:
         raise BrokenModelError()
     return token

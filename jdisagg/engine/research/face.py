@@ -155,7 +155,8 @@ class Engine:
             devices: Devices of the mesh. By default the first of the engine's devices.
 
         Returns:
-            The prompt's cache on the mesh: keys and values [K, T, H] of each layer.
+            The prompt's cache on the mesh: keys and values of each layer, [kv heads, tokens, head
+                size].
 
         Raises:
             InvalidRequestError: The prompt is empty, too long or not a prompt, or an option is out
@@ -257,10 +258,11 @@ class Engine:
                 `tokens`. With None, the first of `tokens` is not scored.
             layout, devices: Mesh to score on, as for `prefill`. Not allowed with `after`.
             top: Number of most likely tokens to return at each position, 0 to 20.
-            logits: Whether to return all logits, float32 [T, V] on the host.
+            logits: Whether to return all logits on the host, float32 [scored tokens, vocabulary].
 
         Returns:
-            Log-probabilities, ranks, most likely tokens and logits of the T scored tokens.
+            Log-probabilities, ranks, most likely tokens and, if requested, logits of the scored
+                tokens.
 
         Raises:
             InvalidRequestError: `tokens` is empty, a single token without `after`, too long or not

@@ -77,8 +77,8 @@ class ResearchInstance(MeshExecutor):
         role = MeshRole(prefill=True, decode=True, emit=True)
         programs = Programs(loaded.mesh)
         super().__init__(name, loaded.model, programs, layout, limits, role, self._keeper)
-        # Pieces of one head suit every sender's layout, so that all senders share resident zeros
-        # and insert programs.
+        # Blocks are received in pieces of one KV head, which every sender's layout supports. All
+        # senders can then share the resident zeros and the insert programs.
         self.blocks.granule = 1
 
     @property
@@ -232,8 +232,9 @@ class ResearchInstance(MeshExecutor):
     def admit(
         self, token: int, position: int, limit: int, spec: SampleSpec, rank: int, owner: int
     ) -> SlotAdmit:
-        """Returns the command part that admits a sequence to slot 0, for the first `decode_step`.
-        `token` is the sequence's last token, whose KV the step writes at `position`."""
+        """Returns the part of a command that admits a sequence to slot 0. The caller passes it to
+        the first `decode_step`. `token` is the sequence's last token, whose KV this step writes at
+        `position`."""
         return SlotAdmit(
             owner, rank, 0, token, position, limit, self.ledgers[rank].pages(owner), spec
         )
@@ -303,7 +304,8 @@ class ResearchInstance(MeshExecutor):
         return KVCache(tokens, chosen, self.layout, self.mesh, rank, spec, tuple(blocks), seconds)
 
     def _read(self, layer: int, coordinates: jax.Array) -> jax.Array:
-        """Gathers a layer's KV at (page, slot) coordinates [dp, 2, T] into [dp, C, K, T, H]."""
+        """Gathers a layer's KV for T tokens at (page, slot) coordinates [dp, 2, T]. Returns the
+        components as a block [dp, C, K, T, H]."""
         pages, kind, spec = self._pool.layers[layer], self._pool.spec.layers[layer], self._pool.spec
 
         def body(pages: tuple[jax.Array, ...], coordinates: jax.Array) -> jax.Array:

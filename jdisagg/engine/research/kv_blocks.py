@@ -1,9 +1,9 @@
 """Operations on the blocks of a KV cache: slices blocks by tokens, joins blocks, and builds blocks
 from a caller's arrays.
 
-A block has the form in which channels transfer KV: a global array [dp, rows, K, T, H] of one
-layer's components (see `layout/kv_spec.py`). Only the part of one dp rank is used. This module must
-not depend on token ids, executors, channels or pages.
+A block has the form in which channels transfer KV: a global array [dp, rows, kv heads K, tokens T,
+head size H] of one layer's components (see `layout/kv_spec.py`). Only the part of one dp rank is
+used. This module must not depend on token ids, executors, channels or pages.
 
 Each operation runs on each device's own shard, as one program per shape. Only `put_layer` may
 transfer data between devices, if the caller's arrays are on other devices."""
@@ -27,7 +27,7 @@ from jdisagg.transfer.channel import block_sharding
 
 # Dimensions of one layer's component [K, T, H], or [1, T, H] without heads.
 LayerArray = jax.Array | np.ndarray
-# sharding of a rank's block on the mesh of its devices only
+# Sharding of one dp rank's block on a mesh of only this rank's devices.
 _RANK_BLOCK = PartitionSpec(None, None, "kv")
 
 

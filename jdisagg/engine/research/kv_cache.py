@@ -95,7 +95,7 @@ class KVCache:
 
     @property
     def next_token(self) -> NextToken:
-        """Id of the chosen next token. Raises InvalidRequestError if no token has been chosen."""
+        """Chosen next token. Raises InvalidRequestError if no token has been chosen."""
         if self.chosen is None:
             raise InvalidRequestError(
                 f"this cache of {len(self)} tokens was cut, joined or changed and has no next"
@@ -105,7 +105,7 @@ class KVCache:
 
     @property
     def positions(self) -> range:
-        """Positions for which the tokens' KV was computed."""
+        """Positions of the tokens in the sequence from which their KV was computed."""
         return range(self.first_position, self.first_position + len(self))
 
     @property

@@ -1,5 +1,5 @@
-"""Manages the meshes of the research API, and the channel between them. There is one executor for
-each pair of layout and devices, built at first use."""
+"""Manages the meshes of the research API, and the channel that transfers KV between them. There is
+one executor for each pair of layout and devices. It is built at first use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

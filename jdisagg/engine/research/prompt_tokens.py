@@ -48,8 +48,8 @@ def prompt_tokens(
                 f"{name} is text and the engine has no tokenizer; give token ids, or build the"
                 " engine with a tokenizer"
             )
-        # A tokenizer may add a token before the text, so that empty text would still give a
-        # prompt.
+        # Checked here, because a tokenizer may add a start token, and empty text would then pass as
+        # a prompt.
         prompt = tokenizer.encode(prompt, add_special_tokens=not continues) if prompt else ()
     for index, token in enumerate(prompt):
         if not isinstance(token, int | np.integer) or isinstance(token, bool):

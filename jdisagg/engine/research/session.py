@@ -83,8 +83,8 @@ class Session:
 
     @property
     def next_token(self) -> NextToken:
-        """Id of the chosen next token. Raises InvalidRequestError if there is none, as after a push
-        of a cache that was sliced, joined or changed."""
+        """Chosen next token. Raises InvalidRequestError if there is none, as after a push of a
+        cache that was sliced, joined or changed."""
         chosen = self._holding().chosen
         if chosen is None:
             raise InvalidRequestError(
@@ -300,8 +300,8 @@ class _Held:
 
 
 def choice_of(sampling: SamplingParams) -> SamplingParams:
-    """Returns the sampling parameters that determine which token is chosen. Used to compare two
-    choices."""
+    """Returns only those sampling parameters that determine which token is chosen. Two tokens were
+    chosen in the same way if these parameters are equal."""
     if sampling.greedy:
         return GREEDY
     return SamplingParams(
@@ -314,7 +314,9 @@ def choice_of(sampling: SamplingParams) -> SamplingParams:
 
 
 def _check_fits(kv: KVCache, limits: MeshLimits) -> None:
-    """Raises an error unless a session of the model may hold a copy of the cache."""
+    """Raises an error if no session can hold a copy of the cache: IncompatiblePeerError for a cache
+    of another model, InvalidRequestError for a cache that does not begin at position 0 or exceeds
+    the context."""
     if kv.spec != limits.kv_spec:
         raise IncompatiblePeerError(
             f"the cache's KV geometry is {kv.spec} and this model's is {limits.kv_spec};"
