@@ -1,6 +1,6 @@
-"""Estimates the acceptance rate of draft tokens. Compares predicted tokens with the tokens that the
-model then chose, whether or not a step verified the prediction. The counts decay, so that recent
-predictions weigh more."""
+"""Estimates the probability that a draft token is accepted. Each prediction is compared with the
+tokens that the model then generated, even if no decode step verified the prediction. The counts
+decay, so that recent predictions weigh more."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ OVERALL_FADE = 0.99  # of the counts of all sequences
 
 @dataclass(slots=True)
 class Acceptance:
-    """Decaying counts of predicted tokens: `tries` counts all, `hits` the correct ones. Tokens
-    after a wrong prediction are not counted."""
+    """Decaying counts of predicted tokens: `tries` counts all of them, `hits` the correct ones.
+    Tokens after the first wrong token of a prediction are not counted."""
 
     hits: float = 0.0
     tries: float = 0.0

@@ -1,10 +1,10 @@
-"""Holds the state of a decode worker: page ledgers and batch slots of each data-parallel rank, the
-sequence groups that own them, and progress to report.
+"""Holds the state of a decode worker: the page ledgers and batch slots of each data-parallel rank,
+the sequence groups that own them, and progress to report.
 
-`reservations.py` assigns pages and `decode_batches.py` plans steps; both share this state. It
-implements the operations that both need: ending a child, ending a group, and preemption. A freed
-page or slot may be reused at once, although a step in flight may still write to it. Commands run in
-order, so that write precedes every use by a later command.
+`reservations.py` assigns pages and `decode_batches.py` plans steps. The two modules share this
+state, and the operations that both need are here: ending a child, ending a group, and preemption. A
+freed page or slot may be reused at once, although a step in flight may still write to it. Commands
+run in order, so this write precedes every use by a later command.
 
 Invariants (tests/scheduler/test_decode_batches.py): an ended child owns no slot and no pages; a
 group whose children have all ended owns nothing; after all groups have ended, all pages are
@@ -38,7 +38,7 @@ class DecodeState:
     """The page ledgers, batch slots and sequence groups of one decode mesh.
 
     Args:
-        names: Computes the names of cached blocks; None disables the prefix cache.
+        names: Computes the hashes (names) of cached blocks; None disables the prefix cache.
         adapters: Table of the mesh's adapter slots. None creates a new table.
 
     Attributes:
@@ -93,7 +93,7 @@ class DecodeState:
         self._priorities[group.request.priority] += 1
 
     def prefill_job(self, group: SequenceGroup) -> PrefillJob:
-        """Returns the prompt of a group, to be computed on this mesh."""
+        """Returns the job that computes a group's prompt on this mesh."""
         rank, known, cached = group.rank, group.known_tokens, group.cached_tokens
         return PrefillJob(
             group.key,
@@ -116,11 +116,13 @@ class DecodeState:
         return list(self._named.get(identity, ()))
 
     def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:
-        """Changes the state of a group's KV transfer. The new state must be left by `deadline`."""
+        """Applies an event to the state of a group's KV transfer. The transfer is aborted if it
+        stays in the new state after `deadline`."""
         group.handoff = group.handoff.advance(event, deadline)
 
     def overdue(self, now: float) -> list[SequenceGroup]:
-        """Returns the groups whose KV transfer exceeded the deadline of its state."""
+        """Returns the groups whose KV transfer is still in its state although the state's deadline
+        has passed."""
         late = sweep([group.handoff for group in self.groups.values()], now)
         return [self.groups[handoff.handoff_id] for handoff in late]
 
@@ -130,12 +132,12 @@ class DecodeState:
         bisect.insort(self.ready, child, key=_order)
 
     def freeze(self, child: Sequence) -> None:
-        """Stops the decode steps of a child (`Sequence.frozen`)."""
+        """Stops decode steps of a child during its migration (`Sequence.frozen`)."""
         child.frozen = True
         self.frozen.append(child)
 
     def thaw(self, child: Sequence) -> None:
-        """Ends `freeze`. Idempotent."""
+        """Lets a frozen child run decode steps again. Idempotent."""
         if child.frozen:
             child.frozen = False
             self.frozen.remove(child)
@@ -155,7 +157,8 @@ class DecodeState:
         self.masked += change * (sampling.grammar is not None)
 
     def note_pages(self, child: Sequence) -> None:
-        """Updates `growing` (sequences that may need more pages) after a child's pages changed."""
+        """Updates `growing`, the keys of the children that may need more pages, after a child's
+        pages changed."""
         if self.ledgers[child.rank].count(child.key) * self.limits.page_size < child.limit:
             self.growing[child.rank].add(child.key)
         else:
@@ -173,7 +176,7 @@ class DecodeState:
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
-        """Returns, for each rank, the number of pages of sequences that still receive KV."""
+        """Returns, for each rank, the number of pages of sequences whose KV is still arriving."""
         pages: list[set[int]] = [set() for _ in self.ledgers]
         for group in self.groups.values():
             for child in group.children if group.root_held else ():
@@ -182,7 +185,7 @@ class DecodeState:
         return tuple(map(len, pages))
 
     def status(self, name: str, role: WorkerRole, layout: str) -> WorkerStatus:
-        """Returns a worker's status with the fields that this state determines."""
+        """Returns a worker's status. Only the fields that this state determines are filled in."""
         limits = self.limits
         return WorkerStatus(
             name=name,
@@ -236,8 +239,8 @@ class DecodeState:
 
     def cover(self, group: SequenceGroup, tokens: int) -> tuple[int, ...] | None:
         """Returns the pages for positions [0, tokens) of a group, or None if too few pages are
-        free. Reserves more pages if needed: a sequence may have grown on its previous worker after
-        pages were reserved here."""
+        free. Reserves more pages if needed, because a migrated sequence may have grown on its
+        previous worker after pages were reserved here."""
         ledger, size = self.ledgers[group.rank], self.limits.page_size
         owner = group.children[0].key if len(group.children) == 1 else group.key
         count = pages_for(tokens, size)
@@ -287,7 +290,8 @@ class DecodeState:
             self._forget(child.group)
 
     def set_aside(self, child: Sequence) -> None:
-        """Releases the slot and pages of a child that is swapped out. Reports its new tokens."""
+        """Releases the slot and pages of a child whose KV is swapped out to host memory. Reports
+        its new tokens."""
         self._vacate(child)
         self.states.free(child.rank, child.key)
         child.stage = Stage.SPILLED
@@ -295,7 +299,8 @@ class DecodeState:
         self.news.append(replace(self.untold(child), aside=True))
 
     def take_back(self, child: Sequence, rank: int) -> None:
-        """Marks a child as RETURNING: it has pages on `rank` again and is being swapped in."""
+        """Marks a child as RETURNING: it has pages on `rank` again, and its KV is being swapped
+        in."""
         child.group.rank, child.stage = rank, Stage.RETURNING
         self.states.take(rank, child.key)
         self.living[rank] += 1
@@ -315,9 +320,9 @@ class DecodeState:
         self.residency.let_go(child.rank, child.key, chain)
 
     def chain_to_keep(self, child: Sequence) -> Chain:
-        """Returns the names of a child's full blocks, which stay in the prefix cache when the child
-        releases its pages. The newest token is excluded because its KV is not written yet. Steps in
-        flight write only to positions after these blocks."""
+        """Returns the hashes of the full blocks of a child that stay in the prefix cache when the
+        child releases its pages. The newest token is excluded because its KV is not written yet.
+        Steps in flight write only to positions after these blocks."""
         group = child.group
         stale = group.epoch != self.residency.epoch
         waits = child.stage in (Stage.RESERVED, Stage.RETURNING)
@@ -344,7 +349,8 @@ class DecodeState:
             self.end_child(child, None if preempted else FinishReason.CANCELLED, preempted)
 
     def release_root(self, group: SequenceGroup) -> None:
-        """Releases the pages that the group itself owns, apart from those that its children own."""
+        """Releases the pages that the group itself owns. Pages that its children own, too, stay in
+        use."""
         if group.root_held:
             group.root_held = False
             heir = next((child.key for child in group.alive), None)
@@ -352,9 +358,10 @@ class DecodeState:
             self.states.free(group.rank, group.key)
 
     def preempt_for(self, needy: Sequence) -> bool:
-        """Frees at least one page on the rank of `needy`. First ends transfers of cached blocks to
-        other workers, then preempts the youngest sequence of the lowest priority. Returns False if
-        this sequence is `needy` itself.
+        """Frees at least one page on the rank of `needy`. Pages of cached blocks that are being
+        sent to other workers are freed first, which ends these transfers. If there are none, the
+        youngest sequence of the lowest priority is preempted. Returns False if this sequence is
+        `needy` itself.
 
         If the preempted child's KV is still arriving, its whole group is ended."""
         ledger = self.ledgers[needy.rank]

@@ -1,13 +1,22 @@
-"""The page allocator of one data-parallel rank. Records which pages each owner has. Pure.
+"""The page allocator of one data-parallel rank. Records which pages each owner has. Does no I/O.
 
 An owner (any integer) holds an ordered list of pages. A page may have several owners. `share` lets
-an owner hold the first pages of another (n > 1 shares its prompt). `own` replaces a shared page by
-an unshared one (copy-on-write; the caller issues the copy).
+an owner hold the first pages of another one, such as the prompt of a request with n > 1. `own`
+replaces a shared page by an unshared one (copy-on-write; the caller issues the copy).
 
 `keep` marks a page as cached: when its last owner releases the page, its contents stay, and another
 owner may `adopt` it. A cached page without an owner is called idle. It counts as free, but is
-reused only when no other page is free. The least recently released idle page is reused first, and
-among the pages of one owner the last page.
+reused only when no other page is free. The least recently released idle page is reused first. Of
+the pages that one owner released, the last page is reused first.
+
+Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.py):
+- every_page_is_free_or_held: free pages (including idle pages) and held pages are disjoint, and
+  together they are all pages
+- a_page_has_as_many_references_as_owners
+- an_owner_holds_no_page_twice
+- nothing_is_freed_twice: freeing an unknown owner indicates a bug and raises `LedgerError`
+- a_refused_request_changes_nothing: `reserve` and `extend` give all pages, or return None and
+  change nothing
 
 Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.py):
 - every_page_is_free_or_held: free pages (including idle pages) and held pages are disjoint, and
@@ -49,7 +58,7 @@ class PageLedger:
         return len(self._idle)
 
     def idle(self) -> Iterator[int]:
-        """Iterates over cached pages without owner, in the order in which they are reused."""
+        """Iterates over cached pages without owner, in the order in which they will be reused."""
         return iter(self._idle)
 
     def owners(self) -> Iterator[int]:
@@ -71,7 +80,8 @@ class PageLedger:
         return tuple(self._holding(owner))
 
     def reserve(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Creates `owner` with `count` free pages. Returns the pages, or None if fewer are free."""
+        """Creates `owner` and assigns it `count` free pages. Returns the pages, or None if too few
+        are free."""
         if owner in self._held:
             raise LedgerError(
                 f"owner {owner} holds {len(self._held[owner])} pages already; extend it"
@@ -94,7 +104,8 @@ class PageLedger:
         return tuple(pages)
 
     def extend(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Appends `count` free pages to `owner`. Returns all its pages; None if fewer are free."""
+        """Appends `count` free pages to the pages of `owner`. Returns all its pages, or None if too
+        few are free."""
         held = self._holding(owner)
         if count > len(self._free):
             if count > self.free_pages:
@@ -122,8 +133,8 @@ class PageLedger:
         return tuple(pages)
 
     def own(self, owner: int, index: int) -> tuple[int, int] | None:
-        """Replaces page `index` of `owner` by an unshared page. Returns (source, destination) to
-        copy, or None if the page is not shared.
+        """Replaces page `index` of `owner` by an unshared page. Returns (source page, destination
+        page), which the caller must copy, or None if the page is not shared.
 
         The other owners keep the source page. The caller must check that a page is free."""
         held = self._holding(owner)
@@ -141,7 +152,7 @@ class PageLedger:
         return source, destination
 
     def free(self, owner: int) -> int:
-        """Removes `owner`. Returns the number of pages that became free."""
+        """Removes `owner` and releases its pages. Returns the number of pages that became free."""
         held, references, kept = self._holding(owner), self._references, self._kept
         for page in held:
             references[page] -= 1
@@ -159,9 +170,9 @@ class PageLedger:
     # ---- kept pages
 
     def on_given_away(self, given_away: Callable[[int], Iterable[int]]) -> None:
-        """Sets a callback that is called with each idle page before its contents are overwritten.
-        The callback returns other pages whose cached contents are useless without this page; they
-        are no longer cached."""
+        """Sets a callback that is called with each idle page before it is reused. The callback
+        returns other pages whose cached contents are useless without this page. They are then no
+        longer cached either."""
         self._given_away = given_away
 
     def keep(self, page: int) -> None:

@@ -1,15 +1,21 @@
-"""Decides which sequences are preempted for a waiting request of higher priority. Pure.
+"""Decides which sequences are preempted for a waiting request of higher priority. Has no side
+effects.
 
-A request of higher priority takes the batch slots and KV pages that sequences of lower priority
-hold. Their KV is swapped out (`worker/spilled_kv.py`) and they continue when there is room. The
-sequences of the lowest priority are preempted first, and among these the newest. No sequence is
-preempted for ("yields to") an equal or lower priority.
+Preempted sequences give their batch slots and KV pages to the request. Their KV is swapped out
+(`worker/spilled_kv.py`), and they continue when there is room. The sequences of the lowest priority
+are preempted first, and among these the newest. No sequence is preempted for ("yields to") an equal
+or lower priority.
 
-A unit of priority counts as `PRIORITY_SECONDS` of waiting, up to `MOST_PRIORITY` units. So requests
-of low priority do not starve: after this wait, a request is served before newer requests of higher
-priority, and a sequence that was swapped out for this time in total is no longer preempted. A
+Requests are served in order of arrival, but each unit of priority makes a request
+`PRIORITY_SECONDS` older, up to `MOST_PRIORITY` units. So requests of low priority do not starve:
+after enough time in the queue, a request is served before newer requests of higher priority.
+Likewise, a sequence is no longer preempted after it was swapped out for this time in total. A
 sequence that was swapped in is preempted again only after a new token, so that its request always
 makes progress.
+
+Invariants (each is a test of the same name in tests/scheduler/test_priorities.py):
+- only_a_lower_priority_yields_and_not_for_ever
+- the_lowest_and_newest_are_preempted_and_no_more_than_needed
 
 Invariants (each is a test of the same name in tests/scheduler/test_priorities.py):
 - only_a_lower_priority_yields_and_not_for_ever
@@ -24,15 +30,16 @@ MOST_PRIORITY = 10
 
 
 def head_start(priority: int) -> float:
-    """Returns the seconds of waiting that a priority counts as."""
+    """Returns by how many seconds a priority makes a request older in the queue. Negative for
+    negative priorities."""
     return PRIORITY_SECONDS * max(-MOST_PRIORITY, min(MOST_PRIORITY, priority))
 
 
 def yields(priority: int, aside_seconds: float, to_priority: int) -> bool:
-    """Returns whether a sequence is preempted for a request of `to_priority`.
+    """Returns whether a sequence of `priority` may be preempted for a request of `to_priority`.
 
     Args:
-        aside_seconds: Total seconds for which the sequence was swapped out before.
+        aside_seconds: Total seconds for which the sequence has been swapped out.
     """
     return aside_seconds < head_start(to_priority) - head_start(priority)
 
@@ -44,7 +51,8 @@ class YieldingSequence:
     Attributes:
         newness: Sort key by age, newest sequence last.
         pages: Number of pages that become free if it is preempted.
-        computed: Whether all its KV is in pages. Otherwise a preemption loses the computed part.
+        computed: Whether all its KV is in pages. If it is not, a preemption loses the part that was
+            computed.
     """
 
     key: int
@@ -78,7 +86,7 @@ def to_preempt(
         pages, sequences = pages - holder.pages, sequences - 1
     if pages > 0 or sequences > 0:
         return None
-    for holder in reversed(chosen):  # an early choice may be spared by a later, larger one
+    for holder in reversed(chosen):  # a later choice may suffice alone
         if pages + holder.pages <= 0 and sequences + 1 <= 0:
             chosen.remove(holder)
             pages, sequences = pages + holder.pages, sequences + 1

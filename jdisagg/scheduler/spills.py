@@ -1,13 +1,15 @@
 """Decides which preempted sequences are swapped out to host memory, and which is swapped in next.
-Sequences of paused (suspended) requests are swapped out, too, until the requests resume.
+The sequences of paused (suspended) requests are swapped out, too, until the requests resume.
 
 A swapped-out sequence has no slot and no pages. It continues when it gets both again. A sequence is
 swapped out only if host memory has room and copying back was measured to be faster than
-recomputing. Steps in flight change a sequence's recurrent state and ring buffers before these are
-copied. The results of these steps are therefore accepted; otherwise they are dropped. Free pages go
-to the oldest swapped-out sequence or waiting request (`scheduler/reservations.py`).
+recomputing. Free pages go to the oldest swapped-out sequence or waiting request
+(`scheduler/reservations.py`).
 
-Pure. Invariants (each is a test of the same name in tests/scheduler/test_spills.py):
+If a model has recurrent state or ring buffers, steps in flight change these before they are copied.
+The results of such steps are therefore accepted. For other models the results are dropped.
+
+Does no I/O. Invariants (each is a test of the same name in tests/scheduler/test_spills.py):
 - what_lies_there_never_exceeds_its_room
 - the_oldest_comes_back_first
 - what_ended_takes_no_room"""
@@ -23,7 +25,8 @@ from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import Sequence, Stage
 
-# Sequences copied out at a time, and also copied back. Each stages one batch outside the pages.
+# Number of sequences that are swapped out at the same time, and of those swapped in. Each needs
+# memory outside the pages for one batch.
 SPILLS_AT_ONCE = 2
 
 Batch = tuple[HostPiece, ...]
@@ -38,11 +41,12 @@ class Spill:
         batches: Pieces of the KV of positions [0, tokens), in the order in which they are copied to
             host memory: last positions first.
         whole: Pieces of the recurrent state and of the ring buffers.
-        chain: Names of the sequence's first blocks. A clear of the prefix cache starts a new
-            `epoch` and invalidates the names.
+        chain: Hashes of the sequence's first blocks. They are invalid if the prefix cache was
+            cleared since, which starts a new `epoch`.
         until: Deadline by which the sequence must have pages again.
         written: Whether all pieces and their checksums are in host memory.
-        guest: Ledger owner that holds the pages not copied to host memory yet; 0 if all are copied.
+        guest: Ledger owner of the pages that are not copied to host memory yet; 0 if all are
+            copied.
     """
 
     child: Sequence
@@ -107,9 +111,9 @@ class Spills:
         return sum([one.block_tokens * each[one.kind] for one in offers if one.group == 0])
 
     def refusal(self, child: Sequence) -> str:
-        """Returns the reason why a sequence should be recomputed instead of swapped out, or "".
-        Reasons: "off", "early" (its KV has not all arrived), "busy" (too many copies in flight),
-        "price" (recomputing is faster)."""
+        """Returns the reason why a sequence should be recomputed instead of swapped out, or "" if
+        it should be swapped out. Reasons: "off", "early" (not all its KV has arrived), "busy" (too
+        many copies in flight), "price" (recomputing is faster)."""
         grammar = child.group.request.sampling.grammar is not None
         # with a grammar, or with drafts in flight, the number of tokens in flight is unknown
         if not self.room_bytes or (self.steps_count and (grammar or child.drafting)):
@@ -127,7 +131,8 @@ class Spills:
         self._spills[spill.child.key] = spill
 
     def next(self) -> Spill | None:
-        """Returns the oldest swapped-out sequence that waits for pages, or None."""
+        """Returns the oldest swapped-out sequence that waits for pages, or None if no sequence
+        waits."""
         waiting = [
             one
             for one in self._spills.values()
@@ -136,7 +141,7 @@ class Spills:
         return min(waiting, key=lambda spill: spill.order, default=None)
 
     def ended(self) -> tuple[Spill, ...]:
-        """Removes and returns swapped-out sequences that have ended (cancelled, expired)."""
+        """Removes and returns swapped-out sequences whose requests were cancelled or expired."""
         gone = [one for one in self._spills.values() if one.child.stage is Stage.ENDED]
         for spill in gone:
             del self._spills[spill.child.key]
