@@ -1,9 +1,10 @@
 """Messages between the leader process of an instance (one model replica on several hosts) and its
-follower processes, on one ordered stream per follower.
+follower processes. Each follower has one ordered stream to the leader.
 
-A follower joins, loads the model on its devices, compiles the programs, reports that it is ready,
-and then runs the leader's commands in order. It reports its failures, and the result of its part of
-each KV pull and disk command. Both sides send heartbeats and treat a silent process as dead."""
+A follower joins, loads the model on its devices, compiles the programs and reports that it is
+ready. It then runs the leader's commands in order. It reports its failures, and the result of its
+part of each KV pull and disk command. Both sides send heartbeats and treat a silent process as
+dead."""
 
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.step_commands import StepCommand, StepResult
@@ -27,7 +28,7 @@ class LeaderPlace(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """First message of a follower. `secret` authenticates the follower, and `end` is the follower's
+    """First message of a follower. `secret` authenticates the follower. `end` is the follower's
     endpoint for KV transfers."""
 
     process: int
@@ -62,7 +63,7 @@ class Beat(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """The leader's report that all processes are ready. After this message, a silent process counts
+    """Reports that all processes are ready. From this message on, both sides treat a silent process
     as dead."""
 
 

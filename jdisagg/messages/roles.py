@@ -1,4 +1,4 @@
-"""Calls and reports of role changes, by which a worker changes between prefill, decode and mixed.
+"""Calls and reports of role changes. The roles of a worker are prefill, decode and mixed.
 
 To change its role, a worker drains, deregisters from its routers, reshards its weights and compiles
 or loads its programs. The same process then registers under the same name and address, with its new
@@ -33,8 +33,8 @@ class SwitchCall(Message, frozen=True):
 
 
 class SwitchReport(Message, frozen=True):
-    """A worker's latest role change and its present role. The times, in seconds, are those of
-    draining, of resharding weights and building the worker, and of compiling or loading programs.
+    """A worker's latest role change and its present role. The seconds are the times for draining,
+    for resharding weights and building the worker, and for compiling or loading programs.
     `total_seconds` is the time from the call to the new registration."""
 
     worker: str
@@ -52,13 +52,17 @@ class SwitchReport(Message, frozen=True):
 
 class RolePort(Protocol):
     async def switch_role(self, call: SwitchCall) -> None:
-        """Starts a role change and returns once it has begun. InvalidRequestError, LayoutError and
-        UnavailableError (a change is under way) mean that nothing changed."""
+        """Starts a role change and returns once it has begun.
+
+        Raises:
+            InvalidRequestError, LayoutError: The change is not possible. Nothing has changed.
+            UnavailableError: Another change is in progress. Nothing has changed.
+        """
         ...
 
     async def switch_report(self) -> SwitchReport:
-        """Returns the worker's latest role change. Raises UnavailableError while the change keeps
-        the worker's network port closed."""
+        """Returns the worker's latest role change. Raises UnavailableError while the worker's
+        network port is closed during the change."""
         ...
 
 
@@ -97,10 +101,10 @@ class ClusterRolesPort(Protocol):
         layout: Layout | None = None,
         deadline_seconds: float = 120.0,
     ) -> SwitchReport:
-        """Changes a worker's role. Returns when the worker serves in `role`, or is back in its old
-        role (FAILED). `layout` None means the role's most common layout. Raises InvalidRequestError
-        or UnavailableError if the change is not possible, DeadlineExceededError if the deadline
-        passes before the outcome is known."""
+        """Changes a worker's role. Returns when the worker serves in `role`, or serves in its old
+        role again (FAILED). If `layout` is None, the most common layout of the role is used. Raises
+        InvalidRequestError or UnavailableError if the change is not possible, and
+        DeadlineExceededError if the deadline passes before the outcome is known."""
         ...
 
     async def advice(self) -> AdviceReport: ...
