@@ -1,15 +1,15 @@
 """Shares the link from one sending worker fairly among the hand-offs that receive from it.
 
-Pulls begin in turns, which rotate among the hand-offs, so that a short prompt does not wait behind
-all blocks of a long one. The number of pulls in flight is high on a fast link, because each pull
-costs a round trip. After a slow pull this number is halved, because concurrent pulls on a slow link
-only delay each other."""
+Pulls begin in turns that rotate among the hand-offs, so that a short prompt does not wait behind
+all blocks of a long one. On a fast link many pulls are in flight, because each pull costs a round
+trip. After a slow pull their number is halved, because concurrent pulls on a slow link only delay
+each other."""
 
 import asyncio
 from collections import deque
 
 MOST_PULLS = 64
-SLOW, FAST = 1 / 2, 1 / 8  # of the time limit of a pull
+SLOW, FAST = 1 / 2, 1 / 8  # limits of slow and fast pulls, as parts of the time limit
 
 
 class LinkShare:

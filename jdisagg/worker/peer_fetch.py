@@ -1,9 +1,10 @@
 """Fetches cached KV blocks from other workers. The serving side is `worker/given_kv.py`.
 
-The router names a worker that may hold the blocks. The request to that worker lists block names,
-and the reply is the number of blocks that it sends. The blocks are received by an ordinary KV
-transfer (`worker/incoming_handoff.py`), so the other worker may use another page size or sharding.
-Lossy compression is not used. Failures are counted (`peer_fetch_failed`, by cause)."""
+For each prompt, the router identifies a worker that may hold the blocks. The request to that worker
+lists block names, and the reply is the number of blocks that it sends. The blocks are received by
+an ordinary KV transfer (`worker/incoming_handoff.py`), so the other worker may use another page
+size or sharding. Lossy compression is not used. Failures are counted (`peer_fetch_failed`, by
+cause)."""
 
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from jdisagg.worker.peers import Peers
 from jdisagg.worker.sender_line import SenderLine
 from jdisagg.worker.step_loop import StepLoop
 
-MOST_FETCHES = 4  # restores at a time; their blocks in flight take room beside the pages
+MOST_FETCHES = 4  # simultaneous restores; their blocks in flight need memory besides the pages
 
 
 class PeerFetch(KvSource):

@@ -1,4 +1,5 @@
-"""The state of one prompt at a prefill worker, from the call until all KV is fetched."""
+"""The state of one prompt at a prefill worker, from the call until the decode worker has fetched
+all KV."""
 
 import asyncio
 
@@ -19,14 +20,14 @@ class PrefillTask:
     """One prompt at a prefill worker.
 
     Attributes:
-        chain: Names of the prompt's full blocks.
-        useful: Names of the prompt's blocks that need no computing if cached. Excludes the block of
-            the last token.
+        chain: Names (hashes) of the prompt's full blocks.
+        useful: Names of the prompt's blocks that need not be computed if they are cached. Excludes
+            the block of the last token.
         known: For each rank, the number of leading blocks of `useful` that were in pages at the
             last look-up.
         restored: Origins of the blocks that were restored for this prompt.
         restoring: Task of the restore that the prompt waits for, or None.
-        rank: Data-parallel rank of the prompt's pages, or -1 without pages.
+        rank: Data-parallel rank of the prompt's pages, or -1 if it has no pages.
         cached_tokens: Number of positions that were cached when the prompt got pages.
         epoch: Epoch of the prefix cache when the prompt got pages. Each clear of the cache starts a
             new epoch.
@@ -74,8 +75,9 @@ class PrefillTask:
 
     @property
     def most_known(self) -> int:
-        """Number of positions that need no computing if cached: all but the last position, or 0 if
-        log-probabilities of prompt tokens are requested, and at most `most_reused`."""
+        """Number of leading positions that need not be computed if they are cached. These are all
+        but the last position, and at most `most_reused`. The number is 0 if log-probabilities of
+        prompt tokens are requested."""
         return min(self.prompt.tokens - 1, self.most_reused) if self.of_prompt is None else 0
 
     @property

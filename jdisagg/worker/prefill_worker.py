@@ -101,7 +101,7 @@ class PrefillWorker(MeshWorker):
         peers: PeerResolver | None = None,
     ) -> None:
         mesh = executor.limits
-        depth = mesh.stages + 1  # one chunk per stage, and one that waits for the first stage
+        depth = mesh.stages + 1  # one chunk per stage, and one in the queue
         super().__init__(context, executor, config, limits, limits.handoff_lease_seconds, depth)
         self._ledgers = [PageLedger(mesh.pages_per_rank) for _ in range(mesh.ranks)]
         self._room = PromptRoom(mesh)
@@ -228,7 +228,7 @@ class PrefillWorker(MeshWorker):
             promised = sum([self._tasks[one].prompt.states for one, on in later if on == rank])
             windows = room.begin_windows(kept, rank, key, chain, tokens, cached, promised)
             if room.windows[rank].repeats(key):
-                self._seek_again(self._shared.stall(key))  # few of its blocks serve as hits
+                self._seek_again(self._shared.stall(key))  # few of its blocks can be reused
         else:
             room.states.take(rank, key)
             slot = room.states.slot(rank, key)
@@ -394,7 +394,7 @@ class PrefillWorker(MeshWorker):
 
     def _seek(self, task: PrefillTask) -> None:
         """Lets a prompt wait for blocks that another prompt computes or a slower tier restores, if
-        that is faster than computing them. Otherwise queues the prompt."""
+        that is faster than computing them. Queues the prompt if it need not wait."""
         prompt = task.prompt
         if self._follow(task):
             return
@@ -486,7 +486,7 @@ class PrefillWorker(MeshWorker):
             self._outgoing.finish(task.handoff, task.end)
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
-        """Releases a prompt's pages. The blocks named in `chain` stay cached."""
+        """Releases a prompt's pages. The blocks of `chain` stay cached."""
         key = task.prompt.key
         if self._computing.pop(key, None) is not None:
             self._batches.remove(key)

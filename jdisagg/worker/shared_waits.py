@@ -1,5 +1,5 @@
-"""Lets requests of a worker that prefills and decodes wait for blocks that an earlier prompt
-computes (`scheduler/shared_prompts.py`). A request waits before pages are reserved for it."""
+"""Lets requests wait for blocks that an earlier prompt computes, on a worker that prefills and
+decodes (`scheduler/shared_prompts.py`). A request waits before pages are reserved for it."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,8 @@ class SharedWaits:
     """The prompts of one mesh that are not computed yet.
 
     Args:
-        queued: Function that returns, for each rank, the number of tokens of begun prompts that are
-            in no issued chunk.
+        queued: Function that returns, for each rank, the number of queued prompt tokens that are in
+            no issued chunk.
         times: Measured durations of the mesh's chunks.
     """
 
@@ -44,8 +44,8 @@ class SharedWaits:
         return len(self._waiting)
 
     async def join(self, call: ReserveCall, arrival: float) -> int:
-        """Registers a prompt, and waits for blocks of other prompts while that is faster than
-        computing them. Returns the prompt's key."""
+        """Registers a prompt and returns its key. If other prompts compute blocks of this prompt,
+        waits for these blocks as long as that is faster than computing them."""
         kept, request, accepted = self._kept, call.request, call.children[0].accepted
         tokens = request.prompt_token_ids + accepted
         chain, key = kept.chain(request, tokens), self._last_key + 1

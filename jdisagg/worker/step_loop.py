@@ -3,7 +3,7 @@
 The loop runs when the result of a planned command (prefill or decode) has arrived and when `wake`
 was called. It processes finished results and plans commands until `depth` of them are in flight.
 Other commands (pulls, inserts, copies, releases) are issued by `submit` and `fire`, which append
-them to the mesh's queue before returning."""
+them to the mesh's queue before they return."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ from jdisagg.messages.step_commands import (
 from jdisagg.scheduler.executor import Executor
 
 DEPTH = 2
-PATCHES = 2048  # for which a command may take another `limits.step_seconds`
+PATCHES = 2048  # image patches for which a command gets `limits.step_seconds` more time
 _IN_BACKGROUND = frozenset(
     (PullBlock, ReadAdapter, ReadWeights, OfferWeights, SleepMesh, WakeMesh, *get_args(DiskCommand))
 )
@@ -41,7 +41,7 @@ class StepLoop:
     """Issues commands to one executor until it is stopped or the mesh fails.
 
     Args:
-        plan: Given a command number, returns the next command, or None if no work is ready.
+        plan: Function that returns the next command, given its number, or None if no work is ready.
         apply: Called with each command from `plan` and its result, in order of issue.
         failed: Called once, when the mesh has failed.
         now: Clock in seconds.
@@ -101,7 +101,7 @@ class StepLoop:
         return self._steps
 
     def runs(self, kind: type) -> bool:
-        """Returns whether a planned command of this kind is in flight, and the oldest planned
+        """Returns whether a planned command of this kind is in flight while the oldest planned
         command has no result yet."""
         flight = self._flight
         if flight and not flight[0][1].done():
@@ -141,8 +141,9 @@ class StepLoop:
         return future
 
     def break_if_stalled(self, seconds: float) -> None:
-        """Declares the mesh failed if one command runs for more than `seconds`, or longer if it has
-        images (`patience`). Time in which the command waits for earlier commands does not count."""
+        """Declares that the mesh has failed if one command runs for more than `seconds`. A command
+        with images may run longer (`patience`). Time in which the command waits for earlier
+        commands does not count."""
         self._forget_done()
         if not self._running:
             return
@@ -167,7 +168,8 @@ class StepLoop:
             self._ended_at = self._now()
 
     def fire(self, command: StepCommand) -> None:
-        """Issues a command whose result is not needed. If it fails, the mesh counts as failed."""
+        """Issues a command whose result is not needed. If the command fails, the mesh counts as
+        failed."""
         if self.failure is None:
             try:
                 future = self.submit(command)
@@ -179,7 +181,7 @@ class StepLoop:
                 self.break_down(error)
 
     def break_down(self, error: BaseException) -> None:
-        """Declares the mesh failed, because its contents may be wrong."""
+        """Declares that the mesh has failed, because its contents may be wrong."""
         if self.failure is not None:
             return
         text = (
@@ -192,7 +194,7 @@ class StepLoop:
 
     def _came_back(self, future: "asyncio.Future[StepResult]") -> None:
         if not future.cancelled():
-            future.exception()  # marks it as retrieved; the turn raises it
+            future.exception()  # marks the error as retrieved; the turn raises it
         self._take_turn()
 
     def _check(self, future: "asyncio.Future[StepResult]") -> None:
