@@ -1,10 +1,10 @@
 """Predicts the length of answers for reservations, placement and fairness.
 
-`LearnedLengths` predicts a quantile of the recent lengths in the same class: the tenant and the
-prompt's length, rounded to a power of two. If a class has too few samples, all answers of the
-tenant are used. If these are too few, the answers of all tenants are used. The request's max_tokens
-is the upper bound of all predictions. An answer that max_tokens cut off counts with the length at
-the cut. Each call costs O(log n). No clock is used."""
+`LearnedLengths` predicts a quantile of the recent lengths in the same class. A class is the tenant
+and the prompt's length, rounded to a power of two. If a class has too few samples, all answers of
+the tenant are used. If these are too few, the answers of all tenants are used. The request's
+max_tokens is the upper bound of all predictions. An answer that max_tokens cut off counts with the
+length at the cut. Each call costs O(log n). Does no I/O."""
 
 import bisect
 from collections import deque
@@ -20,22 +20,23 @@ Key = TypeVar("Key", bound=Hashable)
 
 WINDOW = 256
 FEWEST = 16
-# Prediction while there are too few samples: max_tokens of clients is mostly far too high.
+# Prediction while there are too few samples. The max_tokens of clients is mostly far too high for
+# this.
 COLD_TOKENS = 512
-SHARED = 64  # answers in each report to other routers; more since the last report are left out
-MOST_ROUTERS = 64  # whose counts are kept; each process of a router counts anew
+SHARED = 64  # largest number of answers in a report to other routers; older ones are left out
+MOST_ROUTERS = 64  # routers whose counts are stored; after a restart a router counts as another one
 
 
 class LearnedLengths:
     """Predicts a quantile of the lengths of past answers, and shares these lengths with other
     routers through the workers, as `Spending` shares amounts spent. Each router reports its last
-    answers and their total number. A router records new answers of other routers, and does not pass
+    answers and their total number. A router records new answers of other routers without passing
     them on. A router that has just started therefore predicts from the answers of others.
 
     Args:
-        quantile: Share of answers that should not exceed the prediction. None predicts the
-            request's max_tokens, and past answers only determine `typical_tokens`.
-        classes: Cap on the number of stored classes. The least recently observed class is evicted.
+        quantile: Share of answers that should not exceed the prediction. None means that the
+            request's max_tokens is predicted; past answers then only determine `typical_tokens`.
+        classes: Largest number of stored classes. The least recently observed class is evicted.
     """
 
     def __init__(self, quantile: float | None = 0.75, classes: int = 4096) -> None:
@@ -120,8 +121,8 @@ class _Lengths:
 
 
 def _kept(known: dict[Key, _Lengths], key: Key, most: int) -> _Lengths:
-    """Returns the lengths stored under a key, and marks the key as most recently used. Evicts the
-    oldest of more than `most` keys."""
+    """Returns the lengths stored under a key, and marks the key as most recently used. If there are
+    more than `most` keys, evicts the oldest one."""
     lengths = known[key] = known.pop(key, None) or _Lengths()
     if len(known) > most:
         del known[next(iter(known))]

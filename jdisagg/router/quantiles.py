@@ -1,4 +1,4 @@
-"""Quantiles of observed values: always an observed value, never interpolated. Pure."""
+"""Quantiles of observed values. A quantile is always an observed value, never interpolated."""
 
 import math
 from collections.abc import Sequence
