@@ -1,11 +1,10 @@
 """Splits the KV of one row of a prefill chunk into transfer blocks, by tokens and by layers. A
 program is compiled for each shape of a block, so there are only a few shapes.
 
-A granule has `granule_tokens` tokens. The length of a block is a granule times a power of two. A
-row is split into blocks of decreasing length, and only its last block is padded, up to whole
-granules. Rows start at multiples of a granule in their chunk, so padding never reaches the next
-row. The last row of a chunk may instead be sent as one padded block (per band), if the padding
-costs less than several blocks.
+The length of a block is `granule_tokens` times a power of two. A row is split into blocks of
+decreasing length. Only its last block is padded, up to a multiple of `granule_tokens`. Rows start
+at such multiples in their chunk, so padding never reaches the next row. The last row of a chunk may
+instead be sent as one padded block (per band), if the padding costs less than several blocks.
 
 A band is a range of consecutive layer groups that are sent in the same block. For long prompts each
 layer group has its own block, which is sent while the next layer group is computed. For short

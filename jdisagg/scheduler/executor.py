@@ -15,7 +15,7 @@ from jdisagg.scheduler.blocks import bands
 
 LONGEST_RUN = 8  # tokens of one sequence in one decode step
 LONG_GRAIN = 64
-TYPICAL_PROMPT = 4096  # assumed prompt length, where memory is divided between kinds of KV
+TYPICAL_PROMPT = 4096  # assumed prompt length, by which memory is divided between kinds of KV
 
 
 @plain
