@@ -123,8 +123,8 @@ class ChatAnswers:
         return call_id(self._form.tools, call.name, earlier + call.index, identity)
 
     async def _resume(self) -> None:
-        """Feeds the parsers the text that the client received before the stream broke. Yields to
-        other tasks between blocks of tokens."""
+        """Passes the text that the client received before its stream broke to the parsers. Other
+        tasks run between blocks of tokens."""
         resumption = self._request.resumption
         for child, had in enumerate(resumption.children if resumption else ()):
             parser, text = self._parsers[child], TokenStream.of(self._decoder, self._request)

@@ -101,7 +101,7 @@ class Attempt:
         return not self.open and len(self._ended) == len(self.children)
 
     async def run(self, placement: PlacementHandle) -> None:
-        """Runs the attempt until every child has ended. Raises the errors of the workers."""
+        """Runs the attempt until every child has finished. Raises the errors of the workers."""
         self._placement = placement
         decision = placement.decision
         began = self._context.clock.now()
@@ -159,7 +159,8 @@ class Attempt:
                 self._told = told
 
     async def _hand_off(self, held: ReservationHandle, prefill: str) -> None:
-        """Prefills at the prefill worker while the decode worker receives the KV and decodes."""
+        """Runs the attempt on two workers: the prefill worker prefills while the decode worker
+        receives the KV and decodes."""
         source = self._name_source(prefill, held)
         decoding = self._begin(self._decode(held, source))
         self._prefilling = self._begin(self._prefill(held, source, held.reservation.cached_tokens))

@@ -73,8 +73,8 @@ PLAIN = AnswerFormat()
 
 
 class ServingPath(Protocol):
-    """The part of `RequestPath` that serves clients. Closing the iterator of `stream` cancels the
-    request."""
+    """The interface of `RequestPath` that the front end needs. Closing the iterator of `stream`
+    cancels the request."""
 
     def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]: ...
 
@@ -270,8 +270,9 @@ class Frontend:
             self.prompts.check_ids(name, ids)
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """Tokenizes a prompt like `build_request` and returns the token ids. The prompt may be
-        longer than the model's context. Raises InvalidRequestError for an invalid prompt."""
+        """Tokenizes a prompt in the same way as `build_request` and returns the token ids. The
+        prompt may be longer than the model's context. Raises InvalidRequestError for an invalid
+        prompt."""
         size_bytes = self.prompts.check(prompt)
         return (await self.prompts.encode(prompt, size_bytes, within_context=False)).token_ids
 

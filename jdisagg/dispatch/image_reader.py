@@ -77,7 +77,8 @@ class ImageReader:
         return sum(map(len, self._waiting.values()))
 
     async def run(self, work: Callable[..., Result], *args: object) -> Result:
-        """Runs work on images in a thread. Raises OverloadedError if too much work waits."""
+        """Runs work on images in a thread and returns its result. Raises OverloadedError if too
+        many calls wait for a thread."""
         if self._at_work >= MAX_IMAGES_AT_WORK:
             raise OverloadedError(
                 f"{self._at_work} requests have images that are being read, and at most"
@@ -89,8 +90,9 @@ class ImageReader:
         return await to_its_end(working, self._done)
 
     async def read(self, placed: Sequence[PlacedImage]) -> tuple[PromptImage, ...]:
-        """Decodes the images of a prompt. Returns them with their files, without pixels. Raises
-        InvalidRequestError for a damaged file."""
+        """Decodes the images of a prompt, which checks their files. The returned images have their
+        files but no pixels, because `pixels` provides these later. Raises InvalidRequestError for a
+        damaged file."""
         return tuple([await self._read(one) for one in placed])
 
     async def pixels(self, image: PromptImage) -> bytes:

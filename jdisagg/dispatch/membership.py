@@ -137,7 +137,8 @@ class Membership:
         self._on_change()
 
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        """Stores a worker's new status. Returns False if the worker must register again."""
+        """Stores a worker's new status. Returns False if the worker is not registered under this
+        boot id, so that it must register again."""
         entry = self._entries.get(status.name)
         if entry is None or entry.card.boot_id != boot_id:
             return False
@@ -222,7 +223,8 @@ class Membership:
 
     @property
     def ready(self) -> bool:
-        """Whether a mixed worker is live, or both a prefill worker and a decode worker."""
+        """Whether requests can be served: a mixed worker is live, or both a prefill worker and a
+        decode worker are live."""
         roles = {status.role for status in self.statuses() if status.serving}
         return WorkerRole.MIXED in roles or roles >= {WorkerRole.PREFILL, WorkerRole.DECODE}
 

@@ -132,7 +132,8 @@ def _without(words: tuple[object, ...]) -> Grammar:
 
 
 def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:
-    """Converts logit biases, a mapping or pairs, to a tuple of (token id, bias)."""
+    """Converts logit biases to (token id, bias) pairs. They may be given as a mapping or as
+    pairs."""
     return tuple(biases.items()) if isinstance(biases, Mapping) else biases
 
 

@@ -166,8 +166,8 @@ class _RecentDecision:
 
 
 class PlacementHandle:
-    """The placement of one attempt: the decision and what it charged to the workers. The attempt
-    reports its progress to this object. All methods are idempotent."""
+    """The placement of one attempt: the decision, and the work that is charged to the workers. The
+    attempt reports its progress to this object. All methods are idempotent."""
 
     def __init__(
         self,
@@ -371,7 +371,8 @@ class Placer:
         return another_prefill(state, avoid, now, self._rules, decode, broken)
 
     async def another_decode(self, avoid: frozenset[str], origin: str) -> str:
-        """Returns a decode worker to which a sequence of `origin` can move."""
+        """Returns a decode worker to which a sequence of `origin` can migrate. Raises
+        NoWorkerError."""
         await self._renew()
         return another_decode(self.accounts.state, avoid, self.now(), self._rules, origin)
 

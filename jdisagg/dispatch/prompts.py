@@ -45,9 +45,9 @@ PROBE_CHARACTERS_PER_TOKEN = 32
 
 
 class ChatTokenizer(Protocol):
-    """The model's tokenizer. `encode` adds the BOS token unless `add_special_tokens` is False.
-    `token_bytes` returns the bytes that a token adds to a text. `special_ids` are the tokens that
-    `decode` omits. `images` is None if the model reads no images."""
+    """The model's tokenizer. `encode` adds the BOS token, or omits it if `add_special_tokens` is
+    False. `token_bytes` returns the bytes that a token adds to a text. `special_ids` are the tokens
+    that `decode` omits. `images` is None if the model reads no images."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -259,7 +259,7 @@ class PromptEncoder:
             )
 
     def _check_known(self, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError for token ids for which the model has no embedding. Some
+        """Raises InvalidRequestError if the model has no embedding for one of the token ids. Some
         tokenizers have such ids for tokens that were added after training."""
         vocabulary, largest = self.model.vocabulary, max(token_ids, default=0)
         if largest >= vocabulary:

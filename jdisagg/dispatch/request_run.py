@@ -192,8 +192,8 @@ class RequestRun:
         return [index for index, child in enumerate(self.children) if child.finish is None]
 
     def as_child(self, index: int) -> Child:
-        """Returns the child's index and accepted tokens, for a call to a worker that prefills these
-        tokens again."""
+        """Returns the child's index and accepted tokens in the form of a call to a worker. The
+        worker prefills these tokens again."""
         return Child(index, tuple(self.children[index].accepted))
 
     def groups(self, children: Iterable[int]) -> list[tuple[int, ...]]:

@@ -41,8 +41,10 @@ class WorkerAccount:
 
     Attributes:
         attempts: Number of attempts that this router runs at the worker now.
-        unseen_tokens: Number of prompt tokens that were sent after the worker's last status.
-        unseen_pages: Number of KV pages that attempts sent after the worker's last status need.
+        unseen_tokens: Number of prompt tokens that this router sent after the worker's last status,
+            which does not include them yet.
+        unseen_pages: Number of KV pages needed by attempts that the worker's last status does not
+            include yet.
         committed_pages: Number of KV pages that all attempts at the worker are expected to need by
             their end.
         barred_seconds: Seconds for which the worker still gets no requests, because it failed.

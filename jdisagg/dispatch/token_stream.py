@@ -210,8 +210,8 @@ class IncrementalDetokenizer:
         return new[prompts:]
 
     def _slide(self) -> None:
-        """Drops all but the last tokens of the window. The cut is between two characters. Does
-        nothing if the remaining tokens have no text."""
+        """Shortens the window to its last tokens. The cut is between two characters. Does nothing
+        if the remaining tokens have no text."""
         full = len(self._window) >= MAX_WINDOW_TOKENS
         context = self._window[-CONTEXT_TOKENS if full else self._next_start :]
         text = self._decode(context)

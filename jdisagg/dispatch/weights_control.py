@@ -287,8 +287,8 @@ class WeightsControl:
     async def _change(
         self, ports: Mapping[str, WeightsPort], call: StageCall, commit: CommitCall
     ) -> tuple[list[str], list[str]]:
-        """Commits, and records the weights that all workers should have. Returns the result of
-        `_commit`."""
+        """Commits, and records which weights all workers should have, for `catch_up`. Returns the
+        result of `_commit`."""
         done, failed = await self._commit(ports, commit)
         if done:
             self._wanted, self._identity, self._waits = call, commit.weights, {}
@@ -376,7 +376,8 @@ async def _all(
 
 
 def _raised(outcomes: Mapping[str, T | BaseException]) -> dict[str, T]:
-    """Returns the replies. Raises the first error, with the worker's name."""
+    """Returns the replies of all workers. If a worker returned an error, raises the first error,
+    with the worker's name in its message."""
     replies: dict[str, T] = {}
     for name, outcome in outcomes.items():
         if isinstance(outcome, JdisaggError):

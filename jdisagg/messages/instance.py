@@ -12,8 +12,8 @@ from jdisagg.plain import Message
 
 
 class LeaderPlace(Message, frozen=True):
-    """Address and secret of the leader. Followers receive both as one text from the JAX distributed
-    runtime."""
+    """Address and secret of the leader. Followers receive both in one text through the JAX
+    distributed runtime."""
 
     address: str
     secret: int
@@ -41,17 +41,17 @@ class Ready(Message, frozen=True):
 
 
 class Reported(Message, frozen=True):
-    """Result of command number `number` on this follower. Only results of `IN_PARTS` commands are
-    reported."""
+    """Result of the command with number `number` on this follower. Only results of `IN_PARTS`
+    commands are reported."""
 
     number: int
     result: StepResult
 
 
 class Failed(Message, frozen=True):
-    """Reports that command number `number` raised an error on this follower. `fatal` means that the
-    mesh cannot be used any more. A non-fatal error is expected to occur on every process of the
-    instance."""
+    """Reports that the command with number `number` raised an error on this follower. If `fatal` is
+    set, the mesh cannot be used any more. A non-fatal error occurs on every process of the instance
+    in the same way."""
 
     number: int
     message: str
@@ -68,14 +68,14 @@ class Begin(Message, frozen=True):
 
 
 class Ordered(Message, frozen=True):
-    """Next command to run. Command numbers increase by one."""
+    """The next command that the follower must run. Command numbers increase by one."""
 
     number: int
     command: StepCommand
 
 
 class Stop(Message, frozen=True):
-    """Requests that the follower finishes the commands it has received and then exits."""
+    """Requests that the follower finishes the commands that it has received, and then exits."""
 
 
 FollowerMessage = Join | Ready | Reported | Failed | Beat

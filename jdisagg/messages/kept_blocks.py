@@ -38,8 +38,8 @@ class KeptScheme(Message, frozen=True):
 
 
 class KeptMark(Message, frozen=True):
-    """Last event of a worker that a router has processed. Epochs count from 1. Epoch 0 means that
-    the router has processed no event."""
+    """The last event of a worker that a router has processed. Epochs count from 1. Epoch 0 means
+    that the router has processed no event yet."""
 
     epoch: int = 0
     number: int = 0

@@ -55,8 +55,8 @@ class Wanted(Message, frozen=True):
 
 
 class PostedPiece(Message, frozen=True):
-    """One piece of a KV block: number `part` among the pieces that sender device `source` sends to
-    receiver device `destination`."""
+    """One piece of a KV block, sent by device `source` to the receiver's device `destination`.
+    `part` is its index among the pieces between these two devices."""
 
     source: int
     destination: int
@@ -64,8 +64,8 @@ class PostedPiece(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """Opens the receiver's connection number `link` to the sender process with boot id
-    `sender_boot_id`. The data plane uses `transports` parallel connections."""
+    """Opens a connection from the receiver to the sender process with boot id `sender_boot_id`.
+    `link` is the connection's number. The data plane uses `transports` parallel connections."""
 
     sender_boot_id: int
     link: int
@@ -73,8 +73,8 @@ class Open(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """Reply to `Open`: the sender's transfer server at `address` (host:port) serves connection
-    number `link`."""
+    """Reply to `Open`. The sender's transfer server for connection number `link` listens at
+    `address` (host:port)."""
 
     link: int
     address: str
@@ -234,7 +234,7 @@ class Withdraw(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """Reports that the receiver closes its connections up to number `link`."""
+    """Reports that the receiver closes all its connections up to and including number `link`."""
 
     link: int
 
@@ -252,5 +252,6 @@ class KvEnvelope(Message, frozen=True):
 
 class KvPlanePort(Protocol):
     async def send(self, envelope: KvEnvelope) -> None:
-        """Raises InvalidRequestError if the envelope is for another boot of this process."""
+        """Delivers the messages of an envelope. Raises InvalidRequestError if the envelope is for
+        an earlier run (another boot id) of this process."""
         ...

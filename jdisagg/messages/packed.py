@@ -40,7 +40,7 @@ def pack(message: object) -> bytes:
 
 
 class Unpacker(Generic[T]):
-    """Decodes messages of one class, or of one tagged union of classes."""
+    """Decodes messages of one class, or of a union of tagged classes."""
 
     def __init__(self, kind: object) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)  # pyright: ignore

@@ -322,7 +322,7 @@ class PeerHello(Message, frozen=True):
 
 
 async def close_stream(items: object) -> None:
-    """Closes an iterator that a port returned, which cancels the call. Does nothing for an iterator
+    """Closes an iterator that a port returned. This cancels the call. Does nothing for an iterator
     without `aclose`."""
     aclose = getattr(items, "aclose", None)
     if aclose is not None:
@@ -331,8 +331,9 @@ async def close_stream(items: object) -> None:
 
 class PrefillPort(Protocol):
     async def prefill(self, call: PrefillCall) -> PrefillReply:
-        """Computes a prompt and returns once the first tokens are sampled. Raises OverloadedError
-        (queue full), DeadlineExceededError or UnavailableError."""
+        """Computes a prompt. Returns as soon as the first tokens are sampled, while the KV may
+        still be fetched. Raises OverloadedError (queue full), DeadlineExceededError or
+        UnavailableError."""
         ...
 
     async def cancel_prefill(self, handoff_id: int) -> None:
@@ -391,9 +392,9 @@ class DecodePort(Protocol):
 
 
 class PeerPort(Protocol):
-    """Calls of a worker that receives KV to the worker that sends KV. The sender is a prefill
-    worker, a decode worker that moves a running sequence, or a worker from which a prefill worker
-    fetches cached blocks."""
+    """Calls of a worker that receives KV to the worker that sends the KV. The sender is a prefill
+    worker, a decode worker from which a running sequence migrates, or a worker whose cached blocks
+    are fetched."""
 
     async def hello(self, hello: PeerHello) -> PeerHello:
         """Compares the caller's `PeerHello` with this worker's and returns this worker's. Raises

@@ -67,10 +67,10 @@ class RolePort(Protocol):
 
 
 class AdviceReport(Message, frozen=True):
-    """Recommended and present numbers of workers per role, with the measurements behind them.
-    `elastic` means that the router changes roles itself, and `decision` is the router's latest
+    """Recommended and present numbers of workers per role, with the measurements on which they are
+    based. `elastic` means that the router changes roles itself. `decision` is the router's latest
     decision. An attainment is the fraction of requests in the measured window that met the latency
-    objective. Latencies are the quantile `slo_quantile`, in seconds."""
+    objective. The latency quantiles are at `slo_quantile`, in seconds."""
 
     prefill: int
     decode: int

@@ -237,7 +237,7 @@ class SlotAdmit(Message, frozen=True):
 
 
 class SlotGrow(Message, frozen=True):
-    """Gives a running sequence more pages: replaces the page ids and the limit of its decode
+    """Gives a running sequence more pages. The new page ids and limit replace those of its decode
     slot."""
 
     rank: int
@@ -247,9 +247,9 @@ class SlotGrow(Message, frozen=True):
 
 
 class DraftRow(Message, frozen=True):
-    """Draft tokens of slot `slots[rank][row]` of a decode step. `tokens` are the predicted tokens
-    of the positions from `start` on. The step verifies at most `count` of them, beginning after the
-    position that the slot has actually reached."""
+    """Draft tokens for one row of a decode step: slot `slots[rank][row]`. `tokens` are the
+    predicted tokens of the positions from `start` on. The step verifies at most `count` of them. It
+    begins after the position that the slot has actually reached."""
 
     rank: int
     row: int
@@ -326,8 +326,8 @@ class RemoveSaved(Message, frozen=True):
 
 class ReadAdapter(Message, frozen=True):
     """Reads the LoRA adapter in the folder `path` into device memory, without blocking the mesh.
-    The `DiskResult` has an error if the folder cannot be served, or if its content's hash is not
-    `digest`."""
+    The `DiskResult` has an error if the adapter cannot be served, or if the hash of its content is
+    not `digest`."""
 
     step: int
     digest: str

@@ -34,7 +34,8 @@ UPDATE_MODES = tuple(mode.value for mode in UpdateMode)
 
 
 def mode_of(text: str) -> UpdateMode:
-    """Returns the update mode of this name; "" is the default. Raises InvalidRequestError."""
+    """Returns the update mode with the name `text`. An empty text means the default mode. Raises
+    InvalidRequestError for an unknown name."""
     try:
         return UpdateMode(text or UpdateMode.RECOMPUTE.value)
     except ValueError:
@@ -49,8 +50,8 @@ OFFER_PREFIX = "offer:"
 
 
 class OfferedTensor(Message, frozen=True):
-    """One array of an offer. `boxes` lists the part of the array that each device of the offering
-    process holds; replicas are listed separately."""
+    """One array of an offer. `boxes` has, for each device of the offering process, the device's
+    number and the part of the array that it holds. Replicas are listed separately."""
 
     name: str
     dtype: str
@@ -77,7 +78,8 @@ class OfferCard(Message, frozen=True):
 
 
 class OfferedPart(Message, frozen=True):
-    """The part `box` of the tensor with index `tensor` in the card, from the device `device`."""
+    """A part of an offered array that one device holds. `tensor` is the array's index in the card,
+    and `box` the part."""
 
     tensor: int
     device: int
@@ -161,9 +163,9 @@ class SleepCall(Message, frozen=True):
 
 class WeightsPort(Protocol):
     async def stage_weights(self, call: StageCall) -> StagedWeights:
-        """Reads weights while the worker serves. Replaces weights that were staged before. Raises
-        InvalidRequestError for a folder that this worker cannot serve, DeadlineExceededError and
-        UnavailableError."""
+        """Reads weights while the worker serves its present ones. They replace weights that were
+        staged before. Raises InvalidRequestError for a folder that this worker cannot serve,
+        DeadlineExceededError and UnavailableError."""
         ...
 
     async def commit_weights(self, call: CommitCall) -> WorkerStatus:
@@ -176,9 +178,9 @@ class WeightsPort(Protocol):
         ...
 
     async def offer_weights(self, lease_seconds: float) -> OfferName:
-        """Offers the served weights to other workers, and returns the name of the offer. It ends
-        with its lease, or when the worker changes its weights or sleeps. Raises InvalidRequestError
-        if this worker cannot offer them."""
+        """Offers the served weights to other workers, and returns the name of the offer. The offer
+        ends with its lease, or when the worker changes its weights or sleeps. Raises
+        InvalidRequestError if this worker cannot offer its weights."""
         ...
 
     async def sleep(self, call: SleepCall) -> WorkerStatus:
@@ -213,7 +215,8 @@ class WeightsReport(Message, frozen=True):
 
 
 def identity_of(version: str, fingerprint: str) -> str:
-    """Returns the identity of weights."""
+    """Returns the identity `VERSION@FINGERPRINT` of weights. If `version` is empty, the beginning
+    of the fingerprint is used."""
     return f"{version or fingerprint[:12]}@{fingerprint}"
 
 

@@ -33,8 +33,8 @@ class Work:
 
     Attributes:
         tokens: Number of tokens that need KV: the prompt and the tokens accepted so far.
-        cached_tokens: How many of the `tokens` the prefilling worker has cached.
-        children: Number of sequences that share the `tokens`.
+        cached_tokens: Number of these `tokens` that the prefilling worker has cached.
+        children: Number of sequences that share the KV of these `tokens`.
         expected_tokens: Number of further tokens that each child is expected to generate.
     """
 
@@ -48,8 +48,8 @@ class Work:
         return self.tokens - self.cached_tokens
 
     def pages(self, page_size: int, growth_tokens: int | None = None) -> int:
-        """Returns the number of KV pages that all children hold together after each has generated
-        `growth_tokens` tokens. None means `expected_tokens`."""
+        """Returns the number of KV pages that all children hold together after each of them has
+        generated `growth_tokens` tokens. None means `expected_tokens`."""
         grown = (
             self.expected_tokens
             if growth_tokens is None
@@ -113,7 +113,8 @@ class Accounts:
             self._fresh[worker] = still
 
     def bar(self, worker: str, until: float) -> None:
-        """Makes placement avoid a worker until time `until`, unless there is no other worker."""
+        """Makes placement avoid a worker until time `until`. The worker is still chosen if there is
+        no other worker."""
         row = self.state.row(worker)
         if row is not None:
             self.state.bar(row, until)

@@ -64,8 +64,8 @@ def admit(
 
 
 def limit_seconds(ttft_slo_seconds: float | None, deadline_seconds: float) -> float:
-    """Returns the seconds after a request's arrival within which its first token must come: the
-    TTFT objective, or the deadline if that is earlier."""
+    """Returns the time limit of a request's first token, in seconds after the request's arrival. It
+    is the TTFT objective, or the deadline if that is earlier."""
     return deadline_seconds if ttft_slo_seconds is None else min(ttft_slo_seconds, deadline_seconds)
 
 
@@ -92,7 +92,8 @@ class Quotas:
         self._spending = spending or Spending()
 
     def take(self, tenant: str, tokens: float, now: float) -> None:
-        """Takes tokens from a tenant's bucket, or raises QuotaExceededError."""
+        """Takes tokens from a tenant's bucket. Raises QuotaExceededError if the bucket has too few
+        tokens."""
         rate = self._rates.get(tenant)
         if rate is None:
             return

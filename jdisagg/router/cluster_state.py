@@ -196,7 +196,8 @@ class ClusterState:
         return self._rows.get(name)
 
     def row_in(self, name: str, life: int) -> int | None:
-        """Returns the worker's row number, or None if its registration `life` has ended."""
+        """Returns the worker's row number. Returns None if its registration `life` has ended,
+        because the worker was removed or has registered again."""
         return self._rows.get(name) if self._lives.get(name, 0) == life else None
 
     def row_of(self, name: str) -> int:
@@ -396,7 +397,8 @@ class ClusterState:
         }
 
     def restore(self, name: str, description: Description, numbers: Mapping[str, float]) -> None:
-        """Adds a worker with `numbers` by column. Raises KeyError for an unknown column."""
+        """Adds a worker from a decision record. `numbers` has its values by column. Raises KeyError
+        for an unknown column."""
         self._descriptions[name] = description
         row = self._rows.get(name)
         if row is None:
@@ -552,7 +554,7 @@ def _code(weights: str) -> int:
 
 
 def _only(column: Array) -> float | None:
-    """Returns the value that all entries of a column share, or None if they differ."""
+    """Returns the common value of all entries of a column, or None if they differ."""
     return float(column[0]) if len(column) and (column == column[0]).all() else None
 
 

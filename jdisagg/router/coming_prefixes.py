@@ -28,7 +28,8 @@ class ComingPrefixes:
         return len(self._prompts)
 
     def placed(self, prompt: PromptBlocks, worker: str) -> int:
-        """Records that a worker will compute a prompt. Returns the key of the entry."""
+        """Records that a worker will compute a prompt. Returns a key by which the entry can be
+        removed."""
         self._last_key += 1
         self._prompts[self._last_key] = worker, prompt.names
         for name in prompt.names:

@@ -115,7 +115,8 @@ class DecodeCosts:
 
     @property
     def join(self) -> Array:
-        """For each worker, seconds from the KV's arrival to the first token decoded from it."""
+        """For each worker, the seconds from the arrival of the KV to the first token that is
+        decoded from it."""
         return np.where(self.busy, STEPS_TO_JOIN, STEPS_ALONE) * self.step
 
     def join_of(self, which: int) -> float:
@@ -350,7 +351,8 @@ def local_prefills(
     query: PlacementQuery,
     now: float,
 ) -> LocalCosts:
-    """Returns the costs of prefill on decode workers, which alternate chunks and decode steps."""
+    """Returns the costs of prefill on decode workers. They alternate prefill chunks and decode
+    steps."""
     alone = prefills_of(state, side, decodes.rows, table, query)
     lacking = np.full(len(decodes.rows), float(query.work.tokens))
     at, cached = alone.known

@@ -67,7 +67,7 @@ class KnownBlocks:
             self._indices.setdefault(scheme, PrefixIndex(self._most_blocks, self._numbering))
 
     def forget(self, worker: str) -> None:
-        """Removes a worker. Idempotent."""
+        """Removes a worker and its blocks. Idempotent."""
         scheme = self._schemes.pop(worker, None)
         self._epochs.pop(worker, None)
         if scheme is not None:

@@ -580,8 +580,8 @@ def _source(
 
 
 def _reluctance(state: ClusterState, some: Candidates, query: PlacementQuery) -> Array:
-    """Returns a score of each worker, used if costs cannot be predicted: its load minus a bonus for
-    the cached share of the prompt. The worker with the lowest score is chosen."""
+    """Returns a score of each worker, used if costs cannot be predicted: the worker's load minus a
+    bonus for the cached share of the prompt. The worker with the lowest score is chosen."""
     score = some.against + some.load
     at, tokens = known_or_coming(state, some.rows, query)
     score[at] -= WORTH_OF_KNOWN * tokens / query.work.tokens

@@ -50,7 +50,7 @@ class LearnedLengths:
         self._counts: dict[int, int] = {}  # of other routers, the latest last
 
     def predict(self, tenant: str, prompt_tokens: int, most_tokens: int) -> int:
-        """Predicts the length of an answer of at most `most_tokens` tokens."""
+        """Predicts the number of tokens of an answer, which is at most `most_tokens`."""
         if self._quantile is None:
             return most_tokens
         for lengths in (
@@ -63,7 +63,7 @@ class LearnedLengths:
         return min(most_tokens, COLD_TOKENS)
 
     def observe(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        """Records the length of an answer that ended by itself or was cut off at max_tokens."""
+        """Records the length of an answer that finished by itself or was cut off at max_tokens."""
         answer = tenant, prompt_tokens, output_tokens
         self._own.append(answer)
         self._count += 1
@@ -92,7 +92,7 @@ class LearnedLengths:
 
 
 class _Lengths:
-    """The last `WINDOW` lengths of answers, in order of arrival and sorted by size."""
+    """The last `WINDOW` lengths of answers, stored both in order of arrival and sorted by size."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()

@@ -152,7 +152,8 @@ class PrefixIndex:
         self._last[worker] = number
 
     def forget(self, worker: str) -> None:
-        """Removes a worker that is gone, or that restarted and numbers events from 1 again."""
+        """Removes a worker and its entries. Called if the worker is gone, or restarted so that it
+        numbers events from 1 again."""
         if worker not in self._bits:
             return
         for page_hash in tuple(self._pages[worker]):

@@ -8,8 +8,8 @@ Value = TypeVar("Value", int, float)
 
 
 def quantile(values: Sequence[float], at: float) -> float:
-    """Returns the smallest of the values such that at least a fraction `at` of them is not larger.
-    Returns 0 if there are no values."""
+    """Returns the smallest of the values such that at least the fraction `at` of all values is less
+    than or equal to it. Returns 0 if there are no values."""
     return of_sorted(sorted(values), at) if values else 0.0
 
 

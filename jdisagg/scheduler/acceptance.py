@@ -23,6 +23,7 @@ class Acceptance:
         self.tries = self.tries * fade + tries
 
     def estimate(self, prior: float = PRIOR) -> float:
-        """Returns the probability that a predicted token is correct, given that all earlier ones
-        are."""
+        """Returns the probability that a predicted token is correct, provided that all earlier
+        tokens of the prediction are correct. `prior` is the estimate before any prediction was
+        counted."""
         return (self.hits + prior * PRIOR_TRIES) / (self.tries + PRIOR_TRIES)

@@ -41,9 +41,11 @@ class AdapterTable:
         self._loaded.move_to_end(digest)
 
     def take(self, digest: str, used: Collection[str]) -> int | None:
-        """Assigns a slot to an adapter that is about to be loaded.
+        """Assigns a slot to an adapter that is about to be loaded. Evicts another adapter if no
+        slot is free.
 
         Args:
+            digest: The adapter.
             used: Digests of adapters that must keep their slots.
 
         Returns:
@@ -59,7 +61,8 @@ class AdapterTable:
         return slot
 
     def load_ended(self, digest: str, loaded: bool) -> None:
-        """Ends a load that `take` began. After a failed load, the slot is free again."""
+        """Records the end of a load for which `take` assigned a slot. If the adapter was not
+        `loaded`, the slot is free again."""
         slot = self._loading.pop(digest)
         if loaded:
             self._loaded[digest] = slot

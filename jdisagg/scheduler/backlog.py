@@ -35,7 +35,7 @@ class Backlog:
         return tokens
 
     def computed(self, key: int, tokens: int) -> None:
-        """Records that a prompt's next `tokens` tokens were computed. Ignores unknown keys."""
+        """Records that the next `tokens` tokens of a prompt were computed. Ignores unknown keys."""
         known = self._prompts.get(key)
         if known is None:
             return

@@ -40,7 +40,7 @@ def split_blocks(
 
 
 def merged_block(tokens: int, granule_tokens: int) -> int:
-    """Returns the length of the shortest single block that holds `tokens` tokens."""
+    """Returns the shortest block length that holds `tokens` tokens in one block."""
     return granule_tokens << (-(-tokens // granule_tokens) - 1).bit_length()
 
 
@@ -59,9 +59,14 @@ def even_runs(count: int, runs: int) -> tuple[range, ...]:
 
 
 def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple[range, ...]:
-    """Splits `layers` layers into at most `groups` consecutive ranges. `positioned` lists the
-    layers that store KV for each position. Each range has at least one of these layers, and all
-    ranges have nearly the same number of them, so no block is empty."""
+    """Splits the layers of a model into consecutive ranges, at most `groups` of them.
+
+    Args:
+        positioned: Layers that store KV for each position, ascending. Each range has at least one
+            of them, so no block is empty. All ranges have nearly equally many.
+        layers: Number of layers.
+        groups: Largest number of ranges.
+    """
     last = [positioned[run.stop - 1] + 1 for run in even_runs(len(positioned), groups)]
     stops = [*last[:-1], layers]
     return tuple(range(first, stop) for first, stop in zip([0, *stops[:-1]], stops, strict=True))
@@ -70,9 +75,13 @@ def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple
 def stage_layers(
     positioned: tuple[int, ...], layers: int, groups: int, stages: int
 ) -> tuple[range, ...]:
-    """Returns the range of layers of each pipeline stage. A stage has whole layer groups, so that
-    each block of one group lies on one stage. The stages have as nearly the same number of layers
-    as the groups allow. For the other arguments see `layer_groups`.
+    """Returns the range of layers of each pipeline stage. A stage consists of whole layer groups,
+    so that each block of one group is on one stage. The numbers of layers of the stages differ as
+    little as the groups allow.
+
+    Args:
+        positioned, layers, groups: As in `layer_groups`.
+        stages: Number of pipeline stages.
 
     Raises:
         LayoutError: A stage would have no group.

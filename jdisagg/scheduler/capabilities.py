@@ -57,7 +57,8 @@ class Capabilities:
         return tuple([one.value for one in Capability if one in self._missing])
 
     def load_later(self, capabilities: Iterable[Capability]) -> None:
-        """Records that the programs of these capabilities are loaded while the worker serves."""
+        """Records that these capabilities are missing at first, because their programs are loaded
+        while the worker serves."""
         self._missing |= set(capabilities)
 
     def loaded(self, capability: Capability) -> None:
@@ -74,8 +75,8 @@ class Capabilities:
         return self.ready(capability) or not self.given_up
 
     async def wait(self, capability: Capability) -> None:
-        """Waits until the programs of a capability are loaded. Raises UnavailableError if they
-        cannot be."""
+        """Waits until the programs of a capability are loaded. Raises UnavailableError if loading
+        has failed."""
         while not self.ready(capability):
             if self.given_up:
                 raise UnavailableError(

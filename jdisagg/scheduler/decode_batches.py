@@ -215,7 +215,7 @@ class DecodeBatches:
         """Returns the next decode command, or None if no sequence can run.
 
         Args:
-            quiet: Whether no other work waits for the mesh, so that the command may have several
+            quiet: Whether no other work waits for the mesh. The command may then have several
                 steps.
             drafts: Whether the command may verify drafts.
         """
@@ -367,7 +367,7 @@ class DecodeBatches:
         return broken
 
     def forget(self, child: Sequence) -> None:
-        """Makes `apply` ignore the results of a sequence's steps that are now in flight."""
+        """Makes `apply` ignore the results of steps in flight for a sequence."""
         nobody = replace(child, stage=Stage.ENDED)
         for rows in self._issued.values():
             rows[child.rank] = [
@@ -461,8 +461,8 @@ def _counts(child: Sequence) -> bool:
 def _issue(
     rank: list[Sequence], steps: int, number: int, drafts: dict[tuple[int, int], Planned]
 ) -> list[_Issued]:
-    """Adds the tokens that a command will produce to the issued positions of the sequences on rank
-    `number`."""
+    """Advances the issued positions of the sequences on rank `number` by the tokens that a command
+    will produce. Returns the rows of the command."""
     issued = []
     for row, child in enumerate(rank):
         left = child.issued_limit - child.issued_position

@@ -112,7 +112,8 @@ class DecodeState:
         )
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
-        """Returns all groups of one request, over all attempts and children."""
+        """Returns all groups of one request. A request may have several groups, for different
+        attempts and children."""
         return list(self._named.get(identity, ()))
 
     def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:
@@ -165,8 +166,8 @@ class DecodeState:
             self.growing[child.rank].discard(child.key)
 
     def contexts(self) -> tuple[int, ...]:
-        """Returns, for each rank, the number of tokens of all sequences that are neither ended nor
-        swapped out."""
+        """Returns, for each rank, the total number of tokens of its unfinished sequences.
+        Swapped-out sequences are left out."""
         contexts, absent = [0] * self.limits.ranks, (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
             prompt = len(group.request.prompt_token_ids)
@@ -217,8 +218,8 @@ class DecodeState:
         return min(self._priorities, default=None)
 
     def priorities(self) -> dict[int, tuple[int, int]]:
-        """Returns, by priority, the number of sequences with pages and the number of these
-        pages."""
+        """Returns, for each priority, the number of sequences that have pages and the number of
+        these pages."""
         keys: dict[int, list[list[int]]] = {}  # of children, by priority and rank
         absent = (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
@@ -260,11 +261,16 @@ class DecodeState:
         moved: bool = False,
         counted: bool = True,
     ) -> None:
-        """Ends a child: frees its slot and pages, and reports its last tokens and the reason for
-        its end. Idempotent.
+        """Ends a finished, aborted or preempted child. Frees its slot and pages, and reports its
+        last tokens and the reason for its end. Idempotent.
 
         Args:
-            counted: Whether a preemption is added to the counter of preemptions.
+            child: The sequence.
+            finish: Reason why the sequence has finished or was cancelled; None if it was preempted
+                or moved.
+            preempted: Whether it was preempted, so that another attempt continues it.
+            moved: Whether it continues on another worker.
+            counted: Whether a preemption increases the counter of preemptions.
         """
         if child.stage is Stage.ENDED:
             return

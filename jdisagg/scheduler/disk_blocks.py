@@ -193,14 +193,16 @@ class DiskBlocks:
         return block
 
     def let_go(self, blocks: Iterable[DiskBlock]) -> None:
-        """Records that reads of these blocks ended, and marks the blocks as just used."""
+        """Records that reads of these blocks have ended, which makes them the most recently used
+        ones."""
         for block in reversed(tuple(blocks)):
             block.readers -= 1
             if self.knows(block):
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: DiskBlock) -> bool:
-        """Drops a block whose file is wrong or missing. Returns False if it was dropped before."""
+        """Drops a block whose file is damaged or missing. Returns False if the block was dropped
+        before."""
         if not self.knows(block):
             return False
         self._forget(block.name)

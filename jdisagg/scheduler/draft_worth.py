@@ -49,7 +49,8 @@ class DraftWorth:
         credit: Time that drafts may lose, in units of a step without drafts.
         cold: Number of further steps with drafts that are not measured, because their program is
             new.
-        uncharged: Steps saved by each step with drafts that is not charged to the credit yet.
+        uncharged: For each step with drafts that is not charged to the credit yet, the number of
+            steps that its accepted drafts saved.
     """
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))

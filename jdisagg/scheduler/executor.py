@@ -142,13 +142,13 @@ class MeshLimits:
 
     @property
     def state_rows(self) -> int:
-        """Number of slots for recurrent state and ring buffers of a rank: first the slots of
-        sequences, then the slots of snapshots."""
+        """Number of slots of a rank for recurrent state and ring buffers. The slots of sequences
+        come first, then the slots of snapshots."""
         return self.state_slots_per_rank + self.snapshots_per_rank
 
     @property
     def snapshot_bytes(self) -> int:
-        """Largest number of bytes of a snapshot."""
+        """Largest number of bytes that one snapshot takes."""
         spec, pages = self.kv_spec, self.ring_pages
         if self.window_pages_per_rank:
             pages = ring_pages(spec.widest_window, self.page_size)
@@ -195,7 +195,8 @@ class MeshLimits:
 
     @property
     def page_tables(self) -> int:
-        """Number of page tables of a row of a prefill chunk."""
+        """Number of page tables that each row of a prefill chunk has: 2 if sliding-window layers
+        have pages of their own, else 1."""
         return 2 if self.window_pages_per_rank else 1
 
     @property
@@ -204,7 +205,8 @@ class MeshLimits:
         return KVSpec((KVLayer(()),) * len(self.kv_spec.layers), self.kv_spec.dtype)
 
     def seen_from(self, end: int) -> int:
-        """Returns the first position that the widest window includes for a query at `end`."""
+        """Returns the first position that a query at position `end` attends to through the widest
+        sliding window."""
         return max(0, end - max(0, self.kv_spec.widest_window - 1))
 
     def ring(self, slot: int, tokens: int) -> tuple[int, ...]:

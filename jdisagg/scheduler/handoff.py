@@ -18,7 +18,7 @@ from jdisagg.plain import plain
 
 
 class HandoffStateError(AssertionError):
-    """An event that is not possible in a hand-off's current state, which indicates a bug."""
+    """An event that is not allowed in a hand-off's current state. This indicates a bug."""
 
 
 class HandoffState(enum.Enum):

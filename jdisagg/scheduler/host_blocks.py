@@ -112,7 +112,8 @@ class AskedAgain:
         return name in self._evicted
 
     def asked(self, name: bytes) -> None:
-        """Records that a prompt could use this block if it were restored."""
+        """Records that a prompt requests this block: the prompt could use the block if it were
+        restored."""
         if name in self._evicted:
             del self._evicted[name]
             self._share = min(1.0, self._share + 1 / ASKED_WINDOW)
@@ -201,14 +202,15 @@ class HostBlocks:
         return blocks
 
     def let_go(self, blocks: Iterable[HostBlock]) -> None:
-        """Records that a restore of these blocks ended, and marks the blocks as just used."""
+        """Records that a restore of these blocks has ended, which makes them the most recently used
+        ones."""
         for block in reversed(tuple(blocks)):
             block.held = False
             if self._blocks.get(block.name) is block:
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: HostBlock) -> bool:
-        """Drops a block with wrong contents. Returns False if the block was dropped before."""
+        """Drops a block whose contents are wrong. Returns False if the block was dropped before."""
         if self._blocks.get(block.name) is not block:
             return False
         del self._blocks[block.name]
@@ -220,8 +222,8 @@ class HostBlocks:
         return gone
 
     def shrink(self) -> tuple[HostBlock, ...]:
-        """Evicts blocks until no more than `capacity` are left, except blocks that are being
-        copied. Returns the evicted blocks."""
+        """Evicts blocks until at most `capacity` are left. Blocks that are being copied are not
+        evicted. Returns the evicted blocks."""
         return self._evict(self.capacity)
 
     def _make_room(self) -> tuple[HostBlock, ...]:

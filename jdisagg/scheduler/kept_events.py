@@ -115,13 +115,13 @@ class KeptEvents:
         self._add(rank, BlockStored([_hash(name)], before, [*tokens], self._block_tokens))
 
     def cleared(self) -> None:
-        """Replaces all pending events by the event that every rank's cache is empty."""
+        """Replaces all pending events of each rank by the event that its cache is empty."""
         for rank in range(len(self._events)):
             self._events[rank] = []
             self._add(rank, AllBlocksCleared())
 
     def take(self, now: float) -> list[KVEventBatch]:
-        """Returns the pending events of each rank that has any, and clears them."""
+        """Returns the pending events of each rank that has any. They are then no longer pending."""
         taken = [
             KVEventBatch(now, events, rank) for rank, events in enumerate(self._events) if events
         ]

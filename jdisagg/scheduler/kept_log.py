@@ -55,7 +55,8 @@ class KeptLog:
         self._ranks.clear()
 
     def news(self, worker: str, mark: KeptMark) -> KeptNews | None:
-        """Returns the changes since the log position `mark`, or None if nothing changed."""
+        """Returns the changes since the log position `mark` of a router, or None if nothing
+        changed. `worker` is the name of this worker."""
         if mark == KeptMark(self.epoch, self.number) or (not self.number and mark == KeptMark()):
             return None
         missed = self.number - mark.number

@@ -59,7 +59,8 @@ class NgramSearch:
         return kind, tuple(after)
 
     def _end_of_latest(self, size: int) -> int:
-        """Returns where the latest earlier occurrence of the last `size` bytes ends, or -1."""
+        """Searches for the latest earlier occurrence of the last `size` bytes. Returns the byte
+        index at which it ends, or -1 if there is none."""
         tokens = self._tokens
         gram = bytes(tokens[-size:])
         at = tokens.rfind(gram, 0, len(tokens) - _WIDTH)

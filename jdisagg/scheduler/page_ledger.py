@@ -72,7 +72,8 @@ class PageLedger:
         return len(self._holding(owner))
 
     def count_all(self, owners: Iterable[int]) -> int:
-        """Returns the sum of the numbers of pages of `owners`."""
+        """Returns the total number of pages that `owners` hold. A shared page counts for each
+        owner."""
         held = self._held
         return sum([len(held[owner]) for owner in owners])
 
@@ -92,7 +93,8 @@ class PageLedger:
         return self.extend(owner, count)
 
     def adopt(self, owner: int, pages: Sequence[int]) -> tuple[int, ...]:
-        """Creates `owner`, which shares these cached pages with any other owners."""
+        """Creates `owner` and assigns it these cached pages, which it shares with any other
+        owners."""
         if owner in self._held:
             raise LedgerError(f"owner {owner} holds pages already; adopt with a new owner")
         if not self._kept.issuperset(pages):
@@ -121,7 +123,8 @@ class PageLedger:
         return tuple(held)
 
     def share(self, owner: int, new_owner: int, count: int) -> tuple[int, ...]:
-        """Creates `new_owner`, which shares the first `count` pages of `owner`."""
+        """Creates `new_owner` and assigns it the first `count` pages of `owner`, which both then
+        share."""
         if new_owner in self._held:
             raise LedgerError(f"owner {new_owner} holds pages already; share with a new owner")
         pages = self._holding(owner)[:count]
@@ -188,7 +191,7 @@ class PageLedger:
             self._free.append(page)
 
     def touch(self, pages: Iterable[int]) -> None:
-        """Moves the idle pages among `pages` to the end of the eviction order."""
+        """Makes the idle pages among `pages` the last ones to be reused."""
         for page in pages:
             if page in self._idle:
                 self._idle.move_to_end(page)

@@ -43,7 +43,7 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def known_tokens(self) -> int:
-        """Largest number of the prompt's tokens that any single rank caches."""
+        """Number of the prompt's tokens that are cached on the rank that caches most of them."""
         return max(self.cached_tokens, default=0)
 
     def left_tokens(self, rank: int) -> int:
@@ -118,7 +118,7 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 def admit(now: AdmissionSnapshot) -> Admission:
-    """Decides which prompts get pages and which must wait."""
+    """Decides which waiting prompts get pages, which return their pages, and which must wait."""
     stalled, full = _stalled(now.offered_tokens, now.most_offered_tokens)
     if not now.waiting and not stalled:
         return Admission(full=full) if full else _NOTHING

@@ -73,7 +73,7 @@ class PrefillJob:
         return len(self.tokens) - self.issued_tokens
 
     def most_tokens(self, grain: int) -> int:
-        """Returns the number of next tokens that one row may have. A row makes at most one
+        """Returns the largest number of next tokens that one row may have. A row makes at most one
         snapshot, after a multiple of `grain` tokens or at its end."""
         ahead = [at - self.issued_tokens for at in self.snapshots if at > self.issued_tokens]
         ends = len(ahead) > 1 or (ahead and ahead[0] % grain)

@@ -41,7 +41,7 @@ class MovePrice:
 
     @property
     def per_unit(self) -> float:
-        """Mean seconds per unit, latency included."""
+        """Mean seconds per unit, including the latency."""
         return self._y / self._x
 
     def line(self) -> tuple[float, float] | None:

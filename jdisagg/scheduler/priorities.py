@@ -65,7 +65,7 @@ class YieldingSequence:
 def to_preempt(
     holders: Sized[YieldingSequence], pages: int, sequences: int
 ) -> list[YieldingSequence] | None:
-    """Chooses the sequences that are preempted on one rank.
+    """Chooses the sequences that are preempted on one rank, lowest priority first.
 
     Args:
         holders: The sequences of the rank that may be preempted.

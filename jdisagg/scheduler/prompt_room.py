@@ -75,7 +75,7 @@ class PromptRoom:
         return self.windows[rank].table(owner) if kind is KvKind.WINDOW else pages
 
     def free(self, rank: int, owner: int) -> None:
-        """Releases the slot or pages of a prompt."""
+        """Releases the state slot or the window pages of a prompt."""
         if self.windows:
             self.windows[rank].free(owner)
         else:

@@ -105,7 +105,7 @@ class Reservations:
         return Counter([waiting.priority for waiting in self.queue])
 
     def check(self, request: Request, children: Sized[tuple[int, tuple[int, ...]]]) -> None:
-        """Raises InvalidRequestError if even an idle mesh has no room for the request."""
+        """Raises InvalidRequestError if the request would not fit even on an idle mesh."""
         limits = self._state.limits
         prompt = len(request.prompt_token_ids)
         if self._state.states.on and len(children) > limits.state_slots_per_rank:
@@ -216,7 +216,8 @@ class Reservations:
         return granted
 
     def grant_one(self, waiting: WaitingReservation, lease_until: float) -> SequenceGroup | None:
-        """Reserves pages for one waiting request. Returns None if there is no room."""
+        """Reserves pages for one waiting request and returns its group, or None if no rank has
+        room."""
         choice = self._rank_with_room(waiting)
         if choice is None:
             return None

@@ -120,9 +120,9 @@ class BlockNames:
         return (*known, *names[every - 1 :: every])
 
     def digest(self, purpose: bytes, *parts: str) -> bytes:
-        """Returns a hash of the model and `parts`, keyed with the secret. Different values of
-        `purpose` (up to 16 bytes) give unrelated hashes. Each part is hashed with its length, so
-        that different lists of parts never collide."""
+        """Returns a hash of the model and of `parts`, keyed with the secret. Different values of
+        `purpose` (up to 16 bytes) give unrelated hashes. Each part is hashed together with its
+        length, so different lists of parts never have the same input."""
         root = blake2b(key=self.secret, digest_size=NAME_BYTES, person=purpose)
         model = named_model(self.model, self.weights)
         for part in (model, str(self.grain_tokens), *parts):
@@ -158,14 +158,15 @@ class ResidencyTree:
         return name in self._blocks
 
     def match(self, chain: Chain) -> int:
-        """Returns the number of leading blocks of the chain that are cached."""
+        """Returns how many leading blocks of a prompt are cached. `chain` has the names of the
+        prompt's blocks."""
         for count, name in enumerate(chain):
             if name not in self._blocks:
                 return count
         return len(chain)
 
     def pages(self, chain: Iterable[bytes]) -> tuple[int, ...]:
-        """Returns the pages of the blocks of `chain`, all of which must be cached."""
+        """Returns the pages of the blocks named in `chain`, all of which must be cached."""
         return tuple(page for name in chain for page in self._blocks[name])
 
     def held_pages(self, chain: Iterable[bytes]) -> int:
@@ -236,7 +237,7 @@ class ResidencyTree:
 
     def _given_away(self, page: int) -> tuple[int, ...]:
         """Drops the cached block of an idle page that is about to be reused. Returns the block's
-        other pages."""
+        other pages, which are useless without this one."""
         name = self._names.pop(page)
         pages, index = self._blocks.pop(name), self._indices.pop(name)
         if self.snapshots is not None:
@@ -296,8 +297,8 @@ class Residency:
 
     @property
     def scheme(self) -> KeptScheme | None:
-        """Description of this mesh's block names for routers, with the worker's initial weights;
-        None if the cache is off."""
+        """Parameters of this mesh's block names, for routers. They describe the worker's initial
+        weights. None if the cache is off."""
         if self._names is None:
             return None
         return KeptScheme(self._names.model, self._names.grain_tokens, self.block_tokens)
@@ -328,7 +329,7 @@ class Residency:
 
     @property
     def evicted_blocks(self) -> int:
-        """Number of blocks evicted because their pages were needed, since the start."""
+        """Number of blocks that were evicted since the start, because their pages were needed."""
         return sum([tree.evicted_blocks for tree in self._trees])
 
     def guest(self) -> int:
@@ -360,7 +361,8 @@ class Residency:
         return self._events
 
     def match(self, rank: int, chain: Chain) -> int:
-        """Returns the number of leading blocks of the chain that a rank caches."""
+        """Returns how many leading blocks of a prompt a rank caches. `chain` has the names of the
+        prompt's blocks."""
         return self._trees[rank].match(chain) if chain else 0
 
     def chain(self, request: Request, tokens: Sequence[int], known: Chain = ()) -> Chain:
@@ -439,8 +441,9 @@ class Residency:
         return math.lcm(self.block_tokens, self.cut_tokens or 1)
 
     def use_snapshot(self, rank: int, chain: Chain, tokens: int) -> tuple[int, ...]:
-        """Returns the place (`Snapshots.place`) of the snapshot after the first `tokens` cached
-        positions. Commands that read it must be issued at once."""
+        """Records that a sequence continues after the first `tokens` cached positions. Returns the
+        pages or slot (`Snapshots.place`) of the snapshot there. The commands that read it must be
+        issued immediately."""
         return self.snapshots[rank].use(self._name_at(chain, tokens))
 
     def begin_restore(self, rank: int, owner: int, tokens: int) -> tuple[int, ...] | None:
@@ -450,7 +453,8 @@ class Residency:
     def wanted_snapshots(
         self, rank: int, chain: Chain, tokens: int, cached_tokens: int
     ) -> tuple[int, ...]:
-        """Returns the positions at which a prompt of `tokens` tokens should make snapshots."""
+        """Returns the positions at which a prompt of `tokens` tokens should make snapshots.
+        Positions whose snapshot is cached already are left out."""
         if not self.snapshots or not chain:
             return ()
         matched = self._trees[rank].match(chain) * self.block_tokens

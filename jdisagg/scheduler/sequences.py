@@ -21,7 +21,7 @@ from jdisagg.scheduler.residency import Chain
 
 def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> SampleSpec:
     """Returns the sampling parameters for the token after `generated`. Earlier tokens are included
-    only if needed (penalties, grammars)."""
+    only if sampling depends on them (penalties, grammars)."""
     penalised, constrained = request.sampling.penalised, request.sampling.grammar is not None
     return SampleSpec(
         child=child,
@@ -124,7 +124,7 @@ class Sequence:
 
     @property
     def precedence(self) -> tuple[int, float, int, int]:
-        """Sort key by priority and age. The last sequence is preempted first."""
+        """Sort key by priority and age. The sequence that sorts last is preempted first."""
         return (-self.group.request.priority, *self.age_key)
 
     @property
@@ -206,9 +206,9 @@ class SequenceGroup:
 
 @plain
 class ChildProgress:
-    """New tokens of one child, and whether the child ended (`finish`, `preempted`, `moved`) or was
-    swapped out (`aside`). `first_index` is the index of `token_ids[0]` among the generated
-    tokens."""
+    """New tokens of one child. `finish`, `preempted` and `moved` state why the child ended, if it
+    did. `aside` means that it was swapped out. `first_index` is the index of `token_ids[0]` among
+    the generated tokens."""
 
     group_key: int
     child: int

@@ -61,7 +61,8 @@ class SharedPrompts:
         return len(self._prompts)
 
     def begin(self, key: int, order: Order, chain: Chain) -> None:
-        """Registers a prompt. `order` is its place in the queue."""
+        """Registers a prompt. `order` is its sort key in the queue. `chain` has the names of its
+        blocks."""
         self._prompts[key] = _Prompt(order, chain)
         for name in chain:
             self._makers.setdefault(name, {})[key] = None
@@ -96,7 +97,8 @@ class SharedPrompts:
         return self._prompts[key].waits is not None
 
     def started(self, key: int) -> None:
-        """Records that a prompt has pages, so that any other prompt may wait for it."""
+        """Records that a prompt has pages. From now on prompts that precede it in the queue may
+        wait for it, too."""
         if (prompt := self._prompts.get(key)) is not None:
             prompt.begun = True
 
@@ -140,7 +142,8 @@ class SharedPrompts:
 
 
 def _common(one: Chain, other: Chain) -> int:
-    """Returns the number of leading blocks that two chains have in common."""
+    """Returns the number of leading blocks that two prompts have in common, given the names of
+    their blocks."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # equal names imply that all earlier names are equal
         middle = (low + high + 1) // 2
@@ -163,7 +166,7 @@ class ChunkTimes:
         self._idle_from = 0.0  # when the latest finished command ended
 
     def issued(self, now: float) -> None:
-        """Records the issue of a chunk."""
+        """Records that a chunk is issued at time `now`."""
         self._issued.append(now)
 
     def computed(self, chunk_tokens: int, now: float) -> float:

@@ -104,7 +104,7 @@ class Snapshots:
         return (self._kept[name].slot,)
 
     def tokens(self, name: bytes) -> int:
-        """Returns the number of tokens of a kept snapshot."""
+        """Returns the number of tokens after which a kept snapshot was made."""
         return self._kept[name].tokens
 
     def use(self, name: bytes) -> tuple[int, ...]:
@@ -224,7 +224,8 @@ class Snapshots:
         return False
 
     def _settled(self, owner: int, one: Pending) -> None:
-        """Called before a pending snapshot of `owner` is kept."""
+        """Hook that is called before a pending snapshot of `owner` is kept. Does nothing for
+        snapshots in slots."""
 
     def _give_back(self, slot: int) -> None:
         self._free.append(slot)

@@ -248,8 +248,8 @@ class Speculation:
             child.acceptance = self._unmeasured()
 
     def _draft(self, child: Sequence) -> tuple[float, Draft] | None:
-        """Returns a prediction for a sequence, and the probability that a predicted token is
-        correct given that all earlier ones are."""
+        """Returns a prediction for a sequence, with the probability that a predicted token is
+        correct provided that all earlier ones are. Returns None if nothing can be predicted."""
         left = child.issued_limit - 1 - child.issued_position
         if left < 1:
             return None
@@ -265,7 +265,8 @@ class Speculation:
         return own.estimate(self._overall[draft.kind].estimate()), draft
 
     def _count(self, child: Sequence) -> None:
-        """Compares the latest prediction with the tokens generated since then."""
+        """Compares the latest prediction with the tokens generated since then, and updates the
+        acceptance rates."""
         if child.predicted is None:
             return
         kind, first, tokens = child.predicted

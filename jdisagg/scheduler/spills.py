@@ -97,7 +97,7 @@ class Spills:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of host memory that swapped-out sequences take."""
+        """Number of bytes of host memory that are used by swapped-out sequences."""
         return sum([spill.bytes for spill in self._spills.values()])
 
     def bytes_of(self, batches: list[Batch]) -> int:
@@ -162,10 +162,10 @@ class Spills:
 
 
 def batch_ranges(limits: MeshLimits, named_tokens: int, block_tokens: int, tokens: int) -> Ranges:
-    """Splits positions [0, tokens) into ranges [start, end) that are copied to host memory in
-    batches. The last positions come first, so that whole pages become free after each batch. The
-    first `named_tokens` positions belong to cacheable blocks of `block_tokens` tokens. Each of
-    these blocks is a separate range."""
+    """Splits positions [0, tokens) into ranges [start, end), grouped into the batches in which they
+    are copied to host memory. The last positions come first, so that whole pages become free after
+    each batch. The first `named_tokens` positions belong to cacheable blocks of `block_tokens`
+    tokens, each of which is a separate range."""
     unit = block_tokens or math.lcm(limits.page_size, limits.granule_tokens)
     step = -(-limits.chunk_buckets[-1] // unit) * unit
     batches: Ranges = []

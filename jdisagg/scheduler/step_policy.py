@@ -103,7 +103,7 @@ _BESIDE = StepDecision(Action.DECODE, "prompts or KV wait beside the sequences")
 
 
 def next_step(now: StepSnapshot) -> StepDecision:
-    """Decides what the mesh does next."""
+    """Decides what the mesh does next, and returns the action with its reason."""
     if now.span_in_flight:
         return _INTERRUPT if now.prompts_queued or now.span_blocks else _ONE_SPAN
     if now.prompts_queued and not now.gathering:

@@ -86,12 +86,13 @@ class WindowPages:
 
     @property
     def available(self) -> int:
-        """Number of pages that no owner uses."""
+        """Number of pages that no sequence or restore uses. It includes pages that only kept
+        windows use."""
         return self.total - self._in_use
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that neither an owner nor a kept window uses."""
+        """Number of pages that are used neither by an owner nor by a kept window."""
         return len(self._free)
 
     def needed(self, tokens: int) -> int:
@@ -199,7 +200,7 @@ class WindowPages:
             self._release(page)
 
     def _first(self, tokens: int) -> int:
-        """Returns the first column of the window before position `tokens`."""
+        """Returns the first page-table column of the window before position `tokens`."""
         return self._seen_from(tokens) // self._page_size
 
     def _columns(self, tokens: int) -> range:

@@ -80,7 +80,8 @@ class AdapterLoads:
             self.poke()
 
     def poke(self) -> None:
-        """Wakes waiting requests to check for a free slot. Called when requests have ended."""
+        """Wakes waiting requests, which then check for a free slot. Called when requests have
+        ended."""
         self._freed.set()
 
     def stop(self) -> None:

@@ -76,7 +76,7 @@ class DecodeWorker(MeshWorker):
     """Implements `DecodePort`.
 
     Args:
-        peers: Returns the port to a worker that sends KV.
+        peers: Function that returns the port to a worker that sends KV.
         fetches: Whether cached blocks may be fetched from peers.
     """
 
@@ -543,8 +543,8 @@ class DecodeWorker(MeshWorker):
         return bool(self._state.groups or len(self._reservations) or self._streams or others)
 
     def _hand_on(self) -> None:
-        """Offers running sequences to other decode workers, a limited number of times, during a
-        drain."""
+        """Offers running sequences to other decode workers during a drain. Each sequence is offered
+        a limited number of times."""
         self._spilled.end_suspended()
         for key in list(self._state.groups):
             stream = self._streams.get(key)

@@ -132,7 +132,7 @@ class GivenKv:
         return FetchReply(count - call.first, with_state)
 
     def moved(self) -> None:
-        """Offers further blocks, if allowed. Called when a receiver has fetched a block."""
+        """Lets transfers offer further blocks. Called when a receiver has fetched a block."""
         self._moved.set()
 
     def ended(self, owner: int) -> bool:

@@ -383,7 +383,7 @@ class HostTier(KvSource):
 
     @property
     def snapshot_tokens(self) -> int:
-        """Number of tokens whose KV is as large as a snapshot."""
+        """Size of a snapshot, as the number of tokens whose KV has as many bytes."""
         return -(-self.snapshot_bytes // self._limits.sent.bytes_per_token)
 
     @contextmanager

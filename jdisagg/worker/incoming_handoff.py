@@ -143,7 +143,7 @@ class IncomingHandoff:
         return self._all_offered and self._fetching == self.inserting and not self.closed
 
     def kept_tokens(self) -> int:
-        """Returns the number of leading positions that every layer group has received."""
+        """Returns the number of leading positions for which every layer group has received KV."""
         blocks = [one for one in self._received.blocks if one.kind is KvKind.POSITIONS]
         return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
 
@@ -360,7 +360,8 @@ class IncomingHandoff:
         return result.error
 
     async def _compare(self, offer: Offer, inserted: StepResult) -> str:
-        """Compares the checksum of inserted KV with the sender's. Returns an error text or ""."""
+        """Compares the checksum of inserted KV with the sender's. Returns an error text, or "" if
+        the KV is intact."""
         if not self.line.link.verify:
             return ""
         assert isinstance(inserted, InsertResult), (
@@ -410,7 +411,7 @@ class IncomingHandoff:
                 expected.exception()
 
     def _drop(self, offer: Offer, pull: "asyncio.Future[StepResult] | None" = None) -> None:
-        """Drops a block, even while it is being pulled, and ignores the result of the pull."""
+        """Drops a block. If the block is still being pulled, the result of the pull is ignored."""
         if pull is not None:
             pull.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._loop.fire(DropBlocks(self._loop.next_number(), (offer.offer_id,)))
@@ -442,7 +443,7 @@ class IncomingHandoff:
 
 
 def _reach(blocks: list[Offer], groups: int, start: int) -> int:
-    """Returns the position up to which all layer groups have received KV, from `start` on."""
+    """Returns the first position, from `start` on, that some layer group has not received."""
     return min([_contiguous(blocks, group, start) for group in range(groups)])
 
 

@@ -50,7 +50,7 @@ class RestoreQuery:
     the prompt.
 
     Attributes:
-        chain: Names of the prompt's blocks in order. The block of the last token is excluded,
+        chain: Hashes of the prompt's blocks in order. The block of the last token is excluded,
             because this token must be computed.
         known: For each rank, the number of leading blocks of `chain` that are in pages already.
         ahead_tokens: Number of tokens of other prompts that will be computed before this prompt.
@@ -82,7 +82,7 @@ class RestorePlan:
     Attributes:
         source: Source that copies the blocks.
         rank: Data-parallel rank to whose pages the blocks are copied.
-        chain: Names of the prompt's first blocks, up to the last block that the source restores.
+        chain: Hashes of the prompt's first blocks, up to the last block that the source restores.
         tokens: Number of tokens of `chain` that are not in pages.
         moved_tokens: Number of tokens that the source must copy or send, which determines the
             duration.
@@ -105,7 +105,7 @@ class RestorePlan:
 
     @property
     def patience_seconds(self) -> float | None:
-        """Longest time that the prompt waits; None means no limit."""
+        """Longest time in seconds that the prompt waits for the restore; None means no limit."""
         tokens = self.tokens + self.ahead_tokens
         return self.source.prices.patience_seconds(tokens, self.instead)
 
@@ -148,7 +148,7 @@ class Restore:
 
     @property
     def blocks(self) -> int:
-        """Number of leading blocks of the plan's chain that are in pages now."""
+        """Number of leading blocks of the prompt that are in pages now."""
         count = self.first
         while count in self.origins:
             count += 1
@@ -186,8 +186,8 @@ class KvSource(Protocol):
         ...
 
     def holding(self, restore: Restore) -> AbstractContextManager[None]:
-        """Returns a context in which the blocks of a restore are not evicted. The context is
-        entered before pages are reserved, because evicted pages may be copied to the source."""
+        """Returns a context in which the blocks of a restore are not evicted. It must be entered
+        before pages are reserved, because reserving may evict blocks to this source."""
         return contextlib.nullcontext()
 
     async def bring(self, restore: Restore) -> str:
@@ -219,18 +219,20 @@ class KvSource(Protocol):
         """Records that a prompt used these blocks, which are in pages of `rank`."""
 
     def clear(self, cause: str) -> int:
-        """Drops all blocks and returns their number. Called before the pages are cleared."""
+        """Drops all blocks and returns their number. Called before the blocks in pages are
+        dropped."""
         return 0
 
     async def erase(self) -> None:
-        """Deletes blocks dropped by `clear` from durable storage. Raises UnavailableError if the
-        next run of the worker would still find them."""
+        """Deletes the blocks that `clear` dropped from durable storage. Raises UnavailableError if
+        the next run of the worker would still find them."""
 
     def expire(self, now: float) -> None:
         """Drops blocks whose lifetime has ended at time `now`."""
 
     def stats(self) -> tuple[KeptTier, ...]:
-        """Returns the fill level of the source's tiers; empty if it stores no blocks."""
+        """Returns the used and available bytes of the source's tiers; empty if it stores no
+        blocks."""
         return ()
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
@@ -242,8 +244,8 @@ class KvSource(Protocol):
 
 
 class RestoredBlocks:
-    """Records the origins of the blocks that were restored for one prompt. All other cached blocks
-    of the prompt count as found in pages."""
+    """Records from which source the blocks of one prompt were restored. All other cached blocks of
+    the prompt count as found in pages."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -254,8 +256,8 @@ class RestoredBlocks:
         self._origins.update({(rank, index): origin for index, origin in origins.items()})
 
     def split(self, rank: int, tokens: int) -> CachedTokens:
-        """Returns the number of the prompt's first `tokens` positions that came from each
-        origin."""
+        """Returns, for the prompt's first `tokens` positions, the number of positions that were
+        restored from each source or found in pages."""
         if not self._origins:
             return CachedTokens(pages=tokens)
         size = self._block_tokens

@@ -13,7 +13,7 @@ SLOW, FAST = 1 / 2, 1 / 8  # limits of slow and fast pulls, as parts of the time
 
 
 class LinkShare:
-    """The pulls from one sender. Used on the event loop only."""
+    """Schedules the pulls from one sender. Used on the event loop only."""
 
     def __init__(self) -> None:
         self.most = MOST_PULLS
@@ -29,7 +29,8 @@ class LinkShare:
             self.most = min(MOST_PULLS, self.most + 1)
 
     async def begin_turn(self, handoff: int) -> None:
-        """Waits for a turn of the hand-off. The caller ends the turn with `end_turn`."""
+        """Waits until the hand-off may begin a pull. The caller must call `end_turn` when the pull
+        has ended."""
         if self._running < self.most and not self._waiting:
             self._running += 1
             return

@@ -242,7 +242,7 @@ class MeshWorker(ABC):
 
     @property
     def kept_scheme(self) -> KeptScheme | None:
-        """Description of block names for routers; None without a prefix cache."""
+        """Parameters of block names, for routers; None without a prefix cache."""
         return self._kept.scheme
 
     def kept_news(self, mark: KeptMark) -> KeptNews | None:
@@ -291,7 +291,7 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _status(self) -> WorkerStatus:
-        """Returns the status without the fields that are the same for both kinds of workers."""
+        """Returns the part of the status that differs between the two kinds of workers."""
 
     @abstractmethod
     def _requests_running(self) -> list[Request]:
@@ -371,8 +371,8 @@ class MeshWorker(ABC):
         return self._ready(Capability.TIERS)
 
     def _kept_tiers(self, *spilled: KeptTier) -> tuple[KeptTier, ...]:
-        """Returns the fill level of each tier for the status. Swapped-out sequences (`spilled`) are
-        part of host memory."""
+        """Returns, for the status, the used and available bytes of each cache tier. Swapped-out
+        sequences (`spilled`) are part of host memory."""
         kept, mesh = self._kept, self._mesh
         if not kept.on:
             return spilled

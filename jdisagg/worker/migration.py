@@ -142,8 +142,8 @@ class MigrationSender:
             self._outgoing.end(handoff, HandoffError(text))
 
     async def _offer_while_it_runs(self, child: Sequence, handoff: OutgoingHandoff) -> int:
-        """Offers the KV written so far in a few rounds, while the sequence runs. Returns the number
-        of positions offered."""
+        """Offers the KV that the sequence has written, in a few rounds while the sequence continues
+        to run. Returns the number of positions offered."""
         sent = 0
         for _ in range(MOST_ROUNDS):
             whole = child.position - child.position % self._state.limits.granule_tokens

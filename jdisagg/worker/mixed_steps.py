@@ -13,7 +13,8 @@ from jdisagg.worker.own_prefills import OwnPrefills
 
 
 class MixedSteps:
-    """Plans the mixed steps of one decode mesh, and measures its steps."""
+    """Plans the mixed steps of one decode mesh (decode steps with a prefill chunk), and measures
+    all its steps."""
 
     def __init__(
         self, state: DecodeState, batches: DecodeBatches, prefills: OwnPrefills, counters: Counters

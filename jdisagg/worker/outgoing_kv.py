@@ -99,7 +99,8 @@ class OutgoingHandoff:
         self._changed.set()
 
     def finish(self, end: Callable[[int], HandoffEnd], deadline: float) -> None:
-        """Publishes the last message, which `end` builds from the number of offers."""
+        """Publishes the last message to the receiver. `end` builds the message from the number of
+        offers."""
         self._messages.append(end(self._offers))
         self._changed.set()
         self.advance(HandoffEvent.ALL_OFFERED, deadline)
@@ -157,7 +158,8 @@ class OutgoingKv:
     """All hand-offs that one worker sends.
 
     Args:
-        ended: Called once for each hand-off that ends, with the error that aborted it or None.
+        ended: Function that is called once for each hand-off that ends. Its arguments are the
+            hand-off and the error that aborted it, or None.
     """
 
     def __init__(
@@ -363,7 +365,8 @@ def window_offers(
 
 
 def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tuple[Offer, ...]:
-    """Returns the offers of a sequence's recurrent state; empty if the model has none."""
+    """Returns the offers of a sequence's recurrent state. Empty if the model has no recurrent
+    state."""
     if not limits.kv_spec.has_state:
         return ()
     return (
@@ -397,8 +400,8 @@ def state_weight(limits: MeshLimits) -> int:
 def extraction(
     step: int, offer: Offer, pages: Sequence[int], page_size: int, checksum_key: int
 ) -> ExtractBlock:
-    """Returns the command that copies an offer's KV out of `pages` for sending. For recurrent
-    state, `pages` is the state slot."""
+    """Returns the command that copies the KV of an offer from `pages` into a block for sending. For
+    recurrent state, `pages` has only the state slot."""
     covered = pages_for(offer.start + offer.valid_tokens, page_size)
     return ExtractBlock(
         step=step,

@@ -71,7 +71,7 @@ class OwnPrefills:
         return len(known) - cached
 
     def expect(self, ticket: int, key: int) -> None:
-        """Records the key under which the request with this ticket is registered in `waits`. The
+        """Records that the request with this ticket is registered in `waits` under `key`. The
         ticket later becomes the key of the request's group."""
         self._keys[ticket] = key
 

@@ -22,7 +22,7 @@ Granted = Callable[[SequenceGroup], None]
 
 
 class PageGrants:
-    """Grants and withdraws the pages of one decode mesh.
+    """Assigns the pages of one decode mesh to sequences, and preempts sequences.
 
     Args:
         now: Clock in seconds.

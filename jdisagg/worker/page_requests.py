@@ -95,7 +95,8 @@ class PageRequests:
         self._tickets.pop(group.key).set_result(group)
 
     def supersede(self, request: Request, indices: set[int], attempt: int) -> int:
-        """Ends waiting earlier attempts of the same request and children. Returns their number."""
+        """Ends waiting requests that a new attempt replaces: those of earlier attempts for the same
+        request and children. Returns their number."""
         tickets = self._reservations.earlier(request, indices, attempt)
         for ticket in tickets:
             self._reservations.withdraw(ticket)

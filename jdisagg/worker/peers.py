@@ -195,8 +195,8 @@ class Peers:
         return self._connect(source, theirs)
 
     def sweep(self, now: float, in_use: Collection[str] = ()) -> None:
-        """Disconnects peers that were not used for long. Peers named in `in_use` have running KV
-        transfers and stay connected."""
+        """Disconnects peers that have not been used for a long time. Peers in `in_use` have running
+        KV transfers and stay connected. `now` is the present time."""
         for key, connected in list(self._connected.items()):
             if connected.link.peer in in_use:
                 connected.used_at = now

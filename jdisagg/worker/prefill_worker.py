@@ -286,7 +286,7 @@ class PrefillWorker(MeshWorker):
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
     def _look(self) -> None:
-        """Schedules a run of the step loop if any work waits."""
+        """Wakes the step loop if any work waits."""
         if self._waiting or self._extracts or self._batches:
             self._loop.wake()
 
@@ -428,8 +428,8 @@ class PrefillWorker(MeshWorker):
         return True
 
     def _seek_again(self, keys: tuple[int, ...], ended: bool = False) -> None:
-        """Continues with prompts that waited for another prompt, which computed their blocks or
-        has `ended`."""
+        """Continues with prompts whose wait for another prompt is over. `ended`: the other prompt
+        has ended."""
         for key in keys:
             task = self._tasks[key]
             self._look_up(task)
@@ -550,7 +550,7 @@ class PrefillWorker(MeshWorker):
         return len(self._outgoing) > 0
 
     def _end_old(self, keep: bool) -> None:
-        """Does nothing: sequences ended with their hand-offs."""
+        """Does nothing, because sequences have already ended with their hand-offs."""
 
     def _hand_on(self) -> None:
         """Does nothing, because a running prefill is not worth moving."""

@@ -69,7 +69,8 @@ class SharedWaits:
         return key
 
     def _leader(self, key: int, useful: Chain, tokens: int) -> Leader | None:
-        """Returns the prompt to wait for, or None if computing immediately is faster."""
+        """Returns the prompt to wait for, or None if the prompt should be computed without
+        waiting."""
         kept = self._kept
         known = max([kept.match(rank, useful) for rank in range(len(self._queued()))])
         reuse = kept.usable_tokens(known * kept.block_tokens, to_compute=True)
@@ -102,7 +103,7 @@ class SharedWaits:
         self._wake(self._shared.reached(key, blocks))
 
     def end(self, key: int) -> None:
-        """Removes a prompt that was computed or has ended. Idempotent."""
+        """Removes a prompt that was computed or cancelled. Idempotent."""
         self._orphans.discard(key)
         self._left.pop(key, None)
         self._ranks.pop(key, None)
@@ -111,7 +112,7 @@ class SharedWaits:
         self._wake(free)
 
     def end_all(self) -> None:
-        """Ends all waits."""
+        """Wakes all waiting requests, which then continue without the blocks."""
         self._wake(tuple(self._waiting))
 
     def _wake(self, keys: tuple[int, ...]) -> None:

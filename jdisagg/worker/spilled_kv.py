@@ -38,7 +38,8 @@ class SpilledKv:
     """Swaps the sequences of one decode mesh out and in.
 
     Args:
-        changed: Called when pages became free, or a sequence ended or became ready.
+        changed: Function that is called when pages became free, or when a sequence ended or became
+            ready.
         most_seconds: Longest time that a swapped-out sequence may wait for pages.
     """
 
@@ -79,7 +80,7 @@ class SpilledKv:
         return self._tasks.quiet
 
     def stats(self) -> tuple[KeptTier, ...]:
-        """Returns the fill level of host memory; empty if the tier is off."""
+        """Returns the used and available bytes of host memory; empty if the tier is off."""
         spills = self.spills
         if not spills.room_bytes:
             return ()
@@ -234,7 +235,8 @@ class SpilledKv:
         self._changed()
 
     def _let_go(self, spill: Spill, pages: int) -> None:
-        """Releases the pages held for copies, except the first `pages` pages."""
+        """Releases the pages that are held until they are copied, apart from the first `pages`
+        pages."""
         ledger, before = self._state.ledgers[spill.rank], spill.guest
         if before:
             spill.guest = self._state.residency.guest() if pages else 0

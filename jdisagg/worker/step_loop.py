@@ -156,7 +156,8 @@ class StepLoop:
             )
 
     def behind(self, instant: float) -> bool:
-        """Returns whether a command issued at or before time `instant` is unfinished."""
+        """Returns whether a command that was issued at or before time `instant` has not
+        finished."""
         self._forget_done()
         return bool(self._running) and self._running[0][0] <= instant
 
@@ -216,8 +217,8 @@ class StepLoop:
                 self.break_down(error)
 
     def _share_time(self) -> None:
-        """Sets `took` for the oldest result. The time of results that arrive together is divided
-        among them."""
+        """Sets `took` for the oldest result. If several results arrive together, their time is
+        divided equally among them."""
         now, (_, _, issued_at) = self._now(), self._flight[0]
         if now > self._applied_at:
             one = len(self._flight) == 1
@@ -236,8 +237,8 @@ class StepLoop:
 
 
 def patience(command: StepCommand) -> float:
-    """Returns the time limit of a command in units of `limits.step_seconds`: 1, plus 1 for each
-    `PATCHES` patches of images that the vision encoder computes in the command."""
+    """Returns the time limit of a command in units of `limits.step_seconds`. It is 1, and 1 more
+    for each `PATCHES` image patches that the vision encoder computes in the command."""
     chunk = command.chunk if isinstance(command, DecodeSteps) else command
     if not isinstance(chunk, PrefillChunk):
         return 1.0
