@@ -139,7 +139,7 @@ async def to_its_end(work: Awaitable[Result], ended: Callable[[], None]) -> Resu
     def done(task: asyncio.Future[Result]) -> None:
         ended()
         if not task.cancelled():
-            task.exception()  # marks it as retrieved: the caller may be gone
+            task.exception()  # marks the error as retrieved, because the caller may be gone
 
     task.add_done_callback(done)
     return await asyncio.shield(task)

@@ -158,7 +158,8 @@ class PromptEncoder:
         """
         if isinstance(prompt, TokenPrompt):
             if within_context:
-                # Checks the length first, to spend no time on the ids of too long a list.
+                # Checks the length first, so that the ids of a list that is too long are not
+                # checked.
                 self.room(len(prompt.token_ids), None)
             self.check_ids("prompt token_ids", prompt.token_ids)
             encoded = Encoded(tuple(prompt.token_ids))

@@ -70,7 +70,7 @@ class RequestPath:
         limits: Limits on requests, and timeouts.
         clock: Clock of all times in the path.
         settings: Settings of the placer.
-        new_id: Generates ids of hand-offs.
+        new_id: Function that returns a new id for a hand-off.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RequestPath:
         self._context = RequestContext(cluster, self.placer, limits, clock, new_id, self.counters)
         self._new_text = new_text
         self._running = 0
-        self._waiting: Counter[str] = Counter()  # requests before their first token, by tenant
+        self._waiting: Counter[str] = Counter()  # requests without first token, by tenant
         self._priorities: Counter[int] = Counter()  # the same requests by priority
         self._draining = False
         self._runs: dict[tuple[str, str], RequestRun] = {}  # by tenant and id

@@ -114,12 +114,12 @@ class RequestRun:
         self.attempts: dict[RunningAttempt, asyncio.Task[None]] = {}
         self.placements = 0
         self.placing = 0  # attempts that wait for workers
-        self.unreached = 0  # attempts in a row that no worker received
+        self.unreached = 0  # number of attempts in a row that no worker received
         self.first_placement: PlacementHandle | None = None
         self.failures: dict[int, int] = {}  # by child
         self.avoid: frozenset[str] = frozenset()
         self.cause: UnavailableError | None = None
-        self.as_planned = not self.resumed  # whether one attempt at its chosen workers sufficed
+        self.as_planned = not self.resumed  # whether one attempt has sufficed so far
         # Timings.
         self.first_token_at: float | None = None
         self.queue_seconds = 0.0

@@ -29,7 +29,7 @@ class ServedAdapters:
 
     Args:
         check: Function that checks an adapter's folder.
-        statuses: Returns the statuses of all workers.
+        statuses: Function that returns the statuses of all workers.
     """
 
     def __init__(

@@ -14,8 +14,9 @@ from jdisagg.plain import Message
 
 
 class SwitchState(enum.Enum):
-    """State of a role change. `NONE`: no change since the process started. `FAILED`: the change
-    failed, and the worker serves in its old role again."""
+    """State of a role change. `NONE`: no change since the process started. `DRAINING`: the worker
+    finishes its work or is being rebuilt in its new role. `DONE`: the worker serves in its new
+    role. `FAILED`: the change failed, and the worker serves in its old role again."""
 
     NONE = "none"
     DRAINING = "draining"

@@ -179,7 +179,7 @@ class ClusterState:
         self._least_priority = 0  # no worker reported a lower one
         self.barred_until = 0.0  # no worker is barred for longer
         self._link_costs: dict[Link, LinkCosts] = {}  # link costs, valid as long as `_sides`
-        self._measured: dict[tuple[str, str], tuple[float, float]] = {}  # links, see LinkCosts
+        self._measured: dict[tuple[str, str], tuple[float, float]] = {}  # links, see `LinkCosts`
         self._peer_costs: dict[Link, LinkCosts] = {}
         self._return_costs: dict[Link, LinkCosts] = {}
 
@@ -340,7 +340,7 @@ class ClusterState:
         self._update_prices(status, row)
         free, sequences, contexts = status.free_pages, status.rank_sequences, status.rank_contexts
         best = free.index(max(free)) if len(free) > 1 else 0
-        # Older workers report only their number.
+        # Workers of older versions report only the total number of sequences.
         if len(sequences) != ranks or len(contexts) != ranks:
             sequences, contexts = (status.running / ranks,) * ranks, (0.0,) * ranks
         cells[HEARD_AT, row] = now

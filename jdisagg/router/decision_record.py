@@ -154,7 +154,8 @@ def _kind(fields: Mapping[str, Any]) -> Kind:
     described, times = fields["hardware"], fields.get("times")
     return Kind(
         CostGeometry(**shape),
-        Layout(**{"pp": fields.get("stages", 1), **fields["layout"]}),  # as older records say it
+        # older records have `stages` instead of the layout's `pp`
+        Layout(**{"pp": fields.get("stages", 1), **fields["layout"]}),
         accelerator_from_fields(described, "the record's hardware") if described else None,
         fields["dtype"],
         msgspec.convert(times, StepTimes) if times else None,

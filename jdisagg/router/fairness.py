@@ -61,7 +61,7 @@ class FairQueue:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._tenants: dict[str, _Tenant] = {}
-        # Ties go to the tenant that arrived first, whatever its name.
+        # Among equals, the tenant that arrived first is served first.
         self._order: list[tuple[float, int, str]] = []
         self._turns = 0
         self._tickets: dict[int, Ticket] = {}
@@ -183,7 +183,7 @@ class FairQueue:
         for name, other in self._tenants.items():
             if name != tenant and other.count and other.passed <= begins:
                 mean = other.cost / other.count
-                # Requests are served whole.
+                # A request is served as a whole, so at least one counts.
                 others += mean * min(
                     other.count, 1 + (begins - other.passed) * self._weight(name) // mean
                 )

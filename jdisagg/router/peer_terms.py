@@ -20,7 +20,8 @@ from jdisagg.router.cost_terms import DecodeCosts, Holder, PrefillCosts, alike, 
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.link_costs import Indices
 
-# Chunks or steps issued ahead on a busy mesh. KV is read or written after them.
+# Number of chunks or steps that a busy mesh has been issued already. KV is read or written after
+# these.
 CHUNKS_ISSUED = STEPS_ISSUED = 2
 
 

@@ -273,8 +273,8 @@ def _choose(
     at = int(decodes.rows.searchsorted(state.row_of(local.decode)))
     gain = 0.0
     if not mixed and (weighed.decodes.busy[at] or 2 * local.cached_tokens < query.work.tokens):
-        # The margin covers what the price omits: the loss of all streams of the worker but one, and
-        # that prefill workers will not have a mostly new prompt cached.
+        # The margin covers two losses that the predicted cost omits: the delay of the worker's
+        # other streams, and that prefill workers will not have a mostly new prompt cached.
         gain = policy.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
     if weighed.local and local.cached_tokens > max(pair.cached_tokens, pair.peer_tokens):
         local_cost -= WORTH_TO_OTHERS * float(weighed.local.costs.spared[at])

@@ -47,7 +47,7 @@ class LearnedLengths:
         self._classes: dict[tuple[str, int], _Lengths] = {}
         self._own: deque[AnswerLength] = deque(maxlen=SHARED)
         self._count = 0
-        self._counts: dict[int, int] = {}  # of other routers, the latest last
+        self._counts: dict[int, int] = {}  # answers counted by each other router, the latest last
 
     def predict(self, tenant: str, prompt_tokens: int, most_tokens: int) -> int:
         """Predicts the number of tokens of an answer, which is at most `most_tokens`."""

@@ -4,10 +4,10 @@ decay, so that recent predictions weigh more."""
 
 from dataclasses import dataclass
 
-PRIOR = 0.6  # acceptance before any prediction was counted
+PRIOR = 0.6  # acceptance rate before any prediction was counted
 PRIOR_TRIES = 2.0  # weight of the prior, in predicted tokens
-FADE = 0.95  # of a sequence's counts at each prediction, so that the estimate follows its text
-OVERALL_FADE = 0.99  # of the counts of all sequences
+FADE = 0.95  # decay of a sequence's counts at each prediction, so that the estimate adapts
+OVERALL_FADE = 0.99  # decay of the counts over all sequences
 
 
 @dataclass(slots=True)

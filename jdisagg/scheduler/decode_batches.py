@@ -72,10 +72,10 @@ class DecodeBatches:
         self._spans = spans
         self._speculation = None if spans else speculation
         self._issued: dict[int, list[list[_Issued]]] = {}
-        # of commands in flight, with their numbers of steps
+        # variant and number of steps of each command in flight
         self._kinds: dict[int, tuple[StepKind, int]] = {}
         self._snapshots: list[tuple[int, int, int]] = []
-        self.forced_tokens = 0  # tokens of forced runs that needed no step of their own
+        self.forced_tokens = 0  # tokens forced by grammars that needed no step of their own
 
     @classmethod
     def of(
@@ -317,7 +317,7 @@ class DecodeBatches:
         """
         broken: list[tuple[SequenceGroup, int]] = []
         drafted = False
-        # rows of a span may share their tokens, which are converted once
+        # rows of a span may share one tuple of tokens, which is then processed once
         seen: tuple[int, ...] | None = None
         kept: tuple[int, ...] = ()
         count, bad, running = 0, False, Stage.RUNNING

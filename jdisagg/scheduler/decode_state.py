@@ -38,7 +38,8 @@ class DecodeState:
     """The page ledgers, batch slots and sequence groups of one decode mesh.
 
     Args:
-        names: Computes the hashes (names) of cached blocks; None disables the prefix cache.
+        names: Object that computes the hashes (names) of cached blocks; None disables the prefix
+            cache.
         adapters: Table of the mesh's adapter slots. None creates a new table.
 
     Attributes:
@@ -63,18 +64,20 @@ class DecodeState:
         # RUNNING sequences of each rank, in order of their slots
         self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]
         self.frozen: list[Sequence] = []
-        # numbers of running sequences with shaped logits, with non-greedy sampling, with a grammar
+        # numbers of running sequences with shaped logits, with random sampling, and with a grammar
         self.shaped = self.sampled = self.masked = 0
-        self.living = [0] * limits.ranks  # children that have not ended
+        self.living = [0] * limits.ranks  # number of unfinished children
         # keys of children that will need more pages than they have
         self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]
         self._named: dict[Identity, list[SequenceGroup]] = {}
-        self._priorities: Counter[int] = Counter()  # numbers of groups
+        self._priorities: Counter[int] = Counter()  # number of groups by priority
         self.news: list[ChildProgress] = []
         self.preemptions = 0
-        # releases pages of a rank that no sequence holds; returns False if there are none
+        # function that releases pages of a rank that no sequence holds; returns False if there are
+        # none
         self.give_way: Callable[[int], bool] = lambda rank: False
-        # swaps out a sequence whose pages are needed; returns False if recomputing is better
+        # function that swaps out a sequence whose pages are needed; returns False if recomputing is
+        # better
         self.spill: Callable[[Sequence], bool] = lambda child: False
         self.adapters = adapters or AdapterTable(limits.adapters)
         self.rank_bound = False  # whether swapped-out KV can be restored only to its rank
@@ -220,7 +223,7 @@ class DecodeState:
     def priorities(self) -> dict[int, tuple[int, int]]:
         """Returns, for each priority, the number of sequences that have pages and the number of
         these pages."""
-        keys: dict[int, list[list[int]]] = {}  # of children, by priority and rank
+        keys: dict[int, list[list[int]]] = {}  # keys of children by priority and rank
         absent = (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
             for child in group.children:
@@ -403,7 +406,7 @@ class DecodeState:
         same.remove(group)
         if not same:
             del self._named[group.request.identity]
-        # breaks a reference cycle, so that nothing waits for the garbage collector
+        # breaks a reference cycle, so that memory is freed without the garbage collector
         group.children = []
         decoding = group.handoff.state is HandoffState.DECODING
         event = HandoffEvent.FREE if decoding else HandoffEvent.ABORT

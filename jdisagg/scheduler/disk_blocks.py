@@ -29,7 +29,7 @@ from jdisagg.scheduler.residency import Chain
 
 MOST_SAVING = 8
 MOST_WANTED = 1 << 12
-FILE_EXTRA_BYTES = 4096  # bytes of a file beside the block: header and file-system overhead
+FILE_EXTRA_BYTES = 4096  # bytes of a file besides the block: header and file-system overhead
 
 
 @dataclass(slots=True, eq=False)

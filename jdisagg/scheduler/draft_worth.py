@@ -17,13 +17,13 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-LEAST_GAIN = 1.05  # tokens per second with drafts, relative to without
+LEAST_GAIN = 1.05  # required tokens per second with drafts, relative to steps without
 SAMPLES = 9  # measured step times, whose median is used
 LEAST_SAMPLES = 3
-# First steps with drafts, which are not measured: one runs the program for the first time, and the
-# next one is issued meanwhile.
+# Number of first steps with drafts that are not measured. The first runs a new program, and the
+# next one is issued while the first runs.
 COLD = 2
-# Steps with drafts after which a step without drafts is measured again.
+# Number of steps with drafts after which a step without drafts is measured again.
 REMEASURE = 512
 # Largest time that drafts may lose, at first and in later trials, in units of a step without
 # drafts.
@@ -31,11 +31,11 @@ MOST_CREDIT = 8.0
 # Largest charge for a step with drafts, in units of a step without drafts. A step with drafts has
 # up to 8 rows for a sequence. If it takes longer, other work on the machine is the cause.
 MOST_COST = 8.0
-LEAST_REST = 64  # steps without drafts before they are tried again
-CREDIT_SHARE = 0.002  # of the time of steps without drafts, by which credit grows
-PREDICTION_SHARE = 0.003  # largest part of all time that predictions take while they do not pay
-RESTS = (8, 256)  # fewest and most steps between predictions then
-_FADE = 0.95  # of expected and accepted drafts, at each step
+LEAST_REST = 64  # least number of steps without drafts between two trials
+CREDIT_SHARE = 0.002  # share of the time of steps without drafts that is added to the credit
+PREDICTION_SHARE = 0.003  # largest share of time for predictions while they do not pay
+RESTS = (8, 256)  # fewest and most steps between predictions while they do not pay
+_FADE = 0.95  # decay of expected and accepted drafts at each step
 _PRIOR = 4.0  # weight of the prior that drafts are accepted as expected, in drafts
 
 

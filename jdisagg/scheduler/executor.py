@@ -13,7 +13,7 @@ from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.plain import plain
 from jdisagg.scheduler.blocks import bands
 
-LONGEST_RUN = 8  # tokens of one sequence in one decode step
+LONGEST_RUN = 8  # most tokens of one sequence in one decode step
 LONG_GRAIN = 64
 TYPICAL_PROMPT = 4096  # assumed prompt length, by which memory is divided between kinds of KV
 
@@ -85,8 +85,9 @@ class MeshLimits:
     kv_spec: KVSpec
     pack_tokens: int | None = None  # None is the largest bucket
     whole_blocks: bool = False  # blocks may have any length, because nothing is compiled for it
-    block_bytes: int = 0  # smaller blocks hold several layer groups; with 0 each holds one
-    # Overhead of a block, as the number of tokens (of all layers) that take as long to send.
+    block_bytes: int = 0  # smaller blocks hold several layer groups; if 0, each has one
+    # Time overhead of a block, as the number of tokens (of all layers) that can be sent in this
+    # time.
     block_cost_tokens: float = 0.0
     stages: int = 1  # pipeline stages, each of which computes a chunk
     continuing_rows: int = 1  # rows after cached positions, in a packed chunk on one rank

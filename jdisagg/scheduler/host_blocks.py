@@ -23,9 +23,9 @@ LOW_WATERMARK = 0.9
 # Blocks that are evicted from pages are copied to host memory if prompts later request at least
 # this share of them. A copy takes 3 to 20 % of the time that a restored block saves.
 LEAST_ASKED = 0.1
-ASKED_WINDOW = 128  # evictions over which the share is averaged
-# Limits of the blocks that are being copied to host memory. Fewer on a mesh that decodes, because
-# the copies run between its steps.
+ASKED_WINDOW = 128  # number of evictions over which the share is averaged
+# Largest numbers of blocks that are copied to host memory at the same time. The number is smaller
+# on a mesh that decodes, because the copies run between its steps.
 MOST_WRITING, MOST_WRITING_OF_DECODE = 32, 8
 
 

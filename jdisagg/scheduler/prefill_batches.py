@@ -217,7 +217,7 @@ class PrefillBatches:
             if picked and not tokens:
                 break
             if picked and tokens < job.left_tokens and capacity < largest:
-                break  # whole prompts only: this one gets its own chunk
+                break  # shared chunks have whole prompts only; this prompt gets its own chunk
             if tokens == job.left_tokens:
                 if samples + len(job.samples) > limits.samples_per_chunk:
                     break
@@ -294,7 +294,7 @@ class PrefillBatches:
             for at, block_tokens, _ in blocks
             for offer in self._bands(offset + skipped + at, block_tokens)
         ]
-        # sorted by the order in which they are computed
+        # in the order in which they are computed
         return sorted(offers, key=lambda offer: offer.group + offer.groups)
 
     def _bands(self, offset: int, block_tokens: int) -> list[OfferSpec]:

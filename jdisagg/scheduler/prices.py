@@ -8,9 +8,9 @@ same time, so that longer restores are tried. Does no I/O."""
 
 from typing import Literal
 
-PROBE = 32  # one in this many restores that look too expensive is tried anyway
-WEIGHT = 0.2  # of the latest measurement in the mean seconds per computed token
-DECAY = 0.9  # factor on the weight of all earlier restores, at each new one
+PROBE = 32  # one in this many restores that seem too slow is tried anyway
+WEIGHT = 0.2  # weight of the latest measurement in the mean seconds per token
+DECAY = 0.9  # factor by which each restore reduces the weight of earlier ones
 
 Instead = Literal["compute", "receive"]
 """The alternative to a restore: computing the tokens, or receiving KV from a prefill worker."""

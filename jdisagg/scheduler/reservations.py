@@ -132,7 +132,7 @@ class Reservations:
                 f" {limits.page_size}); lower max_tokens or give the worker more pages"
             )
         if len(children) == 1:
-            return  # begins with fewer pages than it needs at its end
+            return  # it can begin with fewer pages than it needs at its end
         least = self._pages(
             WaitingReservation(0, request, 0, tuple(children), 0.0), growth_tokens=1
         )

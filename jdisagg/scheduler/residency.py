@@ -209,7 +209,7 @@ class ResidencyTree:
         pages become free."""
         self.keep(owner, chain)
         self._ledger.free(owner)
-        # Touches also blocks that were cached before, so that a block is evicted after its
+        # Blocks that were cached before are touched, too, so that a block is evicted after its
         # successors.
         self._ledger.touch(reversed(self.pages(chain[: self.match(chain)])))
 
@@ -372,7 +372,8 @@ class Residency:
             return ()
         chain = self._names.chain(request, tokens, self.block_tokens, known)
         if self._events is not None:
-            # Routers of other projects would take equal placeholders for equal images.
+            # Other projects' routers see only placeholder tokens and would treat different images
+            # as equal.
             text = request.images[0].start // self.block_tokens if request.images else len(chain)
             self._events.named(chain[:text], min(len(known), len(chain)), tokens)
         return chain

@@ -43,11 +43,11 @@ class Leader:
 class _Prompt:
     order: Order
     chain: Chain
-    reached: int = 0  # leading blocks whose chunks are issued
+    reached: int = 0  # number of leading blocks whose chunks are issued
     begun: bool = False
     stalled: bool = False
     waits: Leader | None = None
-    followers: dict[int, int] = field(default_factory=dict)  # key: number of common blocks
+    followers: dict[int, int] = field(default_factory=dict)  # number of common blocks by key
 
 
 class SharedPrompts:
@@ -55,7 +55,7 @@ class SharedPrompts:
 
     def __init__(self) -> None:
         self._prompts: dict[int, _Prompt] = {}
-        self._makers: dict[bytes, dict[int, None]] = {}  # prompts by the blocks in their chains
+        self._makers: dict[bytes, dict[int, None]] = {}  # prompts that have each block
 
     def __len__(self) -> int:
         return len(self._prompts)

@@ -28,7 +28,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-SPARE_ENTRIES = 64  # of the heap, before outdated entries are removed
+SPARE_ENTRIES = 64  # heap entries beyond twice the snapshots before outdated ones are removed
 
 
 @dataclass(slots=True)
@@ -67,12 +67,12 @@ class Snapshots:
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
         self._kept: dict[bytes, Kept] = {}
         self._pending: dict[int, list[Pending]] = {}
-        self._clock = 0.0  # worth of the last snapshot dropped for room
-        # heap of worths and names of kept snapshots, with outdated entries
+        self._clock = 0.0  # value of the last snapshot that was dropped for room
+        # heap of (value, name) of kept snapshots; it may have outdated entries
         self._order: list[tuple[float, bytes]] = []
         self.made = self.used = self.evicted = 0
-        # called with the name and tokens of a snapshot before it is overwritten, if a prompt ended
-        # or branched there or continued from it
+        # Function that is called with the name and tokens of a snapshot before it is overwritten.
+        # It is called only if a prompt ended or branched at the snapshot, or continued from it.
         self.on_evicted: Callable[[bytes, int], None] | None = None
 
     def __len__(self) -> int:

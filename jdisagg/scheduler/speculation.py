@@ -23,10 +23,10 @@ from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.ngram import SIZES, NgramSearch
 from jdisagg.scheduler.sequences import Sequence
 
-# Tokens that a mesh drafts for a sequence in each step, with the checkpoint's next-token layer.
+# Number of tokens that a mesh drafts for a sequence in each step with the next-token layer.
 CHAIN = 3
-# Host time of a sequence's predictions before any is measured, and the weight of each measurement
-# in their running mean.
+# Assumed host time of one sequence's prediction before any is measured, and the weight of each
+# measurement in the running mean.
 PREDICTION_SECONDS = 40e-6
 _WEIGHT = 0.1
 
@@ -117,16 +117,16 @@ class Speculation:
         self, limits: MeshLimits, drafter: Drafter, clock: Callable[[], float] = lambda: 0.0
     ) -> None:
         self._limits, self._drafter, self._clock = limits, drafter, clock
-        self._predicting = PREDICTION_SECONDS  # running mean for a sequence
+        self._predicting = PREDICTION_SECONDS  # running mean of seconds per sequence
         self._worth: dict[StepKind, DraftWorth] = {}
         self._overall = self._unmeasured()
         self.drafted = self.accepted = 0
         self._taken = (0, 0)
-        # Of the step whose result is being read: expected and accepted drafts, and the sum over
-        # sequences of the part of their time per token that was saved.
+        # For the step whose result is being read: the expected and the accepted number of drafts,
+        # and the share of time per token that drafts saved, summed over sequences.
         self._expected, self._came, self._relief = 0.0, 0, 0.0
         self._looked = self._skips = 0  # length of the last pause, and steps left of this pause
-        self._steps = 0  # steps planned
+        self._steps = 0  # number of planned steps
 
     @staticmethod
     def of(limits: MeshLimits, clock: Callable[[], float]) -> "Speculation | None":

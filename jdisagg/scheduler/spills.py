@@ -84,7 +84,7 @@ class Spills:
         self._prices = prices
         self._state_bytes = limits.kv_spec.state.bytes_per_token
         self._windowed_bytes = limits.kv_spec.windowed.bytes_per_token if limits.ring_pages else 0
-        # the results of steps in flight count (`Sequence.steps_count`)
+        # whether the results of steps in flight are accepted (`Sequence.steps_count`)
         self.steps_count = limits.kv_spec.has_state or limits.ring_pages > 0
         self._token_bytes = limits.sent.bytes_per_token
         self._spills: dict[int, Spill] = {}  # by their child's key

@@ -27,8 +27,8 @@ from jdisagg.config import Mode
 # Largest time of a decode step with a prefill chunk, relative to a step alone. The smallest chunk
 # may exceed this limit.
 GAP_STEPS = 6.0
-# A longer gap must pay: a larger chunk is taken if it computes more than a tenth more tokens per
-# second (benchmarks/LOG.md).
+# A larger chunk makes gaps longer. It is chosen only if it computes over a tenth more tokens per
+# second than a smaller one (benchmarks/LOG.md).
 EFFICIENT = 0.9
 
 

@@ -1,9 +1,9 @@
 """The decode worker: receives the KV of prompts and generates tokens on one mesh.
 
 In modes CHUNKED and UNIFIED the mesh computes prompts itself. In mode DISAGGREGATED it receives
-their KV from prefill workers, except for prompts with few uncached tokens, which the mesh may
-compute itself (`MeshLimits.append_buckets`). Cached blocks in slower tiers are restored to reserved
-pages (`worker/reserved_prefixes.py`). `scheduler/step_policy.py` chooses the next command;
+their KV from prefill workers. It may still compute prompts with few uncached tokens
+(`MeshLimits.append_buckets`). Cached blocks in slower tiers are restored to reserved pages
+(`worker/reserved_prefixes.py`). `scheduler/step_policy.py` chooses the next command;
 `scheduler/reservations.py` and `decode_batches.py` assign pages and slots. Other decode workers
 take over running sequences through `PeerPort`, and other workers fetch cached blocks. If a source
 of KV fails, the reservation waits for another source. `_settle` runs after each change of state."""
@@ -379,7 +379,7 @@ class DecodeWorker(MeshWorker):
         if stream is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.timeouts.handoff.resume_seconds):
-                    await stream.begun.wait()  # this call may have overtaken `generate`
+                    await stream.begun.wait()  # this call may have arrived before `generate`
         group = self._state.groups.get(call.reservation_id)
         if (
             group is None

@@ -76,7 +76,7 @@ class DiskTier(KvSource):
         of_snapshots = host.bytes_of_snapshots(room.disk_bytes) if host.on else 0
         of_blocks = room.disk_bytes - of_snapshots
         self.blocks = DiskBlocks(of_blocks // self._file_bytes if host.on else 0)
-        # under the names of `_saved_name`
+        # by the names that `_saved_name` returns
         self.snapshots = DiskBlocks(of_snapshots // self._snapshot_file_bytes)
         self._named: dict[bytes, bytes] = {}  # block names of snapshots to be written
         self.prices = Prices(room.always)
@@ -293,7 +293,7 @@ class DiskTier(KvSource):
             nonlocal gap
             block = restore.held.get(index)
             if gap or not isinstance(block, DiskBlock):
-                return  # blocks behind a missing one are useless
+                return  # blocks after a missing one are useless
             offers = host.offers(restore.plan.rank, index)
             loaded = await host.load(block.name, offers, lambda ids: self._read(block, index, ids))
             if loaded is None:

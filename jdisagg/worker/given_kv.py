@@ -34,9 +34,9 @@ from jdisagg.worker.outgoing_kv import (
 )
 from jdisagg.worker.step_loop import StepLoop
 
-MOST_GIVEN = 16  # limit of hand-offs at a time
+MOST_GIVEN = 16  # most hand-offs at the same time
 MOST_GIVEN_WITH_STATE = 4
-BETWEEN_STEPS = 16  # limit of extractions in flight on a decode mesh
+BETWEEN_STEPS = 16  # most extractions in flight on a decode mesh
 MOST_NAMES = 1 << 16
 # limits of full chunks that are offered and not yet fetched
 MOST_CHUNKS = 4
@@ -164,7 +164,7 @@ class GivenKv:
         return (
             kept.on
             and self._context.readiness.ready(Capability.REUSE)
-            # without snapshots, a state or a window is that of a sequence's newest position
+            # without snapshots, the only state or window is that of a sequence's newest position
             and (bool(kept.snapshots) or not self._mesh.kv_spec.has_state)
             and not self._mesh.ring_pages
             and kept.block_tokens == call.block_tokens

@@ -38,8 +38,8 @@ from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, Re
 from jdisagg.worker.outgoing_kv import offers_of_pages, snapshot_offers
 from jdisagg.worker.step_loop import StepLoop
 
-BLOCKS_AT_ONCE = 4  # blocks of one restore that are copied at a time
-MOST_SNAPSHOTS_WRITING = 4  # snapshots being copied to host memory at a time
+BLOCKS_AT_ONCE = 4  # number of blocks of one restore that are copied at the same time
+MOST_SNAPSHOTS_WRITING = 4  # most snapshots that are copied to host memory at the same time
 
 
 # function that reads pieces under these offer ids and returns their checksums, or () after a
@@ -82,7 +82,7 @@ class HostTier(KvSource):
         of_blocks = room.host_bytes - of_snapshots
         capacity = of_blocks // self.block_bytes if self.block_bytes else 0
         self.blocks = HostBlocks(capacity, bound=room.rank_bound)
-        # under the names of their blocks
+        # by the names of their blocks
         self.snapshots = HostBlocks(of_snapshots // self.snapshot_bytes if of_snapshots else 0)
         self._asked = AskedAgain(capacity, room.always)
         self._snapshots_asked = AskedAgain(self.snapshots.capacity, room.always)
@@ -191,7 +191,7 @@ class HostTier(KvSource):
         block = self._add(name, offers)
         if block is None:
             return
-        # page 0 is a placeholder for the pages of the chain's earlier blocks, which are not read
+        # page 0 is a placeholder for the pages of the sequence's earlier blocks, which are not read
         before = (0,) * (index * self._kept.block_tokens // self._limits.page_size)
         copies = [self._pieces.copy_out(offer, (*before, *pages)) for offer in offers]
         task = self._copies[name] = self._tasks.spawn(self._write(block, copies))

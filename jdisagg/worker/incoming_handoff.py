@@ -125,7 +125,7 @@ class IncomingHandoff:
         self._share = share or LinkShare()
         self._received = Received()
         self._sums: dict[int, asyncio.Future[int]] = {}
-        self._computed_at: dict[int, float] = {}  # when a block's checksum arrived
+        self._computed_at: dict[int, float] = {}  # time when each block's checksum arrived
         self._all_offered = False
         self._fetching = 0
         # limits of blocks being pulled, and of blocks pulled or waiting for the mesh's insertion

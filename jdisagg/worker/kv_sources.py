@@ -381,7 +381,7 @@ class KvSources:
             cause = await source.bring(restore)
         except JdisaggError:
             cause = "failed"
-        except Exception:  # the prompt is computed, whatever failed
+        except Exception:  # after any failure, the prompt is computed
             _log.exception("a restore from %s failed; the blocks are computed", source.name)
             cause = "failed"
         finally:

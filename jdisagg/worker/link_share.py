@@ -40,7 +40,7 @@ class LinkShare:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was given at the same time
+            if turn.done() and not turn.cancelled():  # the turn began at the same time
                 self._running -= 1
             self._give_turns()
             raise
@@ -55,7 +55,7 @@ class LinkShare:
             turns = self._waiting.pop(handoff)
             turn = turns.popleft()
             if turns:
-                self._waiting[handoff] = turns  # behind the others
+                self._waiting[handoff] = turns  # after the other hand-offs
             if not turn.done():
                 self._running += 1
                 turn.set_result(None)

@@ -61,7 +61,8 @@ class WorkerContext:
             process.
         loading_seconds: Function that returns the estimated seconds until all compiled programs are
             loaded. Requests are already served during this time.
-        names: Computes the names of cached blocks; None disables the prefix cache.
+        names: Object that computes the hashes (names) of cached blocks; None disables the prefix
+            cache.
         tiers: Capacity of the host-memory and disk tiers, which hold cached blocks of a prefill
             worker or swapped-out sequences of a decode worker.
         kv_channels: Function that returns the data-plane connections that the worker's status
@@ -336,8 +337,8 @@ class MeshWorker(ABC):
 
         Args:
             kept: Prefix cache of the mesh's pages.
-            peers: Returns the port to a worker from which blocks are fetched; None disables
-                fetching.
+            peers: Function that returns the port to a worker from which blocks are fetched; None
+                disables fetching.
             room: Capacity of the host-memory and disk tiers.
             most_writing: Limit of the blocks that are being copied to host memory.
         """
@@ -347,7 +348,7 @@ class MeshWorker(ABC):
         self._host.ready = self._tiers_ready
         self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
         sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
-        # without these, there is no place for the windows or the state that come with blocks
+        # without these, windows or state that arrive with blocks could not be stored
         has_place = not mesh.ring_pages and (kept.snapshots or not mesh.kv_spec.has_state)
         if peers is not None and kept.on and has_place:
             fetch = PeerFetch(
@@ -511,7 +512,7 @@ class MeshWorker(ABC):
             try:
                 self._sweep(self._clock.now())
             except Exception as error:
-                self._loop.break_down(error)  # without sweeps no lease would end
+                self._loop.break_down(error)  # without sweeps no lease would expire
                 return
 
     def _break_down(self, error: UnavailableError) -> None:

@@ -56,7 +56,7 @@ class PrefillTask:
         self.extracting: set[int] = set()
         self.firsts: tuple[FirstToken, ...] | None = None
         self.restoring: asyncio.Task[None] | None = None
-        self.prompt_logprobs: list[PromptLogprobs] = []  # of the parts computed so far
+        self.prompt_logprobs: list[PromptLogprobs] = []  # of prompt parts so far
         self.handoff = OutgoingHandoff(
             call.handoff_id, call.attempt, prompt.key, until, call.destination
         )

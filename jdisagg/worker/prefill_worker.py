@@ -1,15 +1,15 @@
 """The prefill worker: computes prompts on one mesh and sends their KV to decode workers.
 
-A prompt whose first blocks are worth restoring waits for the restore (`worker/kv_sources.py`), then
-queues. Admission (`scheduler/prefill_admission.py`) gives it pages for all of its positions. The
-pages are read by its later chunks and, with the prefix cache (`scheduler/residency.py`), by later
-prompts. A chunk's KV is offered to the decode worker as soon as the chunk is issued. It is kept
-until it is acknowledged or until the lease ends. Cached positions that the decode worker lacks are
-extracted from pages after the last chunk, so that this work does not delay the first token. A
-decode worker that fetches slowly delays only its own prompts.
+If the first blocks of a prompt are worth restoring (`worker/kv_sources.py`), the prompt waits for
+them before it is queued. Admission (`scheduler/prefill_admission.py`) gives it pages for all its
+positions. Its later chunks read these pages, and so do later prompts through the prefix cache
+(`scheduler/residency.py`). A chunk's KV is offered to the decode worker as soon as the chunk is
+issued. It is kept until it is acknowledged or the lease ends. Cached positions that the decode
+worker lacks are extracted from pages after the last chunk, so that this work does not delay the
+first token. A decode worker that fetches slowly delays only its own prompts.
 
 Blocks are cached when the chunk that computes them is issued, because commands run in order. A
-prompt that shares a prefix with an earlier one waits for the earlier one's blocks if that is faster
+prompt that shares a prefix with an earlier one waits for that prompt's blocks if this is faster
 (`scheduler/shared_prompts.py`)."""
 
 import asyncio
@@ -88,8 +88,8 @@ class PrefillWorker(MeshWorker):
     """Implements `PrefillPort`.
 
     Args:
-        peers: Returns the port to a worker from which cached blocks are fetched. None disables
-            fetching.
+        peers: Function that returns the port to a worker whose cached blocks are fetched. None
+            disables fetching.
     """
 
     def __init__(

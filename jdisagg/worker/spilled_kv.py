@@ -64,8 +64,8 @@ class SpilledKv:
         self._changed = changed
         self._most_seconds = most_seconds
         self._pieces = HostPieces(loop, mesh.page_size, context.ids() >> 1)
-        # reserves this number of bytes of the host memory for cached blocks; returns False if
-        # blocks still use some of them
+        # reserves this number of bytes of host memory for swapped-out sequences, which evicts
+        # cached blocks; returns False if cached blocks still use some of these bytes
         self.lend: Callable[[int], bool] = lambda nbytes: True
         self._suspended: dict[int, SequenceGroup] = {}
         self._moving: dict[int, asyncio.Task[None]] = {}
@@ -259,7 +259,8 @@ class SpilledKv:
                 missing = [piece for piece in batch if piece.offer.start >= cached_tokens]
                 intact = intact and await self._pieces.bring_back(missing, child.rank, pages)
             slot = self._state.states.slot(child.rank, child.key)
-            # results of steps in flight came before those of copies, which were issued later
+            # the results of steps in flight arrive before those of the copies, which were issued
+            # later
             assert child.position == spill.tokens or child.stage is Stage.ENDED
             for piece in spill.whole:
                 beside = self._beside(piece, spill, slot)

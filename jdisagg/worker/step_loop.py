@@ -42,8 +42,9 @@ class StepLoop:
 
     Args:
         plan: Function that returns the next command, given its number, or None if no work is ready.
-        apply: Called with each command from `plan` and its result, in order of issue.
-        failed: Called once, when the mesh has failed.
+        apply: Function that is called with each command from `plan` and its result, in the order in
+            which the commands were issued.
+        failed: Function that is called once, when the mesh has failed.
         now: Clock in seconds.
         depth: Largest number of commands from `plan` in flight.
 

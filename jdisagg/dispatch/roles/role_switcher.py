@@ -37,8 +37,8 @@ class RoleSwitcher:
 
     Args:
         workers: The router's workers.
-        open_port: Opens the role port of the worker at an address.
-        new_id: Generates ids of role changes.
+        open_port: Function that opens the role port of the worker at an address.
+        new_id: Function that returns a new id for a role change.
     """
 
     def __init__(
