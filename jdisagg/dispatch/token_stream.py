@@ -19,24 +19,7 @@ Invariants:
 
 There is one exception to the second invariant: if one byte is invalid, a byte-fallback decoder
 turns a whole run of byte tokens into U+FFFD. Complete characters of that run that were already
-delivered are not changed.
-
-Invariants:
-- The state depends only on the prompt and the pushed tokens, not on how they were split into spans.
-  A new stream that is given the accepted ids has the same state and returns the same text.
-- The returned pieces, joined, equal the text that decoding prompt and output at once adds to the
-  prompt's text. Decoding is not additive: a leading space may depend on the previous token, and a
-  character may consist of several tokens.
-- No piece ends within a character. U+FFFD at the end may be an unfinished character and is held
-  back. A character has up to four bytes, so at most three U+FFFD are held back, and invalid bytes
-  are delivered in the end.
-- Work per token is bounded: only a window of the last tokens is decoded. The first tokens of the
-  window are context.
-- No piece contains any part of a stop string that is completed later.
-
-One exception to the second invariant: a byte-fallback decoder turns a whole run of byte tokens into
-U+FFFD when one byte is invalid. Complete characters of that run that were already delivered are not
-changed."""
+delivered are not changed."""
 
 import functools
 import itertools

@@ -16,16 +16,7 @@ Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.
 - an_owner_holds_no_page_twice
 - nothing_is_freed_twice: freeing an unknown owner indicates a bug and raises `LedgerError`
 - a_refused_request_changes_nothing: `reserve` and `extend` give all pages, or return None and
-  change nothing
-
-Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.py):
-- every_page_is_free_or_held: free pages (including idle pages) and held pages are disjoint, and
-  together they are all pages
-- a_page_has_as_many_references_as_owners
-- an_owner_holds_no_page_twice
-- nothing_is_freed_twice: freeing an unknown owner indicates a bug and raises `LedgerError`
-- a_refused_request_changes_nothing: `reserve` and `extend` give all pages, or None and change
-  nothing"""
+  change nothing"""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -15,10 +15,6 @@ makes progress.
 
 Invariants (each is a test of the same name in tests/scheduler/test_priorities.py):
 - only_a_lower_priority_yields_and_not_for_ever
-- the_lowest_and_newest_are_preempted_and_no_more_than_needed
-
-Invariants (each is a test of the same name in tests/scheduler/test_priorities.py):
-- only_a_lower_priority_yields_and_not_for_ever
 - the_lowest_and_newest_are_preempted_and_no_more_than_needed"""
 
 from collections.abc import Sequence as Sized

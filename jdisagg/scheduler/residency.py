@@ -29,13 +29,6 @@ Invariants (each is a test of the same name in tests/scheduler/test_residency.py
 - a_held_page_is_never_given_away
 - every_kept_page_has_one_name
 - a_block_holds_what_its_name_says
-- namespaces_never_meet
-
-Invariants (each is a test of the same name in tests/scheduler/test_residency.py):
-- free_held_and_kept_pages_are_all_pages
-- a_held_page_is_never_given_away
-- every_kept_page_has_one_name
-- a_block_holds_what_its_name_says
 - namespaces_never_meet"""
 
 import functools

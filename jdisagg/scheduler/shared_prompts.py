@@ -12,11 +12,6 @@ no I/O.
 Invariants (each is a test of the same name in tests/scheduler/test_shared_prompts.py):
 - a_prompt_waits_for_blocks_that_another_will_compute_and_for_no_others
 - who_waits_is_released_once_when_the_blocks_are_there_or_their_prompt_has_ended
-- nothing_is_left_when_all_prompts_have_ended
-
-Invariants (each is a test of the same name in tests/scheduler/test_shared_prompts.py):
-- a_prompt_waits_for_blocks_that_another_will_compute_and_for_no_others
-- who_waits_is_released_once_when_the_blocks_are_there_or_their_prompt_has_ended
 - nothing_is_left_when_all_prompts_have_ended"""
 
 from collections import deque

@@ -17,11 +17,6 @@ value of the snapshot that was dropped last, so that unused snapshots age. Does 
 Invariants (each is a test of the same name in tests/scheduler/test_snapshots.py):
 - free_pending_and_kept_slots_are_all_slots
 - a_snapshot_never_outlives_its_block
-- what_saves_more_stays_longer
-
-Invariants (each is a test of the same name in tests/scheduler/test_snapshots.py):
-- free_pending_and_kept_slots_are_all_slots
-- a_snapshot_never_outlives_its_block
 - what_saves_more_stays_longer"""
 
 import heapq

@@ -15,11 +15,6 @@ window with the lowest value is dropped. Does no I/O.
 Invariants (each is a test of the same name in tests/scheduler/test_window_pages.py):
 - free_used_and_kept_pages_are_all_pages
 - no_page_is_repeated_that_a_query_still_reads
-- a_kept_window_is_never_overwritten
-
-Invariants (each is a test of the same name in tests/scheduler/test_window_pages.py):
-- free_used_and_kept_pages_are_all_pages
-- no_page_is_repeated_that_a_query_still_reads
 - a_kept_window_is_never_overwritten"""
 
 from collections import deque
