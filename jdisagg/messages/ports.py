@@ -298,7 +298,7 @@ class PeerHello(Message, frozen=True):
         kv_layers: Heads, sizes and dtypes of the KV of each layer, as text (layout/kv_spec.py).
         windows_apart: Whether the KV of sliding-window layers is sent separately, limited to the
             window.
-        worker, boot_id: Name and boot of the worker that sends this hello. Not compared.
+        worker, boot_id: Name and boot id of the worker that sends this hello. Not compared.
         checksum_key: Secret key of this worker's checksums, sent over the control connection only.
             Not compared.
         mesh: Mesh of this worker. Only its field `transports` must be equal on both sides.

@@ -39,7 +39,7 @@ MeasuredLinks = Mapping[tuple[str, str], tuple[float, float]]
 
 
 class LinkCosts:
-    """Costs of KV transfers from the workers `prefill` to the workers `decode`.
+    """Predicts the times of KV transfers from the workers `prefill` to the workers `decode`.
 
     Args:
         far: Link between workers in different racks.

@@ -126,7 +126,7 @@ def _asked(known: tuple[Indices, Array], trusted: Flags | None) -> tuple[Indices
 
 
 def _issued(state: ClusterState, side: Side, table: Table) -> Array:
-    """Returns the seconds of the chunks already issued on each busy prefill worker."""
+    """Returns, for each prefill worker, how many seconds its issued chunks take if it is busy."""
     seconds = np.empty(len(table))
     for speed, chunk, which in alike(state, side, table):
         seconds[which] = CHUNKS_ISSUED * speed.backlog_rates(chunk)[0] * chunk

@@ -202,7 +202,7 @@ class MeshLimits:
 
     @property
     def nothing(self) -> KVSpec:
-        """A KV spec with the model's number of layers, none of which has KV."""
+        """A KV spec in which no layer has KV. It has the model's number of layers."""
         return KVSpec((KVLayer(()),) * len(self.kv_spec.layers), self.kv_spec.dtype)
 
     def seen_from(self, end: int) -> int:

@@ -115,7 +115,7 @@ class KeptEvents:
         self._add(rank, BlockStored([_hash(name)], before, [*tokens], self._block_tokens))
 
     def cleared(self) -> None:
-        """Replaces all pending events of each rank by the event that its cache is empty."""
+        """Replaces the pending events of each rank by a single event: the rank's cache is empty."""
         for rank in range(len(self._events)):
             self._events[rank] = []
             self._add(rank, AllBlocksCleared())

@@ -341,8 +341,8 @@ class Reservations:
         return pages, cached
 
     def _fits(self, rank: int, need: int, children: int) -> bool:
-        """Returns whether a rank has room for `children` more sequences and `need` more pages. One
-        free page for each sequence that may still need pages is not available to them."""
+        """Returns whether a rank has room for `children` more sequences and `need` more pages, and
+        then still has one free page for each sequence that may need more pages."""
         state, held = self._state, self._state.living[rank]
         crowded = held and held + children > state.limits.slots_per_rank + self._ahead
         return not crowded and state.ledgers[rank].free_pages >= need + len(state.growing[rank])

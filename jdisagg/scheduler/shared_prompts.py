@@ -46,7 +46,8 @@ class _Prompt:
 
 
 class SharedPrompts:
-    """The prompts of one mesh that have uncomputed blocks."""
+    """Finds, among the prompts of one mesh, those that wait for blocks of other prompts. A prompt
+    is registered until all its blocks are computed."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, _Prompt] = {}

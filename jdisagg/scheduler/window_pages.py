@@ -4,8 +4,8 @@ At any time a prompt needs only a few of these pages: those of the window before
 those of the chunk. Its page table therefore repeats pages whose positions no later query attends
 to. The prefix cache may keep windows (`WindowSnapshots`), and their pages are not repeated. If half
 of all pages stay available to other prompts, no page is repeated, so that a later prompt can
-continue from any block. For this, windows are dropped at boundaries where no prompt ended, branched
-or continued.
+continue from any block. To leave enough pages for this, kept windows are dropped at boundaries
+where no prompt ended, branched or continued.
 
 A kept window is the pages of the last window before a block boundary. It needs no copy, because a
 sequence that continues from the boundary only reads these pages. Several kept windows and sequences

@@ -46,8 +46,8 @@ _RESTORED: dict[Origin, tuple[str, str]] = {
 
 @plain
 class RestoreQuery:
-    """Describes a prompt to the sources of KV, so that each source can plan what it restores for
-    the prompt.
+    """Describes a prompt to the sources of KV, so that each source can plan what it would restore
+    for the prompt.
 
     Attributes:
         chain: Hashes of the prompt's blocks in order. The block of the last token is excluded,

@@ -21,8 +21,8 @@ class LinkShare:
         self._waiting: dict[int, deque[asyncio.Future[None]]] = {}  # by hand-off, in rotation
 
     def took(self, seconds: float, limit_seconds: float) -> None:
-        """Records that a pull of a computed block took `seconds`. `limit_seconds` is the time limit
-        of the pull."""
+        """Adapts the number of simultaneous pulls to the time that a pull of a computed block took.
+        `limit_seconds` is the time limit of the pull."""
         if seconds > SLOW * limit_seconds:
             self.most = max(1, min(self.most, self._running) // 2)
         elif seconds < FAST * limit_seconds:

@@ -385,8 +385,9 @@ def snapshot_offers(
 
 
 def offer_weight(limits: MeshLimits, offer: Offer) -> int:
-    """Returns the number of unfetched tokens that an offer counts as, in the form of
-    `OutgoingHandoff.announce`. It is 0 for offers of positions, which means their own tokens."""
+    """Returns the number of unfetched tokens that an offer counts as, for
+    `OutgoingHandoff.announce`. Returns 0 for all offers without recurrent state, because their own
+    tokens are counted."""
     return state_weight(limits) if offer.kind is KvKind.STATE else 0
 
 

@@ -13,7 +13,7 @@ from jdisagg.telemetry import Counters
 
 
 class SharedWaits:
-    """The prompts of one mesh that are not computed yet.
+    """Lets the prompts of one mesh that are not computed yet wait for each other's blocks.
 
     Args:
         queued: Function that returns, for each rank, the number of queued prompt tokens that are in
