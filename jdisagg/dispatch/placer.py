@@ -229,9 +229,8 @@ class PlacementHandle:
 
     def end(self, failed: Iterable[str] = ()) -> None:
         """Ends the attempt and counts a failure of each worker in `failed`. If the prompt was
-        prefilled and `worked` was not called yet, calls `worked` for the other workers. It is
-        called only once, because the end of a long answer does not show a worker's present
-        state."""
+        prefilled and `worked` was not called, calls it for the other workers. A second call would
+        be wrong, because the end of a long answer does not show a worker's present state."""
         self._placed.end()
         self._placer.coming.ended(self._coming)
         failed = frozenset(failed)
