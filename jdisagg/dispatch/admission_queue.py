@@ -2,8 +2,9 @@
 
 The queue tries to place its first request again whenever a worker has reported its status, a prompt
 was prefilled, or an attempt (one execution of a request on chosen workers) ended. No request
-overtakes the first one, so small requests do not starve a large one, except one of higher priority.
-The constructor's `place` decides whether a request is placed."""
+overtakes the first one, so small requests do not starve a large one. The exception is a request of
+higher priority, which may be placed first. The constructor's `place` decides whether a request is
+placed."""
 
 import asyncio
 import contextlib
@@ -36,23 +37,23 @@ class _Waiting(Generic[Item, PlacedT]):
 
     def fail(self, error: Exception) -> None:
         self.answer.set_exception(error)
-        self.answer.exception()  # marks it as retrieved: the caller may be gone
+        self.answer.exception()  # marks the error as retrieved, because the caller may be gone
 
 
 class AdmissionQueue(Generic[Item, PlacedT]):
     """Fair queue of the requests that wait for placement.
 
     Args:
-        weights: Weight of each tenant in the fair order; a tenant that is not listed has weight 1.
+        weights: Weight of each tenant in the fair order. Tenants that are not listed have weight 1.
         clock: Clock with which the queue measures how fast it is served.
-        timeouts: Intervals at which the first request is tried again.
+        timeouts: Intervals after which the first request is tried again.
         place: Function that returns a request's placement, or None if the request must wait. Raises
             an error if the request is refused.
         refresh: Function that updates the snapshot of the workers that `place` reads.
 
     Attributes:
         absent: Whether the first request waits for a role without workers. `place` sets this flag.
-            Such periods do not count in the queue's service rate.
+            Such periods are left out of the queue's service rate.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class AdmissionQueue(Generic[Item, PlacedT]):
         return len(self._queue)
 
     def seconds_ahead(self, tenant: str, cost: float, due: float, priority: int) -> float:
-        """Returns the seconds that a new request would wait at the queue's recent service rate."""
+        """Returns the seconds that a new request would wait, predicted from the queue's recent
+        service rate."""
         if not self._queue:
             return 0.0
         return self._drain.seconds(self._queue.ahead(tenant, cost, due, priority))
@@ -101,7 +103,8 @@ class AdmissionQueue(Generic[Item, PlacedT]):
     async def wait(
         self, item: Item, tenant: str, cost: float, due: float, priority: int
     ) -> PlacedT:
-        """Queues a request until it is placed. Raises the errors of `place`."""
+        """Queues a request and returns its placement once it is placed. Raises the errors of
+        `place`."""
         self._last_key += 1
         key = self._last_key
         waiting = self._waiting[key] = _Waiting[Item, PlacedT](item)
@@ -149,7 +152,8 @@ class AdmissionQueue(Generic[Item, PlacedT]):
                 return
 
     def _serve_one(self, ticket: Ticket) -> bool:
-        """Tries to place a request. Returns whether it has left the queue."""
+        """Tries to place a request. Returns whether the request has left the queue, because it was
+        placed or refused."""
         waiting = self._waiting[ticket.key]
         try:
             placed = self._place(waiting.item)

@@ -1,8 +1,8 @@
 """Parses a model's answers to a chat into text, reasoning and tool calls.
 
 The usage in a parsed event also includes the number of reasoning tokens. The event's other fields
-are unchanged. A parser's state depends only on the text so far. When a client resumes a stream, the
-text that it already received is therefore parsed again."""
+are unchanged. A parser's state depends only on the text so far. So if a client resumes a stream,
+the text that it already received is parsed again."""
 
 import asyncio
 import dataclasses
@@ -26,8 +26,8 @@ REPLAYED_TOKENS = 64  # tokens replayed before other tasks get a turn
 def thinks(
     form: AnswerFormat, chat: ChatPrompt, prompt_ids: Sequence[int], decoder: Detokenizer
 ) -> bool:
-    """Returns whether a chat's prompt ends inside reasoning. Some templates end with the marker
-    that begins reasoning."""
+    """Returns whether a chat's prompt ends inside reasoning, because some templates end with the
+    marker that begins reasoning."""
     marks = form.marks
     if marks is None:
         return False
@@ -64,7 +64,8 @@ class ChatAnswers:
     async def of(
         self, events: AsyncGenerator[StreamEvent, None]
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yields the given events with their text parsed. Closing this iterator closes `events`."""
+        """Yields the events `events` with their text parsed. Closing this iterator closes
+        `events`."""
         async with aclosing(events):
             await self._resume()
             async for event in events:
@@ -116,15 +117,14 @@ class ChatAnswers:
         )
 
     def _call_id(self, child: int, call: ToolCallDelta) -> str:
-        """Returns an id for a tool call. The id stays the same if the client resumes the
-        stream."""
+        """Returns the id of a tool call. The id stays the same if the client resumes the stream."""
         earlier = sum(len(message.tool_calls) for message in self._chat.messages)
         identity = "/".join(map(repr, (*self._request.identity, child, call.index)))
         return call_id(self._form.tools, call.name, earlier + call.index, identity)
 
     async def _resume(self) -> None:
-        """Feeds the parsers the text that the client received before the stream broke. Yields to
-        other tasks between blocks of tokens."""
+        """Passes the text that the client received before its stream broke to the parsers. Other
+        tasks run between blocks of tokens."""
         resumption = self._request.resumption
         for child, had in enumerate(resumption.children if resumption else ()):
             parser, text = self._parsers[child], TokenStream.of(self._decoder, self._request)

@@ -1,4 +1,5 @@
-"""One attempt to run some children (parallel samples) of a request on a pair of workers. Its steps:
+"""Runs one attempt: the execution of some children (parallel samples) of a request on a pair of
+workers. Its steps:
 
     reserve     the decode worker reserves pages for prompt and growth, before any prefill
     prefill     the prefill worker computes and offers its KV; its reply carries the first tokens,
@@ -9,8 +10,8 @@
                 tokens remain valid
     migrate     a running sequence continues at another decode worker when its worker requests it
 
-dispatch/request_path.py decides what follows an attempt. Cancelling the task of an attempt frees
-everything that the attempt holds at both workers."""
+dispatch/request_path.py decides what follows an attempt. If the task of an attempt is cancelled,
+everything that the attempt holds at both workers is freed."""
 
 import asyncio
 import contextlib
@@ -52,14 +53,14 @@ class Attempt:
 
     Args:
         children: Indices of the children that the attempt runs.
-        preempted: Called with the index of each child that its worker preempted. Another attempt
-            continues the child.
+        preempted: Function that is called with the index of each child that its worker preempted.
+            Another attempt then continues the child.
 
     Attributes:
         open: Indices of the children that have not ended.
         failed: Workers that failed during the attempt. Later attempts avoid them.
         refused: Workers whose limits the request exceeds.
-        received: Whether a worker has received the request. If not, the attempt does not count as a
+        received: Whether a worker has received the request. If not, the attempt is not counted as a
             failure of a worker.
     """
 
@@ -96,11 +97,11 @@ class Attempt:
 
     @property
     def over(self) -> bool:
-        """Whether the workers of all children have reported the end of the child."""
+        """Whether every child has ended and its worker has reported the end."""
         return not self.open and len(self._ended) == len(self.children)
 
     async def run(self, placement: PlacementHandle) -> None:
-        """Runs the attempt until every child has ended. Raises the errors of the workers."""
+        """Runs the attempt until every child has finished. Raises the errors of the workers."""
         self._placement = placement
         decision = placement.decision
         began = self._context.clock.now()
@@ -135,9 +136,9 @@ class Attempt:
 
     async def _instead_of_appending(self, held: ReservationHandle) -> str | None:
         """Checks the router's decision that the decode worker computes the prompt. Returns a
-        prefill worker that replaces it in this task, or None. A prefill worker is needed if the
-        decode worker has fewer prompt tokens cached than expected and its running streams would
-        stall for more than one chunk."""
+        prefill worker that computes it instead, or None if the decode worker should compute it. A
+        prefill worker is needed if the decode worker has fewer prompt tokens cached than expected,
+        so that its running streams would stall for more than one chunk."""
         known = self._run.prompt_tokens + len(self.children[0].accepted)
         lacking = known - held.reservation.cached_tokens
         if lacking <= self._context.placer.most_computed(held.worker):
@@ -146,7 +147,8 @@ class Attempt:
         return await self._context.placer.another_prefill(self._run.avoid, held.worker)
 
     async def tell_suspended(self) -> None:
-        """Notifies the decode worker of each suspension and resumption since the last notice."""
+        """Notifies the decode worker of each suspension and resumption that it was not notified
+        of."""
         run = self._run
         if self._told == run.suspensions:
             return
@@ -157,7 +159,8 @@ class Attempt:
                 self._told = told
 
     async def _hand_off(self, held: ReservationHandle, prefill: str) -> None:
-        """Prefills at the prefill worker while the decode worker receives the KV and decodes."""
+        """Runs the attempt on two workers: the prefill worker prefills while the decode worker
+        receives the KV and decodes."""
         source = self._name_source(prefill, held)
         decoding = self._begin(self._decode(held, source))
         self._prefilling = self._begin(self._prefill(held, source, held.reservation.cached_tokens))
@@ -173,7 +176,7 @@ class Attempt:
             await to_the_end(self._end_hand_off(decoding))
 
     async def _failure(self, decoding: Part) -> UnavailableError | OverloadedError | None:
-        """Waits until decoding has ended, or the prefill worker that supplies the KV has failed.
+        """Waits until decoding has ended, or until the prefill worker that sends the KV has failed.
         Returns the failure, or None if decoding has ended. Raises errors that another prefill
         worker would not fix."""
         while True:
@@ -191,7 +194,7 @@ class Attempt:
                 error = self._prefilling.exception()
                 if isinstance(error, HandoffError):
                     # The receiver ended the transfer, because it preempted the sequence or because
-                    # the source failed. It will report which.
+                    # the source failed. It will report the cause.
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._times.close_seconds):
                             await self._news.wait()
@@ -269,7 +272,7 @@ class Attempt:
         self._run.note_cached(reply.cached)
         self._run.accept_prompt(reply.prompt_logprobs)
         for first in reply.tokens:
-            # A child that was preempted since gets its first token in another attempt.
+            # If a child was preempted in the meantime, another attempt generates its first token.
             if first.child in self.open:
                 self._accept(
                     first.child,
@@ -315,8 +318,8 @@ class Attempt:
             )
 
     async def _follow(self, held: ReservationHandle, spans: AsyncIterator[Span]) -> bool:
-        """Processes the spans of tokens that one reservation streams. Returns whether the sequence
-        migrated to another worker."""
+        """Processes the spans of tokens of one reservation. Returns True if the sequence migrated
+        to another worker, and False if the stream has ended."""
         async for span in spans:
             if span.lost is not None:
                 self._lost.append(span.lost)
@@ -332,8 +335,8 @@ class Attempt:
         return False
 
     async def _migrate(self, held: ReservationHandle, source: HandoffSource) -> None:
-        """Starts to migrate the sequence to another decode worker. The current worker decodes until
-        the migration is complete."""
+        """Starts to migrate the sequence to another decode worker. Until the migration is complete,
+        the current worker decodes."""
         if self._migration is not None:
             await self._migration.close()
         if not source.address:
@@ -391,8 +394,8 @@ class Attempt:
                 self._run.clean_up(asyncio.create_task(self._end_child(index)))
 
     def _deviated(self, cause: str) -> None:
-        """Counts a failure or pause from which the request recovered. After that, the request's
-        measured times are not compared with the predictions any more."""
+        """Counts a failure or pause from which the request recovered. The request's measured times
+        are then no longer compared with the predictions."""
         self._run.as_planned = False
         self._context.counters.add(cause)
 

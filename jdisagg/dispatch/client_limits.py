@@ -1,12 +1,12 @@
-"""Limits on clients: quotas per bearer token, and one limit on tokenizer work that
-all clients share.
+"""Limits on clients: quotas per bearer token, and one limit on tokenizer work that all clients
+share.
 
 `KeyUse` enforces the quotas of each bearer token (`KeyLimits`): running streams, requests per
-second and tokens per second, at all routers together (spending.py). `LongTexts` tokenizes
-long texts in threads, so that they delay no stream, and limits their total size. A text is
-accepted if its size is at most half of the limit's unused part, so that small texts are accepted
-even while the largest ones are tokenized. Other texts are refused, not queued, and the client may
-send them again. Both classes are used on one event loop and read no clock."""
+second and tokens per second, at all routers together (spending.py). `LongTexts` tokenizes long
+texts in threads, so that they delay no stream, and limits their total size. A text is accepted if
+its size is at most half of the limit's unused part, so that small texts are accepted even while the
+largest ones are tokenized. Other texts are refused without queueing, and the client may send them
+again. Both classes are used on one event loop and read no clock."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,7 +17,7 @@ from jdisagg.caller import Caller
 from jdisagg.errors import OverloadedError, QuotaExceededError
 from jdisagg.spending import Spending
 
-BURST_SECONDS = 10.0  # seconds of a rate that may be used at once
+BURST_SECONDS = 10.0  # size of a bucket, in seconds of its rate
 STREAM_RETRY_SECONDS = 1.0
 TEXT_RETRY_SECONDS = 1.0
 
@@ -27,8 +27,8 @@ Used = Callable[[int], None]
 
 
 class KeyUse:
-    """Counts the running streams and the recent use of each bearer token. `spending` has the counts
-    of all routers."""
+    """Counts the running streams and the recent use of each bearer token. `spending` stores the
+    counts of all routers."""
 
     def __init__(self, spending: Spending | None = None) -> None:
         self._spending = spending or Spending()
@@ -39,17 +39,17 @@ class KeyUse:
     ) -> Iterator[Used]:
         """Counts one running stream while the context is entered.
 
-        Yields a function that the code which streams the answer calls with the number of generated
-        tokens. These tokens are charged after they were generated. If the token bucket of a client
-        becomes negative, the client's requests are refused until the bucket has refilled.
+        Yields a function, which the caller must call with the number of generated tokens as they
+        are streamed. These tokens are charged after they were generated. If the token bucket of a
+        client becomes negative, the client's requests are refused until the bucket has refilled.
 
         Args:
             who: Client, identified by its bearer token. A client without a bearer token has no
                 limits.
             prompt_tokens: Number of prompt tokens, which are charged before the stream starts.
-            now: Seconds of a monotonic clock.
+            now: Time on a monotonic clock, in seconds.
             resumed: Whether the client resumes a request that was charged before. A resumed request
-                counts only as a running stream.
+                counts as a running stream only; it is not charged again.
 
         Raises:
             QuotaExceededError: A limit of the bearer token is reached. The message names the limit
@@ -99,7 +99,8 @@ def _check(spending: Spending, bucket: str, rate: float | None, cost: int, now: 
 
 
 class LongTexts:
-    """Runs work on long texts in threads, on at most `room_bytes` bytes of text at a time."""
+    """Runs work on long texts in threads. The texts that are processed at the same time have at
+    most `room_bytes` bytes."""
 
     def __init__(self, room_bytes: int) -> None:
         self._room_bytes = room_bytes
@@ -112,7 +113,8 @@ class LongTexts:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Runs `work` in a thread. Raises OverloadedError if there is no room for the text."""
+        """Runs `work` in a thread and returns its result. Raises OverloadedError if the text of
+        `size_bytes` bytes exceeds half of the unused bytes."""
         left_bytes = self._room_bytes - self._at_work_bytes
         if size_bytes > left_bytes / 2:
             raise OverloadedError(
@@ -131,13 +133,13 @@ class LongTexts:
 
 async def to_its_end(work: Awaitable[Result], ended: Callable[[], None]) -> Result:
     """Waits for work that continues even if the caller is cancelled, such as work in a thread.
-    Calls `ended` at the end of the work."""
+    Calls `ended` when the work has ended."""
     task = asyncio.ensure_future(work)
 
     def done(task: asyncio.Future[Result]) -> None:
         ended()
         if not task.cancelled():
-            task.exception()  # marks it as retrieved: the caller may be gone
+            task.exception()  # marks the error as retrieved, because the caller may be gone
 
     task.add_done_callback(done)
     return await asyncio.shield(task)

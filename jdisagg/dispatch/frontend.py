@@ -1,4 +1,4 @@
-"""Front end of the request path: turns a client's input into a `Request` and streams its events.
+"""Front end of the request path: converts a client's input into a `Request` and streams its events.
 
 Used by the gRPC and HTTP servers and by embedded clusters. Prompts are checked and tokenized by
 `prompts`. This module checks the options, uses the request path through a Protocol, and imports
@@ -73,8 +73,8 @@ PLAIN = AnswerFormat()
 
 
 class ServingPath(Protocol):
-    """The part of `RequestPath` that serves clients. Closing the iterator of `stream` cancels the
-    request."""
+    """The interface of `RequestPath` that the front end needs. Closing the iterator of `stream`
+    cancels the request."""
 
     def stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]: ...
 
@@ -96,8 +96,9 @@ class Frontend:
         codec: Tokenizer of the served model.
         model: The served model.
         limits: Limits on requests, such as the largest prompt.
-        routing: Returns the router's routing status.
-        grammars: Compiler of structured output, or None to refuse it.
+        routing: Function that returns the router's routing status.
+        grammars: Compiler of grammars for structured output. None means that requests for
+            structured output are refused.
         answers: Format in which the model writes reasoning and tool calls.
     """
 
@@ -160,9 +161,9 @@ class Frontend:
             life: Random number that identifies the stream across retries (`Request.life`).
             cache_salt: Text that separates prefix caches: only requests with equal salts share
                 cached KV.
-            model: Name of the model or of one of `adapters`. Empty is the model.
-            within_context: Whether a max_tokens for which the context has no room is reduced
-                instead of being refused.
+            model: Name of the model or of one of `adapters`. An empty name means the model.
+            within_context: Whether to reduce a max_tokens that does not fit into the context. If
+                not set, such a request is refused.
 
         Raises:
             InvalidRequestError: The message names the field, the value and the limit.
@@ -212,7 +213,7 @@ class Frontend:
     async def _encoded(
         self, prompt: Prompt, options: SamplingOptions, within_context: bool
     ) -> tuple[Encoded, SamplingParams]:
-        """Returns the tokens of the prompt, and the sampling parameters that fit them."""
+        """Returns the tokens of the prompt, and sampling parameters that fit into the context."""
         self._check_option_ids(options)
         size_bytes = self.prompts.check(prompt)
         chat = chat_of(prompt)
@@ -241,9 +242,9 @@ class Frontend:
     async def _opened(
         self, chat: ChatPrompt, grammar: Grammar, prompt_ids: Sequence[int]
     ) -> Grammar:
-        """Returns the grammar of a chat's answer, which may think or call tools outside the
-        request's grammar. Returns the request's grammar, which was checked before, if it cannot be
-        a part of another one."""
+        """Returns a grammar for a chat's answer that also allows reasoning and tool calls outside
+        the request's grammar. Returns the request's grammar, which was checked before, if it cannot
+        be combined with them."""
         form, tools, codec = self._answers, chat.callable_tools, self.prompts.codec
         calls = [marked_call(self._marker(form.call_mark))] if tools and form.call_mark else []
         if tools and form.plain_calls:
@@ -269,8 +270,9 @@ class Frontend:
             self.prompts.check_ids(name, ids)
 
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """Tokenizes a prompt like `build_request` and returns the token ids. The prompt may be
-        longer than the model's context. Raises InvalidRequestError for an invalid prompt."""
+        """Tokenizes a prompt in the same way as `build_request` and returns the token ids. The
+        prompt may be longer than the model's context. Raises InvalidRequestError for an invalid
+        prompt."""
         size_bytes = self.prompts.check(prompt)
         return (await self.prompts.encode(prompt, size_bytes, within_context=False)).token_ids
 
@@ -282,7 +284,8 @@ class Frontend:
         return self.prompts.codec.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool) -> bytes:
-        """Returns the bytes that one token adds to a text."""
+        """Returns the bytes that one token adds to a text. A special token adds none if
+        `skip_special_tokens` is set."""
         if skip_special_tokens and token_id in self.prompts.codec.special_ids:
             return b""
         return self.prompts.codec.token_bytes(token_id)
@@ -294,7 +297,7 @@ class Frontend:
 
         Args:
             chat: Chat from which the request was built, or None. Answers to a chat are parsed for
-                reasoning and tool calls, except answers that follow a Lark grammar.
+                reasoning and tool calls. Answers that follow a Lark grammar are not parsed.
         """
         events = self._stream(request)
         if chat is None:
@@ -340,8 +343,7 @@ class Frontend:
                     over.set()
 
     async def _gone(self, key: tuple[str, str]) -> None:
-        """If a client resumes a request, waits until the earlier stream has ended in this
-        process."""
+        """Waits until an earlier stream of a resumed request has ended in this process."""
         over = self._running.get(key)
         if over is not None:
             with contextlib.suppress(TimeoutError):
@@ -379,7 +381,8 @@ class Frontend:
 
     async def reset_cache(self) -> int:
         """Clears the prefix cache of every worker and returns the number of removed blocks. The
-        caches serve all tenants, so a caller that belongs to one tenant gets UnauthenticatedError.
+        caches serve all tenants, so it raises UnauthenticatedError if the caller's token belongs to
+        a tenant.
         """
         who = caller.current()
         if who.tenant:
@@ -423,7 +426,8 @@ class Frontend:
 
 
 def _marker(codec: ChatTokenizer, text: str) -> str:
-    """Returns the Lark expression of a marker: its token, if the tokenizer has one, or its text."""
+    """Returns the Lark expression of a marker: its token, if the tokenizer has one for it, or else
+    its text."""
     found = [
         token_id
         for token_id in codec.encode(text, add_special_tokens=False)

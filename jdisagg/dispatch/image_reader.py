@@ -1,8 +1,8 @@
 """Reads the images of prompts in separate threads, so that they delay no stream.
 
-A request contains the files of its images, not their pixels, which may be far larger. The pixels of
-a new request are kept, in memory of bounded size, until the prompt is sent to a worker. If the
-prompt is sent again after a failure or a preemption, the files are decoded again."""
+A request contains the files of its images instead of their pixels, which may be far larger. The
+pixels of a new request are kept in memory of bounded size until the prompt is sent to a worker. If
+the prompt is sent again after a failure or a preemption, the files are decoded again."""
 
 import asyncio
 from collections import OrderedDict
@@ -22,7 +22,8 @@ from jdisagg.images import PromptImage
 IMAGE_THREADS = 4  # bounds the memory of decoded images
 MAX_IMAGES_AT_WORK = 64  # requests whose images are read or wait for a thread
 IMAGE_RETRY_SECONDS = 1.0
-# Of all images of a request after their resize, since a request is one message to a worker.
+# Limit for all images of a request after their resize, because a request is one message to a
+# worker.
 MAX_PIXEL_BYTES = 96 << 20
 WAITING_PIXEL_BYTES = 2 * MAX_PIXEL_BYTES
 
@@ -46,7 +47,7 @@ class ChatImageProcessor(Protocol):
 
 
 class PlacedImage(NamedTuple):
-    """An image whose header was read, and the index of its first token in the prompt."""
+    """An image whose header was read. `start` is the index of its first token in the prompt."""
 
     start: int
     layout: ImageLayout
@@ -57,7 +58,8 @@ class ImageReader:
     """Decodes and resizes images.
 
     Args:
-        processor: Returns the model's image processor, or None if the model reads no images.
+        processor: Function that returns the model's image processor, or None if the model reads no
+            images.
         limits: Limits on images.
     """
 
@@ -75,7 +77,8 @@ class ImageReader:
         return sum(map(len, self._waiting.values()))
 
     async def run(self, work: Callable[..., Result], *args: object) -> Result:
-        """Runs work on images in a thread. Raises OverloadedError if too much work waits."""
+        """Runs work on images in a thread and returns its result. Raises OverloadedError if too
+        many calls wait for a thread."""
         if self._at_work >= MAX_IMAGES_AT_WORK:
             raise OverloadedError(
                 f"{self._at_work} requests have images that are being read, and at most"
@@ -87,12 +90,14 @@ class ImageReader:
         return await to_its_end(working, self._done)
 
     async def read(self, placed: Sequence[PlacedImage]) -> tuple[PromptImage, ...]:
-        """Decodes the images of a prompt. Returns them with their files, without pixels. Raises
-        InvalidRequestError for a damaged file."""
+        """Decodes the images of a prompt, which checks their files. The returned images have their
+        files but no pixels, because `pixels` provides these later. Raises InvalidRequestError for a
+        damaged file."""
         return tuple([await self._read(one) for one in placed])
 
     async def pixels(self, image: PromptImage) -> bytes:
-        """Returns the pixels of an image from `read`."""
+        """Returns the pixels of an image that `read` returned. Decodes the file again if the pixels
+        are no longer in memory."""
         waiting = self._waiting.pop(image.digest, None)
         return await self.run(self._again, image) if waiting is None else waiting
 

@@ -3,15 +3,17 @@
 Workers register, send heartbeats with their status, and deregister. The router polls no worker. The
 age of a worker's last heartbeat decides its state. A LIVE worker gets requests. A SUSPECT worker
 gets no new requests, but its running requests continue. A worker that stays silent for longer
-counts as gone: its ports are closed, which ends their calls, and the worker must register again. If
-a worker registers under a known name with a new boot id, it is another process. A new process at
+counts as gone: its ports are closed, which ends their calls, and the worker must register again.
+
+If a worker registers under a known name with a new boot id, it is another process. A new process at
 the same address replaces the old process. A new process at another address is refused while the old
 process is alive. Otherwise two workers with one name would displace each other forever. All workers
-must serve the model of the first one. The error for another model names the field that differs.
+must serve the model of the first one. The error for another model has the name of the field that
+differs.
 
 Imports neither JAX nor gRPC; worker ports come from a factory. `sweep` must be called regularly,
 because it removes the workers that are gone. The mappings `prefill` and `decode` are live views.
-Iteration uses a copy, so workers may come and go."""
+Iteration uses a copy, so workers may be added and removed during it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,7 +40,7 @@ Port = TypeVar("Port")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerPorts:
-    """Ports through which the router calls a worker. `close` ends all calls. Idempotent."""
+    """Ports through which the router calls a worker. `close` ends all calls and is idempotent."""
 
     prefill: PrefillPort | None = None
     decode: DecodePort | None = None
@@ -59,10 +61,11 @@ class Membership:
 
     Args:
         clock: Clock that measures the ages of heartbeats.
-        open_ports: Opens the ports of a worker that registers.
+        open_ports: Function that opens the ports of a worker that registers.
         timeouts: Seconds without a heartbeat after which a worker is suspect, and after which it is
             gone.
-        on_change: Called when a worker registers, sends its first status, or is removed.
+        on_change: Function that is called when a worker registers, sends its first status, or is
+            removed.
         known: Index of cached blocks, which the workers' reports update.
 
     Attributes:
@@ -134,7 +137,8 @@ class Membership:
         self._on_change()
 
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        """Stores a worker's new status. Returns False if the worker must register again."""
+        """Stores a worker's new status. Returns False if the worker is not registered under this
+        boot id, so that it must register again."""
         entry = self._entries.get(status.name)
         if entry is None or entry.card.boot_id != boot_id:
             return False
@@ -149,7 +153,7 @@ class Membership:
         return True
 
     def told(self, status: WorkerStatus) -> None:
-        """Stores a status that a registered worker has sent in reply to a call."""
+        """Stores a status that a registered worker has sent in its reply to a call."""
         self.heartbeat(self.boot_id(status.name), status)
 
     def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
@@ -160,11 +164,12 @@ class Membership:
         if entry is None or entry.card.boot_id != boot_id or self._known is None:
             return KeptMark(
                 news.epoch, news.number + len(news.added)
-            )  # acknowledged, so that it is not sent again
+            )  # acknowledged, so that the worker does not send it again
         return self._known.told(news)
 
     def deregister(self, name: str, boot_id: int) -> None:
-        """Removes a worker, unless a newer process has taken its name. Idempotent."""
+        """Removes a worker. Does nothing if another process has registered under its name, or if it
+        was removed before."""
         entry = self._entries.get(name)
         if entry is not None and entry.card.boot_id == boot_id:
             self._forget(entry)
@@ -178,8 +183,8 @@ class Membership:
         return tuple(entry.card for entry in gone)
 
     def excuse(self, seconds: float) -> None:
-        """Shortens the measured silence of every worker by the `seconds` in which this process was
-        stopped or busy and could not receive heartbeats."""
+        """Shortens the measured silence of every worker by `seconds`. In this time the router's
+        process was stopped or busy and could not receive heartbeats."""
         for entry in self._entries.values():
             entry.heard_at = min(self._clock.now(), entry.heard_at + seconds)
             self.accounts.excuse(entry.card.name, entry.heard_at)
@@ -218,7 +223,8 @@ class Membership:
 
     @property
     def ready(self) -> bool:
-        """Whether a mixed worker is live, or both a prefill worker and a decode worker."""
+        """Whether requests can be served: a mixed worker is live, or both a prefill worker and a
+        decode worker are live."""
         roles = {status.role for status in self.statuses() if status.serving}
         return WorkerRole.MIXED in roles or roles >= {WorkerRole.PREFILL, WorkerRole.DECODE}
 
@@ -264,7 +270,7 @@ class Membership:
 
 
 def cluster_ports(membership: Membership) -> ClusterPorts:
-    """Returns live views of the members' ports for a request path."""
+    """Returns live views of the registered workers' ports for a request path."""
     return ClusterPorts(
         membership.prefill,
         membership.decode,

@@ -38,9 +38,9 @@ class Migration:
         self._task = asyncio.create_task(self._take_over(children, source))
 
     def arrived(self) -> tuple[ReservationHandle, AsyncIterator[Span]]:
-        """Returns the reservation at the new worker and its stream of tokens. Call this method
-        after the old worker has released the sequence. Raises HandoffError if no worker received
-        the sequence."""
+        """Returns the reservation at the new worker and its stream of tokens. Must be called after
+        the old worker has released the sequence. Raises HandoffError if no worker received the
+        sequence."""
         if self._held is None:
             raise HandoffError(
                 f"a sequence left worker {self._origin!r}, and no other worker received it"

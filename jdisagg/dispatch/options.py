@@ -32,10 +32,11 @@ Biases = Mapping[int, float] | Sequence[tuple[int, float]]
 class SamplingOptions(TypedDict, total=False):
     """Keyword arguments of a generation: the fields of `SamplingParams`, and two fields that are
     converted to a grammar. `allowed_token_ids` are the only tokens that the answer may contain, and
-    `bad_words` are texts that the answer must not contain. An absent or None option takes the
-    model's default (`ModelInfo.sampling`) or else the general default. The general default of
-    `max_tokens` is 256, or fewer if the prompt leaves less context. The general default of `seed`
-    is a random number."""
+    `bad_words` are texts that the answer must not contain.
+
+    If an option is absent or None, the model's default (`ModelInfo.sampling`) is used, or else the
+    general default. The general default of `max_tokens` is 256, or fewer if the prompt leaves less
+    context. The general default of `seed` is a random number."""
 
     max_tokens: int | None
     temperature: float | None
@@ -131,7 +132,8 @@ def _without(words: tuple[object, ...]) -> Grammar:
 
 
 def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:
-    """Converts logit biases, a mapping or pairs, to a tuple of (token id, bias)."""
+    """Converts logit biases to (token id, bias) pairs. They may be given as a mapping or as
+    pairs."""
     return tuple(biases.items()) if isinstance(biases, Mapping) else biases
 
 
@@ -159,9 +161,10 @@ def within_room(
     sampling: SamplingParams, options: SamplingOptions, room_tokens: int
 ) -> SamplingParams:
     """Reduces the default of max_tokens to `room_tokens`, the number of tokens that fit into the
-    context after the prompt.
+    context after the prompt. Raises InvalidRequestError if min_tokens does not fit.
 
-    A value that the client set is not changed. The frontend refuses it if it does not fit."""
+    A value of max_tokens that the client set is not changed. The frontend refuses it if it does not
+    fit."""
     if options.get("max_tokens") is not None or sampling.max_tokens <= room_tokens:
         return sampling
     if sampling.min_tokens > room_tokens:

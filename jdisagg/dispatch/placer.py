@@ -87,7 +87,7 @@ class PlacerSettings:
         policy: Placement policy, or None to derive it from `routing`.
         affinity: Index of the prompt prefixes that each worker has cached.
         events: Listener that receives each decision and its outcome.
-        spending: What tenants with quotas have spent, or None to count it alone.
+        spending: What tenants with quotas have spent at all routers. None counts this router only.
     """
 
     routing: RoutingConfig = field(default_factory=RoutingConfig)
@@ -100,8 +100,8 @@ class PlacerSettings:
 @plain
 class PlacementRequest:
     """An attempt that needs workers. `arrived_at` and `deadline` are the arrival and the deadline
-    of the request. `avoid` names workers that failed the request. `under_way`: Whether the request
-    was placed or resumed before."""
+    of the request. `avoid` has the names of workers that failed the request. `under_way` means that
+    the request was placed or resumed before."""
 
     request: Request
     children: tuple[Child, ...]
@@ -166,8 +166,8 @@ class _RecentDecision:
 
 
 class PlacementHandle:
-    """The placement of one attempt: the decision and what it charged to the workers. The attempt
-    reports its progress to this object. All methods are idempotent."""
+    """The placement of one attempt: the decision, and the work that is charged to the workers. The
+    attempt reports its progress to this object. All methods are idempotent."""
 
     def __init__(
         self,
@@ -197,8 +197,8 @@ class PlacementHandle:
         self._placer.changed()
 
     def handed_over(self, prefill: str | None, decode: str) -> None:
-        """Records that `decode` generated a token from KV that `prefill` computed. None means that
-        `decode` computed the KV itself."""
+        """Records that `decode` generated a token from KV that `prefill` computed. `prefill` is
+        None if `decode` computed the KV itself."""
         self._placer.events.handed_over(prefill, decode)
         if prefill:
             self._placer.pair_succeeded(prefill, decode)
@@ -229,8 +229,8 @@ class PlacementHandle:
 
     def end(self, failed: Iterable[str] = ()) -> None:
         """Ends the attempt and counts a failure of each worker in `failed`. If the prompt was
-        prefilled, calls `worked` for the other workers, unless it was called before: the end of a
-        long answer does not show a worker's present state."""
+        prefilled and `worked` was not called, calls it for the other workers. A second call would
+        be wrong, because the end of a long answer does not show a worker's present state."""
         self._placed.end()
         self._placer.coming.ended(self._coming)
         failed = frozenset(failed)
@@ -251,7 +251,8 @@ class Placer:
         clock: Clock of all times of the placer.
         counters: Counters of placements, rejections and deferred requests.
         timeouts: Waiting times of the queue, and back-off times of the circuit breakers.
-        refresh: Updates the snapshot before each decision (None: a membership updates it).
+        refresh: Function that updates the snapshot before each decision. None if a membership
+            updates it.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class Placer:
         self._pairs = PairBreakers(self._backoff)
         self.waits = refresh is None
         self._absent_look_seconds = timeouts.request.absent_look_seconds
-        self._returning: list[tuple[PlacementRequest, float]] = []  # with the times of their starts
+        self._returning: list[tuple[PlacementRequest, float]] = []  # each with its time of return
         self._deferred_by = ""
         self._queue: AdmissionQueue[_Sized, PlacementHandle] = AdmissionQueue(
             config.weights(), clock, timeouts.request, self._place_head, self._renew
@@ -348,12 +349,12 @@ class Placer:
                 return handle
             self._counters.add("requests_held")
             return await self._queue.wait(sized, request.tenant, cost, due, request.priority)
-        except BaseException:  # a refused, cancelled or failed request used nothing
+        except BaseException:  # a refused, cancelled or failed request is not charged
             self._quotas.give_back(request.tenant, cost)
             raise
 
     def most_computed(self, decode: str) -> float:
-        """Returns the maximum number of prompt tokens that a decode worker may compute."""
+        """Returns the largest number of prompt tokens that a decode worker may compute itself."""
         state = self.accounts.state
         row = state.row(decode)
         return math.inf if row is None else float(most_computed(state.table)[row])
@@ -370,7 +371,8 @@ class Placer:
         return another_prefill(state, avoid, now, self._rules, decode, broken)
 
     async def another_decode(self, avoid: frozenset[str], origin: str) -> str:
-        """Returns a decode worker to which a sequence of `origin` can move."""
+        """Returns a decode worker to which a sequence of `origin` can migrate. Raises
+        NoWorkerError."""
         await self._renew()
         return another_decode(self.accounts.state, avoid, self.now(), self._rules, origin)
 
@@ -395,7 +397,7 @@ class Placer:
             self._corrections.observe(decision.way, terms.uncorrected_ttft, seconds)
 
     def changed(self) -> None:
-        """Tries waiting requests again, because a worker may have room now."""
+        """Tries to place waiting requests again, because a worker may have room now."""
         self._queue.changed()
 
     # ---- breakers
@@ -427,7 +429,7 @@ class Placer:
         self._pairs.succeeded((prefill, decode))
 
     def _breaker(self, worker: str) -> Breaker | None:
-        """Returns a worker's circuit breaker, or None if it has not failed since it registered."""
+        """Returns a worker's circuit breaker, or None without a failure since it registered."""
         life, breaker = self._breakers.get(worker, (-1, None))
         return breaker if life == self.accounts.state.life(worker) else None
 
@@ -449,7 +451,7 @@ class Placer:
             self._returning = [other for other in self._returning if other is not entry]
 
     def missing(self) -> NoWorkerError | None:
-        """Returns the error for a role that has no worker now, or None."""
+        """Returns the error for a role that has no worker now, or None if each role has one."""
         try:
             candidates(self.accounts.state, PlacementQuery(NO_WORK), self.now(), self._rules)
         except NoWorkerError as error:
@@ -457,8 +459,7 @@ class Placer:
         return None
 
     def _expecting(self, error: NoWorkerError) -> NoWorkerError:
-        """Adds two times to an error: how long its role has had no worker, and when a worker is
-        expected."""
+        """Adds to an error how long its role has had no worker, and when a worker is expected."""
         absences, now = self.accounts.absences, self.now()
         expected, away = (
             absences.expected_seconds(error.role, now),
@@ -475,9 +476,9 @@ class Placer:
     def _try(
         self, sized: _Sized, now: float, ahead_seconds: float = 0.0, beside_queue: bool = False
     ) -> PlacementHandle | None:
-        """Decides once whether a request is placed. Returns None if the request must wait.
-        `beside_queue` states that other requests already wait and must not be overtaken. The
-        request is then not placed even if workers are free."""
+        """Decides once whether a request is placed. Returns None if the request must wait. If
+        `beside_queue` is set, other requests already wait and must not be overtaken. The request is
+        then not placed even if workers are free."""
         query = self._ask(sized, now, ahead_seconds)
         try:
             answer = self._decide(query, now)
@@ -558,7 +559,7 @@ class Placer:
             query.work.expected_tokens,
         )
         placed = self.accounts.place(decision.prefill, decision.decode, work, now)
-        # Only these workers let prompts wait for each other's blocks.
+        # Only on these workers do prompts wait for each other's blocks.
         table, row = self.accounts.state.table, self.accounts.state.row_of(decision.decode)
         waits = decision.prefill is not None or bool(table.flag("mixed")[row])
         coming = self.coming.placed(sized.blocks, computes) if waits and sized.blocks.names else 0

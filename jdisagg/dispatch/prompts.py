@@ -4,8 +4,8 @@ This module makes all checks of prompts that need the model: size, context lengt
 roles, images. It uses the tokenizer through a Protocol.
 
 Invariants: a prompt over the byte limit is refused before it is tokenized. Long text is tokenized
-in a thread, and images are read in threads of their own, so that they delay no stream. Images are
-decoded only after their prompt was found to fit the context."""
+in a thread, and images are read in other threads, so that they delay no stream. Images are decoded
+only after the check that their prompt fits into the context."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,9 +45,9 @@ PROBE_CHARACTERS_PER_TOKEN = 32
 
 
 class ChatTokenizer(Protocol):
-    """The model's tokenizer. `encode` adds the BOS token unless `add_special_tokens` is False.
-    `token_bytes` returns the bytes that a token adds to a text. `special_ids` are the tokens that
-    `decode` omits. `images` is None if the model reads no images."""
+    """The model's tokenizer. `encode` adds the BOS token, or omits it if `add_special_tokens` is
+    False. `token_bytes` returns the bytes that a token adds to a text. `special_ids` are the tokens
+    that `decode` omits. `images` is None if the model reads no images."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -79,7 +79,8 @@ class ChatTokenizer(Protocol):
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The served model. `prefill_layout` is None if one mesh does both prefill and decode.
-    `sampling`: Default sampling options of the model, for options that a request leaves unset."""
+    `sampling` has the model's default sampling options, which are used for options that a request
+    leaves unset."""
 
     name: str
     family: str
@@ -127,12 +128,13 @@ class PromptEncoder:
     ) -> None:
         self.codec, self.model = codec, model
         self._limits, self._answers = limits, answers
-        # At least 1 MiB for each, because the template of a chat adds text to many short messages.
+        # At least 1 MiB for each text, because a chat template adds text to many short messages.
         self._long_texts = LongTexts(LARGEST_TEXTS * max(limits.max_prompt_bytes, 1 << 20))
         self.images = ImageReader(lambda: codec.images, limits)
 
     def check(self, prompt: Prompt) -> int:
-        """Checks a prompt without the tokenizer. Returns an estimate of the bytes to tokenize."""
+        """Checks a prompt without the tokenizer. Returns an estimate of the number of bytes to
+        tokenize."""
         if isinstance(prompt, TokenPrompt):
             if not prompt.token_ids:
                 raise InvalidRequestError(
@@ -147,16 +149,17 @@ class PromptEncoder:
         """Returns the tokens of a prompt that was checked.
 
         Args:
-            size_bytes: The estimate of `check`.
-            within_context: Whether the prompt is to be answered, so that it must not be empty and
-                must fit the model's context.
+            size_bytes: The estimate that `check` returned.
+            within_context: Whether the prompt is to be answered. It must then not be empty, and
+                must fit into the model's context.
 
         Raises:
             InvalidRequestError: The message names the field, the value and the limit.
         """
         if isinstance(prompt, TokenPrompt):
             if within_context:
-                # Checks the length first, to spend no time on the ids of too long a list.
+                # Checks the length first, so that the ids of a list that is too long are not
+                # checked.
                 self.room(len(prompt.token_ids), None)
             self.check_ids("prompt token_ids", prompt.token_ids)
             encoded = Encoded(tuple(prompt.token_ids))
@@ -222,7 +225,7 @@ class PromptEncoder:
         return encoded
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Returns the text of token ids of a client."""
+        """Returns the text of token ids that a client has sent."""
         # Every token takes at least a byte on the wire, so the same limit bounds the work.
         if len(token_ids) > self._limits.max_prompt_bytes:
             raise InvalidRequestError(
@@ -243,8 +246,8 @@ class PromptEncoder:
         """Tokenizes only the beginning of a very long text. Raises InvalidRequestError if this part
         alone exceeds the model's context.
 
-        Near the cut, the tokens of the start can differ from the tokens of the whole text. The
-        check therefore allows twice the context."""
+        Near the cut, the tokens can differ from the tokens of the whole text. The check therefore
+        allows twice the context."""
         context = self.model.context_tokens
         probe_characters = PROBE_CHARACTERS + PROBE_CHARACTERS_PER_TOKEN * context
         if len(text) <= 2 * probe_characters:
@@ -257,7 +260,7 @@ class PromptEncoder:
             )
 
     def _check_known(self, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError for token ids for which the model has no embedding. Some
+        """Raises InvalidRequestError if the model has no embedding for one of the token ids. Some
         tokenizers have such ids for tokens that were added after training."""
         vocabulary, largest = self.model.vocabulary, max(token_ids, default=0)
         if largest >= vocabulary:
@@ -268,8 +271,8 @@ class PromptEncoder:
             )
 
     def room(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """Returns the number of tokens that the context has left. Raises InvalidRequestError if it
-        has no room for the prompt and `max_tokens`."""
+        """Returns the number of tokens that the context has left after the prompt. Raises
+        InvalidRequestError if the prompt and `max_tokens` do not fit."""
         context = self.model.context_tokens
         if prompt_tokens + 1 > context:
             raise InvalidRequestError(
@@ -347,8 +350,8 @@ class PromptEncoder:
             )
 
     def check_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError if one of `token_ids`, the field `name`, is not a token of the
-        model."""
+        """Raises InvalidRequestError if one of `token_ids` is not a token of the model. `name` is
+        the name of the field, for the error."""
         vocabulary = self.model.vocabulary
         if (at := foreign_token(token_ids, vocabulary)) is not None:
             raise InvalidRequestError(
@@ -360,7 +363,7 @@ class PromptEncoder:
 def _expanded(
     token_ids: Sequence[int], files: Sequence[ImageFile], processor: ChatImageProcessor
 ) -> Encoded:
-    """Replaces the token of each image by all of its tokens."""
+    """Replaces the placeholder token of each image by all tokens of the image."""
     shown = token_ids.count(processor.token)
     if shown != len(files):
         raise InvalidRequestError(

@@ -1,8 +1,8 @@
 """Removes addresses of the cluster's processes from the text of an error that a client receives.
 
-Errors of connections name the address, and gRPC's texts contain IP addresses and ports. The log of
-the router has the full text. A worker's address is replaced by the worker's name. Imports no module
-that waits for I/O."""
+Errors of connections contain the address, and gRPC's texts contain IP addresses and ports. The log
+of the router has the full text. A worker's address is replaced by the worker's name. Imports no
+module that waits for I/O."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _HIDDEN = "(address)"
 
 
 def public(error: UnavailableError, addresses: Mapping[str, str]) -> UnavailableError:
-    """Returns the error, or a copy of it if its text contains an address.
+    """Returns the error. If its text contains an address, returns a copy without it.
 
     Args:
         addresses: Address of each worker, by name.

@@ -41,13 +41,13 @@ class ClusterPorts:
         decode: Ports of the workers that decode, by name.
         address: Function that returns the address at which a worker listens for its peers, or "" if
             peers find the worker by its name.
-        boot_id: Returns the boot id of a worker's process (0 if unknown).
-        statuses: Returns the last status of each worker. None means that statuses are requested
-            from the workers.
-        accounts: Snapshot of the workers that a `Membership` maintains. None means that the path
-            requests statuses before each placement.
+        boot_id: Function that returns the boot id of a worker's process, or 0 if it is unknown.
+        statuses: Function that returns the last status of each worker. None means that statuses are
+            requested from the workers.
+        accounts: Snapshot of the workers that a `Membership` maintains. None means that the request
+            path requests statuses before each placement.
         weights: Ports by which weights are updated, by worker name.
-        reported: Stores a status that a worker has sent in reply to a call.
+        reported: Function that stores a status that a worker has sent in its reply to a call.
     """
 
     prefill: Mapping[str, PrefillPort]
@@ -86,7 +86,8 @@ class RequestContext:
     pixels: Callable[[PromptImage], Awaitable[bytes]] = _not_read
 
     async def with_pixels(self, request: Request) -> Request:
-        """Returns a request for the worker that computes its prompt."""
+        """Returns the request in the form for the worker that computes its prompt: with the pixels
+        of its images instead of their files."""
         if not request.images:
             return request
         images = [
@@ -120,12 +121,12 @@ async def reserve(
     computes: bool = False,
     peer: tuple[HandoffSource | None, int] = (None, 0),
 ) -> ReservationHandle:
-    """Reserves pages for `children` at a decode worker.
+    """Reserves pages for `children` at a decode worker and returns the reservation.
 
     Args:
         whole: Whether the worker receives all KV of the children, even KV that it has cached.
         computes: Whether the worker itself computes the part of the prompt that it has not cached.
-        peer: Another worker that has the prompt cached, and the number of cached tokens.
+        peer: Another worker that has the prompt cached (or None), and the number of cached tokens.
 
     Raises:
         JdisaggError: The worker refused, or did not answer.

@@ -66,11 +66,11 @@ class RequestPath:
 
     Args:
         cluster: Ports and statuses of the workers.
-        new_text: Creates the detokenizer of one child (parallel sample) of a request.
+        new_text: Function that creates the detokenizer of one child (parallel sample) of a request.
         limits: Limits on requests, and timeouts.
         clock: Clock of all times in the path.
         settings: Settings of the placer.
-        new_id: Generates ids of hand-offs.
+        new_id: Function that returns a new id for a hand-off.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RequestPath:
         self._context = RequestContext(cluster, self.placer, limits, clock, new_id, self.counters)
         self._new_text = new_text
         self._running = 0
-        self._waiting: Counter[str] = Counter()  # requests before their first token, by tenant
+        self._waiting: Counter[str] = Counter()  # requests without first token, by tenant
         self._priorities: Counter[int] = Counter()  # the same requests by priority
         self._draining = False
         self._runs: dict[tuple[str, str], RequestRun] = {}  # by tenant and id
@@ -102,7 +102,7 @@ class RequestPath:
         self._first_tokens = Drain()
         self._open = asyncio.Event()  # whether attempts may start
         self._open.set()
-        self._drains = False  # whether attempts of requests that run may start nevertheless
+        self._drains = False  # whether attempts of placed requests may still start
 
     @property
     def cluster(self) -> ClusterPorts:
@@ -114,8 +114,8 @@ class RequestPath:
 
     @contextlib.asynccontextmanager
     async def paused(self, drain_seconds: float | None) -> AsyncGenerator[None, None]:
-        """Context in which no attempt starts. With `drain_seconds`, first waits until placed
-        requests have ended. Raises DeadlineExceededError if this takes longer than
+        """Returns a context in which no attempt starts. If `drain_seconds` is set, first waits
+        until placed requests have ended. Raises DeadlineExceededError if this takes longer than
         `drain_seconds`."""
         self._open.clear()
         try:
@@ -129,7 +129,7 @@ class RequestPath:
             self._open.set()
 
     async def _ended(self, seconds: float) -> None:
-        """Waits until no request that was placed is left."""
+        """Waits until no placed request is left. Raises DeadlineExceededError after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 while any(run.placements for run in self._runs.values()):
@@ -177,11 +177,11 @@ class RequestPath:
         """Suspends or resumes a running request. The request's deadline does not change.
 
         Suspension frees the request's decode slots and KV pages. The workers keep its KV in host
-        memory if there is room. A resumed request continues at the next token, with the KV from
-        host memory or after recomputing the KV.
+        memory if there is room. A resumed request continues at the next token. Its KV is restored
+        from host memory or recomputed.
 
         Args:
-            keep_seconds: Seconds for which workers keep the KV, or None to resume.
+            keep_seconds: Seconds for which workers keep the KV. None resumes the request.
 
         Raises:
             InvalidRequestError: No such request is running at this router.
@@ -282,10 +282,12 @@ class RequestPath:
         self, run: RequestRun, error: Exception, children: list[int], attempt: Attempt
     ) -> float:
         """Returns the seconds to wait before another attempt at `children`. Raises `error` if the
-        request must not be attempted again. Failures are counted per child, because one crashed
-        worker may end many attempts. An attempt that no worker has received is not counted if
-        workers can return: only the deadline limits such attempts. A request that one worker
-        refuses because of its limits may fit on other workers."""
+        request must not be attempted again.
+
+        Failures are counted per child, because one crashed worker may end many attempts. If workers
+        can return, an attempt that no worker has received is not counted, so that only the deadline
+        limits such attempts. A request that one worker refuses because of its limits is tried on
+        other workers."""
         limits = self._context.limits
         retry = limits.timeouts.request.retry
         if isinstance(error, DeadlineExceededError):
@@ -379,7 +381,7 @@ class RequestPath:
     # ---- status
 
     async def status(self) -> tuple[WorkerStatus, ...]:
-        """Returns the statuses of all workers that answer."""
+        """Returns the statuses of all workers. Workers that do not answer are left out."""
         cluster = self._context.cluster
         if cluster.statuses is not None:
             return cluster.statuses()
@@ -417,7 +419,8 @@ class RequestPath:
             await self._quiet.wait()
 
     async def _ask_workers(self) -> None:
-        """Requests all statuses. Removes workers that do not answer from the snapshot."""
+        """Requests all statuses and updates the snapshot with them. Removes workers that do not
+        answer from the snapshot."""
         accounts, now = self.placer.accounts, self._context.clock.now()
         reported = {status.name: status for status in await self.status()}
         for name in [name for name in accounts.state if name not in reported]:
@@ -429,8 +432,9 @@ class RequestPath:
 
 
 def _more_useful(cause: UnavailableError | None, error: Exception) -> Exception:
-    """Returns the worker's own error `cause`, because it is more useful than the error that no
-    worker is left. Sets its retry time to that of the last error."""
+    """Returns the error to report after the last attempt. It is the worker's own error `cause`,
+    because it is more useful than the error that no worker is left. Its retry time is taken from
+    the last error."""
     if cause is None or cause is error or not isinstance(error, JdisaggError):
         return cause or error
     if cause.retry_after_seconds is None:

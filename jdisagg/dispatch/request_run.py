@@ -1,12 +1,12 @@
 """State of one running request: its children with their accepted tokens, its deadline, its attempts
 and its timings.
 
-Accepted tokens are stored only in this module. All tokens from workers pass through `accept`. It
-accepts each token exactly once and in order, whichever worker, attempt or message delivers the
-token. After a failure or preemption, another worker prefills the prompt and the accepted tokens.
-This module makes no decisions about workers.
+Accepted tokens are stored only in this module. All tokens from workers pass through `accept`, which
+accepts each token exactly once and in order. It does not matter which worker, attempt or message
+delivers the token. After a failure or preemption, another worker prefills the prompt and the
+accepted tokens. This module makes no decisions about workers.
 
-Invariants: no token is accepted twice. No token is skipped: if a worker skips one, `DeliveryError`
+Invariants: no token is accepted twice. No token is skipped; if a worker skips one, `DeliveryError`
 reports the bug. No token is accepted after the end of its child."""
 
 import asyncio
@@ -37,13 +37,14 @@ RESUMPTION_BITS = 20  # 2**bits attempt numbers between two resumptions by the c
 
 
 class DeliveryError(AssertionError):
-    """Raised if a worker skipped a token of a child, which is a bug."""
+    """A worker skipped a token of a child, which is a bug."""
 
 
 class TextStream(Protocol):
     """Incremental detokenizer (`dispatch/token_stream.py`). `push` returns the text that later
-    tokens cannot change and holds the rest back. `finish` returns the held text, which may still
-    complete a stop string. `stop_string` is the stop string that ended the output, or ""."""
+    tokens cannot change and holds back the rest. `finish` returns the text that was held back,
+    which may still complete a stop string. `stop_string` is the stop string that ended the output,
+    or ""."""
 
     @property
     def stop_string(self) -> str: ...
@@ -55,7 +56,8 @@ NewTextStream = Callable[[Request], TextStream]
 
 
 class RunningAttempt(Protocol):
-    """An attempt of the request. `over`: Whether all its children have ended at workers."""
+    """An attempt of the request. `over` is True if workers have reported the end of all its
+    children."""
 
     @property
     def over(self) -> bool: ...
@@ -65,8 +67,9 @@ class RunningAttempt(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ChildRun:
-    """One of the request's n parallel streams. `resumed_tokens`: Number of accepted tokens that the
-    client already had when it resumed the stream. Times are recorded for later tokens only."""
+    """One of the request's n parallel samples. `resumed_tokens` is the number of accepted tokens
+    that the client already had when it resumed the stream. Times are recorded for later tokens
+    only."""
 
     text: TextStream
     accepted: list[int]
@@ -87,7 +90,7 @@ class ChildRun:
 class RequestRun:
     """One running request.
 
-    A client that resumes a stream sends the tokens that it has (`request.resumption`). Each
+    If a client resumes a stream, it sends the tokens that it has (`request.resumption`). Each
     resumption starts with a higher attempt number, so that workers end the attempts of the earlier
     stream."""
 
@@ -111,12 +114,12 @@ class RequestRun:
         self.attempts: dict[RunningAttempt, asyncio.Task[None]] = {}
         self.placements = 0
         self.placing = 0  # attempts that wait for workers
-        self.unreached = 0  # attempts in a row that no worker received
+        self.unreached = 0  # number of attempts in a row that no worker received
         self.first_placement: PlacementHandle | None = None
         self.failures: dict[int, int] = {}  # by child
         self.avoid: frozenset[str] = frozenset()
         self.cause: UnavailableError | None = None
-        self.as_planned = not self.resumed  # whether one attempt at its chosen workers sufficed
+        self.as_planned = not self.resumed  # whether one attempt has sufficed so far
         # Timings.
         self.first_token_at: float | None = None
         self.queue_seconds = 0.0
@@ -126,7 +129,7 @@ class RequestRun:
         self._weights: dict[str, int] = {}  # accepted tokens by the weights' version
         self._cached: CachedTokens | None = None
         self._had = resumption.children if resumption else ()
-        # Sent with the first event, so a client that received an event has them.
+        # Sent with the first event, so any client that has received an event has them.
         self._prompt_logprobs: PromptLogprobs | None = None
         if any([had.token_ids or had.finish_reason for had in self._had]):
             self._ask_no_more_of_prompt()
@@ -155,8 +158,9 @@ class RequestRun:
 
     @property
     def past_suspensions(self) -> int:
-        """Number of suspensions and resumptions of which a worker that starts now need not be
-        notified: all, except a suspension in effect."""
+        """Number of suspensions and resumptions that a newly started attempt need not send to its
+        worker. If the request is suspended now, the last suspension must be sent; all others need
+        not."""
         return self.suspensions - (self.keep_seconds is not None)
 
     # ---- time
@@ -188,12 +192,12 @@ class RequestRun:
         return [index for index, child in enumerate(self.children) if child.finish is None]
 
     def as_child(self, index: int) -> Child:
-        """Returns the child's index and accepted tokens, for a call to a worker that prefills these
-        tokens again."""
+        """Returns the child's index and accepted tokens in the form of a call to a worker. The
+        worker prefills these tokens again."""
         return Child(index, tuple(self.children[index].accepted))
 
     def groups(self, children: Iterable[int]) -> list[tuple[int, ...]]:
-        """Groups children for attempts. Children without accepted tokens form one group, because
+        """Groups children into attempts. Children without accepted tokens form one group, because
         they need only the prompt's KV. Each other child is a group of its own."""
         children = list(children)
         if len(children) == 1:
@@ -204,7 +208,7 @@ class RequestRun:
 
     @property
     def under_way(self) -> bool:
-        """Whether the request was placed or resumed before; otherwise it is new."""
+        """Whether the request was placed or resumed before. A new request was not."""
         return self.resumed or self.placements > 0
 
     def placed(self, placement: PlacementHandle, waited_seconds: float) -> None:
@@ -214,8 +218,9 @@ class RequestRun:
         self.context_tokens = placement.decision.context_tokens
 
     def note_cached(self, tokens: CachedTokens) -> None:
-        """Records the number of prompt tokens that the first prefill found in the cache. Later
-        attempts do not count, because they find KV that the first attempt computed."""
+        """Records the number of prompt tokens that the first prefill found in the cache. The
+        numbers of later attempts are ignored, because they include KV that the first attempt
+        computed."""
         if self._cached is None:
             self._cached = tokens
 
@@ -224,8 +229,8 @@ class RequestRun:
         return self._attempt
 
     async def resume(self) -> None:
-        """Replays the tokens that the client already has. Their text is not sent again, nor is the
-        end of a child that had ended. Yields to other tasks between blocks of tokens."""
+        """Replays the tokens that the client already has. Neither their text nor the end of a child
+        that had ended is sent again. Other tasks run between blocks of tokens."""
         for child, had in zip(self.children, self._had, strict=False):
             for first in range(0, len(had.token_ids), REPLAYED_TOKENS):
                 child.text.push(had.token_ids[first : first + REPLAYED_TOKENS])
@@ -237,8 +242,8 @@ class RequestRun:
         self._unfinished = len(self.open_children)
 
     def accept_prompt(self, logprobs: PromptLogprobs | None) -> None:
-        """Stores the prompt's log-probabilities if they are complete. They are then sent with the
-        next event, and later attempts do not request them."""
+        """Stores the prompt's log-probabilities if they are complete. They are sent with the next
+        event, and later attempts do not request them."""
         wanted = self.request.sampling.prompt_logprobs is not None
         if logprobs is not None and wanted and len(logprobs) + 1 == self.prompt_tokens:
             self._prompt_logprobs = logprobs
@@ -257,8 +262,8 @@ class RequestRun:
         weights: str = "",
     ) -> None:
         """Accepts the tokens that are new, up to the end of the child, and queues them as an event
-        for the client. `first_index` is the position of `token_ids[0]` in the child's answer, and
-        `weights` the identity of the weights that chose them."""
+        for the client. `first_index` is the index of `token_ids[0]` in the child's answer.
+        `weights` is the identity of the weights that generated the tokens."""
         child = self.children[index]
         seen = len(child.accepted) - first_index
         if seen > 0:
@@ -321,8 +326,8 @@ class RequestRun:
         )
 
     def _weights_used(self) -> tuple[tuple[str, int], ...]:
-        """Returns the versions of the weights that chose the tokens, and the number of tokens of
-        each; empty if the weights never changed."""
+        """Returns each version of the weights that generated tokens, with the number of tokens.
+        Empty if the weights never changed."""
         first = self.output_tokens - sum(self._weights.values())
         used: dict[str, int] = {"": first} if first and self._weights else {}
         for identity, count in self._weights.items():
@@ -345,7 +350,7 @@ class RequestRun:
         return event
 
     def fail(self, error: Exception) -> None:
-        """Ends the request with `error`, after the client received all queued events."""
+        """Ends the request with `error`, after the client has received all queued events."""
         self._events.put_nowait(error)
 
     def timings(self, now: float) -> Timings:
@@ -372,12 +377,12 @@ class RequestRun:
     # ---- the end
 
     def clean_up(self, call: asyncio.Task[None]) -> None:
-        """Runs a clean-up call as a task, for which `close` waits."""
+        """Registers the task of a clean-up call, for which `close` waits."""
         self._closing.add(call)
         call.add_done_callback(self._closing.discard)
 
     async def close(self, seconds: float) -> None:
-        """Cancels the attempts that are not over. Waits at most `seconds` until they have freed
+        """Cancels the attempts that are not over. Waits for at most `seconds` until they have freed
         their resources at the workers."""
         self.closed = True
         self._timer.cancel()
@@ -390,7 +395,7 @@ class RequestRun:
             task.cancel()
 
     def _end_by_deadline(self) -> None:
-        """Ends the request at its deadline. One timer per request calls it, because a timer per
-        token would cost too much. A request that waits for a role without workers ends with the
-        error of that role."""
+        """Ends the request at its deadline. It is called by one timer per request, because a timer
+        per token would cost too much. If the request waits for a role without workers, the error
+        states this."""
         self.fail((self.missing() if self.placing else None) or self.too_late())

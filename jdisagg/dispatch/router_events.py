@@ -27,8 +27,8 @@ class RouterEvents(Protocol):
         ...
 
     def handed_over(self, prefill: str | None, decode: str) -> None:
-        """Called when an attempt decodes its first token from the KV that `prefill` computed. None
-        means that `decode` computed the KV itself."""
+        """Called when an attempt decodes its first token from the KV that `prefill` computed.
+        `prefill` is None if `decode` computed the KV itself."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Status of a router: its last decisions with reasons and outcomes, and the work that it has sent
 to each worker.
 
-Plain data for `GetStatus`, which clients read too. `dispatch.placer` builds it. The workers' own
-reports are in `WorkerStatus`."""
+These are plain data for `GetStatus` and are also read by clients. `dispatch.placer` creates them.
+The workers' own reports are in `WorkerStatus`."""
 
 from dataclasses import dataclass
 
@@ -41,8 +41,10 @@ class WorkerAccount:
 
     Attributes:
         attempts: Number of attempts that this router runs at the worker now.
-        unseen_tokens: Number of prompt tokens that were sent after the worker's last status.
-        unseen_pages: Number of KV pages that attempts sent after the worker's last status need.
+        unseen_tokens: Number of prompt tokens that this router sent after the worker's last status,
+            which does not include them yet.
+        unseen_pages: Number of KV pages needed by attempts that the worker's last status does not
+            include yet.
         committed_pages: Number of KV pages that all attempts at the worker are expected to need by
             their end.
         barred_seconds: Seconds for which the worker still gets no requests, because it failed.
@@ -66,7 +68,7 @@ class WaitingRequest:
     Attributes:
         position: Place in the order in which the requests will be placed, from 1.
         waited_seconds: Seconds since its arrival, or since its last attempt ended.
-        reason: Why the first of the waiting requests cannot be placed now.
+        reason: Reason why the first of the waiting requests cannot be placed now.
     """
 
     request_id: str
@@ -77,8 +79,14 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatus:
-    """Status of a router. `waiting`: Number of requests that wait for workers. `decisions`: Recent
-    decisions, latest first. `waiting_requests`: The first requests that wait."""
+    """Status of a router.
+
+    Attributes:
+        waiting: Number of requests that wait for workers.
+        decisions: Recent decisions, latest first.
+        accounts: Work that the router has sent to each worker.
+        waiting_requests: The first requests that wait, in the order in which they will be placed.
+    """
 
     waiting: int = 0
     decisions: tuple[PastDecision, ...] = ()

@@ -1,8 +1,8 @@
-"""The LoRA adapters that a server offers under names.
+"""The LoRA adapters that a server offers to clients under names.
 
-Loading an adapter by name checks its folder and computes the hash of its content. Requests carry
-name, folder and hash. A worker loads the adapter when the first request needs it, so that a worker
-that restarts, or joins later, needs no list. Each router has its own names."""
+When an adapter is loaded by name, its folder is checked and the hash of its content is computed.
+Requests carry name, folder and hash. A worker loads the adapter when the first request needs it, so
+a worker that restarts, or joins later, needs no list of adapters. Each router has its own names."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,7 +15,8 @@ from jdisagg.request import Adapter
 MAX_ADAPTERS = 4096
 MAX_TEXT_BYTES = 4096
 
-# Checks the folder of an adapter and returns its digest. Blocks. Raises InvalidRequestError.
+# Function that checks the folder of an adapter and returns its digest. It blocks the thread, and
+# raises InvalidRequestError.
 CheckAdapter = Callable[[str], str]
 
 
@@ -28,7 +29,7 @@ class ServedAdapters:
 
     Args:
         check: Function that checks an adapter's folder.
-        statuses: Returns the statuses of all workers.
+        statuses: Function that returns the statuses of all workers.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class ServedAdapters:
         raise InvalidRequestError(f"model must be one of {names[:1000]}, got {name[:80]!r}")
 
     async def load(self, name: str, path: str, model: str, replace: bool = False) -> Adapter:
-        """Offers the adapter in the folder `path` under a name.
+        """Checks the adapter in the folder `path` and offers it under a name.
 
         Args:
             model: Name of the model, which no adapter may have.
-            replace: Whether the name may have an adapter already. Its running requests end with
-                the earlier content.
+            replace: Whether the name may have an adapter already. Running requests of that adapter
+                finish with its earlier content.
 
         Raises:
             InvalidRequestError: The name is taken, the folder cannot be served, or no worker has
@@ -93,15 +94,15 @@ class ServedAdapters:
         return adapter
 
     def unload(self, name: str) -> None:
-        """Removes a name. Running requests end with their adapter. Raises InvalidRequestError for
-        an unknown name, and UnauthenticatedError as `load`."""
+        """Removes a name. Running requests finish with their adapter. Raises InvalidRequestError
+        for an unknown name, and UnauthenticatedError if the caller's token belongs to a tenant."""
         refuse_tenants("adapters are unloaded")
         if self._named.pop(name, None) is None:
             raise InvalidRequestError(f"lora_name {name[:80]!r} is not loaded; see /v1/models")
 
     def name_all(self, modules: str) -> None:
-        """Offers the adapters of `modules`, "name=path,name=path", at the server's start. Blocks.
-        Raises InvalidRequestError for an adapter that cannot be served."""
+        """Offers the adapters of `modules` ("name=path,name=path") at the server's start. Blocks
+        the calling thread. Raises InvalidRequestError for an adapter that cannot be served."""
         for part in filter(None, (part.strip() for part in modules.split(","))):
             name, equals, path = part.partition("=")
             if not (name and equals and path):

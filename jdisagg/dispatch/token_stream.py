@@ -1,11 +1,12 @@
-"""Detokenization of one stream: token ids in, text out, cut at a stop string.
+"""Detokenizes one stream: converts token ids to text and ends the text at a stop string.
 
 The request path uses `TokenStream`, which combines `IncrementalDetokenizer` and `StopStrings`. Both
 need only a `Detokenizer` (ids -> text), and use neither requests, transports nor JAX.
 
 Invariants:
-- The state depends only on the prompt and the pushed tokens, not on how they were split into spans.
-  A new stream that is given the accepted ids has the same state and returns the same text.
+- The state depends only on the prompt and the pushed tokens. It does not depend on how the tokens
+  were split into spans. A new stream that is given the accepted ids has the same state and returns
+  the same text.
 - The returned pieces, joined, equal the text that decoding prompt and output at once adds to the
   prompt's text. Decoding is not additive: a leading space may depend on the previous token, and a
   character may consist of several tokens.
@@ -16,9 +17,9 @@ Invariants:
   window are context.
 - No piece contains any part of a stop string that is completed later.
 
-One exception to the second invariant: a byte-fallback decoder turns a whole run of byte tokens into
-U+FFFD when one byte is invalid. Complete characters of that run that were already delivered are not
-changed."""
+There is one exception to the second invariant: if one byte is invalid, a byte-fallback decoder
+turns a whole run of byte tokens into U+FFFD. Complete characters of that run that were already
+delivered are not changed."""
 
 import functools
 import itertools
@@ -45,9 +46,9 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text of a stream, and whether a stop string ended the output. `tokens_kept`: Number of
-    pushed tokens that belong to the output. It is smaller than the number pushed only if a stop
-    string ended the output: tokens after the token that completed the stop string are dropped."""
+    """New text of a stream, and whether a stop string ended the output. `tokens_kept` is the number
+    of pushed tokens that belong to the output. It is smaller than the number of pushed tokens only
+    if a stop string ended the output, because later tokens are dropped."""
 
     text: str
     tokens_kept: int
@@ -55,14 +56,17 @@ class TextDelta:
 
 
 class TokenStream:
-    """Converts one output's token ids to text. Push the ids in order, without the final stop id.
+    """Converts one output's token ids to text. The ids must be pushed in order, without the final
+    stop id.
 
     A stop string ends the output where it is first completed. If one character completes several
-    stop strings, the longest one counts. A stop string that contains text of the first `min_tokens`
-    tokens does not count.
+    stop strings, the longest one is used. A stop string that contains text of the first
+    `min_tokens` tokens is ignored.
 
-    `include_stop`: whether the text includes the stop string that ends it. `keep_special`: whether
-    special tokens are part of the text."""
+    Args:
+        include_stop: Whether the text includes the stop string that ends it.
+        keep_special: Whether special tokens are part of the text.
+    """
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class TokenStream:
 
     @property
     def stop_string(self) -> str:
-        """The stop string that ended the output, or "" without one."""
+        """The stop string that ended the output, or "" if none did."""
         return self._stops.matched
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
@@ -118,19 +122,21 @@ class TokenStream:
         return TextDelta("".join(pieces), len(token_ids), self.stopped)
 
     def finish(self) -> str:
-        """Ends the output and returns the text still held back, or "" after a stop string.
+        """Ends the output and returns the text that is still held back, or "" after a stop string.
 
-        An unfinished character becomes text only at the end and may complete a stop string."""
+        An unfinished character becomes text only at the end, and may then complete a stop
+        string."""
         if self.stopped:
             return ""
         return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
 
 
 class IncrementalDetokenizer:
-    """Returns the text that each new token adds. `_window` holds the last tokens of prompt and
-    output. `_given` is the part of the window's text that was returned or belongs to the prompt.
-    The text of the window's first `_settled` tokens was returned completely. `_given_since` is the
-    part that was returned of the remaining tokens' text."""
+    """Returns the text that each new token adds.
+
+    `_window` holds the last tokens of prompt and output. `_given` is the part of the window's text
+    that was returned or belongs to the prompt. The text of the window's first `_settled` tokens was
+    returned completely. `_given_since` is the returned part of the remaining tokens' text."""
 
     def __init__(self, decode: Decode, prompt_token_ids: Sequence[int]) -> None:
         self._decode = decode
@@ -187,8 +193,8 @@ class IncrementalDetokenizer:
         return new[prompts:]
 
     def _slide(self) -> None:
-        """Drops all but the last tokens of the window. The cut is between two characters. Does
-        nothing if the remaining tokens have no text."""
+        """Shortens the window to its last tokens. The cut is between two characters. Does nothing
+        if the remaining tokens have no text."""
         full = len(self._window) >= MAX_WINDOW_TOKENS
         context = self._window[-CONTEXT_TOKENS if full else self._next_start :]
         text = self._decode(context)
@@ -210,8 +216,8 @@ class StopStrings:
     beginning of a stop string.
 
     Uses one Knuth-Morris-Pratt matcher per stop string, so the work per character does not depend
-    on the length of the stop strings. `include`: Whether the text includes the stop string that
-    ends it. `matched`: The stop string that was completed, or ""."""
+    on the length of the stop strings. If `include` is set, the text includes the stop string that
+    ends it. `matched` is the stop string that was completed, or ""."""
 
     def __init__(self, stop: Sequence[str], include: bool = False) -> None:
         self.matched = ""
@@ -223,7 +229,8 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Adds text and returns the text that can be delivered: none after a stop string."""
+        """Adds text and returns the text that can be delivered. Returns "" after a stop string was
+        completed."""
         if self.matched or not self._stops:
             return "" if self.matched else text
         for index, character in enumerate(text):

@@ -1,11 +1,11 @@
 """Updates the weights of a cluster's workers, and lets workers sleep.
 
 An update has two phases. First, all workers stage the new weights while requests run. If one worker
-cannot, all drop them and serve the old weights. Then placement pauses, decode workers commit, and
-after them prefill workers. A worker without memory for a second copy sleeps during the pause: it
-stages, commits and wakes. A worker that fails to commit keeps its old weights, and the router pairs
-it with no worker that has the new ones. `catch_up` later loads the new weights into it, and into
-workers that join."""
+cannot, all drop the staged weights and continue to serve the old ones. Then placement pauses,
+decode workers commit, and after them prefill workers. A worker without memory for a second copy
+sleeps during the pause: it stages, commits and wakes. A worker that fails to commit keeps its old
+weights, and the router does not pair it with workers that have the new ones. Later, `catch_up`
+loads the new weights into such a worker, and into workers that join."""
 
 import asyncio
 import contextlib
@@ -45,19 +45,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """When the router again tries to load the last weights into a worker that failed to load them,
-    and the wait before."""
+    """Time of the next try to load the last weights into a worker that failed to load them, and the
+    duration of the last wait."""
 
     until: float = 0.0
     seconds: float = FIRST_WAIT_SECONDS / 2
 
 
 class PausablePath(Protocol):
-    """The part of `RequestPath` that updates use."""
+    """The interface of `RequestPath` that updates use."""
 
     def paused(self, drain_seconds: float | None) -> AbstractAsyncContextManager[None]:
-        """Context in which no attempt starts. With `drain_seconds`, first waits until running
-        requests have ended, at most this long."""
+        """Returns a context in which no attempt starts. If `drain_seconds` is set, first waits for
+        at most this time until running requests have ended."""
         ...
 
     @property
@@ -95,7 +95,8 @@ class WeightsControl:
         Args:
             folder: Path on the hosts of all workers, with the served model's configuration, or the
                 name of an offer.
-            version: Text that identifies the weights in replies. By default a part of their hash.
+            version: Text that identifies the weights in replies. If it is empty, a part of their
+                hash is used.
             mode: What happens to running requests.
             deadline_seconds: Time limit of each phase: waiting for another update, reading,
                 draining.
@@ -127,8 +128,9 @@ class WeightsControl:
                         staged |= await self._stage(short, call)
                         identity = _one_identity(folder, staged)
                         commit = CommitCall(identity, mode is UpdateMode.KEEP)
-                        # Goes to its end if the caller leaves: half of the workers would have the
-                        # weights, and no worker of one side would match one of the other.
+                        # Continues even if the caller is cancelled. Otherwise only some workers
+                        # would have the new weights, and prefill and decode workers could not be
+                        # paired.
                         committing = asyncio.create_task(self._change(ports, call, commit))
                         try:
                             done, failed = await asyncio.shield(committing)
@@ -150,8 +152,8 @@ class WeightsControl:
 
     @contextlib.asynccontextmanager
     async def _asleep(self, some: Mapping[str, WeightsPort], seconds: float) -> AsyncIterator[None]:
-        """Context in which workers without memory for two copies of their weights sleep. At its end
-        they wake with the new weights, or read their old weights again."""
+        """Returns a context in which workers without memory for two copies of their weights sleep.
+        At its end they wake with the new weights, or read their old weights again."""
         if not some:
             yield
             return
@@ -169,8 +171,8 @@ class WeightsControl:
                     self._path.cluster.reported(outcome)
 
     async def catch_up(self) -> None:
-        """Loads the weights of the last update into workers that lack them. If a worker fails, it
-        is tried again after a wait that doubles with each failure."""
+        """Loads the weights of the last update into workers that lack them. After a failure, a
+        worker is tried again after a wait that doubles with each failure."""
         wanted, ports = self._wanted, self._ports
         if wanted is None or self._changing.locked() or self._path.cluster.statuses is None:
             return
@@ -202,8 +204,8 @@ class WeightsControl:
     async def _give(
         self, wanted: StageCall, some: Mapping[str, WeightsPort], having: Sequence[str]
     ) -> None:
-        """Loads the weights of the last update into workers: from the update's folder or offer, or
-        else from a worker of `having`."""
+        """Loads the weights of the last update into workers. They are read from the update's folder
+        or offer. If that fails, a worker of `having` offers them."""
         async with turn(self._changing, wanted.deadline_seconds, "the update of a late worker"):
             call, seconds = wanted, wanted.deadline_seconds
             try:
@@ -226,17 +228,23 @@ class WeightsControl:
     async def sleep(
         self, level: int = 1, workers: tuple[str, ...] = (), deadline_seconds: float = SLEEP_SECONDS
     ) -> tuple[WorkerStatus, ...]:
-        """Frees pages and weights of workers, by default of all. Their sequences continue on other
-        workers, or wait. Raises InvalidRequestError for an unknown worker, DeadlineExceededError if
-        an update or sleep in progress lasts longer than `deadline_seconds`, and the errors of
-        `WeightsPort.sleep`."""
+        """Frees pages and weights of `workers`, or of all workers if it is empty. Their sequences
+        continue on other workers, or wait.
+
+        Raises:
+            InvalidRequestError: A worker is unknown.
+            DeadlineExceededError: An update or sleep in progress lasts longer than
+                `deadline_seconds`.
+            JdisaggError: Any error of `WeightsPort.sleep`.
+        """
         call = SleepCall(level, deadline_seconds)
         return await self._each(workers, "sleep", lambda port: port.sleep(call), deadline_seconds)
 
     async def wake(
         self, workers: tuple[str, ...] = (), deadline_seconds: float = UPDATE_SECONDS
     ) -> tuple[WorkerStatus, ...]:
-        """Ends the sleep of workers, by default of all. Raises as `sleep`."""
+        """Ends the sleep of `workers`, or of all workers if it is empty. Raises the same errors as
+        `sleep`."""
         return await self._each(
             workers, "wake", lambda port: port.wake(deadline_seconds), deadline_seconds
         )
@@ -279,8 +287,8 @@ class WeightsControl:
     async def _change(
         self, ports: Mapping[str, WeightsPort], call: StageCall, commit: CommitCall
     ) -> tuple[list[str], list[str]]:
-        """Commits, and records the weights that all workers should have. Returns the result of
-        `_commit`."""
+        """Commits, and records which weights all workers should have, for `catch_up`. Returns the
+        result of `_commit`."""
         done, failed = await self._commit(ports, commit)
         if done:
             self._wanted, self._identity, self._waits = call, commit.weights, {}
@@ -289,8 +297,9 @@ class WeightsControl:
     async def _commit(
         self, ports: Mapping[str, WeightsPort], call: CommitCall
     ) -> tuple[list[str], list[str]]:
-        """Commits on decode workers, then on prefill workers, because their prompts then have no
-        receiver. Returns the workers that have the new weights, and the failures."""
+        """Commits on decode workers first, and then on prefill workers, because by then no decode
+        worker receives the prompts of prefill workers any more. Returns the names of the workers
+        that have the new weights, and a text for each failure."""
         decodes = self._path.cluster.decode
         done: list[str] = []
         failed: list[str] = []
@@ -310,21 +319,21 @@ class WeightsControl:
 
 
 def control_of(control: WeightsControl | None) -> WeightsControl:
-    """Returns a server's control of weights. Raises InvalidRequestError if it has none."""
+    """Returns a server's `WeightsControl`. Raises InvalidRequestError if the server has none."""
     if control is None:
         raise InvalidRequestError("weights: this server cannot change the weights of workers")
     return control
 
 
 def positive_seconds(seconds: float) -> float:
-    """Returns a deadline. Raises InvalidRequestError unless it is positive and finite."""
+    """Returns `seconds`. Raises InvalidRequestError if it is not positive and finite."""
     if not 0 < seconds < math.inf:
         raise InvalidRequestError(f"deadline_seconds must be positive and finite, got {seconds}")
     return seconds
 
 
 def _one_identity(folder: str, staged: Mapping[str, StagedWeights]) -> str:
-    """Returns the identity of the weights that workers with room have staged. Raises
+    """Returns the identity of the weights that the workers have staged, or "" if none has. Raises
     InvalidRequestError if the workers' identities differ."""
     found = {one.weights for one in staged.values() if not one.missing_bytes}
     if len(found) > 1:
@@ -361,13 +370,14 @@ async def _in_time(call: Awaitable[T]) -> T:
 async def _all(
     ports: Mapping[str, WeightsPort], call: Callable[[WeightsPort], Awaitable[T]]
 ) -> dict[str, T | BaseException]:
-    """Calls all workers at once. Returns each one's reply or error."""
+    """Calls all workers at the same time. Returns the reply or error of each."""
     outcomes = await asyncio.gather(*map(call, ports.values()), return_exceptions=True)
     return dict(zip(ports, outcomes, strict=True))
 
 
 def _raised(outcomes: Mapping[str, T | BaseException]) -> dict[str, T]:
-    """Returns the replies. Raises the first error, with the worker's name."""
+    """Returns the replies of all workers. If a worker returned an error, raises the first error,
+    with the worker's name in its message."""
     replies: dict[str, T] = {}
     for name, outcome in outcomes.items():
         if isinstance(outcome, JdisaggError):

@@ -1,2 +1,2 @@
-"""Messages between processes, as frozen `Message` structs that msgpack encodes directly. Imports
-neither JAX nor gRPC."""
+"""Messages between processes. Each is a frozen `Message` struct, which msgpack encodes directly.
+Imports neither JAX nor gRPC."""

@@ -1,9 +1,10 @@
 """Messages between the leader process of an instance (one model replica on several hosts) and its
-follower processes, on one ordered stream per follower.
+follower processes. Each follower has one ordered stream to the leader.
 
-A follower joins, loads the model on its devices, compiles the programs, reports that it is ready,
-and then runs the leader's commands in order. It reports its failures, and the result of its part of
-each KV pull and disk command. Both sides send heartbeats and treat a silent process as dead."""
+A follower joins, loads the model on its devices, compiles the programs and reports that it is
+ready. It then runs the leader's commands in order. It reports its failures, and the result of its
+part of each KV pull and disk command. Both sides send heartbeats and treat a silent process as
+dead."""
 
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.step_commands import StepCommand, StepResult
@@ -11,8 +12,8 @@ from jdisagg.plain import Message
 
 
 class LeaderPlace(Message, frozen=True):
-    """Address and secret of the leader. Followers receive both as one text from the JAX distributed
-    runtime."""
+    """Address and secret of the leader. Followers receive both in one text through the JAX
+    distributed runtime."""
 
     address: str
     secret: int
@@ -27,7 +28,7 @@ class LeaderPlace(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """First message of a follower. `secret` authenticates the follower, and `end` is the follower's
+    """First message of a follower. `secret` authenticates the follower. `end` is the follower's
     endpoint for KV transfers."""
 
     process: int
@@ -40,17 +41,17 @@ class Ready(Message, frozen=True):
 
 
 class Reported(Message, frozen=True):
-    """Result of command number `number` on this follower. Only results of `IN_PARTS` commands are
-    reported."""
+    """Result of the command with number `number` on this follower. Only results of `IN_PARTS`
+    commands are reported."""
 
     number: int
     result: StepResult
 
 
 class Failed(Message, frozen=True):
-    """Reports that command number `number` raised an error on this follower. `fatal` means that the
-    mesh cannot be used any more. A non-fatal error is expected to occur on every process of the
-    instance."""
+    """Reports that the command with number `number` raised an error on this follower. If `fatal` is
+    set, the mesh cannot be used any more. A non-fatal error occurs on every process of the instance
+    in the same way."""
 
     number: int
     message: str
@@ -62,19 +63,19 @@ class Beat(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """The leader's report that all processes are ready. After this message, a silent process counts
+    """Reports that all processes are ready. From this message on, both sides treat a silent process
     as dead."""
 
 
 class Ordered(Message, frozen=True):
-    """Next command to run. Command numbers increase by one."""
+    """The next command that the follower must run. Command numbers increase by one."""
 
     number: int
     command: StepCommand
 
 
 class Stop(Message, frozen=True):
-    """Requests that the follower finishes the commands it has received and then exits."""
+    """Requests that the follower finishes the commands that it has received, and then exits."""
 
 
 FollowerMessage = Join | Ready | Reported | Failed | Beat

@@ -2,25 +2,24 @@
 
 An event is the addition or removal of one block. An epoch is a period without a bulk removal, and
 its events are numbered from 1. A router acknowledges the last event that it has processed
-(`KeptMark`). The worker then sends the later events, or the names of all its blocks if it no longer
-has a record of the later events. A lost, duplicated or reordered message is thus repaired by the
-next message.
+(`KeptMark`). The worker then sends the later events. If it no longer has them, it sends the names
+of all its blocks. A lost, duplicated or reordered message is thus repaired by the next message.
 
 A message identifies a block by the first bytes of the block's name, which is a keyed hash
 (`scheduler/residency.py`). Without the key, names reveal nothing about prompts."""
 
 from jdisagg.plain import Message
 
-TOLD_BYTES = 8  # prefix of a name; a collision costs a wrong estimate at the router, never a token
+TOLD_BYTES = 8  # leading bytes of a name; a collision can only cause a wrong estimate at the router
 
 
 def named_model(model: str, weights: str) -> str:
-    """Returns the text by which the names of blocks distinguish models and weights."""
+    """Returns the text that stands for the model and its weights in the hashes of blocks."""
     return f"{model} weights={weights}" if weights else model
 
 
 class KeptScheme(Message, frozen=True):
-    """How a worker names its cached blocks.
+    """Parameters of a worker's block names, from which a router computes the same names.
 
     Attributes:
         model: Fingerprint of everything that determines the KV, apart from the tokens.
@@ -33,28 +32,29 @@ class KeptScheme(Message, frozen=True):
     block_tokens: int
 
     def with_weights(self, weights: str) -> "KeptScheme":
-        """Returns the scheme of a worker that serves weights of this identity; "" are its initial
-        weights."""
+        """Returns the scheme of a worker that serves the weights with this identity. The identity
+        of its initial weights is ""."""
         return KeptScheme(named_model(self.model, weights), self.grain_tokens, self.block_tokens)
 
 
 class KeptMark(Message, frozen=True):
-    """Last event of a worker that a router has processed. Epochs count from 1. Epoch 0 means that
-    the router has processed no event."""
+    """The last event of a worker that a router has processed. Epochs count from 1. Epoch 0 means
+    that the router has processed no event yet."""
 
     epoch: int = 0
     number: int = 0
 
 
 class KeptNews(Message, frozen=True):
-    """Changes of the cached blocks of `worker`, or, if `whole`, the names of all its cached blocks.
+    """Changes of the cached blocks of `worker`. If `whole` is set, the message lists all its cached
+    blocks instead.
 
     Attributes:
-        number: Number of the event that precedes this message's first event. If `whole`, number of
-            the worker's last event.
+        number: Number of the event that precedes this message's first event. If `whole` is set,
+            number of the worker's last event.
         names: First `TOLD_BYTES` bytes of each block's name, concatenated.
-        added: One byte per block, 1 for an addition and 0 for a removal. Empty if `whole`.
-        whole: Whether `names` lists every cached block after event `number`.
+        added: One byte per block, 1 for an addition and 0 for a removal. Empty if `whole` is set.
+        whole: Whether `names` lists every block that is cached after event `number`.
     """
 
     worker: str
@@ -71,7 +71,7 @@ class PrefixEvent(Message, frozen=True):
     Attributes:
         number: Number of the event at this worker, counted from 1 without gaps.
         page_hash: First bytes of the block's name, as an integer.
-        added: Whether the block was added; otherwise it was removed.
+        added: Whether the block was added. False means that it was removed.
     """
 
     number: int

@@ -8,12 +8,12 @@ Before the first pull of receiver process R from sender process S:
 
 One pull of R from each sender process S of the peer's instance:
 
-- R -> S PullRequest: the KV that R needs for its own devices. A new random id names the request,
+- R -> S PullRequest: the KV that R needs for its own devices. A new random id identifies the pull,
   also on the data plane.
 - S -> R Posted: the location of the bytes (an empty list of pieces if S has none for R), or
 - S -> R Refused: the reason. S also sends Refused after Posted if it revokes the offered KV.
-- R -> S Pulled: everything arrived, and S frees the posting, or
-- R -> S Withdraw: R gave up the pull, and S withdraws its posting.
+- R -> S Pulled: everything arrived, and S frees the posted pieces, or
+- R -> S Withdraw: R gave up the pull, and S withdraws the posted pieces.
 - R -> S Leave: R makes no more pulls, and S frees its state for R.
 
 A pull ahead saves one round trip: if R already has the address and the list of pieces, it sends its
@@ -46,8 +46,8 @@ class KvBackend(enum.StrEnum):
 
 
 class Wanted(Message, frozen=True):
-    """One device that receives KV: its number, the index of its process, and which of the
-    `PullRequest.head_shards` shards of kv heads it holds."""
+    """One device that receives KV. It is described by its number, the index of its process, and the
+    index of the shard of kv heads that it holds (of `PullRequest.head_shards` shards)."""
 
     device: int
     process: int
@@ -55,8 +55,8 @@ class Wanted(Message, frozen=True):
 
 
 class PostedPiece(Message, frozen=True):
-    """One piece of a KV block: number `part` among the pieces that sender device `source` sends to
-    receiver device `destination`."""
+    """One piece of a KV block, sent by device `source` to the receiver's device `destination`.
+    `part` is its index among the pieces between these two devices."""
 
     source: int
     destination: int
@@ -64,8 +64,8 @@ class PostedPiece(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """Opens the receiver's connection number `link` to the sender process with boot id
-    `sender_boot_id`. The data plane uses `transports` parallel connections."""
+    """Opens a connection from the receiver to the sender process with boot id `sender_boot_id`.
+    `link` is the connection's number. The data plane uses `transports` parallel connections."""
 
     sender_boot_id: int
     link: int
@@ -73,8 +73,8 @@ class Open(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """Reply to `Open`: the sender's transfer server at `address` (host:port) serves connection
-    number `link`."""
+    """Reply to `Open`. The sender's transfer server for connection number `link` listens at
+    `address` (host:port)."""
 
     link: int
     address: str
@@ -101,7 +101,8 @@ class PullRequest(Message, frozen=True):
             computes the same reshard plan from this list.
         process: Index of the requesting process. The sender serves only the devices of this
             process.
-        turn: Index of the sender's preferred replica, which spreads the load over replicas.
+        turn: Index of the sender's preferred replica. Different values spread the load over the
+            replicas.
         address: Address of the transfer server from which a pull ahead has started. Empty for other
             pulls.
         pieces: Pieces of a pull ahead, in the order in which the receiver pulls them. Empty for
@@ -160,8 +161,8 @@ class InRegistered(Message, frozen=True):
 
 
 class LentAllocation(Message, frozen=True):
-    """Device memory that other processes of the host can open by its CUDA IPC handle. `number`
-    identifies the allocation at the sender, and `size` is in bytes."""
+    """A device allocation that other processes of the host can open by its CUDA IPC handle.
+    `number` identifies the allocation at the sender, and `size` is in bytes."""
 
     handle: bytes
     number: int
@@ -175,9 +176,9 @@ class OnDevice(Message, frozen=True):
         allocations: Device allocations that contain the pieces.
         places: For each array, index of the allocation that contains it.
         offsets: For each array, byte offset in its allocation.
-        checksums: For each array, checksum of its bytes (`byte_sum`). Empty if a pull of this
-            receiver has succeeded from all of these allocations, and from senders of protocol 41
-            and earlier.
+        checksums: For each array, checksum of its bytes (`byte_sum`). Empty if this receiver has
+            already pulled successfully from all of these allocations. Also empty from senders of
+            protocol 41 and earlier.
     """
 
     allocations: tuple[LentAllocation, ...]
@@ -194,7 +195,7 @@ class Posted(Message, frozen=True):
     `pieces`. Each piece is sent as the arrays that the codec packs it into.
 
     Attributes:
-        address: Address (host:port) of the sender's transfer server. Without meaning if `pieces` is
+        address: Address (host:port) of the sender's transfer server. Meaningless if `pieces` is
             empty.
         heads: Number of kv heads of the whole block.
         pieces: Pieces to pull. Empty if the sender holds nothing for the receiver.
@@ -218,22 +219,22 @@ class Refused(Message, frozen=True):
 
 
 class Pulled(Message, frozen=True):
-    """Reports that all pieces of pull `pull_id` have arrived. The sender may then reuse the memory
-    of the pieces."""
+    """Reports that all pieces of pull `pull_id` have arrived. The sender may then reuse their
+    memory."""
 
     pull_id: int
 
 
 class Withdraw(Message, frozen=True):
     """Reports that the receiver gave up the pull. `ahead` means that the pull already waits in the
-    transfer engine, which only a posting ends."""
+    transfer engine. Such a wait ends only when the sender posts data or an error."""
 
     pull_id: int
     ahead: bool = False
 
 
 class Leave(Message, frozen=True):
-    """Reports that the receiver closes its connections up to number `link`."""
+    """Reports that the receiver closes all its connections up to and including number `link`."""
 
     link: int
 
@@ -242,7 +243,7 @@ KvMessage = Open | Opened | PullRequest | Posted | Refused | Pulled | Withdraw |
 
 
 class KvEnvelope(Message, frozen=True):
-    """Messages, in order, from one process to the process with one address and boot id."""
+    """Ordered messages from one process to another. The receiver is identified by its boot id."""
 
     sender: KvEnd
     receiver_boot_id: int
@@ -251,5 +252,6 @@ class KvEnvelope(Message, frozen=True):
 
 class KvPlanePort(Protocol):
     async def send(self, envelope: KvEnvelope) -> None:
-        """Raises InvalidRequestError if the envelope is for another boot of this process."""
+        """Delivers the messages of an envelope. Raises InvalidRequestError if the envelope is for
+        an earlier run (another boot id) of this process."""
         ...

@@ -1,12 +1,12 @@
 """The internal wire format: msgpack of `msgspec` structs.
 
-Fields are encoded by position without a schema. Processes of different protocol versions work
-together while every change between the versions only adds fields with defaults at the ends of
-messages: an older process ignores them, and a newer one fills them in. Every call and stream
-carries the caller's version and the oldest version that it works with in its metadata, and a server
-checks them before it decodes a byte (`service/internal/rpc.py`). Bytes that do not decode to the
-expected class raise `InvalidRequestError` with the place and the value found. Decoding
-allocates no memory for lengths that a message only claims."""
+Fields are encoded by position without a schema. Two protocol versions are compatible if the changes
+between them only add fields with defaults at the ends of messages: an older process ignores the new
+fields, and a newer one uses the defaults. Every call and stream carries the caller's version and
+the oldest version that it is compatible with in its metadata. A server checks both before it
+decodes a byte (`service/internal/rpc.py`). Bytes that do not decode to the expected class raise
+`InvalidRequestError` with the position and the value found. If a message claims a false length,
+decoding allocates no memory for it."""
 
 from typing import Generic, TypeVar
 
@@ -16,8 +16,8 @@ from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggEr
 
 # Incremented whenever a message changes its bytes or its meaning.
 PROTOCOL = 48
-# The oldest version that this one works with. Becomes PROTOCOL with every change that is not only
-# added fields that an older process may ignore.
+# The oldest compatible version. Must be set to PROTOCOL after a change that does more than add
+# fields which an older process may ignore.
 OLDEST = 30
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def pack(message: object) -> bytes:
 
 
 class Unpacker(Generic[T]):
-    """Decodes messages of one class, or of one tagged union of classes."""
+    """Decodes messages of one class, or of a union of tagged classes."""
 
     def __init__(self, kind: object) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)  # pyright: ignore
@@ -60,25 +60,27 @@ class Unpacker(Generic[T]):
 
 
 def protocol_text() -> str:
-    """Returns this process's protocol version and the oldest version that it works with, as calls
-    carry them."""
+    """Returns this process's protocol version and the oldest compatible version, in the form that
+    calls carry in their metadata."""
     return f"{PROTOCOL}/{OLDEST}"
 
 
 def compatible(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Returns whether two processes work together, from each one's protocol version and the oldest
-    version that it works with."""
+    """Returns whether two processes can work together. Each is given as (protocol version, oldest
+    version that it is compatible with)."""
     return one[0] >= other[1] and other[0] >= one[1]
 
 
 def check_protocol(theirs: str | bytes | None, service: str, *, same: bool = False) -> None:
-    """Raises IncompatiblePeerError, with both versions, if the caller of `service` uses a protocol
-    version that does not work with this process's.
+    """Checks that the protocol version of a caller is compatible with this process.
 
     Args:
-        theirs: Text of the caller's `protocol_text`; None if the call carries none.
-        service: Name for the error.
+        theirs: The caller's `protocol_text`; None if the call carries none.
+        service: Name of the called service, for the error.
         same: Whether the versions must be equal.
+
+    Raises:
+        IncompatiblePeerError: The versions are not compatible. The message has both.
     """
     named = theirs if isinstance(theirs, str) else "none"
     version, _, oldest = named.partition("/")

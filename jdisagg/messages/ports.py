@@ -1,9 +1,9 @@
-"""Ports, the interfaces of a worker: calls of the router's request path to a worker, and calls
-between two workers for KV hand-offs.
+"""The interfaces of a worker, called ports: calls of the router's request path to a worker, and
+calls between two workers for KV hand-offs.
 
 An embedded cluster calls ports directly, and separate processes call them over gRPC. All arguments
 are frozen plain data. A deadline is given as the number of seconds left. Each retry of a request
-has a higher `attempt` number, by which workers recognise and ignore calls of earlier attempts."""
+has a higher `attempt` number. Workers ignore calls of earlier attempts."""
 
 import enum
 from collections.abc import AsyncIterator
@@ -18,8 +18,8 @@ from jdisagg.request import CachedTokens, Request, TokenLogprobs
 
 
 class Child(Message, frozen=True):
-    """One of the n answers of a request, with its accepted tokens: those already sent towards the
-    client. A retry computes the KV of the accepted tokens and never samples them again."""
+    """One of the n answers of a request. `accepted` are its tokens that were already sent towards
+    the client. A retry computes the KV of the accepted tokens and never samples them again."""
 
     index: int
     accepted: tuple[int, ...] = ()
@@ -53,10 +53,10 @@ class ReserveCall(Message, frozen=True):
     Attributes:
         children: Answers to reserve pages for. If there are several children, they share the
             prompt's pages, and none may have accepted tokens.
-        age_seconds: Time since the request arrived. Queues are served in order of arrival, so a
-            preempted request is served before younger requests.
-        whole: Whether the sender sends all KV, including positions that the decode worker has
-            cached.
+        age_seconds: Time since the request arrived, by which queues are ordered. After a
+            preemption, the request thus precedes younger requests.
+        whole: Whether the sender sends the KV of all positions, even if the decode worker has
+            cached some.
         computes: Whether the decode worker prefills the uncached tokens itself. At least one token
             is then computed.
         peer: Another worker that probably has the KV of the first `peer_tokens` positions cached,
@@ -76,9 +76,9 @@ class ReserveCall(Message, frozen=True):
 
 class Reservation(Message, frozen=True):
     """KV pages reserved on a decode worker for `lease_seconds`, or until `generate` uses them. The
-    KV of the first `cached_tokens` positions is in the decode worker's cache and is neither
-    computed nor sent. `cached` has the number of these tokens in each cache tier; it counts only
-    prompt tokens. `weights` is the identity of the worker's weights."""
+    KV of the first `cached_tokens` positions is in the decode worker's cache, so it is neither
+    computed nor sent. `cached` counts the prompt tokens among these by cache tier. `weights` is the
+    identity of the worker's weights."""
 
     reservation_id: int
     worker: str
@@ -96,8 +96,8 @@ class FirstToken(Message, frozen=True):
 
 
 class GenerateCall(Message, frozen=True):
-    """Starts decoding of a reserved sequence. Without `source` the decode worker itself computes
-    the prompt."""
+    """Starts decoding of a reserved sequence. `source` sends the prompt's KV. If `source` is None,
+    the decode worker itself computes the prompt."""
 
     reservation_id: int
     attempt: int
@@ -106,9 +106,10 @@ class GenerateCall(Message, frozen=True):
 
 
 class SpanEnd(enum.Enum):
-    """Why a child's spans end. `PREEMPTED`: the worker needed the child's pages for other
-    sequences, and the request path retries with the accepted tokens. `MOVED`: another worker
-    continues the sequence."""
+    """Why a child's spans end. `STOP`: a stop token was generated. `LENGTH`: a limit on the number
+    of tokens was reached. `PREEMPTED`: the worker needed the child's pages for other sequences, and
+    the request path retries with the accepted tokens. `MOVED`: another worker continues the
+    sequence."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -117,9 +118,9 @@ class SpanEnd(enum.Enum):
 
 
 class SourceLost(Message, frozen=True):
-    """Reports that the KV of hand-off `handoff_id` will not arrive. The decode worker keeps the
-    reservation and the KV of the first `kept_tokens` positions until the lease ends. Until then,
-    `resume_source` can fetch the remaining KV from another source."""
+    """Reports that the KV of hand-off `handoff_id` will not arrive completely. The decode worker
+    keeps the reservation and the KV of the first `kept_tokens` positions until the lease ends.
+    Until then, `resume_source` can fetch the remaining KV from another source."""
 
     handoff_id: int
     kept_tokens: int
@@ -127,8 +128,8 @@ class SourceLost(Message, frozen=True):
 
 
 class Span(Message, frozen=True):
-    """Consecutive tokens of one child, all from one dispatch. `first_index` is the index of the
-    first among the child's generated tokens.
+    """Consecutive tokens of one child, all from one decode command. `first_index` is the index of
+    the first token among the child's generated tokens.
 
     If `end` is `STOP`, the last token is the stop token itself.
 
@@ -136,13 +137,13 @@ class Span(Message, frozen=True):
         kv_bytes_moved: Number of KV bytes transferred for the sequence. Set on the first span only.
         exposed_transfer_seconds: Time of the KV transfer after the end of the prefill. Set on the
             first span only.
-        lost: Failure of the worker that sends the KV. A span with `lost` has no tokens and applies
-            to all children.
-        moving: Hand-off by which another worker can take the sequence over. A span with `moving`
-            has no tokens and applies to all children.
+        lost: Failure of the worker that sends the KV, or None. If it is set, the span has no tokens
+            and applies to all children.
+        moving: Hand-off by which another worker can take over the sequence, or None. If it is set,
+            the span has no tokens and applies to all children.
         prompt_logprobs: Log-probabilities of the prompt, if requested. Set on the first span only.
         aside: Whether the child's KV is swapped out to host memory after these tokens.
-        weights: Identity of the weights that chose the tokens.
+        weights: Identity of the weights that generated the tokens.
     """
 
     child: int
@@ -208,8 +209,8 @@ class PrefillReply(Message, frozen=True):
 
 
 class FetchCall(Message, frozen=True):
-    """Fetches cached KV from a worker. A block's name is a keyed hash that includes the tenant, so
-    a caller that has the name may fetch the block.
+    """Fetches cached KV from a worker. Blocks are identified by their names, which are keyed hashes
+    that include the tenant. A caller that has a block's name may therefore fetch the block.
 
     Attributes:
         asker: Worker that receives the KV.
@@ -228,8 +229,9 @@ class FetchCall(Message, frozen=True):
 
 
 class FetchReply(Message, frozen=True):
-    """Number of blocks offered, from `FetchCall.first` on, and whether a snapshot of the recurrent
-    state at their end is offered, too. If nothing is offered, no hand-off has begun."""
+    """The number of blocks offered, from `FetchCall.first` on. `snapshot` means that a snapshot of
+    the recurrent state at their end is offered, too. If nothing is offered, no hand-off has
+    begun."""
 
     blocks: int = 0
     snapshot: bool = False
@@ -260,22 +262,22 @@ class Offer(Message, frozen=True):
 
 class OfferChecksum(Message, frozen=True):
     """Keyed checksum of an offered block, sent once the block is computed. The receiver compares it
-    with the checksum of what it has written into its pages."""
+    with the checksum of the KV in its own pages."""
 
     offer_id: int
     checksum: int
 
 
 class HandoffEnd(Message, frozen=True):
-    """End of a hand-off. `prompt_logprobs` is the same as in `PrefillReply`, because that reply may
-    be lost.
+    """Last message of a hand-off. `prompt_logprobs` is the same as in `PrefillReply`, because that
+    reply may be lost.
 
     Attributes:
         offers: Number of blocks offered.
         tokens: Number of positions offered.
         firsts: First sampled token of each child.
-        moved: All generated tokens of a running sequence that moves to another worker. The KV of
-            the newest token is not offered, because it is not yet computed.
+        moved: All generated tokens of a running sequence that moves to another worker; empty for a
+            prefill. The KV of the newest token is not offered, because it is not computed yet.
     """
 
     offers: int
@@ -293,9 +295,10 @@ class PeerHello(Message, frozen=True):
     refused with an error that names the field.
 
     Attributes:
-        kv_layers: Heads, sizes and types of the KV of each layer, as text (layout/kv_spec.py).
-        windows_apart: Whether layers with a window are sent separately, limited to their window.
-        worker, boot_id: Name and boot of the worker that sends this hello. Not compared.
+        kv_layers: Heads, sizes and dtypes of the KV of each layer, as text (layout/kv_spec.py).
+        windows_apart: Whether the KV of sliding-window layers is sent separately, limited to the
+            window.
+        worker, boot_id: Name and boot id of the worker that sends this hello. Not compared.
         checksum_key: Secret key of this worker's checksums, sent over the control connection only.
             Not compared.
         mesh: Mesh of this worker. Only its field `transports` must be equal on both sides.
@@ -319,7 +322,7 @@ class PeerHello(Message, frozen=True):
 
 
 async def close_stream(items: object) -> None:
-    """Closes an iterator that a port returned, which cancels the call. Does nothing for an iterator
+    """Closes an iterator that a port returned. This cancels the call. Does nothing for an iterator
     without `aclose`."""
     aclose = getattr(items, "aclose", None)
     if aclose is not None:
@@ -328,8 +331,9 @@ async def close_stream(items: object) -> None:
 
 class PrefillPort(Protocol):
     async def prefill(self, call: PrefillCall) -> PrefillReply:
-        """Computes a prompt and returns once the first tokens are sampled. Raises OverloadedError
-        (queue full), DeadlineExceededError or UnavailableError."""
+        """Computes a prompt. Returns as soon as the first tokens are sampled, while the KV may
+        still be fetched. Raises OverloadedError (queue full), DeadlineExceededError or
+        UnavailableError."""
         ...
 
     async def cancel_prefill(self, handoff_id: int) -> None:
@@ -337,8 +341,8 @@ class PrefillPort(Protocol):
         ...
 
     async def reset_cache(self) -> int:
-        """Empties the prefix cache, including blocks that running sequences will release, and
-        returns the number of blocks dropped."""
+        """Empties the prefix cache and returns the number of blocks dropped. Blocks of running
+        sequences are not cached later either."""
         ...
 
     async def status(self) -> WorkerStatus: ...
@@ -346,14 +350,18 @@ class PrefillPort(Protocol):
 
 class DecodePort(Protocol):
     async def reserve(self, call: ReserveCall) -> Reservation:
-        """Reserves pages, waiting in a bounded queue until enough are free. Raises OverloadedError
-        if the queue is full, InvalidRequestError if the request can never fit,
-        DeadlineExceededError if the wait outlasts the deadline."""
+        """Reserves pages. Waits in a bounded queue until enough pages are free.
+
+        Raises:
+            OverloadedError: The queue is full.
+            InvalidRequestError: The request needs more pages than a rank has.
+            DeadlineExceededError: No pages became free before the deadline.
+        """
         ...
 
     def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
-        """Yields spans of all children until each has ended. Closing the iterator cancels the
-        sequence. Raises HandoffError, UnavailableError or DeadlineExceededError."""
+        """Yields spans of all children until every child has finished. Closing the iterator cancels
+        the sequence. Raises HandoffError, UnavailableError or DeadlineExceededError."""
         ...
 
     async def resume_source(self, call: ResumeCall) -> int | None:
@@ -364,38 +372,38 @@ class DecodePort(Protocol):
 
     async def cancel(self, reservation_id: int, child: int | None = None) -> None:
         """Cancels one child, or all children if `child` is None. The decode slot is freed within
-        one step. The pages are freed at once or, while KV is being received into them, at the
-        latest when the lease ends. Idempotent."""
+        one step. The pages are freed immediately. If KV is being received into them, they are freed
+        when the lease ends at the latest. Idempotent."""
         ...
 
     async def suspend(self, reservation_id: int, keep_seconds: float | None) -> None:
         """Swaps the KV of all children out to host memory for `keep_seconds`, once the KV has
-        arrived. A child for which host memory has no room ends as preempted. With `keep_seconds`
+        arrived. A child for which host memory has no room ends as preempted. If `keep_seconds` is
         None, the children are swapped in again when pages are free. A later call replaces an
         earlier one. Idempotent."""
         ...
 
     async def reset_cache(self) -> int:
-        """Empties the prefix cache, including blocks that running sequences will release, and
-        returns the number of blocks dropped."""
+        """Empties the prefix cache and returns the number of blocks dropped. Blocks of running
+        sequences are not cached later either."""
         ...
 
     async def status(self) -> WorkerStatus: ...
 
 
 class PeerPort(Protocol):
-    """Calls of a worker that receives KV to the worker that sends KV. The sender is a prefill
-    worker, a decode worker that moves a running sequence, or a worker from which a prefill worker
-    fetches cached blocks."""
+    """Calls of a worker that receives KV to the worker that sends the KV. The sender is a prefill
+    worker, a decode worker from which a running sequence migrates, or a worker whose cached blocks
+    are fetched."""
 
     async def hello(self, hello: PeerHello) -> PeerHello:
-        """Compares the caller's `PeerHello` with this worker's and returns the latter. Raises
+        """Compares the caller's `PeerHello` with this worker's and returns this worker's. Raises
         IncompatiblePeerError with the field that differs and both values."""
         ...
 
     async def fetch(self, call: FetchCall) -> FetchReply:
-        """Begins a hand-off of the requested blocks. Offers only blocks that this worker still has
-        cached, because the caller's list may be outdated."""
+        """Begins a hand-off of the requested blocks. Offers only blocks that this worker still
+        caches, because the caller's list may be outdated."""
         ...
 
     def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
@@ -408,11 +416,11 @@ class PeerPort(Protocol):
         ...
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        """Reports that the blocks `offer_ids` have arrived. The sender then frees these blocks. A
-        call without ids only renews the hand-off's lease. Idempotent."""
+        """Reports that the blocks `offer_ids` have arrived. The sender then frees these blocks. If
+        `offer_ids` is empty, the call only renews the hand-off's lease. Idempotent."""
         ...
 
     async def abort(self, handoff_id: int, reason: str) -> None:
-        """Reports that the receiver gave up. The sender then frees the blocks and pages of the
-        hand-off. Idempotent."""
+        """Reports that the receiver gave up the hand-off. The sender then frees its blocks and
+        pages. Idempotent."""
         ...

@@ -26,12 +26,12 @@ P = TypeVar("P")
 
 
 class _Through:
-    """Port with its methods bound by `through`."""
+    """A port whose methods are set by `through`."""
 
 
 @cache
 def port_methods(protocol: type) -> tuple[tuple[str, bool], ...]:
-    """Returns the names of a port's methods, each with whether the method streams its replies."""
+    """Returns (name, whether it streams its replies) of each method of a port."""
     return tuple(
         (name, not inspect.iscoroutinefunction(method))
         for name, method in vars(protocol).items()

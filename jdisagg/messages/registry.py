@@ -1,4 +1,5 @@
-"""Registration of workers: the card that describes a worker, and the router's calls for workers."""
+"""Registration of workers: the card that describes a worker, and the calls of a worker to its
+router."""
 
 from typing import Protocol
 
@@ -30,17 +31,17 @@ class ModelCard(Message, frozen=True):
 
 
 class WorkerCard(Message, frozen=True):
-    """Description of a worker, which the worker sends when it registers with a router.
+    """Description of a worker, sent when the worker registers with a router.
 
     Attributes:
         boot_id: Random number drawn when the process starts.
         address: host:port of its gRPC services.
         place: Location of the devices as "rack/host/domain/process". Trailing parts may be missing.
-            The more leading parts two workers share, the closer they are. If a fast interconnect
-            domain spans hosts, give the domain's name as the host.
+            The more leading parts two workers have in common, the closer they are. If a fast
+            interconnect domain spans hosts, give the domain's name as the host.
         hardware: Speed of one device of the worker, or None if unknown.
         stages: `layout.pp`, for routers of protocol versions up to 33.
-        kept: How the worker names its cached KV blocks. None without a prefix cache.
+        kept: Parameters of the names of cached KV blocks. None without a prefix cache.
     """
 
     name: str
@@ -60,17 +61,17 @@ AnswerLength = tuple[str, int, int]
 
 
 class RouterUse(Message, frozen=True):
-    """Amounts that clients with quotas have spent at one router, and the lengths of its last
+    """What clients with quotas have spent at one router, and the lengths of this router's last
     answers. Workers pass both on to other routers.
 
     Attributes:
         router: Random number of the router process.
-        at: Time of the router's own clock.
+        at: Time of this report on the router's own clock, in seconds.
         spent: Name of each recently used rate limit, and the total spent.
         streams: Name of each stream limit in use, and the number of running streams.
         again_seconds: Time after which a worker should call again.
         answered: Number of answers since the router's start.
-        answers: Lengths of the last of them, the newest last.
+        answers: Lengths of the router's last answers, the newest last.
     """
 
     router: int = 0
@@ -87,19 +88,18 @@ class RegistryPort(Protocol):
 
     async def register(self, card: WorkerCard) -> None: ...
     async def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        """Reports a worker's status. Returns False if the worker is not registered at this router;
-        the worker must then register again."""
+        """Reports a worker's status. Returns False if the worker is not registered at this router
+        and must register again."""
         ...
 
     async def kept(self, boot_id: int, news: KeptNews) -> KeptMark:
         """Applies changes of the worker's cached blocks to the router's index. Returns the last
-        event that the router has processed. This event may precede `news` if events in between were
-        lost."""
+        event that the router has processed. If earlier events were lost, this is an event before
+        `news`, and the worker sends the events after it again."""
         ...
 
     async def share_use(self, uses: tuple[RouterUse, ...]) -> RouterUse:
-        """Passes on the amounts spent and the lengths of answers at other routers. Returns those of
-        this router."""
+        """Passes on the reports of other routers. Returns the report of this router."""
         ...
 
     async def deregister(self, name: str, boot_id: int) -> None: ...

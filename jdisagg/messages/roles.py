@@ -1,4 +1,4 @@
-"""Calls and reports of role changes, by which a worker changes between prefill, decode and mixed.
+"""Calls and reports of role changes. The roles of a worker are prefill, decode and mixed.
 
 To change its role, a worker drains, deregisters from its routers, reshards its weights and compiles
 or loads its programs. The same process then registers under the same name and address, with its new
@@ -14,8 +14,9 @@ from jdisagg.plain import Message
 
 
 class SwitchState(enum.Enum):
-    """State of a role change. `NONE`: no change since the process started. `FAILED`: the change
-    failed, and the worker serves in its old role again."""
+    """State of a role change. `NONE`: no change since the process started. `DRAINING`: the worker
+    finishes its work or is being rebuilt in its new role. `DONE`: the worker serves in its new
+    role. `FAILED`: the change failed, and the worker serves in its old role again."""
 
     NONE = "none"
     DRAINING = "draining"
@@ -33,8 +34,8 @@ class SwitchCall(Message, frozen=True):
 
 
 class SwitchReport(Message, frozen=True):
-    """A worker's latest role change and its present role. The times, in seconds, are those of
-    draining, of resharding weights and building the worker, and of compiling or loading programs.
+    """A worker's latest role change and its present role. The seconds are the times for draining,
+    for resharding weights and building the worker, and for compiling or loading programs.
     `total_seconds` is the time from the call to the new registration."""
 
     worker: str
@@ -52,21 +53,25 @@ class SwitchReport(Message, frozen=True):
 
 class RolePort(Protocol):
     async def switch_role(self, call: SwitchCall) -> None:
-        """Starts a role change and returns once it has begun. InvalidRequestError, LayoutError and
-        UnavailableError (a change is under way) mean that nothing changed."""
+        """Starts a role change and returns once it has begun.
+
+        Raises:
+            InvalidRequestError, LayoutError: The change is not possible. Nothing has changed.
+            UnavailableError: Another change is in progress. Nothing has changed.
+        """
         ...
 
     async def switch_report(self) -> SwitchReport:
-        """Returns the worker's latest role change. Raises UnavailableError while the change keeps
-        the worker's network port closed."""
+        """Returns the worker's latest role change. Raises UnavailableError while the worker's
+        network port is closed during the change."""
         ...
 
 
 class AdviceReport(Message, frozen=True):
-    """Recommended and present numbers of workers per role, with the measurements behind them.
-    `elastic` means that the router changes roles itself, and `decision` is the router's latest
+    """Recommended and present numbers of workers per role, with the measurements on which they are
+    based. `elastic` means that the router changes roles itself. `decision` is the router's latest
     decision. An attainment is the fraction of requests in the measured window that met the latency
-    objective. Latencies are the quantile `slo_quantile`, in seconds."""
+    objective. The latency quantiles are at `slo_quantile`, in seconds."""
 
     prefill: int
     decode: int
@@ -97,10 +102,10 @@ class ClusterRolesPort(Protocol):
         layout: Layout | None = None,
         deadline_seconds: float = 120.0,
     ) -> SwitchReport:
-        """Changes a worker's role. Returns when the worker serves in `role`, or is back in its old
-        role (FAILED). `layout` None means the role's most common layout. Raises InvalidRequestError
-        or UnavailableError if the change is not possible, DeadlineExceededError if the deadline
-        passes before the outcome is known."""
+        """Changes a worker's role. Returns when the worker serves in `role`, or serves in its old
+        role again (FAILED). If `layout` is None, the most common layout of the role is used. Raises
+        InvalidRequestError or UnavailableError if the change is not possible, and
+        DeadlineExceededError if the deadline passes before the outcome is known."""
         ...
 
     async def advice(self) -> AdviceReport: ...

@@ -1,6 +1,7 @@
-"""Sessions. A session is one stream from a decode worker to a calling process, with the spans
-(batches of tokens) of all sequences that the calling process started. Over gRPC, sessions replace
-`DecodePort.reserve` and `DecodePort.generate`, because one stream per sequence would cost more."""
+"""Sessions, which bundle the tokens of many sequences in one stream. A session is one stream from a
+decode worker to a calling process. It carries the spans (batches of tokens) of all sequences that
+the calling process started. Over gRPC, sessions replace `DecodePort.reserve` and
+`DecodePort.generate`, because one stream per sequence would cost more."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -18,8 +19,8 @@ class WireStatus(Message, frozen=True):
 
 
 class ReservationSpans(Message, frozen=True):
-    """New spans of one reservation since the last batch. If `ended` or `error` is set, no further
-    spans follow."""
+    """New spans of one reservation since the last batch. `ended` or `error` marks the last spans of
+    the reservation."""
 
     reservation_id: int
     spans: tuple[Span, ...] = ()
@@ -39,11 +40,12 @@ class SpanSessionPort(Protocol):
     cancelled."""
 
     async def reserve_in(self, session_id: int, call: ReserveCall) -> Reservation:
-        """Like `DecodePort.reserve`. The reservation belongs to the session."""
+        """Reserves pages like `DecodePort.reserve`. The reservation belongs to the session."""
         ...
 
     async def start(self, session_id: int, call: GenerateCall) -> None:
-        """Like `DecodePort.generate`. Spans and errors arrive on the session's stream."""
+        """Starts decoding like `DecodePort.generate`. Spans and errors arrive on the session's
+        stream."""
         ...
 
     def spans(self, session_id: int) -> AsyncIterator[SpanBatch]: ...

@@ -25,8 +25,8 @@ SLOW = "slow"  # `DiskResult.error`: the deadline passed
 
 
 class SampleSpec(Message, frozen=True):
-    """Sampling parameters of one child. `prompt_history` and `output_history` are the earlier
-    tokens, the newest included. They are empty unless sampling depends on earlier tokens.
+    """Sampling parameters of one child. `prompt_history` and `output_history` are all earlier
+    tokens, including the newest. They are empty unless sampling depends on earlier tokens.
     `min_position` is the first position at which a stop token may be sampled."""
 
     child: int
@@ -49,25 +49,26 @@ class OfferSpec(Message, frozen=True):
 
 
 class PrefillRow(Message, frozen=True):
-    """One sequence's part of a packed prefill chunk. `tokens` lie at `offset` in the chunk of dp
-    rank `rank`, and the first has position `start` in its sequence.
+    """The part of one sequence in a packed prefill chunk. `tokens` are at `offset` in the chunk of
+    dp rank `rank`. The first of them has position `start` in its sequence.
 
     Attributes:
         pages: Pages of positions [0, start + len(tokens)).
-        windows: Pages of these positions in sliding-window layers, if these layers have pages of
-            their own. A page repeats when its positions have left the window.
-        samples: Sampling parameters of each child, in the row that ends the prompt. Empty in
-            earlier rows.
+        windows: Pages of these positions for sliding-window layers, if these layers have pages of
+            their own. A page is used again when its positions have left the window.
+        samples: Sampling parameters of each child, if the row ends the prompt. Empty in earlier
+            rows.
         state: Slot of the sequence's recurrent state, which the row reads at its start and
             overwrites at its end.
         prompt_logprobs: Number of most likely tokens to report at each position of the prompt. None
-            reports no log-probabilities.
+            means that no log-probabilities are reported.
         following: Prompt token after the last of `tokens`, or -1 at the prompt's end.
         snapshot, snapshot_at: Slot to which the row also writes its recurrent state after position
-            `snapshot_at` - 1, a position of the row. No snapshot is written if `snapshot_at` is 0.
-        adapter: Slot of the sequence's adapter. 0 is the base model.
+            `snapshot_at` - 1, which is in the row. If `snapshot_at` is 0, no snapshot is written.
+        adapter: Slot of the sequence's LoRA adapter. 0 is the base model.
         images: Images of the sequence that have tokens in this row, in order.
-        shift: Rotary position minus index, before the first of these images (`jdisagg/images.py`).
+        shift: Rotary position minus position in the sequence, before the first of these images
+            (`jdisagg/images.py`).
     """
 
     sequence: int
@@ -121,8 +122,8 @@ class ExtractBlock(Message, frozen=True):
         to_host: Whether to copy the block to host memory, from which it can later be pulled with
             the peer name `HOST`. The copy does not block the mesh, and the result follows after the
             copy.
-        kind: Content of the block. STATE is read from slot `pages[0]`. WINDOW has its own layer
-            groups and `pages`.
+        kind: Content of the block. STATE is read from slot `pages[0]`. WINDOW blocks have their own
+            layer groups and `pages`.
     """
 
     step: int
@@ -219,8 +220,8 @@ class CopyPages(Message, frozen=True):
 class SlotAdmit(Message, frozen=True):
     """Puts a sequence into a decode slot. `limit` is the first position that must not be written:
     the end of its pages or of its allowed length. `state` is the slot of the sequence's recurrent
-    state, and `adapter` that of its adapter (0: the base model). `shift` is rotary position minus
-    index after the prompt's images."""
+    state. `adapter` is the slot of its LoRA adapter (0: the base model). `shift` is rotary position
+    minus position in the sequence, after the prompt's images."""
 
     sequence: int
     rank: int
@@ -236,7 +237,7 @@ class SlotAdmit(Message, frozen=True):
 
 
 class SlotGrow(Message, frozen=True):
-    """Gives a running sequence more pages: replaces the page ids and the limit of its decode
+    """Gives a running sequence more pages. The new page ids and limit replace those of its decode
     slot."""
 
     rank: int
@@ -246,9 +247,9 @@ class SlotGrow(Message, frozen=True):
 
 
 class DraftRow(Message, frozen=True):
-    """Draft tokens of slot `slots[rank][row]` of a decode step. `tokens` are the predicted tokens
-    of the positions from `start` on. The step verifies at most `count` of them, beginning after the
-    position that the slot has actually reached."""
+    """Draft tokens for one row of a decode step: slot `slots[rank][row]`. `tokens` are the
+    predicted tokens of the positions from `start` on. The step verifies at most `count` of them. It
+    begins after the position that the slot has actually reached."""
 
     rank: int
     row: int
@@ -259,12 +260,12 @@ class DraftRow(Message, frozen=True):
 
 class DecodeSteps(Message, frozen=True):
     """Applies `SlotAdmit` and `SlotGrow` commands, then runs `steps` decode steps over the slots
-    `slots[rank]` of each dp rank. A slot at its limit yields -1 in place of a token. `masked` means
-    that at least one row has a grammar. The first step verifies `drafts`, and chooses the same
-    tokens as without them.
+    `slots[rank]` of each dp rank. A slot at its limit yields -1 in place of a token. `shaped`,
+    `sampled` and `masked` mean that at least one row has shaped logits, random sampling or a
+    grammar. The first step verifies `drafts`. The tokens are the same as without drafts.
 
-    `chunk` is a prefill chunk that runs together with the only step, which then has no drafts. No
-    row of the step belongs to a sequence of the chunk."""
+    `chunk` is a prefill chunk that runs together with the command's only step, which then has no
+    drafts. The sequences of the chunk are not in the step."""
 
     step: int
     steps: int
@@ -279,9 +280,9 @@ class DecodeSteps(Message, frozen=True):
 
 
 class FindSaved(Message, frozen=True):
-    """Opens this mesh's disk tier and lists the blocks of `namespace`, a fingerprint of everything
-    that determines KV, apart from the tokens. Must be the first disk command. The `DiskResult` has
-    the blocks' names, least recently used first.
+    """Opens this mesh's disk tier and lists its blocks. Must be the first disk command. `namespace`
+    is a fingerprint of everything that determines KV, apart from the tokens. The `DiskResult` has
+    the names of the blocks of this namespace, least recently used first.
 
     Disk commands never block the mesh. Each returns a `DiskResult` within `deadline_seconds`."""
 
@@ -291,8 +292,8 @@ class FindSaved(Message, frozen=True):
 
 
 class SaveBlock(Message, frozen=True):
-    """Writes one block of a sequence, number `index` from the sequence's start, from host memory to
-    disk. `offer_ids` and `checksums` belong to the block in host memory."""
+    """Writes one block from host memory to disk. `index` is the block's number in its sequence,
+    counted from 0. `offer_ids` and `checksums` are those of the block's pieces in host memory."""
 
     step: int
     name: bytes
@@ -314,8 +315,8 @@ class LoadBlock(Message, frozen=True):
 
 
 class RemoveSaved(Message, frozen=True):
-    """Removes the blocks `names` from disk. With `everything`, removes all blocks of the namespace,
-    including blocks of dead workers."""
+    """Removes the blocks `names` from disk. If `everything` is set, removes all blocks of the
+    namespace, including blocks of dead workers."""
 
     step: int
     names: tuple[bytes, ...]
@@ -325,8 +326,8 @@ class RemoveSaved(Message, frozen=True):
 
 class ReadAdapter(Message, frozen=True):
     """Reads the LoRA adapter in the folder `path` into device memory, without blocking the mesh.
-    The `DiskResult` has an error if the folder cannot be served, or if its content's hash is not
-    `digest`."""
+    The `DiskResult` has an error if the adapter cannot be served, or if the hash of its content is
+    not `digest`."""
 
     step: int
     digest: str
@@ -334,8 +335,8 @@ class ReadAdapter(Message, frozen=True):
 
 
 class PutAdapter(Message, frozen=True):
-    """Writes the adapter `digest`, which a `ReadAdapter` has read, into an adapter slot. Slots
-    count from 1. No sequence may use the slot."""
+    """Writes the adapter `digest` into an adapter slot. A `ReadAdapter` must have read the adapter.
+    Slots count from 1. No sequence may use the slot."""
 
     step: int
     digest: str
@@ -348,7 +349,7 @@ class ReadWeights(Message, frozen=True):
 
     The `DiskResult` has an error if the weights cannot be served on this mesh. Otherwise its only
     name is the fingerprint of the folder's content. `staged` identifies the weights in later
-    commands. Weights that were staged before but not put are dropped."""
+    commands. Weights that an earlier command staged and that were not put into use are dropped."""
 
     step: int
     staged: int
@@ -356,23 +357,23 @@ class ReadWeights(Message, frozen=True):
 
 
 class PutWeights(Message, frozen=True):
-    """Replaces the mesh's weights by those that the `ReadWeights` number `staged` has read.
-    Adapters stay in their slots."""
+    """Replaces the mesh's weights by the weights that the `ReadWeights` with number `staged` has
+    read. LoRA adapters stay in their slots."""
 
     step: int
     staged: int
 
 
 class DropWeights(Message, frozen=True):
-    """Frees weights that were staged but not put."""
+    """Frees weights that were staged but not put into use."""
 
     step: int
 
 
 class OfferWeights(Message, frozen=True):
-    """Offers the mesh's weights to other workers for `lease_seconds`. The `DiskResult` has the
-    offer's name, or an error. The offer ends at `PutWeights` and `SleepMesh`. `content` is the
-    fingerprint of the weights."""
+    """Offers the mesh's weights to other workers for `lease_seconds`. `content` is the fingerprint
+    of the weights. The `DiskResult` has the offer's name, or an error. `PutWeights` and `SleepMesh`
+    end the offer."""
 
     step: int
     content: str
@@ -380,8 +381,8 @@ class OfferWeights(Message, frozen=True):
 
 
 class SleepMesh(Message, frozen=True):
-    """Frees the KV pages and the weights of this mesh. With `keep` the weights are copied to host
-    memory before. Until `WakeMesh` only `ReadWeights`, `PutWeights` and commands without device
+    """Frees the KV pages and the weights of this mesh. If `keep` is set, the weights are copied to
+    host memory first. Until `WakeMesh` only `ReadWeights`, `PutWeights` and commands without device
     memory may follow."""
 
     step: int
@@ -451,9 +452,9 @@ class PrefillResult(Message, frozen=True):
 class DecodeResult(Message, frozen=True):
     """Result of `DecodeSteps`. `tokens[rank][row]` has one entry per step for slot
     `slots[rank][row]`, which may be NO_TOKEN, BROKEN_TOKEN or STUCK_TOKEN. A row with drafts or a
-    grammar may have more than one entry per step, because a step also chooses the tokens after
-    accepted drafts and after tokens that the grammar forces. `logprobs` has the shape of `tokens`
-    if requested, and is empty otherwise. `chunk` is the result of the command's prefill chunk."""
+    grammar may have more than one entry per step, because a step also returns the tokens after
+    accepted drafts and after tokens that the grammar forces. `logprobs` has the shape of `tokens`,
+    or is empty if none were requested. `chunk` is the result of the command's prefill chunk."""
 
     step: int
     tokens: tuple[tuple[tuple[int, ...], ...], ...]
@@ -473,9 +474,9 @@ class PullResult(Message, frozen=True):
 
 class InsertResult(Message, frozen=True):
     """Result of an insertion. `checksum` is the keyed checksum of the values read back from the
-    pages. With a lossy codec, the checksum of the pages differs from the sender's, and `intact`
-    replaces the comparison: it is False if the received data differ from the sent data, or the
-    pages differ from the unpacked values. Without a lossy codec it is True."""
+    pages. With a lossy codec this checksum differs from the sender's, so `intact` replaces the
+    comparison: it is False if the received data differ from the sent data, or the pages differ from
+    the unpacked values. With other codecs `intact` is always True."""
 
     step: int
     offer_id: int
@@ -489,12 +490,16 @@ class ExtractResult(Message, frozen=True):
 
 
 class DiskResult(Message, frozen=True):
-    """Result of a disk command, a `ReadAdapter`, a `ReadWeights` or an `OfferWeights`. `skipped` is
-    the number of files without a usable block, by reason. `error` and the reasons are from a small
-    fixed set (transfer/block_file.py), except that the `error` of a `ReadAdapter` or `ReadWeights`
-    is a text for the client. If a `ReadWeights` lacks room, `skipped` has the missing bytes of a
-    device under NO_ROOM. `ages` are the seconds since the block of each of `names` was written.
-    `bytes_moved` is the size of the file in bytes."""
+    """Result of a disk command, a `ReadAdapter`, a `ReadWeights` or an `OfferWeights`.
+
+    Attributes:
+        error: Reason of a failure, or "". It is from a small fixed set (transfer/block_file.py).
+            For a `ReadAdapter` or `ReadWeights` it is a text for the client.
+        ages: Seconds since the block of each of `names` was written.
+        skipped: Number of files without a usable block, by reason. If a `ReadWeights` lacks room,
+            the entry NO_ROOM has the missing bytes of a device.
+        bytes_moved: Size of the file in bytes.
+    """
 
     step: int
     error: str = ""

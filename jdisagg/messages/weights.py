@@ -1,9 +1,10 @@
-"""Calls that update the weights of workers, or let workers sleep, without a restart.
+"""Calls that update the weights of workers without a restart, or let workers sleep.
 
 An update has two phases. All workers stage the new weights while they serve the present ones; then
 all commit. Weights are identified by `VERSION@FINGERPRINT`, where the version is the caller's text
-and the fingerprint a hash of the checkpoint's files. The identity is part of the names of cached KV
-and of each hand-off, so that KV is never used with other weights than those that computed it."""
+and the fingerprint a hash of the checkpoint's files. The identity is part of the hashes of cached
+KV blocks and of each hand-off. KV is therefore never used with other weights than those that
+computed it."""
 
 import enum
 from typing import Protocol
@@ -14,15 +15,15 @@ from jdisagg.layout.reshard_plan import Box
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import Message
 
-# Usual time limits of an update (and of a wake), and of the end of sequences before a sleep.
+# Usual time limits: of an update or a wake, and for sequences to finish before a sleep.
 UPDATE_SECONDS, SLEEP_SECONDS = 600.0, 60.0
 
 
 class UpdateMode(enum.Enum):
     """What happens to running requests at an update. `RECOMPUTE`: they keep their accepted tokens,
-    and their KV is computed again with the new weights. `DRAIN`: the update waits until they have
-    ended, while new requests wait. `KEEP`: sequences that decode continue with the KV of the old
-    weights, which is not cached."""
+    and their KV is recomputed with the new weights. `DRAIN`: new requests wait, and the update
+    begins when all running requests have finished. `KEEP`: sequences that decode continue with the
+    KV of the old weights, which is not cached."""
 
     RECOMPUTE = "recompute"
     DRAIN = "drain"
@@ -33,7 +34,8 @@ UPDATE_MODES = tuple(mode.value for mode in UpdateMode)
 
 
 def mode_of(text: str) -> UpdateMode:
-    """Returns the update mode of this name; "" is the default. Raises InvalidRequestError."""
+    """Returns the update mode with the name `text`. An empty text means the default mode. Raises
+    InvalidRequestError for an unknown name."""
     try:
         return UpdateMode(text or UpdateMode.RECOMPUTE.value)
     except ValueError:
@@ -41,14 +43,15 @@ def mode_of(text: str) -> UpdateMode:
         raise InvalidRequestError(f"mode must be one of {names}, got {text[:80]!r}") from None
 
 
-# Name of an offer: "offer:NUMBER" in the process that offers, "offer:HOST:PORT/ID" for others, and
-# for the parts of an offer that several processes hold, their names with commas between.
+# Prefix of an offer's name. The name is "offer:NUMBER" in the process that offers, and
+# "offer:HOST:PORT/ID" in other processes. If several processes each hold a part of the weights, the
+# names of the parts are joined by commas.
 OFFER_PREFIX = "offer:"
 
 
 class OfferedTensor(Message, frozen=True):
-    """One array of an offer. `boxes` lists the part of the array that each device of the offering
-    process holds; replicas are listed separately."""
+    """One array of an offer. `boxes` has, for each device of the offering process, the device's
+    number and the part of the array that it holds. Replicas are listed separately."""
 
     name: str
     dtype: str
@@ -61,8 +64,8 @@ class OfferCard(Message, frozen=True):
 
     Attributes:
         content: Hash of the arrays' values.
-        parameters: Whether they are a worker's parameters in the form in which it serves them,
-            rather than the tensors of a checkpoint.
+        parameters: Whether the arrays are a worker's parameters in the form in which the worker
+            serves them. False means tensors of a checkpoint.
         end, transports: Endpoint of the process for transfers, and the number of connections of its
             transfer engine.
     """
@@ -75,7 +78,8 @@ class OfferCard(Message, frozen=True):
 
 
 class OfferedPart(Message, frozen=True):
-    """The part `box` of the tensor with index `tensor` in the card, from the device `device`."""
+    """A part of an offered array that one device holds. `tensor` is the array's index in the card,
+    and `box` the part."""
 
     tensor: int
     device: int
@@ -83,7 +87,7 @@ class OfferedPart(Message, frozen=True):
 
 
 class PreparedBlock(Message, frozen=True):
-    """A block of bytes that the offering process's channel offers: its id there, the number of
+    """A block of bytes that the offering process offers for transfer: its id there, the number of
     bytes, and their checksum (`ops.checksum.byte_sum`)."""
 
     offer_id: int
@@ -98,30 +102,31 @@ class OfferPort(Protocol):
     async def describe(self, name: str) -> OfferCard: ...
 
     async def check(self, name: str) -> None:
-        """Does nothing. A reply shows that the process lives."""
+        """Checks that the offer is still valid. A reply also shows that the process is alive."""
         ...
 
     async def prepare(
         self, name: str, blocks: tuple[tuple[OfferedPart, ...], ...], deadline_seconds: float
     ) -> tuple[PreparedBlock, ...]:
-        """Offers blocks on the process's channel for at most `deadline_seconds`. Each block is the
-        bytes of its parts, one after the other."""
+        """Offers blocks for transfer for at most `deadline_seconds`. Each block is given as a list
+        of parts, and its bytes are the bytes of these parts in order."""
         ...
 
     async def release(self, offer_ids: tuple[int, ...]) -> None:
-        """Ends offers of blocks. Ignores unknown ids."""
+        """Ends the offers of these blocks. Ignores unknown ids."""
         ...
 
 
 class OfferName(Message, frozen=True):
-    """Name of an offer. (gRPC changes a reply that is a bare text.)"""
+    """Name of an offer. It is a message because gRPC changes a reply that is a bare text."""
 
     name: str
 
 
 class StageCall(Message, frozen=True):
     """Reads weights. `folder` is a checkpoint folder on the worker's hosts, or the name of an
-    offer. Without `version`, the identity's version is the beginning of the fingerprint."""
+    offer. `version` becomes the version in the weights' identity. If it is empty, the beginning of
+    the fingerprint is used."""
 
     folder: str
     version: str
@@ -130,10 +135,10 @@ class StageCall(Message, frozen=True):
 
 class StagedWeights(Message, frozen=True):
     """Weights that a worker has staged: their identity, and the bytes that they take on the
-    worker's devices. 0 bytes if the worker serves them already.
+    worker's devices. The number of bytes is 0 if the worker serves them already.
 
     If `missing_bytes` is set, nothing is staged, because a device lacks this many bytes for a
-    second copy of the weights. The worker has room while it sleeps."""
+    second copy of the weights. The worker has enough memory while it sleeps."""
 
     weights: str
     bytes: int = 0
@@ -141,8 +146,8 @@ class StagedWeights(Message, frozen=True):
 
 
 class CommitCall(Message, frozen=True):
-    """Replaces the weights by the staged weights with the identity `weights`. With `keep`,
-    sequences that decode keep their KV."""
+    """Replaces the served weights by the staged weights with the identity `weights`. If `keep` is
+    set, sequences that decode keep their KV."""
 
     weights: str
     keep: bool = False
@@ -158,9 +163,9 @@ class SleepCall(Message, frozen=True):
 
 class WeightsPort(Protocol):
     async def stage_weights(self, call: StageCall) -> StagedWeights:
-        """Reads weights while the worker serves. Replaces weights that were staged before. Raises
-        InvalidRequestError for a folder that this worker cannot serve, DeadlineExceededError and
-        UnavailableError."""
+        """Reads weights while the worker serves its present ones. They replace weights that were
+        staged before. Raises InvalidRequestError for a folder that this worker cannot serve,
+        DeadlineExceededError and UnavailableError."""
         ...
 
     async def commit_weights(self, call: CommitCall) -> WorkerStatus:
@@ -173,9 +178,9 @@ class WeightsPort(Protocol):
         ...
 
     async def offer_weights(self, lease_seconds: float) -> OfferName:
-        """Offers the served weights to other workers, and returns the name of the offer. It ends
-        with its lease, or when the worker changes its weights or sleeps. Raises InvalidRequestError
-        if this worker cannot offer them."""
+        """Offers the served weights to other workers, and returns the name of the offer. The offer
+        ends with its lease, or when the worker changes its weights or sleeps. Raises
+        InvalidRequestError if this worker cannot offer its weights."""
         ...
 
     async def sleep(self, call: SleepCall) -> WorkerStatus:
@@ -184,7 +189,7 @@ class WeightsPort(Protocol):
         ...
 
     async def wake(self, deadline_seconds: float) -> WorkerStatus:
-        """Ends the sleep: the worker has its weights and empty pages again. Idempotent."""
+        """Ends the sleep. The worker then has its weights and empty pages again. Idempotent."""
         ...
 
 
@@ -195,7 +200,7 @@ class WeightsReport(Message, frozen=True):
         weights: Identity of the new weights.
         workers: Workers that serve the new weights now.
         failed: Text "NAME: reason" for each worker that staged the new weights but failed to
-            commit. The router does not pair it with workers that serve them.
+            commit. The router does not pair such a worker with workers that serve them.
         bytes: Bytes that the weights take on all workers' devices.
         stage_seconds: Duration of staging, during which workers served the old weights.
         pause_seconds: Time during which placement was paused.
@@ -210,7 +215,8 @@ class WeightsReport(Message, frozen=True):
 
 
 def identity_of(version: str, fingerprint: str) -> str:
-    """Returns the identity of weights."""
+    """Returns the identity `VERSION@FINGERPRINT` of weights. If `version` is empty, the beginning
+    of the fingerprint is used."""
     return f"{version or fingerprint[:12]}@{fingerprint}"
 
 

@@ -24,8 +24,8 @@ class KeptTier(Message, frozen=True):
 
 
 class LinkTimes(Message, frozen=True):
-    """Measured time of KV transfers from a worker: a latency plus a time per byte, in seconds.
-    Times are counted from the moment at which the sender has computed the KV."""
+    """Measured time of KV transfers from a worker: a latency plus a time per byte, in seconds. A
+    transfer counts from the moment at which the sender has computed the KV."""
 
     sender: str
     latency_seconds: float
@@ -33,9 +33,14 @@ class LinkTimes(Message, frozen=True):
 
 
 class PriorityLoad(Message, frozen=True):
-    """The part of a worker's load that belongs to requests of one priority: number of sequences
-    with pages, number of these pages (a shared page counts for each sequence), number of requests
-    that wait, and number of prompt tokens in the queue."""
+    """The part of a worker's load that belongs to requests of one priority.
+
+    Attributes:
+        sequences: Number of sequences with pages.
+        pages: Number of these pages. A shared page counts for each of its sequences.
+        waiting: Number of requests that wait.
+        queued_tokens: Number of prompt tokens in the queue.
+    """
 
     priority: int
     sequences: int = 0
@@ -76,8 +81,8 @@ class WorkerStatus(Message, frozen=True):
             start (docs/speculation.md).
         adapter_slots: Number of slots for LoRA adapters.
         adapters: Digests of the loaded adapters.
-        priorities: The load by priority, lowest first. Requests of higher priority take the room of
-            lower ones.
+        priorities: The load by priority, lowest first. Requests of higher priority can preempt
+            those of lower priority.
         not_ready: Optional capabilities whose programs are not loaded yet: "images" (prompts with
             images), "grammars" (tokens that follow a grammar), "append" (computing ends of prompts
             on a decode worker), "reuse" (sending cached blocks that a decode worker lacks), "tiers"

@@ -1,1 +1,2 @@
-"""The router's decisions: pure functions of a snapshot that choose the workers of each request."""
+"""The router's decisions: functions without side effects that choose the workers of each request
+from a snapshot of the cluster."""

@@ -1,7 +1,7 @@
-"""Predicts when a worker of a role returns, from how long workers were away before. Pure: times are
-arguments.
+"""Predicts when a worker of a role returns after a restart, from the durations of earlier absences.
+Does no I/O; times are arguments.
 
-A worker is away from the time when the router removed it, or when it deregistered, until a worker
+A worker is absent from the time when the router removed it, or when it deregistered, until a worker
 registers under its name. Restarts of one cluster take similar times, because most of the time is
 spent on loading the model."""
 
@@ -9,13 +9,13 @@ from collections import deque
 from statistics import median
 
 KEPT = 16
-FIRST_GUESS_SECONDS = 10.0  # until a worker has returned: a restart with compiled programs
+FIRST_GUESS_SECONDS = 10.0  # estimate until a worker has returned: a restart with compiled programs
 LEAST_SECONDS, MOST_SECONDS = 1.0, 60.0
-FORGOTTEN_SECONDS = 3600.0  # a worker away for so long was removed on purpose
+FORGOTTEN_SECONDS = 3600.0  # a worker that is absent for this long was removed on purpose
 
 
 class Absences:
-    """Workers that are away, and the durations of past absences."""
+    """The workers that are absent, and the durations of past absences."""
 
     def __init__(self) -> None:
         self._away: dict[str, tuple[str, float]] = {}
@@ -30,20 +30,20 @@ class Absences:
         self._away[worker] = role, now
 
     def came(self, worker: str, now: float) -> None:
-        """Records that a worker registered. Does nothing for a worker that was not away."""
+        """Records that a worker registered. Does nothing for a worker that was not absent."""
         _, since = self._away.pop(worker, ("", now))
         if since < now:
             self._past.append(now - since)
 
     def away_seconds(self, role: str, now: float) -> float | None:
-        """Returns the seconds for which a worker of `role` has been away (the longest absence), or
-        None if none is away."""
+        """Returns the seconds since a worker of `role` left. If several are absent, returns the
+        longest absence. Returns None if no worker is absent."""
         since = [at for which, at in self._away.values() if which == role]
         return now - min(since) if since else None
 
     def expected_seconds(self, role: str, now: float) -> float:
-        """Returns the seconds until a worker of `role` is expected. If its absence already exceeds
-        the typical duration, the estimate is half of the absence so far."""
+        """Returns the predicted seconds until a worker of `role` returns. If its absence already
+        exceeds the typical duration, the prediction is half of the absence so far."""
         typical = median(self._past) if self._past else FIRST_GUESS_SECONDS
         away = self.away_seconds(role, now) or 0.0
         left = typical - away if away < typical else away / 2

@@ -1,12 +1,12 @@
-"""Accounts for work that this router has sent to workers and that the workers' statuses do not
+"""Accounts for work that this router has sent to workers but that the workers' statuses do not
 include yet. The accounts are the `own_` columns of the snapshot (cluster_state.py).
 
 An attempt's work is charged to its workers when it is placed. The charge ends with the first status
 that the worker can have made after the call arrived (`settle_seconds`), because such a status
-includes the work. A prompt that waits for its decode reservation was not sent yet, so its charge
-remains. Work that ended is subtracted at once, also from the worker's last status. The column
-`committed_pages` is maintained differently: it counts the pages that all running sequences of this
-router at a worker will hold at their expected ends.
+includes the work. A prompt that waits for its decode reservation is not sent yet, so its charge
+remains. When work ends, it is subtracted immediately, also from the worker's last status. The
+column `committed_pages` is maintained differently: it counts the pages that all running sequences
+of this router at a worker will hold at their expected ends.
 
 Each call costs O(1). Times are arguments. Invariant: when all placed attempts have ended, every
 `own_` column is zero."""
@@ -33,8 +33,8 @@ class Work:
 
     Attributes:
         tokens: Number of tokens that need KV: the prompt and the tokens accepted so far.
-        cached_tokens: How many of the `tokens` the prefilling worker has cached.
-        children: Number of sequences that share the `tokens`.
+        cached_tokens: Number of these `tokens` that the prefilling worker has cached.
+        children: Number of sequences that share the KV of these `tokens`.
         expected_tokens: Number of further tokens that each child is expected to generate.
     """
 
@@ -48,8 +48,8 @@ class Work:
         return self.tokens - self.cached_tokens
 
     def pages(self, page_size: int, growth_tokens: int | None = None) -> int:
-        """Returns the number of KV pages that all children hold together after each has generated
-        `growth_tokens` tokens. None means `expected_tokens`."""
+        """Returns the number of KV pages that all children hold together after each of them has
+        generated `growth_tokens` tokens. None means `expected_tokens`."""
         grown = (
             self.expected_tokens
             if growth_tokens is None
@@ -61,8 +61,8 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class _Charge:
-    """Amounts that an attempt adds to columns of one worker, as pairs (column, amount). `sent_at`:
-    Time at which the work was sent to the worker, or None if it was not sent yet."""
+    """Amounts that an attempt adds to columns of one worker, as pairs (column, amount). `sent_at`
+    is the time at which the work was sent to the worker, or None if it was not sent yet."""
 
     worker: str
     life: int
@@ -73,7 +73,7 @@ class _Charge:
 
 class Accounts:
     """Maintains the `own_` columns of the snapshot `state`, which count work that no status
-    includes yet. Pass worker statuses to `heard` and not to `state.update`."""
+    includes yet. Statuses of workers must be passed to `heard` instead of `state.update`."""
 
     def __init__(
         self,
@@ -113,20 +113,22 @@ class Accounts:
             self._fresh[worker] = still
 
     def bar(self, worker: str, until: float) -> None:
-        """Makes placement avoid a worker until time `until`, unless there is no other worker."""
+        """Makes placement avoid a worker until time `until`. The worker is still chosen if there is
+        no other worker."""
         row = self.state.row(worker)
         if row is not None:
             self.state.bar(row, until)
 
     def pace(self, worker: str, until: float) -> None:
-        """Sets the earliest time of a mixed worker's next prompt (`cost_terms.paced_until`)."""
+        """Sets the earliest start time of a mixed worker's next prompt
+        (`cost_terms.paced_until`)."""
         row = self.state.row(worker)
         if row is not None:
             self.state.table["paced_until"][row] = until
 
     def excuse(self, worker: str, heard_at: float) -> None:
-        """Sets the time of a worker's last heartbeat, after a period in which this router could not
-        receive heartbeats."""
+        """Sets the time of a worker's last heartbeat. Called after a period in which this router
+        could not receive heartbeats."""
         row = self.state.row(worker)
         if row is not None:
             self.state.hear(row, heard_at)
@@ -149,8 +151,8 @@ class Accounts:
         return charge
 
     def settle(self, charge: _Charge, said: tuple[tuple[str, float], ...]) -> None:
-        """Ends a charge, because its work ended. If the worker's last status already included the
-        work, subtracts the amounts `said` from the status columns instead."""
+        """Ends a charge, because its work has ended. If the worker's last status already included
+        the work, adds the (negative) amounts `said` to the status columns instead."""
         fresh = self._fresh.get(charge.worker, [])
         if charge in fresh:
             fresh.remove(charge)
@@ -164,8 +166,8 @@ class Accounts:
     def add(
         self, worker: str, life: int, amounts: tuple[tuple[str, float], ...], sign: int = 1
     ) -> None:
-        """Adds `sign` times the amounts to columns of the worker's row. Does nothing if the worker
-        has registered again since `life`."""
+        """Adds `sign` times the amounts to columns of the worker's row. Does nothing if the
+        registration `life` of the worker has ended."""
         row = self.state.row_in(worker, life)
         if row is not None:
             cells = self.state.table.cells
@@ -217,7 +219,7 @@ class Charges:
             self._queued = None
 
     def end(self) -> None:
-        """Ends all charges of the attempt, because the attempt has no work left at the workers."""
+        """Ends all charges of the attempt, because none of its work is left at the workers."""
         if not self._open:
             return
         self._open = False

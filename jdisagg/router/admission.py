@@ -1,10 +1,9 @@
 """Admission: refuses new requests that would probably miss their time limit, with a reason and a
-retry-after. Pure.
+retry-after. Does no I/O; times are arguments.
 
-There are four reasons: too many requests wait for their first token (`admit`), a tenant's quota is
-used up (`Quotas`), the first token would miss its time limit (`placement.decide`, which adds the
-wait in this router's queue that `Drain` predicts), and no worker takes requests. Times are
-arguments."""
+There are four reasons for a refusal: too many requests wait for their first token (`admit`), a
+tenant's quota is used up (`Quotas`), the first token would miss its time limit (`placement.decide`,
+which adds the wait in this router's queue that `Drain` predicts), and no worker takes requests."""
 
 import bisect
 import math
@@ -16,10 +15,10 @@ from jdisagg.router.quantiles import of_sorted
 from jdisagg.spending import Spending
 from jdisagg.token_bucket import MAX_RETRY_SECONDS, retry_after
 
-UNKNOWN_WAIT_SECONDS = 5.0  # retry-after of a full queue from which no request was served yet
+UNKNOWN_WAIT_SECONDS = 5.0  # retry-after if the queue is full and no request was served yet
 DRAIN_SECONDS = 5.0  # time constant of the mean of the queue's speed
 DRAIN_LEAST_SECONDS = 0.25  # waiting time to observe before the speed is used
-ERRORS = 64  # latest prediction errors that count
+ERRORS = 64  # number of latest prediction errors that are used
 ERRORS_LEAST = 16
 ERRORS_SECONDS = 30.0  # age after which an error no longer counts
 IN_TIME = 0.9  # share of admitted requests that should meet their limit
@@ -36,14 +35,14 @@ def admit(
     """Refuses a request if too many requests already wait for their first token.
 
     Args:
-        seconds_per_request: Recent mean time between the first tokens of two successive requests.
-            It determines the retry-after. None while it is unknown.
-        own_waiting: Number of waiting requests of this tenant. A tenant below its equal share among
-            `tenants` is still admitted until twice `max_waiting_requests` wait, because other
-            tenants filled the queue. Twice the limit is never exceeded, even if many tenants arrive
-            one after another.
-        lower_waiting: Number of waiting requests of lower priority. They count only towards twice
-            the limit.
+        seconds_per_request: Recent mean time between the first tokens of two successive requests,
+            which determines the retry-after. None while it is unknown.
+        own_waiting: Number of waiting requests of this tenant. If it is below the tenant's equal
+            share among `tenants`, the request is admitted until twice `max_waiting_requests` wait,
+            because other tenants filled the queue. Twice the limit is never exceeded, even if many
+            tenants arrive one after another.
+        lower_waiting: Number of waiting requests of lower priority. They are counted only against
+            twice the limit.
 
     Raises:
         OverloadedError: `max_waiting_requests` requests wait.
@@ -65,21 +64,21 @@ def admit(
 
 
 def limit_seconds(ttft_slo_seconds: float | None, deadline_seconds: float) -> float:
-    """Returns the seconds after a request's arrival within which its first token must come: the
-    TTFT objective, or the deadline if that is earlier."""
+    """Returns the time limit of a request's first token, in seconds after the request's arrival. It
+    is the TTFT objective, or the deadline if that is earlier."""
     return deadline_seconds if ttft_slo_seconds is None else min(ttft_slo_seconds, deadline_seconds)
 
 
 class Quotas:
     """Token buckets, one per tenant. A request takes as many tokens as its prompt and its expected
-    answer have. A request that takes more than the whole burst needs a full bucket and leaves the
-    bucket negative.
+    answer have. If this is more than a full bucket has, the request needs a full bucket and leaves
+    the bucket negative.
 
     Args:
         tokens_per_second: Rate of each tenant, in tokens per second. Tenants that are not listed
             have no limit.
         burst_seconds: Size of a bucket, in seconds of the tenant's rate.
-        spending: Buckets of the router, which include what was taken at other routers.
+        spending: The router's record of spent tokens, which includes those spent at other routers.
     """
 
     def __init__(
@@ -93,7 +92,8 @@ class Quotas:
         self._spending = spending or Spending()
 
     def take(self, tenant: str, tokens: float, now: float) -> None:
-        """Takes tokens from a tenant's bucket, or raises QuotaExceededError."""
+        """Takes tokens from a tenant's bucket. Raises QuotaExceededError if the bucket has too few
+        tokens."""
         rate = self._rates.get(tenant)
         if rate is None:
             return
@@ -118,8 +118,8 @@ def _bucket_of(tenant: str) -> str:
 
 class Drain:
     """Measures the recent speed at which the router's queue is served, in cost (tokens) per second.
-    It is an exponential moving average over `DRAIN_SECONDS`. Only periods in which requests waited
-    count."""
+    The speed is an exponential moving average over `DRAIN_SECONDS`. Only periods in which requests
+    waited are measured."""
 
     def __init__(self) -> None:
         self._cost = 0.0
@@ -141,13 +141,14 @@ class Drain:
         self._cost += cost
 
     def seconds(self, cost: float) -> float:
-        """Returns the seconds to serve a total cost `cost`, or 0 while the speed is unknown."""
+        """Returns the predicted seconds until requests of total cost `cost` are served, or 0 while
+        the speed is unknown."""
         if not cost or self._seconds < DRAIN_LEAST_SECONDS:
             return 0.0
         return cost * self._seconds / self._cost if self._cost else MAX_RETRY_SECONDS
 
     def seconds_each(self) -> float | None:
-        """Returns the seconds to serve a cost of 1, or None while the speed is unknown."""
+        """Returns the seconds per unit of cost, or None while the speed is unknown."""
         known = self._cost and self._seconds >= DRAIN_LEAST_SECONDS
         return self._seconds / self._cost if known else None
 
@@ -163,7 +164,7 @@ class Drain:
 
 
 class Lateness:
-    """Recent errors of predicted times to first token, from which later predictions are corrected.
+    """Recent errors of predicted times to first token, by which later predictions are corrected.
     Predictions omit some delays (prompts of other dp ranks, a slow mesh). Without the correction,
     the router would admit requests that miss their time limit."""
 
@@ -172,17 +173,18 @@ class Lateness:
         self._ranked: list[float] = []  # the errors in seconds, ascending
 
     def observe(self, seconds: float, now: float) -> None:
-        """Records measured minus predicted seconds to a first token (negative if early)."""
+        """Records measured minus predicted seconds to a first token. The value is negative if the
+        token was early."""
         if len(self._errors) == ERRORS:
             self._forget_oldest()
         self._errors.append((now, seconds))
         bisect.insort(self._ranked, seconds)
 
     def seconds(self, now: float, limit_seconds: float) -> float:
-        """Returns the seconds to add to a predicted TTFT, so that the fraction `IN_TIME` of the
-        recent first tokens would have arrived within the prediction. Returns 0 while few errors are
-        recorded. Returns at most half of the limit, because refused requests give no measurement
-        and the delay may be over."""
+        """Returns the seconds to add to a predicted TTFT. With this addition, the fraction
+        `IN_TIME` of the recent first tokens would have arrived within the prediction. Returns 0
+        while few errors are recorded. Returns at most half of `limit_seconds`: refused requests
+        give no measurements, so a delay that is over could otherwise cause refusals forever."""
         while self._errors and self._errors[0][0] < now - ERRORS_SECONDS:
             self._forget_oldest()
         late = of_sorted(self._ranked, IN_TIME) if len(self._ranked) >= ERRORS_LEAST else 0.0

@@ -1,11 +1,11 @@
 """Circuit breakers: a worker that fails repeatedly gets no requests for a while, and then one
 attempt as a probe. If the probe succeeds, the worker gets requests again.
 
-A breaker is CLOSED until `most_failures` failures in a row. It is then OPEN for a time that
-doubles with each opening up to a bound (`timeouts.Backoff`). Afterwards it is HALF OPEN: the next
-attempt is the probe, and the worker gets no other attempt until the probe's outcome is known or
-the back-off time has passed again. A success removes the breaker. Placement reads one number per
-worker: the time until which it gets no requests. Pure: times are arguments."""
+A breaker is CLOSED until `most_failures` failures in a row. It is then OPEN for a time that doubles
+with each opening up to a bound (`timeouts.Backoff`). Afterwards it is HALF OPEN: the next attempt
+is the probe. The worker gets no other attempt until the probe's outcome is known or the back-off
+time has passed again. A success removes the breaker. Placement reads one number per worker: the
+time until which it gets no requests. Does no I/O; times are arguments."""
 
 import enum
 from collections.abc import Callable
@@ -38,8 +38,8 @@ class Breaker:
         return BreakerState.OPEN if now < self.barred_until else BreakerState.HALF_OPEN
 
     def failed(self, now: float) -> None:
-        """Counts a failure of the worker. Does nothing while the breaker is open: attempts that
-        were running when it opened may still fail."""
+        """Counts a failure of the worker. Does nothing while the breaker is open, because these are
+        failures of attempts that were already running when it opened."""
         if self.state(now) is BreakerState.OPEN and self.failures >= self.most_failures:
             return
         self.failures += 1
@@ -60,15 +60,15 @@ class Breaker:
 
 class PairBreakers:
     """Circuit breakers of pairs (prefill worker, decode worker), for transfers of KV. One failed
-    transfer opens a breaker, because the decode worker has tried each of its blocks several times.
-    A pair is forgotten when one of its workers registers again."""
+    transfer opens a breaker, because the decode worker has already tried each block of the transfer
+    several times. A pair's breaker is removed when one of its workers registers again."""
 
     def __init__(self, backoff: Backoff = DEFAULT_TIMEOUTS.request.breaker) -> None:
         self._backoff = backoff
         self._breakers: dict[tuple[str, str], tuple[tuple[int, int], Breaker]] = {}
 
     def failed(self, pair: tuple[str, str], lives: tuple[int, int], now: float) -> None:
-        """Counts a failed transfer. `lives` identifies the registrations of the two workers."""
+        """Counts a failed transfer. `lives` has the registration numbers of the two workers."""
         known, breaker = self._breakers.get(pair, (lives, None))
         if breaker is None or known != lives:
             breaker = Breaker(self._backoff, most_failures=1)
@@ -79,13 +79,14 @@ class PairBreakers:
         self._breakers.pop(pair, None)
 
     def placed(self, pair: tuple[str, str], now: float) -> None:
-        """Records that an attempt was placed on the pair, which may be the probe of its breaker."""
+        """Records that an attempt was placed on the pair. If the pair's breaker is half open, this
+        attempt is the probe."""
         if pair in self._breakers:
             self._breakers[pair][1].placed(now)
 
     def broken(self, life: Callable[[str], int], now: float) -> frozenset[tuple[str, str]]:
-        """Returns the pairs that should get no request now. `life` returns the number of a worker's
-        present registration."""
+        """Returns the pairs that should get no request now. `life` is a function that returns the
+        number of a worker's present registration."""
         if not self._breakers:
             return frozenset()
         self._breakers = {

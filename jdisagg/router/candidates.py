@@ -1,9 +1,10 @@
-"""Selects the workers that may serve an attempt, with a penalty for each, in seconds. Pure.
+"""Selects the workers that may serve an attempt, with a penalty in seconds for each. Has no side
+effects.
 
-Workers that are gone are no candidates. Draining workers and workers that are late with their
-heartbeats are candidates, with a penalty, only if the request has tokens already. Workers with an
-open circuit breaker have a larger penalty. Workers that failed this request have the largest
-penalty. `cost_terms` predicts the costs of the request, and `placement` makes the choice."""
+Workers that are gone are never candidates. Draining workers and workers whose heartbeats are late
+are candidates, with a penalty, only if the request has tokens already. Workers with an open circuit
+breaker have a larger penalty. Workers that failed this request have the largest penalty.
+`cost_terms` predicts the costs of the request, and `placement` makes the choice."""
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class Candidates:
     Attributes:
         rows: Row numbers of the workers in the snapshot.
         table: Columns of the snapshot, limited to these workers.
-        against: Penalty of each worker, in seconds.
+        against: Penalty of each worker in seconds.
     """
 
     side: Side
@@ -46,21 +47,21 @@ class Candidates:
 
     @property
     def penalties(self) -> Array | None:
-        """Each worker's penalty plus seconds until its programs are loaded, or None if all are
-        0."""
+        """For each worker, its penalty plus the seconds until its programs are loaded. None if all
+        sums are 0."""
         if self.against is self.side.zeros and not self.side.loading:
             return None
         return self.against + self.table["loading_seconds"]
 
     @property
     def unknown(self) -> bool:
-        """Whether the speed of any candidate is unknown, so that its times cannot be predicted."""
+        """Whether the speed of any candidate is unknown, so that no times are predicted."""
         return self.side.unknown and bool((self.table["speed"] == UNKNOWN).any())
 
     @property
     def trusted(self) -> Flags | None:
-        """Flag of each worker: whether cached KV may be fetched from it. None if KV may be fetched
-        from all."""
+        """For each worker, whether cached KV may be fetched from it. None if KV may be fetched from
+        all workers."""
         return None if self.against is self.side.zeros else self.against < BARRED
 
     @property
@@ -124,8 +125,9 @@ def usable(
 
 
 def with_partners(prefills: Candidates, decodes: Candidates) -> tuple[Candidates, Candidates]:
-    """Leaves out prefill workers with weights that no decode worker has, and decode workers that
-    can neither pair with a prefill worker nor compute prompts."""
+    """Leaves out workers that can serve no request because of their weights: prefill workers if no
+    decode worker has the same weights, and decode workers that can neither pair with a prefill
+    worker nor compute prompts."""
     ours, theirs = prefills.side.weights, decodes.side.weights
     if (ours is not None and ours == theirs) or not len(prefills):
         return prefills, decodes
@@ -135,13 +137,13 @@ def with_partners(prefills: Candidates, decodes: Candidates) -> tuple[Candidates
 
 
 def partnered(some: Candidates, others: Candidates) -> Flags:
-    """Returns, for each worker, whether one of `others` has the same weights."""
+    """Returns, for each worker of `some`, whether a worker of `others` has the same weights."""
     return np.isin(some.table["weights"], others.table["weights"])
 
 
 def apart(state: ClusterState, prefills: Indices, decodes: Indices) -> Flags | None:
-    """Returns a mask [prefill workers, decode workers] of the pairs with different weights, which
-    cannot hand over KV. None if there are no such pairs."""
+    """Returns a mask [prefill workers, decode workers] of the pairs that cannot hand over KV,
+    because their weights differ. Returns None if there are no such pairs."""
     if state.prefill.weights is not None and state.prefill.weights == state.decode.weights:
         return None
     weights = state.table["weights"]
@@ -151,7 +153,8 @@ def apart(state: ClusterState, prefills: Indices, decodes: Indices) -> Flags | N
 def broken_pairs(
     state: ClusterState, query: PlacementQuery, prefills: Indices, decodes: Indices
 ) -> Array:
-    """Returns the penalty of each pair [prefill workers, decode workers] for failed transfers."""
+    """Returns an array [prefill workers, decode workers] with the penalty in seconds of each pair
+    whose KV transfers have failed."""
     against = np.zeros((len(prefills), len(decodes)))
     for prefill, decode in query.broken:
         here, there = prefills == state.row_of(prefill), decodes == state.row_of(decode)
@@ -160,7 +163,8 @@ def broken_pairs(
 
 
 def no_worker(state: ClusterState, side: Side, kind: str) -> NoWorkerError:
-    """Returns the error for a role without candidates, which lists its workers' states."""
+    """Returns the error for a role without candidates. Its message lists the workers of the role
+    and their states."""
     rows = side.rows
 
     def said(row: int) -> str:

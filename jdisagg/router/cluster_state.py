@@ -3,13 +3,13 @@ worker reports or work is placed.
 
 There are three kinds of columns: the worker's last status, its description (place, role, speed),
 and the work that this router has sent and that no status includes yet (`own_`, maintained by
-`accounts.py`). Because of the `own_` columns, a burst of requests between two heartbeats is spread
-over the workers. Rows stay in the order in which the workers arrived, so that a replayed decision
-breaks ties in the same way. Times are arguments.
+`accounts.py`). The `own_` columns spread a burst of requests between two heartbeats over the
+workers. Rows stay in the order in which the workers arrived, so that a replayed decision breaks
+ties in the same way. Times are arguments.
 
-Sums are over a worker's dp ranks unless the column's name says otherwise: `best_` columns describe
-the rank with the most free pages, which takes the next sequence. `most_` columns describe the
-fullest rank."""
+If a column's name has no prefix, its value is the sum over a worker's dp ranks. `best_` columns
+describe the rank with the most free pages, which takes the next sequence. `most_` columns describe
+the fullest rank."""
 
 import hashlib
 import math
@@ -74,7 +74,7 @@ DESCRIBED = ("speed", *PARTS)
 HEARD_AT = COLUMNS["heard_at"]
 # Values that rarely change, and values that change with each status.
 FORM = slice(COLUMNS["decodes"], COLUMNS["weights"] + 1)
-# Reading and placing an adapter of some 100 MB; and a price that no other term reaches.
+# Seconds to read and load an adapter of about 100 MB, and a penalty that exceeds all other terms.
 ADAPTER_SECONDS, NO_SLOTS_SECONDS = 0.5, 1e5
 FARES = slice(COLUMNS["running"], COLUMNS["loading_seconds"] + 1)
 
@@ -106,7 +106,7 @@ class Table:
         return self.cells[COLUMNS[column]].astype(np.int64)
 
     def take(self, which: "Indices | slice") -> "Table":
-        """Returns the columns of some workers: a view if they are contiguous, else a copy."""
+        """Returns the columns of some workers: a view if `which` is a slice, or a copy."""
         return Table(
             self.cells[:, which] if isinstance(which, slice) else self.cells.take(which, axis=1)
         )
@@ -115,8 +115,8 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Description:
     """The part of a worker's card that placement needs. `place` has the form of `WorkerCard.place`.
-    `kind` determines the worker's speed and is None if the model is unknown. Without hardware, the
-    times in the worker's status complete it."""
+    `kind` determines the worker's speed and is None if the model is unknown. If `kind` has no
+    hardware, the times in the worker's status determine the speed."""
 
     place: str = ""
     kind: Kind | None = None
@@ -134,8 +134,8 @@ class Side:
         room: Number of sequences that each worker may hold. It is a little larger than the worker's
             number of decode slots, so that the next sequence is ready when a slot is freed
             (scheduler/reservations.py).
-        speed, chunk_tokens, page_size, weights: Value common to all workers, or None if they
-            differ.
+        speed, chunk_tokens, page_size, weights: The value that all workers have in common, or None
+            if they differ.
         table: View of the workers' columns, or None if the rows are not contiguous.
         zeros: A read-only array of zeros, one per worker.
     """
@@ -159,7 +159,7 @@ class Side:
 
 class ClusterState:
     """The snapshot of all workers. `update` adds a worker when its first status arrives. `describe`
-    sets a worker's description and may be called before or after that status."""
+    sets a worker's description, before or after that status."""
 
     def __init__(self) -> None:
         self.table = Table(np.zeros((len(COLUMNS), 16)))
@@ -173,13 +173,13 @@ class ClusterState:
         self._lives: dict[str, int] = {}
         self._roster_rows: tuple[Roster, Indices] | None = None  # valid while the rows are the same
         self._last_life = 0
-        # Valid until a worker comes, goes or changes its description.
+        # Valid until a worker is added, is removed or changes its description.
         self._sides: tuple[Side, Side] | None = None
         self._heard_since = -math.inf  # every worker was heard after this time
         self._least_priority = 0  # no worker reported a lower one
         self.barred_until = 0.0  # no worker is barred for longer
-        self._link_costs: dict[Link, LinkCosts] = {}  # link costs, valid as long
-        self._measured: dict[tuple[str, str], tuple[float, float]] = {}  # links, see LinkCosts
+        self._link_costs: dict[Link, LinkCosts] = {}  # link costs, valid as long as `_sides`
+        self._measured: dict[tuple[str, str], tuple[float, float]] = {}  # links, see `LinkCosts`
         self._peer_costs: dict[Link, LinkCosts] = {}
         self._return_costs: dict[Link, LinkCosts] = {}
 
@@ -196,7 +196,8 @@ class ClusterState:
         return self._rows.get(name)
 
     def row_in(self, name: str, life: int) -> int | None:
-        """Returns the worker's row number, or None if its registration `life` has ended."""
+        """Returns the worker's row number. Returns None if its registration `life` has ended,
+        because the worker was removed or has registered again."""
         return self._rows.get(name) if self._lives.get(name, 0) == life else None
 
     def row_of(self, name: str) -> int:
@@ -204,7 +205,8 @@ class ClusterState:
         return self._rows.get(name, -1)
 
     def rows_of(self, roster: Roster) -> Indices:
-        """Returns `row_of` of each worker in `roster`, as a read-only array."""
+        """Returns the row numbers of the workers in `roster` as a read-only array, with -1 for
+        unknown workers."""
         if self._roster_rows is None or self._roster_rows[0] is not roster:
             rows = np.fromiter(map(self.row_of, roster.names), np.intp, len(roster.names))
             self._roster_rows = roster, rows
@@ -225,11 +227,12 @@ class ClusterState:
 
     @property
     def decode(self) -> Side:
-        """The workers that decode, mixed ones included."""
+        """The workers that decode, including mixed workers."""
         return self._both()[1]
 
     def link_costs(self, far: Link) -> LinkCosts:
-        """Link costs from prefill to decode workers. Every worker's speed must be known."""
+        """Returns the link costs from prefill to decode workers. Every worker's speed must be
+        known."""
         link_costs = self._link_costs.get(far)
         if link_costs is None:
             prefill, decode = (self._ends(side) for side in self._both())
@@ -239,7 +242,7 @@ class ClusterState:
         return link_costs
 
     def peer_costs(self, far: Link) -> LinkCosts:
-        """Link costs between prefill workers. Every worker's speed must be known."""
+        """Returns the link costs between prefill workers. Every worker's speed must be known."""
         peer_costs = self._peer_costs.get(far)
         if peer_costs is None:
             prefill = self._ends(self._both()[0])
@@ -249,7 +252,8 @@ class ClusterState:
         return peer_costs
 
     def return_costs(self, far: Link) -> LinkCosts:
-        """Link costs from decode to prefill workers. Every worker's speed must be known."""
+        """Returns the link costs from decode to prefill workers. Every worker's speed must be
+        known."""
         return_costs = self._return_costs.get(far)
         if return_costs is None:
             prefill, decode = (self._ends(side) for side in self._both())
@@ -274,8 +278,9 @@ class ClusterState:
         )
 
     def adapter_loads(self, digest: str) -> dict[str, float]:
-        """Returns the seconds that each worker without this adapter needs to load it. The value for
-        a worker without adapter slots is so high that it is chosen only as the last resort."""
+        """Returns the seconds that each worker without this adapter needs to load it. For a worker
+        without adapter slots the value is so high that the worker is chosen only as the last
+        resort."""
         return {
             name: ADAPTER_SECONDS if status.adapter_slots else NO_SLOTS_SECONDS
             for name, status in self._statuses.items()
@@ -283,7 +288,7 @@ class ClusterState:
         }
 
     def yielding(self, priority: int) -> dict[str, tuple[int, int, int, int]]:
-        """Returns each worker's load of lower priority, as in `PlacementQuery.yielding`."""
+        """Returns each worker's load of lower priority in the form of `PlacementQuery.yielding`."""
         found: dict[str, tuple[int, int, int, int]] = {}
         for name, status in self._statuses.items() if priority > self._least_priority else ():
             lower = [load for load in status.priorities if load.priority < priority]
@@ -335,7 +340,7 @@ class ClusterState:
         self._update_prices(status, row)
         free, sequences, contexts = status.free_pages, status.rank_sequences, status.rank_contexts
         best = free.index(max(free)) if len(free) > 1 else 0
-        # Older workers report only their number.
+        # Workers of older versions report only the total number of sequences.
         if len(sequences) != ranks or len(contexts) != ranks:
             sequences, contexts = (status.running / ranks,) * ranks, (0.0,) * ranks
         cells[HEARD_AT, row] = now
@@ -349,8 +354,8 @@ class ClusterState:
             self._heard_since = now
 
     def _update_prices(self, status: WorkerStatus, row: int) -> None:
-        """Stores the times and links that a worker measured. Links are ignored if the worker's
-        hardware is described."""
+        """Stores the program times and links that a worker measured. Links are ignored if the
+        worker's hardware is described."""
         description = self.description(status.name)
         completed = _completed(description, status)
         if completed is not description:
@@ -384,14 +389,16 @@ class ClusterState:
         self._change_form()
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Returns a worker's values by column, except those that its description determines."""
+        """Returns a worker's values by column. Columns that its description determines are left
+        out."""
         row = self._rows[name]
         return {
             column: float(self.table[column][row]) for column in COLUMNS if column not in DESCRIBED
         }
 
     def restore(self, name: str, description: Description, numbers: Mapping[str, float]) -> None:
-        """Adds a worker with `numbers` by column. Raises KeyError for an unknown column."""
+        """Adds a worker from a decision record. `numbers` has its values by column. Raises KeyError
+        for an unknown column."""
         self._descriptions[name] = description
         row = self._rows.get(name)
         if row is None:
@@ -413,7 +420,8 @@ class ClusterState:
         self._forget_links()
 
     def bar(self, row: int, until: float) -> None:
-        """Makes placement avoid the worker until time `until`, unless there is no other worker."""
+        """Makes placement avoid the worker until time `until`. It is still chosen if there is no
+        other worker."""
         self.table["barred_until"][row] = until
         self.barred_until = max(self.barred_until, until)
 
@@ -513,8 +521,8 @@ class ClusterState:
 
 
 def _completed(description: Description, status: WorkerStatus) -> Description:
-    """Returns the description with the times that the worker measured, if its hardware is not
-    described."""
+    """Completes a description whose hardware is unknown with the times that the worker measured.
+    Other descriptions are returned unchanged."""
     kind = description.kind
     if kind is None or kind.hardware is not None or kind.times == status.times:
         return description
@@ -522,8 +530,8 @@ def _completed(description: Description, status: WorkerStatus) -> Description:
 
 
 def _form(status: WorkerStatus) -> object:
-    """Returns the fields of a status that rarely change. Derived values are recomputed only if one
-    of these fields changes."""
+    """Returns the fields of a status that rarely change. Values derived from them are recomputed
+    only if one of them changes."""
     return (
         status.role,
         status.page_size,
@@ -546,7 +554,7 @@ def _code(weights: str) -> int:
 
 
 def _only(column: Array) -> float | None:
-    """Returns the value that all entries of a column share, or None if they differ."""
+    """Returns the common value of all entries of a column, or None if they differ."""
     return float(column[0]) if len(column) and (column == column[0]).all() else None
 
 

@@ -1,12 +1,14 @@
 """Corrects predicted times to first token by the errors of earlier predictions.
 
-Times that workers measure at their start omit what a request costs besides programs: calls between
-processes, sampling, checksums. A constant and a factor are fitted to the latest predictions and
-outcomes, separately for each way to serve a prompt (`PromptWay`). Errors are relative, and the
-factor is regularised towards 1, so that a single outcome changes only the constant. The first
-request of a way is often slow for temporary reasons. It must not keep later requests away from the
-worker that now has their prefix cached, so a way with few outcomes uses the correction of another
-way. Pure; no clock is used."""
+The program times that workers measure at their start are only part of a request's time. They omit
+calls between processes, sampling and checksums. A constant and a factor are fitted to the latest
+predictions and outcomes, separately for each way to serve a prompt (`PromptWay`). Errors are
+relative, and the factor is regularised towards 1, so that a single outcome changes only the
+constant.
+
+The first request of a way is often slow for temporary reasons. Such an outcome must not keep later
+requests away from the worker that now has their prefix cached. A way with few outcomes therefore
+uses the correction of another way. Does no I/O."""
 
 import enum
 import itertools
@@ -15,9 +17,9 @@ from collections.abc import Iterable
 
 from jdisagg.plain import plain
 
-OUTCOMES = 32  # latest outcomes of a way that count
-FEW = 3  # outcomes of a way below which it has no correction of its own
-FORGOTTEN = 256  # outcomes of other ways after which those of a way no longer count
+OUTCOMES = 32  # number of latest outcomes of a way that are used
+FEW = 3  # smallest number of outcomes for which a way has a correction of its own
+FORGOTTEN = 256  # number of later outcomes of other ways after which a way's outcomes are dropped
 PRIOR = 1.0  # weight of the factor 1, in outcomes
 SMALLEST, LARGEST = 0.2, 5.0  # bounds of a factor
 
@@ -56,7 +58,7 @@ class LearnedCorrections:
         self._current = NO_CORRECTIONS
 
     def observe(self, way: PromptWay, predicted_seconds: float, seconds: float) -> None:
-        """Records an uncorrected prediction and its outcome, both positive."""
+        """Records an uncorrected prediction and the measured time, both in seconds and positive."""
         self._outcomes[way].append((predicted_seconds, seconds))
         for other in PromptWay:
             self._since[other] = 0 if other is way else self._since[other] + 1
@@ -73,7 +75,7 @@ class LearnedCorrections:
 
 
 def _fitted(outcomes: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the constant and the factor that minimise the squares of relative errors."""
+    """Returns the (constant, factor) for which the sum of squared relative errors is smallest."""
     each = [(1.0 / seconds, predicted / seconds) for predicted, seconds in outcomes]
     uu = sum(u * u for u, _ in each)
     uv = sum(u * v for u, v in each)

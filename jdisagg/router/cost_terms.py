@@ -1,14 +1,15 @@
-"""Predicts the seconds of each stage of one attempt, for all candidates at once. Pure.
+"""Predicts the seconds of each stage of one attempt, for all candidates at once. Has no side
+effects.
 
 A prefill worker has two stages: its backlog, and the prompt itself. A decode worker has two stages:
 the wait until it has room, and a decode step that includes the sequence. A pair has one stage: the
 part of the KV transfer that remains after the prefill.
 
-A decode worker has room if it has a free slot, enough free pages on the rank with the most free
-pages, pages for the expected growth of this router's sequences, an empty queue, and a step within
-the TPOT bound. Slots and pages of sequences of lower priority count as free, because the worker
-preempts these sequences. Otherwise running sequences must end first. By Little's law they end at
-the rate running / (mean length x step)."""
+A decode worker has room if all of these hold: a slot is free, the rank with the most free pages has
+enough of them, there are pages for the expected growth of this router's sequences, the queue is
+empty, and the step is within the TPOT bound. Slots and pages of sequences of lower priority count
+as free, because the worker preempts these sequences. If there is no room, running sequences must
+end first. By Little's law they end at the rate running / (mean length x step)."""
 
 import math
 from collections.abc import Mapping
@@ -25,16 +26,16 @@ from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
 from jdisagg.router.link_costs import Indices
 from jdisagg.router.prefix_index import ByWorker
 
-# Steps from the KV's arrival to the first token decoded from it. A busy mesh has one step running
-# and one issued behind it (worker/step_loop.py). Half of the first and all of the second pass until
-# the KV is inserted, then one more that was issued before, then the sequence's own. An idle mesh
-# runs only the sequence's own.
+# Steps from the KV's arrival to the first token decoded from it. A busy mesh runs one step and has
+# one more in its queue (worker/step_loop.py). On average, half of the first and all of the second
+# must end before the KV is inserted. Another step, which was issued before, follows, and then the
+# first step with the sequence. An idle mesh runs only the last of these.
 STEPS_TO_JOIN = 3.5
 STEPS_ALONE = 1.0
-# Share of the time left by the bound that prefills may use: some streams meet more prefills than
-# others.
+# Share of the time left by the TPOT bound that prefills may use. It is below 1 because some streams
+# are delayed by more prefills than others.
 PACED_SHARE = 0.9
-LEAST_PACED_SHARE = 0.05  # of all time, where a step alone takes nearly the whole bound
+LEAST_PACED_SHARE = 0.05  # least share of all time, if a step alone takes nearly the whole bound
 _NOWHERE, _NOTHING, _NO_FLAG = np.empty(0, np.intp), np.empty(0), np.zeros(1, bool)
 
 
@@ -45,7 +46,8 @@ class Holder:
     Attributes:
         row: Row number of the worker in the snapshot.
         tokens: Number of tokens of the prompt that the worker has cached.
-        issued_seconds: Seconds until the steps already issued to the worker's mesh are done.
+        issued_seconds: Seconds until the commands that were already issued to the worker's mesh are
+            done.
         decodes: Whether the worker is a decode worker.
     """
 
@@ -64,11 +66,11 @@ class PrefillCosts:
         prefill: Seconds to compute the prompt itself.
         spared: Prefill seconds that cached or fetched tokens save.
         chunks: Number of chunks in which the prompt is computed.
-        known: Indices of the workers that have tokens of the prompt cached, and how many tokens
-            each has cached.
+        known: Indices of the workers that have tokens of the prompt cached, and the number of
+            cached tokens of each.
         holders: Workers from which cached KV may be fetched.
-        fetches: For each worker, the index in `holders` from which it fetches KV, or -1 if it
-            fetches none. None if no worker fetches.
+        fetches: For each worker, the index in `holders` of the worker from which it fetches KV, or
+            -1 if it fetches none. None if no worker fetches.
     """
 
     rows: Indices
@@ -96,9 +98,14 @@ class PrefillCosts:
 
 @plain
 class DecodeCosts:
-    """Predicted costs of the decode workers `rows`. For each worker, `queue` is the seconds until
-    it has room for the sequence, `step` the seconds of a decode step that includes the sequence,
-    and `busy` whether sequences run at the worker. `room`: Whether all workers have room now."""
+    """Predicted costs of the decode workers `rows`, one entry per worker.
+
+    Attributes:
+        queue: Seconds until the worker has room for the sequence.
+        step: Seconds of a decode step that includes the sequence.
+        busy: Whether the worker has running sequences.
+        room: Whether all workers have room now.
+    """
 
     rows: Indices
     queue: Array
@@ -108,7 +115,8 @@ class DecodeCosts:
 
     @property
     def join(self) -> Array:
-        """For each worker, seconds from the KV's arrival to the first token decoded from it."""
+        """For each worker, the seconds from the arrival of the KV to the first token that is
+        decoded from it."""
         return np.where(self.busy, STEPS_TO_JOIN, STEPS_ALONE) * self.step
 
     def join_of(self, which: int) -> float:
@@ -122,11 +130,12 @@ class LocalCosts:
     worker.
 
     Attributes:
-        costs: Costs of the prefill, with a decode step of the running streams after each chunk.
-        lost: Seconds of the prefill chunks without the decode steps, which delay the running
-            streams.
+        costs: Costs of the prefill. If sequences are running, each chunk is followed by one of
+            their decode steps.
+        lost: Seconds of the prefill chunks without the decode steps. The running streams are
+            delayed by this time.
         lacking: Number of uncached prompt tokens, which must be computed.
-        longest: Longest time, in seconds, that a running stream waits for a token meanwhile.
+        longest: Longest time in seconds that a running stream waits for a token during the prefill.
         paced: Seconds until running streams have recovered from the delay that the worker's last
             prompt caused.
     """
@@ -185,9 +194,9 @@ def _spare_coming(
     costs: tuple[Array, Array],
     known: tuple[Indices, Array],
 ) -> None:
-    """Lowers `costs` (prefill seconds, seconds saved) of workers that are computing more of the
-    prompt's prefix for earlier prompts than they have cached. The queue of such a worker includes
-    the earlier prompts."""
+    """Lowers `costs` (prefill seconds, seconds saved) of workers that are computing a longer prefix
+    of the prompt for earlier prompts than they have cached. The queue of such a worker includes the
+    earlier prompts."""
     prefill, spared = costs
     cached = np.zeros(len(rows))
     cached[known[0]] = known[1]
@@ -251,7 +260,7 @@ def decodes_of(
     leaving = np.maximum(np.maximum(now_short, later_short) / each, slots_short) + waiting
     if np.count_nonzero(slow):
         leaving = np.where(slow & (leaving < 1.0), 1.0, leaving)
-    # An empty worker never gets more room. It refuses itself what it cannot hold.
+    # An empty worker never gets more room, and refuses requests that need more than it has.
     waits = (leaving > 0) & (here + waiting > 0)
     queue = np.zeros(len(rows))
     if np.count_nonzero(waits):
@@ -262,7 +271,7 @@ def decodes_of(
 def _step_seconds(
     state: ClusterState, side: Side, table: Table, work: Work, ranks: Array | int
 ) -> Array:
-    """Returns the time of a decode step of each worker with the request."""
+    """Returns the seconds of a decode step of each worker if it also runs the request."""
     sequences = table["best_sequences"] + _each(table["own_sequences"], ranks) + work.children
     contexts = (
         table["best_contexts"] + _each(table["own_contexts"], ranks) + work.children * work.tokens
@@ -285,9 +294,9 @@ def transfers_of(
     far: Link,
     places: Indices | None = None,
 ) -> Array:
-    """Returns the seconds to transfer the KV that each decode worker does not have, over the best
-    link of each pair. The shape is [prefill workers, decode workers]. `places`: Indices of the
-    prefill workers in `state.prefill`, if known."""
+    """Returns the seconds to transfer the KV that each decode worker lacks, over the best link of
+    each pair. The shape is [prefill workers, decode workers]. `places` are the indices of the
+    prefill workers in `state.prefill`, if they are known."""
     missing: Array | float = float(query.work.tokens)
     at, cached = _tokens_at(state, decodes, query.cached, query.work.tokens)
     if len(at):
@@ -307,8 +316,8 @@ def too_far(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Flags:
-    """Returns a mask [prefill workers, decode workers] of pairs to avoid: the workers are in
-    different racks, and the prompt is too short for a prefill in another rack."""
+    """Returns a mask [prefill workers, decode workers] of pairs to avoid. The two workers are in
+    different racks, and the prompt has too few uncached tokens to be computed in another rack."""
     unknown = np.full(len(prefills.rows), float(query.work.tokens))
     at, known = known_at(state, prefills.rows, query)
     unknown[at] -= known
@@ -317,7 +326,7 @@ def too_far(
 
 
 def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
-    """Returns the seconds of a transfer that remain after the prefill ended. While a chunk is
+    """Returns the seconds of a transfer that remain after the prefill has ended. While a chunk is
     computed, the earlier chunks are transferred."""
     if not np.count_nonzero(chunks != 1.0):
         return transfer
@@ -326,9 +335,9 @@ def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
 
 
 def most_computed(table: Table, whole: bool = False) -> Array:
-    """Returns the maximum number of prompt tokens that each decode worker computes itself. Mixed
+    """Returns the largest number of prompt tokens that each decode worker computes itself. Mixed
     workers have no limit. Workers with --append_tokens compute at most one chunk, and none if
-    `whole` (log-probabilities of the prompt are requested). Other workers compute none."""
+    `whole` is set (log-probabilities of the prompt are requested). Other workers compute none."""
     able = table.flag("can_prefill") & (not whole)
     appended = np.where(able, table["chunk_tokens"], 0.0)
     return np.where(table.flag("mixed"), np.inf, appended)
@@ -342,7 +351,8 @@ def local_prefills(
     query: PlacementQuery,
     now: float,
 ) -> LocalCosts:
-    """Returns the costs of prefill on decode workers, which alternate chunks and decode steps."""
+    """Returns the costs of prefill on decode workers. They alternate prefill chunks and decode
+    steps."""
     alone = prefills_of(state, side, decodes.rows, table, query)
     lacking = np.full(len(decodes.rows), float(query.work.tokens))
     at, cached = alone.known
@@ -364,11 +374,12 @@ def paced_until(
     policy: PlacementPolicy,
     now: float,
 ) -> float | None:
-    """Returns the earliest time of a mixed worker's next prompt, or None without a limit.
+    """Returns the earliest start time of a mixed worker's next prompt after this decision, or None
+    if it may start at any time.
 
-    No running stream of a mesh gets a token while the mesh computes a prompt. Decode steps alone
-    keep the TPOT bound (see `decodes_of`). Steps and prefills together keep the bound if prefills
-    take at most the share `1 - step / tpot_slo_seconds` of the time. Each prompt therefore moves
+    While a mesh computes a prompt, its running streams get no tokens. Decode steps alone keep the
+    TPOT bound (see `decodes_of`). Steps and prefills together keep the bound if prefills take at
+    most the share `1 - step / tpot_slo_seconds` of the time. Each prompt therefore moves
     `paced_until` forward by the prompt's prefill seconds divided by that share. Until then the next
     prompt waits at the router, which can still reorder or refuse it. Prompts of all dp ranks count,
     because all ranks wait while one computes."""
@@ -388,7 +399,7 @@ def paced_until(
 
 
 def yielding_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> Array:
-    """Returns `query.yielding` as an array [4, workers] for the workers `rows`."""
+    """Returns `query.yielding` for the workers `rows`, as an array [4, workers]."""
     found = np.zeros((4, len(rows)))
     for at, row in enumerate(rows):
         if (load := query.yielding.get(state.name(int(row)))) is not None:
@@ -397,21 +408,22 @@ def yielding_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> Ar
 
 
 def known_to(worker: str, query: PlacementQuery) -> int:
-    """Returns the number of prompt tokens that a worker has cached and need not compute."""
+    """Returns the number of prompt tokens that a worker need not compute, because it has them
+    cached."""
     return min(query.cached.get(worker, 0), query.most_known)
 
 
 def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> tuple[Indices, Array]:
     """Returns the indices, in ascending `rows`, of the workers that have prompt tokens cached, and
-    how many cached tokens each need not compute."""
+    the number of tokens that each of them need not compute."""
     return _tokens_at(state, rows, query.cached, query.most_known)
 
 
 def known_or_coming(
     state: ClusterState, rows: Indices, query: PlacementQuery
 ) -> tuple[Indices, Array]:
-    """Returns the same as `known_at`, but tokens that workers are computing for earlier prompts
-    count as cached."""
+    """Returns the indices and numbers of tokens like `known_at`, but tokens that workers are
+    computing for earlier prompts count as cached."""
     at, tokens = known_at(state, rows, query)
     if not query.coming:
         return at, tokens
@@ -426,8 +438,8 @@ def known_or_coming(
 def _tokens_at(
     state: ClusterState, rows: Indices, cached: Mapping[str, int], most: int
 ) -> tuple[Indices, Array]:
-    """Returns the indices, in ascending `rows`, of the workers in `cached`, and their numbers of
-    tokens, at most `most`."""
+    """Returns the indices, in ascending `rows`, of the workers in `cached`, and the number of
+    tokens of each, at most `most`."""
     if not cached or not len(rows):
         return _NOWHERE, _NOTHING
     if isinstance(cached, ByWorker):
@@ -461,7 +473,9 @@ def _each(column: Array, ranks: Array | int) -> Array:
 def alike(
     state: ClusterState, side: Side, table: Table, chunks: bool = True
 ) -> list[tuple[Speed, int, Indices | slice]]:
-    """Groups the workers in `table` by speed and chunk size. Usually all are in one group."""
+    """Groups the workers in `table` by speed and, if `chunks` is set, by chunk size. Returns
+    (speed, chunk size, indices of the workers) of each group. Usually all workers are in one
+    group."""
     if not len(table):
         return []
     if side.speed is not None and (not chunks or side.chunk_tokens is not None):

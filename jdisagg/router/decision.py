@@ -1,4 +1,5 @@
-"""Input and output of placement, as plain data for the router, decision logs and simulator."""
+"""Input and output of placement, as plain data. The router, decision logs and the simulator use
+it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,8 @@ from jdisagg.router.accounts import Work
 from jdisagg.router.corrections import NO_CORRECTIONS, Corrections, PromptWay
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
-# Returns how many of a prompt's tokens each worker has cached now; workers with 0 are absent.
+# Function that returns how many of a prompt's tokens each worker has cached now. Workers without
+# cached tokens are left out.
 Known = Callable[[], Mapping[str, int]]
 
 
@@ -26,45 +28,46 @@ class PromptBlocks:
 
 
 class Affinity(Protocol):
-    """Index that reports the number of cached tokens of a prompt on each worker."""
+    """An index of cached blocks. It reports how many tokens of a prompt each worker has cached."""
 
     def known(self, request: Request) -> Known:
-        """Hashes the prompt of a request once. Returns a function that looks up the current number
-        of cached tokens of each worker."""
+        """Hashes the prompt of a request once. Returns a function that looks up the number of
+        cached tokens of each worker at the time of the call."""
         ...
 
     def prompt_blocks(self, request: Request) -> PromptBlocks:
-        """Returns the blocks of a prompt, or no blocks while no worker has a prefix cache."""
+        """Returns the blocks of a prompt. The result has no blocks if no worker has a prefix
+        cache."""
         ...
 
 
 @plain
 class PlacementQuery:
-    """One attempt to place.
+    """One attempt for which workers must be chosen.
 
     Attributes:
         cached: Number of prompt tokens that each worker has cached.
-        avoid: Workers that failed this attempt.
-        under_way: Whether the request was admitted before (retried, preempted, resumed). It is then
-            neither refused nor deferred.
+        avoid: Workers that failed an earlier attempt of this request.
+        under_way: Whether the request was admitted before, because it is retried, was preempted or
+            is resumed. Such a request is neither refused nor deferred.
         resuming: Whether the request has tokens already, so that draining workers may serve it.
         age_seconds: Seconds since the request arrived.
         ahead_seconds: Seconds that the request is expected to wait further at this router.
-        limit_seconds: Seconds after the arrival within which the first token must come.
+        limit_seconds: Time limit of the first token, in seconds after the request's arrival.
         typical_tokens: Mean length of answers in tokens, from which the time until running
             sequences end is predicted.
-        whole: Whether log-probabilities of the prompt are requested. A decode worker then does not
-            compute the prompt: the XLA programs for prompt log-probabilities compile at first use,
-            and running streams would wait for the compilation.
+        whole: Whether log-probabilities of the prompt are requested. If so, a decode worker does
+            not compute the prompt: the XLA programs for prompt log-probabilities compile at first
+            use, and running streams would wait for the compilation.
         corrections: Corrections of predicted times to first token.
-        broken: Pairs (prefill, decode) between which KV transfers failed lately. Such a pair is
-            chosen only if there is no other way to serve the request.
+        broken: Pairs (prefill worker, decode worker) whose KV transfers failed recently. Such a
+            pair is chosen only if there is no other way to serve the request.
         coming: Number of prompt tokens that each worker is computing for earlier prompts. These
             tokens will be cached when the worker reaches this prompt.
         loads: Seconds that each worker needs to load the request's adapter. Workers that have the
             adapter are left out.
-        yielding: For each worker, its load of lower priority, which it preempts for this attempt:
-            sequences, pages, waiting requests and queued prompt tokens.
+        yielding: For each worker, its load of lower priority, which it would preempt for this
+            attempt: numbers of sequences, pages, waiting requests and queued prompt tokens.
         block_tokens: Number of tokens of a cached block. 1 without a prefix cache.
     """
 
@@ -92,8 +95,8 @@ class PlacementQuery:
         return (self.work.tokens - 1) // self.block_tokens * self.block_tokens
 
     def coming_to(self, worker: str) -> int:
-        """Returns the number of prompt tokens that a worker need not compute, because it computes
-        them for earlier prompts."""
+        """Returns the number of prompt tokens that a worker need not compute for this prompt,
+        because it is computing them for earlier prompts."""
         return min(self.coming.get(worker, 0), self.most_known)
 
 
@@ -102,18 +105,19 @@ class PlacementPolicy:
     """Settings of placement.
 
     Attributes:
-        tpot_slo_seconds: Longest predicted decode step of a placement (inf: no limit).
-        hold_seconds: Seconds of queued work beyond which a worker gets no more requests; workers
-            with several dp ranks get at least three full chunks. Further requests wait at the
-            router, which can still reorder them.
-        local_gain: Fraction by which prefill on a decode worker that has running streams, or less
-            than half of the prompt cached, must shorten the time to first token and hand-off,
-            compared with a pair, to be chosen.
+        tpot_slo_seconds: Longest predicted decode step of a chosen worker, in seconds (inf: no
+            limit).
+        hold_seconds: Seconds of queued work from which on a worker gets no more requests. For
+            workers with several dp ranks the limit is at least three full chunks. Further requests
+            wait at the router, which can still reorder them.
+        local_gain: Required gain of prefill on a decode worker, if this worker has running streams
+            or has cached less than half of the prompt. It is chosen only if it shortens the time to
+            first token and hand-off by at least this fraction, compared with a pair of workers.
         far: Network link between workers in different racks.
-        decode_first: Whether decode pages are reserved before the prefill starts. Waiting for pages
-            then delays the first token and not the second.
-        suspect_seconds: Silence after which a worker gets no new requests.
-        gone_seconds: Silence after which a worker gets no requests at all.
+        decode_first: Whether decode pages are reserved before the prefill starts. If so, waiting
+            for pages delays the first token. If not, it delays the second.
+        suspect_seconds: Seconds without a heartbeat after which a worker gets no new requests.
+        gone_seconds: Seconds without a heartbeat after which a worker gets no requests at all.
         peer_fetch: Whether prefill workers fetch cached KV from other prefill workers.
         fetch_from_decode: Whether prefill workers also fetch cached KV from decode workers.
         far_prefill_tokens: Prompts with fewer uncached tokens are prefilled in the decode worker's
@@ -134,8 +138,8 @@ class PlacementPolicy:
 
 @plain
 class CostTerms:
-    """Predicted seconds of each stage: prefill queue, prefill, the part of the KV transfer that
-    remains after the prefill, the wait for room at the decode worker, and one decode step that
+    """Predicted seconds of each stage: the prefill queue, the prefill, the part of the KV transfer
+    that remains after the prefill, the wait for room at the decode worker, and one decode step that
     includes the sequence."""
 
     prefill_queue: float = 0.0
@@ -146,7 +150,8 @@ class CostTerms:
 
     @property
     def uncorrected_ttft(self) -> float:
-        """Seconds to the first token before `Corrections`, if decode pages are reserved first."""
+        """Seconds to the first token before `Corrections` are applied, if decode pages are reserved
+        first."""
         return max(self.prefill_queue, self.decode_queue) + self.prefill
 
 
@@ -157,7 +162,7 @@ class Decision:
     Attributes:
         prefill: Prefill worker, or None if the decode worker computes the prompt.
         context_tokens: Largest context of the decode worker, in tokens.
-        kind: Reason of the choice, from a small fixed set of labels for metrics.
+        kind: Kind of the choice, from a small fixed set of labels for metrics.
         terms: Predicted seconds of each stage, or None if the workers were chosen by load.
         cached_tokens: Number of prompt tokens that the prefilling worker has cached.
         peer: Worker from which the prefilling worker may fetch further cached KV, or "".
@@ -193,8 +198,8 @@ class Deferred:
 
 @plain
 class Refusal:
-    """The request is refused, because its first token would miss its time limit. `kind`: Cause,
-    from a small fixed set of labels."""
+    """The request is refused, because its first token would miss its time limit. `kind` is the
+    cause, from a small fixed set of labels."""
 
     reason: str
     retry_after_seconds: float

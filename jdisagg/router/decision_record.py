@@ -1,12 +1,12 @@
-"""A placement decision as JSON, and back: the query, the snapshot of the relevant workers, and the
-answer.
+"""Converts a placement decision to JSON and back: the query, the snapshot of the relevant workers,
+and the answer.
 
     record = record_of(state, query, now, policy, answer)  # dicts, lists, numbers, texts
     assert replay(record) == answer_of(record)
 
 `replay` restores the snapshot from a record and decides again with the current code. A record
-contains only the workers on which the decision depends (`placement.witnesses`). A record contains
-lengths and worker names, but neither token ids nor the names of tenants.
+contains only the workers on which the decision depends (`placement.witnesses`). It contains lengths
+and worker names, but neither token ids nor the names of tenants.
 
 Raises ConfigError for malformed records."""
 
@@ -56,7 +56,7 @@ def record_of(
     policy: PlacementPolicy,
     answer: PlacementOutcome,
 ) -> Record:
-    """Builds the record of a decision. Call this function before the snapshot changes."""
+    """Builds the record of a decision. Must be called before the snapshot changes."""
     mattered = witnesses(state, query, now, policy)
     names = [name for name in state if name in mattered]
     kinds: list[Kind] = []
@@ -154,7 +154,8 @@ def _kind(fields: Mapping[str, Any]) -> Kind:
     described, times = fields["hardware"], fields.get("times")
     return Kind(
         CostGeometry(**shape),
-        Layout(**{"pp": fields.get("stages", 1), **fields["layout"]}),  # as older records say it
+        # older records have `stages` instead of the layout's `pp`
+        Layout(**{"pp": fields.get("stages", 1), **fields["layout"]}),
         accelerator_from_fields(described, "the record's hardware") if described else None,
         fields["dtype"],
         msgspec.convert(times, StepTimes) if times else None,

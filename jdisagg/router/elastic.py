@@ -1,16 +1,17 @@
 """The elastic controller: decides which worker should change its role, and advises how many workers
-of each role an autoscaler should run. Pure.
+of each role an autoscaler should run. Does no I/O.
 
 A pool is the set of all workers of one role. The need of a pool is the number of workers that its
-load requires. A pool is short of workers if it causes requests to miss the latency objective, or if
-it is full. If queueing alone explains why the TTFT is missed, the miss is attributed to the pool
-for which requests wait. If prompts wait at prefill workers, or at the router while all prefill
-workers are busy, this is prefill. If requests wait for room at decode workers, the miss is
-attributed to decode. A missed TPOT is attributed to decode, as long as a smaller batch could help.
-An empty pool is always short, and the other pool then gives a worker even if it is short itself. A
-switch is a change of one worker's role. A fluid model estimates the share of requests that meet the
-objective, with and without a switch: the smaller of both pools' min(1, workers / need). The gain of
-a switch is
+load requires. A pool is short of workers if it is the reason why requests miss the latency
+objective, or if it is full. A missed TTFT is attributed to a pool only if queueing alone explains
+it. It is attributed to prefill if prompts wait at prefill workers, or at the router while all
+prefill workers are busy. It is attributed to decode if requests wait for room at decode workers. A
+missed TPOT is attributed to decode, as long as a smaller batch could help. An empty pool is always
+short, and the other pool then gives a worker even if it is short itself.
+
+A switch is a change of one worker's role. A fluid model estimates the share of requests that meet
+the objective, with and without a switch: the smaller of both pools' min(1, workers / need). The
+gain of a switch is
 
     gain = rate * (horizon * (after - now) - switch_seconds * (now - meanwhile)) - harm of moving
         the running sequences
@@ -35,8 +36,10 @@ from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic_signals import EndedRequest, PoolView, SloTarget, SloWindow, View
 
 ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE)
-LIKE_LOAD = 0.75  # tolerance between pool sizes, as use is not quite proportional to load
-# Cap on the need over the pool's size: larger values come from the worst moments of a queue.
+# A load above this share of an earlier load counts as similar, as use is not proportional to load.
+LIKE_LOAD = 0.75
+# Upper bound of a pool's need, relative to its size. Larger values come from the worst moments of a
+# queue.
 MOST_OVER = 2.0
 
 
@@ -47,8 +50,8 @@ class ElasticConfig:
     Attributes:
         target_use: Mean utilization that a pool should have, in [0, 1].
         full_use: Peak utilization (`PoolView.peak_use`) above which a pool is short of workers.
-        least_requests: Minimum number of ended requests in the observation window. With fewer,
-            their latencies are ignored.
+        least_requests: Least number of ended requests in the observation window. If there are
+            fewer, their latencies are ignored.
         move_harm: Cost of migrating one running request, as a number of requests that miss the
             objective.
         switch_seconds: Assumed duration of a role change until one has been observed.
@@ -109,8 +112,8 @@ class ElasticConfig:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A proposed role change: worker `name` should take `role` in `layout`. `gain`: Additional
-    requests within the horizon that meet the objective."""
+    """A proposed role change: worker `name` should take `role` in `layout`. `gain` is the number of
+    additional requests within the horizon that meet the objective."""
 
     name: str
     role: WorkerRole
@@ -133,7 +136,7 @@ class Advice:
 @dataclass(frozen=True, slots=True)
 class WasShort:
     """Records that a pool of `size` workers was too small at time `at`. `load` is the pool's load
-    then, as a number of workers."""
+    at that time, as a number of workers."""
 
     size: int
     load: float
@@ -142,10 +145,19 @@ class WasShort:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """State that the controller keeps between decisions. `short_since`, `spare_since` and
-    `was_short` have one entry per role, prefill first. They state since when the pool has been
-    short of workers or had spare workers, and when it was last short. An entry is None if this does
-    not apply."""
+    """State that the controller keeps between decisions.
+
+    Attributes:
+        short_since: For each role, prefill first, the time since when its pool has been short of
+            workers; None if it is not short.
+        spare_since: For each role, the time since when its pool has had spare workers; None if it
+            has none.
+        was_short: For each role, when and with which size its pool was last short; None if it was
+            not short recently.
+        quiet_until: Time before which no switch is made.
+        switching: Name of the worker that is changing its role, or None.
+        switch_seconds: Measured duration of the last role change; None if none was measured.
+    """
 
     short_since: tuple[float | None, float | None] = (None, None)
     spare_since: tuple[float | None, float | None] = (None, None)
@@ -180,7 +192,8 @@ class _Pool:
 
 
 def decide(config: ElasticConfig, memory: Memory, view: View, may_switch: bool = True) -> Verdict:
-    """Decides on the observations `view`. With `may_switch` False the result has no switch."""
+    """Decides on a switch and gives advice, based on the observations `view`. If `may_switch` is
+    False, the result has no switch."""
     pools = (_prefill(config, view), _decode(config, view))
     memory = replace(
         memory,
@@ -206,9 +219,12 @@ def decide(config: ElasticConfig, memory: Memory, view: View, may_switch: bool =
 
 
 def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole) -> WorkerStatus:
-    """Returns the worker `name`, which is to take `role`. Raises InvalidRequestError or
-    UnavailableError if the change is not allowed, for example because the worker is the last one of
-    its role."""
+    """Returns the status of worker `name`, if it may change to `role`.
+
+    Raises:
+        InvalidRequestError: The worker is unknown, has this role already, or is mixed.
+        UnavailableError: The worker takes no requests, or is the last one of its role.
+    """
     worker = next((one for one in workers if one.name == name), None)
     if worker is None:
         raise InvalidRequestError(
@@ -240,8 +256,8 @@ def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole)
 def usual_layout(
     workers: tuple[WorkerStatus, ...], worker: WorkerStatus, role: WorkerRole
 ) -> Layout:
-    """Returns the most common layout of workers with `role` that fits the worker's devices, or else
-    the worker's own layout."""
+    """Returns the most common layout among workers with `role` that fits the worker's devices. If
+    no layout fits, returns the worker's own layout."""
     own = Layout.parse(worker.layout)
     layouts = [Layout.parse(one.layout) for one in workers if one.role is role]
     fitting = [layout for layout in layouts if layout.devices <= own.devices]
@@ -250,7 +266,7 @@ def usual_layout(
 
 class Controller:
     """The elastic controller with its state: the observation window and the memory between
-    decisions. The live router and the simulator use it."""
+    decisions. Used by the router and by the simulator."""
 
     def __init__(self, config: ElasticConfig) -> None:
         self.config = config
@@ -265,9 +281,15 @@ class Controller:
     def look(
         self, now: float, statuses: tuple[WorkerStatus, ...], may_switch: bool = True, held: int = 0
     ) -> Verdict:
-        """Samples the workers and the number `held` of requests waiting at the router, and decides.
-        After this method returned a switch, it returns no other until `switched` is called. With
-        `may_switch` False it only gives advice."""
+        """Takes a sample of the workers and decides. After a result with a switch, no result has
+        another switch until `switched` is called.
+
+        Args:
+            now: Time of the sample.
+            statuses: Statuses of all workers.
+            may_switch: Whether the result may have a switch. If not, it only has advice.
+            held: Number of requests that wait at the router.
+        """
         self._signals.sample(now, statuses, held)
         self.view = self._signals.view(now, self.config.slo)
         self.latest = decide(self.config, self._memory, self.view, may_switch)
@@ -275,7 +297,7 @@ class Controller:
         return self.latest
 
     def switched(self, now: float, seconds: float | None) -> None:
-        """Records that a role change took `seconds`, or that it failed (None). Starts a new
+        """Records that a role change took `seconds`; None means that it failed. Starts a new
         observation window."""
         quiet_until = now + self.config.cooldown_seconds
         known = self._memory.switch_seconds if seconds is None else seconds
@@ -339,8 +361,8 @@ def _told(config: ElasticConfig, view: View) -> bool:
 
 
 def _queue_misses(config: ElasticConfig, view: View) -> bool:
-    """Returns whether too few requests meet the TTFT objective and more would meet it without
-    queueing."""
+    """Returns whether queueing is the reason for missed TTFT objectives: too few requests meet the
+    objective, and more would meet it without queueing."""
     return (
         view.ttft_attainment < config.slo.quantile
         and view.ttft_without_queue > view.ttft_attainment
@@ -348,7 +370,8 @@ def _queue_misses(config: ElasticConfig, view: View) -> bool:
 
 
 def _need(size: int, load: float, short: bool, over: float) -> float:
-    """Returns the number of workers that a pool needs: more than `size` if it is short."""
+    """Returns the number of workers that a pool needs. If the pool is short, this is more than its
+    `size`."""
     return (
         max(load, 1.0, size * min(MOST_OVER, max(1.1, over))) if short else min(float(size), load)
     )
@@ -357,7 +380,7 @@ def _need(size: int, load: float, short: bool, over: float) -> float:
 def _remembered(
     config: ElasticConfig, memory: Memory, now: float, pools: tuple[_Pool, _Pool]
 ) -> tuple[WasShort | None, WasShort | None]:
-    """Returns the new value of `Memory.was_short`: records the size and load of each pool that has
+    """Returns the new value of `Memory.was_short`. Records the size and load of each pool that has
     been short for `patience_seconds`."""
 
     def one(pool: _Pool, since: float | None, before: WasShort | None) -> WasShort | None:
@@ -440,8 +463,8 @@ def _choose(
 def _gain(
     config: ElasticConfig, memory: Memory, view: View, to: _Pool, donor: _Pool, worker: WorkerStatus
 ) -> float:
-    """Returns the additional requests within the horizon that meet the objective, by the fluid
-    model, minus the cost of the change."""
+    """Returns the gain of a switch in requests: the additional requests within the horizon that
+    meet the objective, by the fluid model, minus the cost of the change."""
     now = _served(to.size, to.need, donor.size, donor.need)
     meanwhile = _served(to.size, to.need, donor.size - 1, donor.need)
     after = _served(to.size + 1, to.need, donor.size - 1, donor.need)

@@ -1,13 +1,14 @@
 """Input of the elastic controller: the latencies of requests and the utilization of the pools (the
 workers of one role) in a sliding window.
 
-Latencies are evaluated at quantiles, not by their mean: the controller needs the share of requests
-that met the objective, and the share that would have met it without queueing. Utilization is
-sampled: for a prefill worker the share of time with work, for a decode worker the larger of the
-fractions of pages and of slots in use. Sequences whose KV has not arrived do not count as load of
-the decode pool, because a shortage of prefill workers increases their number.
+Latencies are evaluated by quantiles instead of means, because the controller needs the share of
+requests that met the objective, and the share that would have met it without queueing. Utilization
+is sampled. For a prefill worker it is the share of time with work. For a decode worker it is the
+fraction of pages in use or of slots in use, whichever is larger. Sequences whose KV has not arrived
+do not count as load of the decode pool, because a shortage of prefill workers increases their
+number.
 
-Pure bookkeeping: times are arguments and the result (`View`) is plain data."""
+Does no I/O: times are arguments and the result (`View`) is plain data."""
 
 import math
 from collections import deque
@@ -78,10 +79,10 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Values from which the controller decides. The attainments are the shares of requests that met
-    the TTFT or TPOT objective, or 1 without requests. `ttft_without_queue` is the share of requests
-    that would have met the TTFT objective without queueing. The latency quantiles are in seconds,
-    or 0 without requests."""
+    """The observations from which the controller decides. The attainments are the shares of
+    requests that met the TTFT or TPOT objective. `ttft_without_queue` is the share of requests that
+    would have met the TTFT objective without queueing. All shares are 1 if there were no requests.
+    The latency quantiles are in seconds, and 0 if there were no requests."""
 
     now: float
     requests: int
@@ -104,7 +105,7 @@ class _Sample:
 
 
 class SloWindow:
-    """Stores the ended requests and the samples of workers of the last `window_seconds`."""
+    """Stores the requests that ended, and the samples of workers, in the last `window_seconds`."""
 
     def __init__(self, window_seconds: float) -> None:
         self._window_seconds = window_seconds
@@ -121,10 +122,10 @@ class SloWindow:
         self._outcomes.append(outcome)
 
     def sample(self, now: float, statuses: Iterable[WorkerStatus], held: int = 0) -> None:
-        """Adds a sample of the workers' statuses. Call this method at about equal intervals. Mixed
-        workers are ignored, because they never change their role. `held`: Number of requests that
-        wait at the router. They count as waiting for prefill while all prefill workers are busy,
-        and otherwise as waiting for decode workers."""
+        """Adds a sample of the workers' statuses. Must be called at about equal intervals. Mixed
+        workers are ignored, because they never change their role. `held` is the number of requests
+        that wait at the router. They count as waiting for prefill workers while all of these are
+        busy, and otherwise as waiting for decode workers."""
         self._latest = tuple(statuses)
         self._since = now if self._since is None else self._since
         busy = all(map(use_of, _taking(self._latest, WorkerRole.PREFILL)))
@@ -141,7 +142,7 @@ class SloWindow:
         self._forget(now - self._window_seconds)
 
     def clear(self) -> None:
-        """Discards all observations, which describe the pools before a role change."""
+        """Discards all observations, because they describe the pools before a role change."""
         self._outcomes.clear()
         for samples in self._samples.values():
             samples.clear()
@@ -152,7 +153,7 @@ class SloWindow:
         outcomes = self._outcomes
         waits = [outcome.ttft_seconds for outcome in outcomes]
         paces = [outcome.tpot_seconds for outcome in outcomes if outcome.tpot_seconds is not None]
-        # A refusal is caused by the queue and says nothing about the prefill time.
+        # A refusal is caused by the queue and gives no information about the prefill time.
         alone = [
             one.ttft_seconds - one.queue_seconds if math.isfinite(one.ttft_seconds) else 0.0
             for one in outcomes

@@ -1,5 +1,5 @@
 """Fair order of the requests that wait at the router. Tenants are ordered by weighted virtual time,
-and the requests of one tenant by urgency. Pure data structure.
+and the requests of one tenant by urgency. Does no I/O.
 
 Between tenants: start-time fair queueing (Goyal et al., SIGCOMM'96) in which a request costs tokens
 as in VTC (Sheng et al., OSDI'24): prompt + 2 x answer. A tenant's virtual time grows by cost /
@@ -10,12 +10,13 @@ virtual time grows by cost / sum of the weights of all waiting tenants (as in Pa
 that arrive one after another would all be served before tenants that already wait. As a result,
 each other tenant gets at most one request beyond its fair share before a waiting tenant is served.
 
-Within a tenant: requests are ordered by the time at which their first token is due, minus
-the seconds that its priority counts as (`scheduler/priorities.py`). An old request of low priority
+Within a tenant: requests are ordered by the time at which their first token is due. A higher
+priority makes this time earlier (`scheduler/priorities.py`). An old request of low priority
 therefore eventually precedes new requests of high priority.
 
-A request of higher priority may overtake a head that no worker has room for (`pressing`), because
-workers preempt sequences of lower priority for it."""
+If no worker has room for the first request of the queue (the head), a request of higher priority
+may overtake it (`pressing`), because workers preempt sequences of lower priority for such a
+request."""
 
 import heapq
 from collections import Counter
@@ -27,7 +28,8 @@ from jdisagg.scheduler.priorities import head_start
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request in the queue. `due`: Time when its first token is due. `cost`: Cost in tokens."""
+    """A request in the queue. `due` is the time at which its first token is due. `cost` is its cost
+    in tokens."""
 
     key: int
     tenant: str
@@ -37,14 +39,14 @@ class Ticket:
 
     @property
     def urgency(self) -> tuple[float, int]:
-        """Sort key within a tenant. Entries with smaller values are served sooner."""
+        """Sort key within a tenant. Requests with smaller keys are served sooner."""
         return self.due - head_start(self.priority), self.key
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """A tenant with requests in the queue. `passed`: Virtual time of the tenant. `cost` and
-    `count`: Total cost and number of its waiting requests."""
+    """A tenant with requests in the queue. `passed` is its virtual time. `cost` and `count` are the
+    total cost and the number of its waiting requests."""
 
     passed: float
     cost: float = 0.0
@@ -53,13 +55,13 @@ class _Tenant:
 
 
 class FairQueue:
-    """Queue that serves tenants in proportion to their weights. `weights`: Weight of each tenant; a
-    tenant that is not listed has weight 1."""
+    """Queue that serves tenants in proportion to their weights. `weights` has the weight of each
+    tenant. Tenants that are not listed have weight 1."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._tenants: dict[str, _Tenant] = {}
-        # Ties go to the tenant that arrived first, whatever its name.
+        # Among equals, the tenant that arrived first is served first.
         self._order: list[tuple[float, int, str]] = []
         self._turns = 0
         self._tickets: dict[int, Ticket] = {}
@@ -83,11 +85,13 @@ class FairQueue:
         self._priorities[ticket.priority] += 1
 
     def overtakes(self, priority: int) -> bool:
-        """Returns whether all entries have a lower priority."""
+        """Returns whether a request of this priority may overtake all others, because all have a
+        lower priority."""
         return all(other < priority for other in self._priorities)
 
     def pressing(self) -> Ticket | None:
-        """Returns the most urgent entry whose priority is higher than the head's, or None."""
+        """Returns the most urgent request whose priority is higher than the priority of the queue's
+        head. Returns None if there is no such request."""
         head = self.head()
         if head is None or max(self._priorities) <= head.priority:
             return None
@@ -95,7 +99,8 @@ class FairQueue:
         return min(higher, key=lambda one: one.urgency)
 
     def head(self) -> Ticket | None:
-        """Returns the next entry without removing it, or None if the queue is empty."""
+        """Returns the request that is served next without removing it, or None if the queue is
+        empty."""
         while self._order:
             name = self._order[0][-1]
             tenant = self._tenants.get(name)
@@ -113,7 +118,8 @@ class FairQueue:
         return None
 
     def first(self, most: int) -> list[Ticket]:
-        """Returns at most `most` entries in their order, and changes nothing."""
+        """Returns the first `most` requests in the order in which they would be served. Changes
+        nothing."""
         waiting = {
             name: sorted(
                 (urgency, ticket.key)
@@ -133,7 +139,7 @@ class FairQueue:
         return order
 
     def serve(self, ticket: Ticket | None = None) -> Ticket:
-        """Removes an entry, by default the head, and charges its cost to its tenant."""
+        """Removes a request, by default the head, and charges its cost to its tenant."""
         head = self.head()
         assert head is not None, "nobody waits"
         ticket = ticket or head
@@ -152,14 +158,14 @@ class FairQueue:
         return ticket
 
     def remove(self, key: int) -> None:
-        """Removes an entry without charging its tenant. Idempotent."""
+        """Removes a request without charging its tenant. Idempotent."""
         ticket = self._tickets.get(key)
         if ticket is not None:
             self._drop(ticket, self._tenants[ticket.tenant])
 
     def ahead(self, tenant: str, cost: float, due: float, priority: int = 0) -> float:
         """Returns the total cost of the requests that would be served before a request that arrives
-        now, if no further request arrived."""
+        now, provided that no further request arrives."""
         mine = self._tenants.get(tenant)
         passed = mine.passed if mine else max(self._passed, self._ends.get(tenant, 0.0))
         urgency = Ticket(1 << 62, tenant, due, cost, priority).urgency
@@ -177,7 +183,7 @@ class FairQueue:
         for name, other in self._tenants.items():
             if name != tenant and other.count and other.passed <= begins:
                 mean = other.cost / other.count
-                # Requests are served whole.
+                # A request is served as a whole, so at least one counts.
                 others += mean * min(
                     other.count, 1 + (begins - other.passed) * self._weight(name) // mean
                 )
@@ -199,7 +205,7 @@ class FairQueue:
         tenant.count -= 1
 
     def _idle(self, name: str, tenant: _Tenant) -> None:
-        """Removes a tenant that has no waiting requests. Keeps the tenant's virtual time while it
+        """Removes a tenant that has no waiting requests. Its virtual time is remembered while it
         exceeds the queue's virtual time."""
         del self._tenants[name]
         self._ends = (

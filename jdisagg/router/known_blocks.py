@@ -2,12 +2,12 @@
 
 The index is a hint: a worker uses only the blocks that it still has when the request arrives.
 Missing, duplicate or reordered reports do not corrupt the index. The reply to a report contains the
-number of the last event that the index applied. The worker then sends the events after it, or a
-full snapshot. Entries of a worker that is gone or replaced are removed. `most_blocks` bounds the
-number of entries, summed over workers.
+number of the last event that the index applied. The worker then sends the later events, or a full
+snapshot. Entries of a worker that is gone or replaced are removed. `most_blocks` bounds the number
+of entries, summed over workers.
 
-Workers with the same naming scheme and block size share one `PrefixIndex`. Pure. Used on one event
-loop."""
+Workers with the same naming scheme and block size share one `PrefixIndex`. Does no I/O. Used on one
+event loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,7 +18,7 @@ from jdisagg.router.decision import Known, PromptBlocks
 from jdisagg.router.prefix_index import ByWorker, Numbering, PrefixIndex
 from jdisagg.scheduler.residency import BlockNames
 
-# About 300 bytes each (benchmarks/LOG.md), half a gigabyte in total.
+# Entries of about 300 bytes (benchmarks/LOG.md), half a gigabyte in total.
 MOST_BLOCKS = 1 << 21
 
 
@@ -26,11 +26,11 @@ class KnownBlocks:
     """Index of the KV blocks that workers have cached. Implements `router.decision.Affinity`.
 
     Args:
-        secret: Key with which block names are hashed. It must equal the workers' key, or no block
-            is found.
-        most_blocks: Cap on the number of entries, summed over workers.
-        names: Creates the function that names blocks, from a secret, a model and a block size in
-            tokens.
+        secret: Key with which block names are hashed. It must equal the workers' key; if it does
+            not, no block is found.
+        most_blocks: Largest number of entries, summed over workers.
+        names: Constructor of the object that computes block names, given a secret, a model and a
+            block size in tokens.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class KnownBlocks:
         return self._indices[scheme].pages(worker) if scheme else 0
 
     def joined(self, worker: str, scheme: KeptScheme | None) -> None:
-        """Adds a worker. `scheme`: Its naming of blocks, or None if it has no prefix cache."""
+        """Adds a worker. `scheme` describes its block names; it is None if the worker has no prefix
+        cache."""
         self.forget(worker)
         if scheme is not None:
             _check(worker, scheme)
@@ -66,7 +67,7 @@ class KnownBlocks:
             self._indices.setdefault(scheme, PrefixIndex(self._most_blocks, self._numbering))
 
     def forget(self, worker: str) -> None:
-        """Removes a worker. Idempotent."""
+        """Removes a worker and its blocks. Idempotent."""
         scheme = self._schemes.pop(worker, None)
         self._epochs.pop(worker, None)
         if scheme is not None:
@@ -76,8 +77,8 @@ class KnownBlocks:
 
     def told(self, news: KeptNews) -> KeptMark:
         """Applies a worker's report of changes to its cache. A report that does not follow the last
-        one is not applied. Returns the number of the last applied event. Raises InvalidRequestError
-        for a malformed report."""
+        applied one is ignored. Returns the number of the last applied event. Raises
+        InvalidRequestError for a malformed report."""
         names = _hashes(news)
         worker, scheme = news.worker, self._schemes.get(news.worker)
         if scheme is None:
@@ -127,7 +128,8 @@ class KnownBlocks:
         return PromptBlocks()
 
     def _chain(self, request: Request, model: str, grain_tokens: int) -> Sequence[int]:
-        """Returns the hashes of a prompt's blocks. Those of the latest prompt are kept."""
+        """Returns the hashes of a prompt's blocks. The hashes of the latest prompt are stored,
+        because it is usually looked up several times."""
         latest = self._latest
         if latest is None or latest[0] is not request or latest[1:3] != (model, grain_tokens):
             hashes = self._hashed(request, model, grain_tokens)

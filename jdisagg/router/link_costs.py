@@ -1,5 +1,5 @@
-"""Cost of transferring KV between each pair of workers. The transfer uses the fastest link that
-connects the two workers' places, with as many lanes as the workers' tensor parallelism allows.
+"""Predicts the time of KV transfers between each pair of workers. A transfer uses the fastest link
+that connects the two workers' places, with as many lanes as the workers' tensor parallelism allows.
 
 The costs depend only on the workers' descriptions and on links that they measured. They are
 computed once and stored until one of these changes. Matrices are [prefill workers, decode
@@ -23,8 +23,8 @@ class LinkSide:
     """All workers that send KV, or all that receive it.
 
     Attributes:
-        places: Codes of the parts (rack, host, domain, process) of each worker's place, [parts,
-            workers], 0 for unknown parts.
+        places: Codes of the parts (rack, host, domain, process) of each worker's place, as an array
+            [parts, workers]; 0 for unknown parts.
         speeds: Each worker's index into the list of speeds.
         names: Each worker's name.
     """
@@ -39,13 +39,13 @@ MeasuredLinks = Mapping[tuple[str, str], tuple[float, float]]
 
 
 class LinkCosts:
-    """Costs of KV transfers from the workers `prefill` to the workers `decode`.
+    """Predicts the times of KV transfers from the workers `prefill` to the workers `decode`.
 
     Args:
         far: Link between workers in different racks.
-        measured: Links that the receivers measured. They replace the links of the workers' places.
-            If a link was measured in one direction only, the measurement is used for both
-            directions.
+        measured: Links that the receivers measured. They replace the links that follow from the
+            workers' places. If a link was measured in one direction only, the measurement is used
+            for both directions.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LinkCosts:
                 self._alike = latency, lanes, per_byte
 
     def _apply_measured(self, prefills: Indices) -> None:
-        """Replaces the terms of pairs whose link was measured. A measured link counts as one lane,
+        """Replaces the terms of pairs whose link was measured. Such a link counts as one lane,
         because the time of a whole block was measured."""
         for at in prefills:
             ours = self._prefill.names[at]
@@ -118,14 +118,16 @@ class LinkCosts:
                     self._terms[:, at, to] = found[0], 1.0, found[1]
 
 
-# Link between workers on one host or in one rack while no transfer between them was measured.
+# Assumed link between workers in one rack or on one host, while no transfer between them was
+# measured.
 ASSUMED = Link("assumed", 1e9, 1e-3, 1.0)
 
 
 @functools.lru_cache(maxsize=1024)
 def _links(speed: Speed, far: Link) -> tuple[Array, Array]:
-    """Returns the latency in seconds, and the seconds per byte, of each possible link. The index is
-    the number of parts (rack, host, domain, process) that the places of two workers share."""
+    """Returns two arrays: the latency in seconds, and the seconds per byte, of each possible link.
+    The index is the number of leading parts (rack, host, domain, process) that the places of two
+    workers have in common."""
     hardware = speed.kind.hardware
     links = (
         (far, hardware.scale_out, hardware.host, hardware.scale_up, hardware.scale_up)

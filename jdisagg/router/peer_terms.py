@@ -1,12 +1,13 @@
-"""Predicted prefill costs of each candidate if it fetches cached KV from another worker, the holder
-(`worker/peer_fetch.py`).
+"""Predicts the prefill costs of each candidate if it fetches cached KV from another worker, the
+holder (`worker/peer_fetch.py`).
 
-At most two holders are considered: the prefill worker with the most cached tokens (of several, the
-least busy), and the decode worker with the most cached tokens (of several, the one with the least
-issued work; `PlacementPolicy.fetch_from_decode`). A candidate is charged the cheaper of two ways:
-compute all tokens that are not cached, or fetch KV from a holder and compute the rest. A fetch
-starts after the steps already issued to both meshes, and overlaps with the candidate's queue. This
-module only predicts. The holder decides what it sends when the fetch arrives."""
+At most two holders are considered: the prefill worker with the most cached tokens, and, if
+`PlacementPolicy.fetch_from_decode` is set, the decode worker with the most cached tokens. If
+several workers have equally many, the one with the least work is used. A candidate is charged the
+cheaper of two ways: compute all tokens that are not cached, or fetch KV from a holder and compute
+the rest. A fetch starts after the steps already issued to both meshes, and overlaps with the
+candidate's queue. This module only predicts. The holder decides what it sends when the fetch
+arrives."""
 
 from dataclasses import replace
 
@@ -19,14 +20,15 @@ from jdisagg.router.cost_terms import DecodeCosts, Holder, PrefillCosts, alike, 
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.link_costs import Indices
 
-# Chunks or steps issued ahead on a busy mesh. KV is read or written after them.
+# Number of chunks or steps that a busy mesh has been issued already. KV is read or written after
+# these.
 CHUNKS_ISSUED = STEPS_ISSUED = 2
 
 
 @plain
 class Trusted:
-    """Flags of the prefill workers and of the decode workers: whether KV may be fetched from the
-    worker. None means that it may be fetched from all."""
+    """For each prefill worker and each decode worker, whether KV may be fetched from it. None means
+    that KV may be fetched from all of them."""
 
     prefills: Flags | None = None
     decodes: Flags | None = None
@@ -42,8 +44,8 @@ def with_fetches(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> PrefillCosts:
-    """Returns the costs of prefill workers if each chooses the cheaper way: compute the prompt, or
-    fetch cached KV first."""
+    """Returns the costs of prefill workers if each chooses the cheaper way: computing the prompt,
+    or fetching cached KV first."""
     queue = np.maximum(0.0, costs.queue)
     waiting = np.minimum(queue, _issued(state, side, table))
     holders = _prefill_holders(costs, waiting, trusted)
@@ -74,9 +76,15 @@ def with_fetches(
 
 
 def _cheaper(query: PlacementQuery, fetched: Array, best: Array, chosen: Indices) -> Flags:
-    """Returns a mask of the workers for which a fetch is faster than the best way so far.
-    `fetched`, `best`: seconds to first token with the fetch and with the best way, both compared
-    after correction. `chosen`: holder of the best way, or -1 if it fetches nothing."""
+    """Returns a mask of the workers for which a fetch is faster than the best way so far. Both
+    times are compared after correction.
+
+    Args:
+        query: The attempt.
+        fetched: Seconds to the first token with the fetch.
+        best: Seconds to the first token with the best way so far.
+        chosen: Index of the holder of the best way so far, or -1 if it fetches nothing.
+    """
     computing, fetching = query.corrections.prefill, query.corrections.fetch
     constant, factor = (
         np.where(chosen < 0, ours, theirs) for ours, theirs in zip(computing, fetching, strict=True)
@@ -85,8 +93,8 @@ def _cheaper(query: PlacementQuery, fetched: Array, best: Array, chosen: Indices
 
 
 def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> tuple[Holder, ...]:
-    """Returns the prefill worker from which others may fetch KV, as a list of at most one.
-    `waiting`: For each worker, seconds until its issued steps are done."""
+    """Returns the prefill worker from which others may fetch KV, as a tuple of at most one element.
+    `waiting` has, for each worker, the seconds until its issued steps are done."""
     at, known = _asked(costs.known, trusted.prefills)
     if not len(at) or len(costs.rows) < 2:
         return ()
@@ -118,7 +126,7 @@ def _asked(known: tuple[Indices, Array], trusted: Flags | None) -> tuple[Indices
 
 
 def _issued(state: ClusterState, side: Side, table: Table) -> Array:
-    """Returns the seconds of the chunks already issued on each busy prefill worker."""
+    """Returns, for each prefill worker, how many seconds its issued chunks take if it is busy."""
     seconds = np.empty(len(table))
     for speed, chunk, which in alike(state, side, table):
         seconds[which] = CHUNKS_ISSUED * speed.backlog_rates(chunk)[0] * chunk

@@ -1,13 +1,13 @@
 """Chooses the workers of an attempt: the pair with the least predicted time to the request's end.
-If none can start the request now, the result states the reason. Pure.
+If no worker can start the request now, the result states the reason. Has no side effects.
 
-`decide` evaluates every worker once, in vectorized form. It then evaluates pairs of the few prefill
-workers with the earliest first token and all decode workers. It minimizes time to first token +
-hand-off gap + remaining tokens x predicted seconds of a decode step. A first token after its time
-limit and a step beyond the TPOT bound add penalties that exceed any predicted time. `candidates`
-selects the workers and adds further penalties. A worker that still loads XLA programs is charged
-the remaining loading time. If any candidate's speed is unknown, the least loaded workers are
-chosen, with a preference for those that have the prompt cached.
+`decide` evaluates every worker once, in vectorized form. It then evaluates pairs of all decode
+workers and those few prefill workers with the earliest first token. It minimizes time to first
+token + hand-off gap + remaining tokens x predicted seconds of a decode step. A first token after
+its time limit and a step beyond the TPOT bound add penalties that exceed any predicted time.
+`candidates` selects the workers and adds further penalties. A worker that still loads XLA programs
+is charged the remaining loading time. If any candidate's speed is unknown, the least loaded workers
+are chosen, with a preference for those that have the prompt cached.
 
 Raises UnavailableError when no worker of a required role takes requests."""
 
@@ -77,8 +77,8 @@ class Weighed:
     Attributes:
         pairs: Time to the request's end for each pair [prefill workers, decode workers], minus
             `spared`.
-        spared: For each prefill worker, prefill seconds that other requests save because its cached
-            prefix is used.
+        spared: For each prefill worker, the prefill seconds that other requests save if this worker
+            computes the prompt, because its cached prefix is used.
         local: Costs of computing the prompt on the decode workers, or None if no decode worker can
             prefill.
         alone: Time to the request's end if the decode worker also prefills (inf: not possible).
@@ -118,8 +118,8 @@ def decide(
 def witnesses(
     state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy, most: int = 16
 ) -> frozenset[str]:
-    """Returns the workers that a decision record must contain: the best `most` workers of each
-    role, and workers from which they may fetch KV. A decision among these workers equals the
+    """Returns the workers that a decision record must contain. These are the best `most` workers of
+    each role, and workers from which they may fetch KV. A decision among these workers equals the
     decision among all workers."""
     prefills, decodes = candidates(state, query, now, policy)
     if len(prefills) + len(decodes) <= 2 * most:
@@ -204,7 +204,8 @@ def _ttft(
     prefills: PrefillCosts, decodes: DecodeCosts, query: PlacementQuery, policy: PlacementPolicy
 ) -> Array:
     """Returns the seconds to the first token of each pair, as an array [prefill workers, decode
-    workers]. The shape is [prefill workers, 1] if decode workers make no difference."""
+    workers]. The array has shape [prefill workers, 1] if the time does not depend on the decode
+    worker."""
     if decodes.room or not policy.decode_first:
         ttft = (np.maximum(prefills.queue, 0.0) + prefills.prefill)[:, None]
     else:
@@ -233,8 +234,8 @@ def _weigh_alone(
     policy: PlacementPolicy,
     rest: Array,
 ) -> tuple[LocalCosts, Array]:
-    """Returns the time to the request's end on each decode worker if it computes the prompt itself,
-    and the costs of the prefill.
+    """Returns the costs of prefill on each decode worker, and the time to the request's end if that
+    worker computes the prompt itself.
 
     Running streams stall while the prompt is computed, and the lost time is charged to this
     request. Where prefill workers exist, a decode worker computes at most one chunk. It computes
@@ -272,8 +273,8 @@ def _choose(
     at = int(decodes.rows.searchsorted(state.row_of(local.decode)))
     gain = 0.0
     if not mixed and (weighed.decodes.busy[at] or 2 * local.cached_tokens < query.work.tokens):
-        # The margin covers what the price omits: the loss of all streams of the worker but one, and
-        # that prefill workers will not have a mostly new prompt cached.
+        # The margin covers two losses that the predicted cost omits: the delay of the worker's
+        # other streams, and that prefill workers will not have a mostly new prompt cached.
         gain = policy.local_gain * (pair.ttft_seconds + pair.handoff_gap_seconds)
     if weighed.local and local.cached_tokens > max(pair.cached_tokens, pair.peer_tokens):
         local_cost -= WORTH_TO_OTHERS * float(weighed.local.costs.spared[at])
@@ -295,9 +296,9 @@ def _said(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    """Extends the reason for a choice of a pair: states why the decode worker does not compute the
-    prompt itself. Either a rule forbids this, or the worker has no prefill programs although local
-    prefill would be cheaper."""
+    """Adds to the reason of a chosen pair why the decode worker does not compute the prompt itself.
+    Either a rule forbids this, or the worker has no prefill programs although local prefill would
+    be cheaper."""
     row = state.row_of(pair.decode)
     if weighed.local is not None and state.table.flag("can_prefill")[row]:
         at, local = int(decodes.rows.searchsorted(row)), weighed.local
@@ -431,9 +432,10 @@ def _admitted(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> PlacementOutcome:
-    """Returns the decision if the request can start now and its first token comes in time, else a
-    refusal or a deferral. A worker that was chosen for its cached prefix may have a queue while
-    other workers have none. Such a queue does not defer the request."""
+    """Returns the decision if the request can start now and its first token is predicted within its
+    time limit. If not, returns a refusal or a deferral. A worker that was chosen for its cached
+    prefix may have a queue while other workers have none. Such a queue does not defer the
+    request."""
     assert decision.terms is not None and decision.ttft_seconds is not None
     ttft = query.age_seconds + query.ahead_seconds + decision.ttft_seconds
     if ttft > query.limit_seconds:
@@ -458,12 +460,12 @@ def _admitted(
 def _most_queued_seconds(
     state: ClusterState, weighed: Weighed, decision: Decision, hold_seconds: float
 ) -> float:
-    """Returns the queue of the chosen worker, in seconds, beyond which requests are held.
+    """Returns the seconds of queued work at the chosen worker from which on requests are held.
 
     A worker's queue is a mean over its dp ranks, and contains a running chunk until it ends. A
     chunk takes as long as the rank with the most tokens, and later prompts cannot join it. With
-    several ranks, the running chunk and the chunk issued behind it are therefore allowed in
-    addition to `hold_seconds`, and these are at least one more chunk. Otherwise chunks would be
+    several ranks, the running chunk and the next one are therefore allowed in addition to
+    `hold_seconds`, and `hold_seconds` counts as at least one more chunk. Otherwise chunks would be
     issued before each rank has its share. Prompts longer than this get a rank each. A wait for
     running streams to recover (`paced_until`) is no such mean, and gets no allowance."""
     assert decision.terms is not None
@@ -545,8 +547,8 @@ def _with_source(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    """Adds to a decision the worker that has more of the prompt cached than the computing worker,
-    if KV may be fetched from it."""
+    """Adds a source of cached KV to a decision: the worker that has more of the prompt cached than
+    the computing worker, if KV may be fetched from it."""
     source, tokens = _source(state, prefills, decodes, query, policy)
     return (
         _fetching(decision, state.name(source), tokens)
@@ -562,9 +564,9 @@ def _source(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> tuple[int, int]:
-    """Returns the worker from which cached KV should be fetched if costs cannot be predicted: its
-    row number and its number of cached tokens, or (-1, 0). A decode worker is chosen only if it has
-    more tokens cached than any prefill worker."""
+    """Returns (row number, number of cached tokens) of the worker from which cached KV should be
+    fetched if costs cannot be predicted, or (-1, 0). A decode worker is chosen only if it has more
+    tokens cached than any prefill worker."""
     found = -1, 0
     kinds = (prefills, decodes) if policy.fetch_from_decode else (prefills,)
     for some in kinds if policy.peer_fetch else ():
@@ -578,8 +580,8 @@ def _source(
 
 
 def _reluctance(state: ClusterState, some: Candidates, query: PlacementQuery) -> Array:
-    """Returns a score of each worker, used if costs cannot be predicted: its load minus a bonus for
-    the cached share of the prompt. The worker with the lowest score is chosen."""
+    """Returns a score of each worker, used if costs cannot be predicted: the worker's load minus a
+    bonus for the cached share of the prompt. The worker with the lowest score is chosen."""
     score = some.against + some.load
     at, tokens = known_or_coming(state, some.rows, query)
     score[at] -= WORTH_OF_KNOWN * tokens / query.work.tokens

@@ -1,10 +1,10 @@
 """Predicts the length of answers for reservations, placement and fairness.
 
-`LearnedLengths` predicts a quantile of the recent lengths in the same class: the tenant and the
-prompt's length, rounded to a power of two. If a class has too few samples, all answers of the
-tenant are used. If these are too few, the answers of all tenants are used. The request's max_tokens
-is the upper bound of all predictions. An answer that max_tokens cut off counts with the length at
-the cut. Each call costs O(log n). No clock is used."""
+`LearnedLengths` predicts a quantile of the recent lengths in the same class. A class is the tenant
+and the prompt's length, rounded to a power of two. If a class has too few samples, all answers of
+the tenant are used. If these are too few, the answers of all tenants are used. The request's
+max_tokens is the upper bound of all predictions. An answer that max_tokens cut off counts with the
+length at the cut. Each call costs O(log n). Does no I/O."""
 
 import bisect
 from collections import deque
@@ -20,22 +20,23 @@ Key = TypeVar("Key", bound=Hashable)
 
 WINDOW = 256
 FEWEST = 16
-# Prediction while there are too few samples: max_tokens of clients is mostly far too high.
+# Prediction while there are too few samples. The max_tokens of clients is mostly far too high for
+# this.
 COLD_TOKENS = 512
-SHARED = 64  # answers in each report to other routers; more since the last report are left out
-MOST_ROUTERS = 64  # whose counts are kept; each process of a router counts anew
+SHARED = 64  # largest number of answers in a report to other routers; older ones are left out
+MOST_ROUTERS = 64  # routers whose counts are stored; after a restart a router counts as another one
 
 
 class LearnedLengths:
     """Predicts a quantile of the lengths of past answers, and shares these lengths with other
     routers through the workers, as `Spending` shares amounts spent. Each router reports its last
-    answers and their total number. A router records new answers of other routers, and does not pass
+    answers and their total number. A router records new answers of other routers without passing
     them on. A router that has just started therefore predicts from the answers of others.
 
     Args:
-        quantile: Share of answers that should not exceed the prediction. None predicts the
-            request's max_tokens, and past answers only determine `typical_tokens`.
-        classes: Cap on the number of stored classes. The least recently observed class is evicted.
+        quantile: Share of answers that should not exceed the prediction. None means that the
+            request's max_tokens is predicted; past answers then only determine `typical_tokens`.
+        classes: Largest number of stored classes. The least recently observed class is evicted.
     """
 
     def __init__(self, quantile: float | None = 0.75, classes: int = 4096) -> None:
@@ -46,10 +47,10 @@ class LearnedLengths:
         self._classes: dict[tuple[str, int], _Lengths] = {}
         self._own: deque[AnswerLength] = deque(maxlen=SHARED)
         self._count = 0
-        self._counts: dict[int, int] = {}  # of other routers, the latest last
+        self._counts: dict[int, int] = {}  # answers counted by each other router, the latest last
 
     def predict(self, tenant: str, prompt_tokens: int, most_tokens: int) -> int:
-        """Predicts the length of an answer of at most `most_tokens` tokens."""
+        """Predicts the number of tokens of an answer, which is at most `most_tokens`."""
         if self._quantile is None:
             return most_tokens
         for lengths in (
@@ -62,7 +63,7 @@ class LearnedLengths:
         return min(most_tokens, COLD_TOKENS)
 
     def observe(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        """Records the length of an answer that ended by itself or was cut off at max_tokens."""
+        """Records the length of an answer that finished by itself or was cut off at max_tokens."""
         answer = tenant, prompt_tokens, output_tokens
         self._own.append(answer)
         self._count += 1
@@ -91,7 +92,7 @@ class LearnedLengths:
 
 
 class _Lengths:
-    """The last `WINDOW` lengths of answers, in order of arrival and sorted by size."""
+    """The last `WINDOW` lengths of answers, stored both in order of arrival and sorted by size."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
@@ -120,8 +121,8 @@ class _Lengths:
 
 
 def _kept(known: dict[Key, _Lengths], key: Key, most: int) -> _Lengths:
-    """Returns the lengths stored under a key, and marks the key as most recently used. Evicts the
-    oldest of more than `most` keys."""
+    """Returns the lengths stored under a key, and marks the key as most recently used. If there are
+    more than `most` keys, evicts the oldest one."""
     lengths = known[key] = known.pop(key, None) or _Lengths()
     if len(known) > most:
         del known[next(iter(known))]

@@ -1,5 +1,6 @@
-"""The router's index of the workers' prefix caches: how many leading pages of a chain (the pages of
-a prompt, in order) each worker has cached.
+"""The router's index of the workers' prefix caches: how many leading blocks of a prompt each worker
+has cached. Blocks are called pages here, and a chain is the list of the prompt's page hashes in
+order.
 
 Each page has an entry: an integer with one bit per worker. One operation per page therefore matches
 a thousand workers. The result is a dense array with a count per worker (`ByWorker`), because
@@ -19,8 +20,8 @@ Counts = npt.NDArray[np.int64]
 
 @plain
 class Roster:
-    """Immutable assignment of numbers to workers: `names[number]` is the worker, or "" if the
-    number is free. Compare it by identity (`is`)."""
+    """Immutable assignment of numbers to workers. `names[number]` is the worker, or "" if the
+    number is free. Rosters are compared by identity (`is`)."""
 
     names: tuple[str, ...]
     numbers: Mapping[str, int]
@@ -59,8 +60,8 @@ class Numbering:
 
 
 class ByWorker(Mapping[str, int]):
-    """A count per worker, as an array indexed by the workers' numbers. As a mapping from worker
-    names it omits workers with count 0."""
+    """A count per worker, stored in an array that is indexed by the workers' numbers. As a mapping
+    from worker names, it contains only the workers whose count is not 0."""
 
     def __init__(self, roster: Roster, counts: Counts) -> None:
         self.roster = roster
@@ -100,8 +101,7 @@ class PrefixIndex:
     """Index of the pages that workers have cached.
 
     Args:
-        most_pages: Cap on the number of entries, summed over workers. Further insertions are
-            dropped.
+        most_pages: Largest number of entries, summed over workers. Further insertions are dropped.
         numbering: Numbers of the workers. It may be shared with other indices if each worker is in
             only one of them.
     """
@@ -128,8 +128,8 @@ class PrefixIndex:
         return self._last.get(worker, 0)
 
     def apply(self, worker: str, events: Sequence[PrefixEvent]) -> bool:
-        """Applies a worker's next cache events. Returns False if events before them are missing.
-        Events are then ignored until a snapshot arrives."""
+        """Applies a worker's next cache events. Returns False if earlier events are missing. Events
+        are then ignored until `replace` is called with a snapshot."""
         self._know(worker)
         for event in events:
             if event.number <= self._last[worker]:
@@ -141,8 +141,8 @@ class PrefixIndex:
         return True
 
     def replace(self, worker: str, snapshot: tuple[int, frozenset[int]]) -> None:
-        """Replaces a worker's entries by a full snapshot of its cache: the number of the last event
-        that it includes, and the page hashes."""
+        """Replaces a worker's entries by a full snapshot of its cache. The snapshot has the number
+        of the last event that it includes, and all page hashes."""
         self._know(worker)
         number, hashes = snapshot
         for page_hash in self._pages[worker] - hashes:
@@ -152,7 +152,8 @@ class PrefixIndex:
         self._last[worker] = number
 
     def forget(self, worker: str) -> None:
-        """Removes a worker that is gone, or that restarted and numbers events from 1 again."""
+        """Removes a worker and its entries. Called if the worker is gone, or restarted so that it
+        numbers events from 1 again."""
         if worker not in self._bits:
             return
         for page_hash in tuple(self._pages[worker]):
@@ -161,7 +162,7 @@ class PrefixIndex:
         self._numbering.free(worker)
 
     def matches(self, hashes: Sequence[int]) -> ByWorker:
-        """Returns how many of the chain's first pages each worker has cached."""
+        """Returns, for each worker, how many leading pages of the chain `hashes` it has cached."""
         roster = self._numbering.roster
         counts = np.zeros(len(roster.names), np.int64)
         knowing = self._holders.get(hashes[0], 0) if hashes else 0

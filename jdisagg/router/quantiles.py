@@ -1,4 +1,4 @@
-"""Quantiles of observed values: always an observed value, never interpolated. Pure."""
+"""Quantiles of observed values. A quantile is always an observed value, never interpolated."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ Value = TypeVar("Value", int, float)
 
 
 def quantile(values: Sequence[float], at: float) -> float:
-    """Returns the smallest of the values such that at least a fraction `at` of them is not larger.
-    Returns 0 if there are no values."""
+    """Returns the smallest of the values such that at least the fraction `at` of all values is less
+    than or equal to it. Returns 0 if there are no values."""
     return of_sorted(sorted(values), at) if values else 0.0
 
 

@@ -1,4 +1,5 @@
-"""Chooses a worker that continues a running request after its worker failed or drains. Pure."""
+"""Chooses a worker that continues a running request after its worker failed or drains. Has no side
+effects."""
 
 import numpy as np
 
@@ -16,9 +17,9 @@ def another_prefill(
     decode: str = "",
     broken: frozenset[tuple[str, str]] = frozenset(),
 ) -> str:
-    """Returns another worker to continue a prompt for `decode` whose prefill worker failed. A
-    worker in `avoid`, or in a pair of `broken` with `decode`, is chosen only if no other worker is
-    available."""
+    """Returns another prefill worker for a prompt whose prefill worker failed. `decode` is its
+    decode worker. A worker in `avoid`, or one that forms a pair of `broken` with `decode`, is
+    chosen only if no other worker is available."""
     query = PlacementQuery(NO_WORK, avoid=avoid, broken=broken, resuming=True)
     some = usable(state, state.prefill, query, now, policy)
     some = _like(state, some, decode)
@@ -48,7 +49,8 @@ def another_decode(
 
 
 def _like(state: ClusterState, some: Candidates, other: str) -> Candidates:
-    """Leaves out workers with other weights than the worker `other`, if that worker is known."""
+    """Returns only those workers of `some` that have the same weights as the worker `other`.
+    Returns all of them if `other` is unknown."""
     row = state.row(other)
     if row is None:
         return some

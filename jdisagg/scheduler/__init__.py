@@ -1,2 +1,3 @@
-"""Decides which commands one worker runs next: admission, batching, KV transfer, cache eviction.
-All modules are pure state machines; time and random numbers are arguments."""
+"""Decides which commands a worker issues to its mesh next: admission, batching, KV transfer and
+cache eviction. All modules are state machines without I/O. Time and random numbers are
+arguments."""

@@ -1,11 +1,11 @@
-"""Tracks which LoRA adapter is in which slot of a mesh. Pure.
+"""Tracks which LoRA adapter is loaded in which adapter slot of a mesh. Does no I/O.
 
-Slots count from 1; 0 is the base model. An adapter is identified by its content's hash. A loaded
-adapter stays until its slot is needed for another one. The least recently used adapter that no
-sequence uses is then evicted.
+Slots count from 1; slot 0 is the base model. An adapter is identified by the hash (digest) of its
+content. A loaded adapter stays until another adapter needs its slot. Then the least recently used
+adapter that no sequence uses is evicted.
 
-Invariants (tests/scheduler/test_adapter_table.py): a slot holds one adapter; a used adapter keeps
-its slot."""
+Invariants (tests/scheduler/test_adapter_table.py): a slot holds one adapter; an adapter that a
+sequence uses keeps its slot."""
 
 from collections import OrderedDict
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from jdisagg.request import Request
 
 
 class AdapterTable:
-    """The adapter slots of one mesh, which has `slots` of them."""
+    """The adapter slots of one mesh. `slots` is their number."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -32,8 +32,8 @@ class AdapterTable:
         return digest in self._loaded
 
     def slot_of(self, request: Request) -> int:
-        """Returns the slot of a request's adapter, which must be loaded, or 0 without an
-        adapter."""
+        """Returns the slot of a request's adapter, which must be loaded. Returns 0 if the request
+        has no adapter."""
         return 0 if request.adapter is None else self._loaded[request.adapter.digest]
 
     def use(self, digest: str) -> None:
@@ -41,9 +41,11 @@ class AdapterTable:
         self._loaded.move_to_end(digest)
 
     def take(self, digest: str, used: Collection[str]) -> int | None:
-        """Assigns a slot to an adapter that is about to be loaded.
+        """Assigns a slot to an adapter that is about to be loaded. Evicts another adapter if no
+        slot is free.
 
         Args:
+            digest: The adapter.
             used: Digests of adapters that must keep their slots.
 
         Returns:
@@ -59,7 +61,8 @@ class AdapterTable:
         return slot
 
     def load_ended(self, digest: str, loaded: bool) -> None:
-        """Ends a load that `take` began. After a failed load, the slot is free again."""
+        """Records the end of a load for which `take` assigned a slot. If the adapter was not
+        `loaded`, the slot is free again."""
         slot = self._loading.pop(digest)
         if loaded:
             self._loaded[digest] = slot

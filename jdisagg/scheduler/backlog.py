@@ -1,8 +1,8 @@
-"""Sums up the prefill work that a mesh has accepted and not computed yet.
+"""Sums up the prefill work that a mesh has accepted but not computed yet.
 
-`tokens` is the number of uncomputed positions. `pairs` is the number of (query, key) pairs of
-causal attention whose query is an uncomputed position. `pairs` estimates the cost of attention;
-sliding windows are ignored. Invariant: both sums are zero when no work is left."""
+`tokens` is the number of uncomputed positions. `pairs` estimates the cost of their attention: it is
+the number of (query, key) pairs of causal attention in which the query is uncomputed. Sliding
+windows are ignored. Invariant: both sums are zero when no work is left."""
 
 
 def causal_pairs(start: int, end: int) -> float:
@@ -17,11 +17,12 @@ class Backlog:
     def __init__(self) -> None:
         self.tokens = 0
         self.pairs = 0.0
-        # first and last uncomputed position, and priority
+        # first uncomputed position, end of the prompt, and priority
         self._prompts: dict[int, tuple[int, int, int]] = {}
 
     def add(self, key: int, tokens: int, cached_tokens: int = 0, priority: int = 0) -> None:
-        """Adds or replaces a prompt. Its first `cached_tokens` tokens need no computing."""
+        """Adds a prompt, or replaces an earlier prompt of the same key. Its first `cached_tokens`
+        tokens need no computing."""
         self.forget(key)
         self._prompts[key] = cached_tokens, tokens, priority
         self._count(cached_tokens, tokens, 1)
@@ -34,7 +35,7 @@ class Backlog:
         return tokens
 
     def computed(self, key: int, tokens: int) -> None:
-        """Records that a prompt's next `tokens` tokens were computed. Ignores unknown keys."""
+        """Records that the next `tokens` tokens of a prompt were computed. Ignores unknown keys."""
         known = self._prompts.get(key)
         if known is None:
             return
@@ -47,7 +48,7 @@ class Backlog:
             self._prompts[key] = until, end, priority
 
     def forget(self, key: int) -> None:
-        """Removes a prompt and its uncomputed rest. Idempotent."""
+        """Removes a prompt, so that its uncomputed tokens no longer count. Idempotent."""
         known = self._prompts.pop(key, None)
         if known is not None:
             start, end, _ = known

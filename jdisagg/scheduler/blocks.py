@@ -1,15 +1,15 @@
-"""Splits the KV of one row of a prefill chunk into transfer blocks, by tokens and by layers. Blocks
-have only a few different shapes, because a program is compiled for each shape.
+"""Splits the KV of one row of a prefill chunk into transfer blocks, by tokens and by layers. A
+program is compiled for each shape of a block, so there are only a few shapes.
 
 The length of a block is `granule_tokens` times a power of two. A row is split into blocks of
 decreasing length. Only its last block is padded, up to a multiple of `granule_tokens`. Rows start
-at multiples of `granule_tokens` in their chunk, so padding never reaches the next row. The last row
-of a chunk may be sent as one padded block per band, if the padding costs less than several blocks.
+at such multiples in their chunk, so padding never reaches the next row. The last row of a chunk may
+instead be sent as one padded block (per band), if the padding costs less than several blocks.
 
 A band is a range of consecutive layer groups that are sent in the same block. For long prompts each
 layer group has its own block, which is sent while the next layer group is computed. For short
-prompts a band has several layer groups, because the host's work per block would cost more than
-sending the bytes. Pure."""
+prompts a band has several layer groups, because otherwise the host's work per block would take
+longer than sending the bytes. Has no side effects."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -24,8 +24,8 @@ StageCut = Callable[[KVSpec], tuple[range, ...]]
 def split_blocks(
     tokens: int, granule_tokens: int, whole: bool = False
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields (offset in the row, block_tokens, valid_tokens) of each block, largest first. With
-    `whole`, the row is one block, because blocks may have any length."""
+    """Yields (offset in the row, block_tokens, valid_tokens) of each block, largest block first. If
+    `whole` is set, any block length is allowed, and the row is one block."""
     if whole and tokens:
         yield 0, padded(tokens, granule_tokens), tokens
         return
@@ -40,7 +40,7 @@ def split_blocks(
 
 
 def merged_block(tokens: int, granule_tokens: int) -> int:
-    """Returns the length of the shortest single block that holds `tokens` tokens."""
+    """Returns the shortest block length that holds `tokens` tokens in one block."""
     return granule_tokens << (-(-tokens // granule_tokens) - 1).bit_length()
 
 
@@ -59,9 +59,14 @@ def even_runs(count: int, runs: int) -> tuple[range, ...]:
 
 
 def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple[range, ...]:
-    """Splits `layers` layers into at most `groups` consecutive ranges. `positioned` lists the
-    layers that store KV for each position. Each range has at least one of these layers, and all
-    ranges have nearly the same number of them, so no block is empty."""
+    """Splits the layers of a model into consecutive ranges, at most `groups` of them.
+
+    Args:
+        positioned: Layers that store KV for each position, ascending. Each range has at least one
+            of them, so no block is empty. All ranges have nearly equally many.
+        layers: Number of layers.
+        groups: Largest number of ranges.
+    """
     last = [positioned[run.stop - 1] + 1 for run in even_runs(len(positioned), groups)]
     stops = [*last[:-1], layers]
     return tuple(range(first, stop) for first, stop in zip([0, *stops[:-1]], stops, strict=True))
@@ -70,9 +75,13 @@ def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple
 def stage_layers(
     positioned: tuple[int, ...], layers: int, groups: int, stages: int
 ) -> tuple[range, ...]:
-    """Returns the range of layers of each pipeline stage. A stage has whole layer groups, so that
-    each block of one group lies on one stage. The stages have as nearly the same number of layers
-    as the groups allow. For the other arguments see `layer_groups`.
+    """Returns the range of layers of each pipeline stage. A stage consists of whole layer groups,
+    so that each block of one group is on one stage. The numbers of layers of the stages differ as
+    little as the groups allow.
+
+    Args:
+        positioned, layers, groups: As in `layer_groups`.
+        stages: Number of pipeline stages.
 
     Raises:
         LayoutError: A stage would have no group.
@@ -95,9 +104,14 @@ def stage_layers(
 
 @functools.lru_cache(maxsize=1024)
 def bands(groups: int, nbytes: int, least_bytes: int) -> tuple[range, ...]:
-    """Returns the range of layer groups that each block contains. All groups together have `nbytes`
-    bytes. The number of blocks is a power of two, as large as possible with at least `least_bytes`
-    bytes per block, and at most the number of groups. With `least_bytes` 0, each group is a
-    block."""
+    """Returns the range of layer groups in each block. The number of blocks is the largest power of
+    two for which a block has at least `least_bytes` bytes. If there could be a block for each
+    group, each group is a block of its own.
+
+    Args:
+        groups: Number of layer groups.
+        nbytes: Number of bytes of all groups together.
+        least_bytes: Least number of bytes of a block; 0 makes each group a block.
+    """
     blocks = nbytes // least_bytes if least_bytes else groups
     return even_runs(groups, groups if blocks >= groups else 1 << max(0, blocks.bit_length() - 1))

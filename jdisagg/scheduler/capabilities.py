@@ -1,8 +1,8 @@
-"""The optional capabilities of a worker. Each needs programs in addition to the common programs,
-which every request needs. A worker that starts without compiled programs serves as soon as the
-common programs are compiled, and gains its capabilities one after the other while it serves. Until
-then it works as if they were off, with two exceptions: it caches blocks from the start, and
-requests with images or grammars wait."""
+"""The optional capabilities of a worker. Each capability needs programs in addition to the common
+programs, which every request needs. If a worker starts before its programs are compiled, it serves
+as soon as the common programs are ready. It gains its capabilities one after the other while it
+serves. Until then it works as if they were off, with two exceptions: it caches blocks from the
+start, and requests with images or grammars wait."""
 
 import asyncio
 import enum
@@ -15,9 +15,11 @@ class Capability(enum.Enum):
     """An optional capability, in the order in which the programs are loaded.
 
     Attributes:
-        IMAGES: Prompts have images. Loaded first, because requests wait for it.
-        GRAMMARS: Tokens follow a grammar. Requests wait for this capability, too.
-        APPEND: A decode mesh computes the uncached ends of prompts.
+        IMAGES: Prompts may have images. Its programs are loaded first, because requests with images
+            wait for them.
+        GRAMMARS: Generated tokens may have to follow a grammar. Such requests wait for this
+            capability, too.
+        APPEND: A decode mesh computes the last, uncached tokens of prompts.
         REUSE: A prefill mesh sends cached blocks that a decode mesh lacks, and continues from
             snapshots of recurrent state.
         TIERS: Blocks and sequences are copied to and from host memory, disk and other workers.
@@ -34,7 +36,7 @@ class Capability(enum.Enum):
 
 class Capabilities:
     """The optional capabilities of one mesh that are missing, because their programs are not loaded
-    yet. Initially none is missing.
+    yet. At first none is missing.
 
     Attributes:
         given_up: Whether loading has failed, so that the missing capabilities stay missing.
@@ -55,7 +57,8 @@ class Capabilities:
         return tuple([one.value for one in Capability if one in self._missing])
 
     def load_later(self, capabilities: Iterable[Capability]) -> None:
-        """Records that the programs of these capabilities are loaded while the worker serves."""
+        """Records that these capabilities are missing at first, because their programs are loaded
+        while the worker serves."""
         self._missing |= set(capabilities)
 
     def loaded(self, capability: Capability) -> None:
@@ -68,12 +71,12 @@ class Capabilities:
         self._wake()
 
     def possible(self, capability: Capability) -> bool:
-        """Returns whether the capability is ready or may become so."""
+        """Returns whether the capability is ready or may still become ready."""
         return self.ready(capability) or not self.given_up
 
     async def wait(self, capability: Capability) -> None:
-        """Waits until the programs of a capability are loaded. Raises UnavailableError if they
-        cannot be."""
+        """Waits until the programs of a capability are loaded. Raises UnavailableError if loading
+        has failed."""
         while not self.ready(capability):
             if self.given_up:
                 raise UnavailableError(

@@ -1,18 +1,18 @@
-"""Continuous batching on one decode mesh: plans which sequences run in the next decode step and
-with which pages, and processes the results of steps. Pure.
+"""Continuous batching on one decode mesh. Plans which sequences run in the next decode step and
+which pages they use, and processes the results of steps. Does no I/O.
 
 Step n + 1 is planned before the tokens of step n are read. A plan therefore uses `issued_position`,
-the position of each slot after all issued steps. The device does not stop at stop ids, so `apply`
-drops tokens after a stop id. With a grammar, a step may return several tokens, if the grammar
-allows only one continuation. With drafts (`speculation.py`) it returns a token for each accepted
-draft, too. It may also return no token, if an earlier step reached the sequence's limit. In these
-cases `apply` corrects `issued_position`.
+the position of each sequence after all issued steps. `apply` corrects this position if a step
+returns another number of tokens than planned. With a grammar, a step may return several tokens if
+the grammar allows only one continuation. With drafts (`speculation.py`), it also returns each
+accepted draft. It returns no token if an earlier step reached the sequence's limit. The device does
+not stop at stop ids, so `apply` also drops tokens after a stop id.
 
-Order of a plan: running sequences first get the pages they need, highest priority and oldest
+Order of a plan: first, running sequences get the pages they need, highest priority and then oldest
 sequence first. If no page is free, the youngest sequence of the lowest priority is preempted. Then
 ready sequences take free slots. A command has several steps only if no other work waits. On an
-interruptible mesh a command of several steps is called a span. A span has as many steps as all its
-sequences have page room for, and returns fewer tokens if it is interrupted.
+interruptible mesh, a command of several steps is called a span. A span has as many steps as the
+pages of all its sequences allow. It returns fewer tokens if it is interrupted.
 
 Invariants: a slot has at most one sequence; a sequence is decoded only up to its limit and within
 its pages; tokens of a child are accepted once, in order."""
@@ -50,9 +50,9 @@ class DecodeBatches:
     Args:
         steps_per_dispatch: Largest number of decode steps in one command.
         stream_tokens: Number of new tokens of a sequence that are collected into one report. The
-            first token and the end of a sequence are reported at once.
-        spans: Whether the mesh can end a command of several steps early. Such a mesh verifies no
-            drafts.
+            first token and the end of a sequence are reported immediately.
+        spans: Whether the mesh can end a command of several steps early. Drafts are never verified
+            on such a mesh.
         speculation: Plans drafts; None plans none.
     """
 
@@ -72,17 +72,17 @@ class DecodeBatches:
         self._spans = spans
         self._speculation = None if spans else speculation
         self._issued: dict[int, list[list[_Issued]]] = {}
-        # of commands in flight, with their numbers of steps
+        # variant and number of steps of each command in flight
         self._kinds: dict[int, tuple[StepKind, int]] = {}
         self._snapshots: list[tuple[int, int, int]] = []
-        self.forced_tokens = 0  # tokens of forced runs that needed no step of their own
+        self.forced_tokens = 0  # tokens forced by grammars that needed no step of their own
 
     @classmethod
     def of(
         cls, state: DecodeState, config: InstanceConfig, spans: bool, clock: Callable[[], float]
     ) -> "DecodeBatches":
-        """Returns the planner of an instance's decode steps. `clock` returns the processor seconds
-        of the calling thread."""
+        """Returns the planner of decode steps for an instance's configuration. `clock` returns the
+        CPU seconds of the calling thread."""
         return cls(
             state,
             config.growth_tokens,
@@ -93,7 +93,8 @@ class DecodeBatches:
         )
 
     def take_drafts(self) -> list[tuple[str, int, int]]:
-        """Returns the source and numbers of drafts verified and accepted since the last call."""
+        """Returns one (source, number of drafts verified, number accepted) for the time since the
+        last call. Returns an empty list if no drafts were verified."""
         if self._speculation is None:
             return []
         drafted, accepted = self._speculation.take()
@@ -103,11 +104,10 @@ class DecodeBatches:
         self, group: SequenceGroup, firsts: tuple[SampledToken, ...], step: int, deadline: float
     ) -> CopyPages | None:
         """Marks the children of a group as ready to decode, because all KV is in pages and the
-        first tokens are sampled.
+        first tokens are sampled. Ends children whose first token is their last.
 
-        Returns the command that copies the prompt's shared last page for each child, or None if no
-        copy is needed. It must be issued before the children's first steps. Ends children whose
-        first token is their last."""
+        Returns the command that copies the prompt's partly filled last page for each child, or None
+        if no copy is needed. This command must be issued before the children's first steps."""
         self._state.advance(group, HandoffEvent.ALL_INSERTED, deadline)
         tokens = {first.child: first for first in firsts}
         keys = {
@@ -130,9 +130,10 @@ class DecodeBatches:
         return tuple([(rank, source, slot) for slot in own if slot != source])
 
     def take_over(self, group: SequenceGroup, generated: tuple[int, ...], deadline: float) -> bool:
-        """Marks a sequence that was migrated to this mesh as ready, with the tokens `generated` so
-        far. The sequence must be the group's only child. Returns False if the tokens contradict
-        those already accepted, or if no page is free for the next step."""
+        """Marks a sequence that was migrated to this mesh as ready, with the tokens `generated` on
+        its previous worker. The sequence must be the group's only child. Returns False if the
+        tokens contradict tokens that were accepted here, if the sequence is at its limit, or if no
+        page is free for the next step."""
         (child,) = group.children
         position = group.prompt_tokens + len(generated) - 1
         ours = tuple(child.generated)
@@ -162,8 +163,8 @@ class DecodeBatches:
         )
 
     def interrupting(self) -> bool:
-        """Returns whether a running command of many steps should be interrupted, because a ready
-        sequence could take a free slot or a sequence must stop for its migration."""
+        """Returns whether a running span should be interrupted: a ready sequence could take a free
+        slot, or a frozen sequence must stop for its migration."""
         for child in self._state.ready:
             if not child.frozen and None in self._state.slots[child.rank]:
                 return True
@@ -173,7 +174,8 @@ class DecodeBatches:
         return False
 
     def yielding_slots(self) -> list[Sequence]:
-        """Returns the running sequences whose slots ready sequences of higher priority need."""
+        """Returns the running sequences that must give their slots to ready sequences of higher
+        priority."""
         yielding: list[Sequence] = []
         if self._state.one_priority:
             return yielding
@@ -213,7 +215,7 @@ class DecodeBatches:
         """Returns the next decode command, or None if no sequence can run.
 
         Args:
-            quiet: Whether no other work waits for the mesh, so that the command may have several
+            quiet: Whether no other work waits for the mesh. The command may then have several
                 steps.
             drafts: Whether the command may verify drafts.
         """
@@ -265,14 +267,15 @@ class DecodeBatches:
         )
 
     def take_snapshots(self) -> tuple[tuple[int, int, int], ...]:
-        """Returns the copies of state slots, as in `CopyPages.states`, that must be issued before
-        the command that `next_step` returned."""
+        """Returns the copies of state slots, as in `CopyPages.states`, that the last call of
+        `next_step` planned. They must be issued before the command that it returned."""
         copies, self._snapshots = tuple(self._snapshots), []
         return copies
 
     def _make_snapshots(self, active: list[list[Sequence]]) -> int:
-        """Plans a copy of the state of each sequence that is at a block boundary. Returns the
-        number of steps until the next sequence reaches a block boundary."""
+        """Plans a copy of the recurrent state of each sequence that is at a multiple of
+        `snapshot_tokens`. Returns the number of steps until the next sequence reaches such a
+        multiple."""
         kept, states, steps = self._state.residency, self._state.states, self._steps
         every = kept.snapshot_tokens
         for child in (child for rank in active for child in rank):
@@ -305,12 +308,16 @@ class DecodeBatches:
 
     def apply(self, result: DecodeResult, seconds: float = 0.0) -> list[tuple[SequenceGroup, int]]:
         """Appends the tokens of a result to their sequences and records the progress in
-        `DecodeState.news`. `seconds` is the duration of the command. Returns the sequence groups
-        that must end because no token could be sampled, each with its error code (BROKEN_TOKEN or
-        STUCK_TOKEN)."""
+        `DecodeState.news`. Returns the sequence groups that must end because no token could be
+        sampled, each with its error code (BROKEN_TOKEN or STUCK_TOKEN).
+
+        Args:
+            result: Result of the oldest command whose result was not applied yet.
+            seconds: Duration of the command.
+        """
         broken: list[tuple[SequenceGroup, int]] = []
         drafted = False
-        # rows of a span may share their tokens, which are converted once
+        # rows of a span may share one tuple of tokens, which is then processed once
         seen: tuple[int, ...] | None = None
         kept: tuple[int, ...] = ()
         count, bad, running = 0, False, Stage.RUNNING
@@ -360,7 +367,7 @@ class DecodeBatches:
         return broken
 
     def forget(self, child: Sequence) -> None:
-        """Makes `apply` ignore the results of a sequence's steps that are now in flight."""
+        """Makes `apply` ignore the results of steps in flight for a sequence."""
         nobody = replace(child, stage=Stage.ENDED)
         for rows in self._issued.values():
             rows[child.rank] = [
@@ -386,8 +393,9 @@ class DecodeBatches:
             )
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
-        """Gives pages to running sequences that need them, highest priority and oldest sequence
-        first. If no page is free, preempts the last sequence in this order."""
+        """Gives pages to running sequences that need more, highest priority and then oldest
+        sequence first. If no page is free, preempts the last sequence in this order. Returns the
+        changed page tables."""
         grows: list[SlotGrow] = []
         needy = [
             child
@@ -408,7 +416,8 @@ class DecodeBatches:
 
     def _grow(self, child: Sequence) -> bool:
         """Reserves pages for up to `growth_tokens` further tokens of a child, as far as pages are
-        free. Preempts another sequence only if the child has no page for its next step."""
+        free. Preempts another sequence only if the child has no page for its next step. Returns
+        False if no page could be reserved."""
         size, ledger = self._state.limits.page_size, self._state.ledgers[child.rank]
         held = ledger.count(child.key)
         wanted = (
@@ -452,8 +461,8 @@ def _counts(child: Sequence) -> bool:
 def _issue(
     rank: list[Sequence], steps: int, number: int, drafts: dict[tuple[int, int], Planned]
 ) -> list[_Issued]:
-    """Adds the tokens that a command will produce to the issued positions of the sequences on rank
-    `number`."""
+    """Advances the issued positions of the sequences on rank `number` by the tokens that a command
+    will produce. Returns the rows of the command."""
     issued = []
     for row, child in enumerate(rank):
         left = child.issued_limit - child.issued_position

@@ -1,10 +1,10 @@
-"""Holds the state of a decode worker: page ledgers and batch slots of each data-parallel rank, the
-sequence groups that own them, and progress to report.
+"""Holds the state of a decode worker: the page ledgers and batch slots of each data-parallel rank,
+the sequence groups that own them, and progress to report.
 
-`reservations.py` assigns pages and `decode_batches.py` plans steps; both share this state. It
-implements the operations that both need: ending a child, ending a group, and preemption. A freed
-page or slot may be reused at once, although a step in flight may still write to it. Commands run in
-order, so that write precedes every use by a later command.
+`reservations.py` assigns pages and `decode_batches.py` plans steps. The two modules share this
+state, and the operations that both need are here: ending a child, ending a group, and preemption. A
+freed page or slot may be reused at once, although a step in flight may still write to it. Commands
+run in order, so this write precedes every use by a later command.
 
 Invariants (tests/scheduler/test_decode_batches.py): an ended child owns no slot and no pages; a
 group whose children have all ended owns nothing; after all groups have ended, all pages are
@@ -38,7 +38,8 @@ class DecodeState:
     """The page ledgers, batch slots and sequence groups of one decode mesh.
 
     Args:
-        names: Computes the names of cached blocks; None disables the prefix cache.
+        names: Object that computes the hashes (names) of cached blocks; None disables the prefix
+            cache.
         adapters: Table of the mesh's adapter slots. None creates a new table.
 
     Attributes:
@@ -63,18 +64,20 @@ class DecodeState:
         # RUNNING sequences of each rank, in order of their slots
         self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]
         self.frozen: list[Sequence] = []
-        # numbers of running sequences with shaped logits, with non-greedy sampling, with a grammar
+        # numbers of running sequences with shaped logits, with random sampling, and with a grammar
         self.shaped = self.sampled = self.masked = 0
-        self.living = [0] * limits.ranks  # children that have not ended
+        self.living = [0] * limits.ranks  # number of unfinished children
         # keys of children that will need more pages than they have
         self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]
         self._named: dict[Identity, list[SequenceGroup]] = {}
-        self._priorities: Counter[int] = Counter()  # numbers of groups
+        self._priorities: Counter[int] = Counter()  # number of groups by priority
         self.news: list[ChildProgress] = []
         self.preemptions = 0
-        # releases pages of a rank that no sequence holds; returns False if there are none
+        # function that releases pages of a rank that no sequence holds; returns False if there are
+        # none
         self.give_way: Callable[[int], bool] = lambda rank: False
-        # swaps out a sequence whose pages are needed; returns False if recomputing is better
+        # function that swaps out a sequence whose pages are needed; returns False if recomputing is
+        # better
         self.spill: Callable[[Sequence], bool] = lambda child: False
         self.adapters = adapters or AdapterTable(limits.adapters)
         self.rank_bound = False  # whether swapped-out KV can be restored only to its rank
@@ -93,7 +96,7 @@ class DecodeState:
         self._priorities[group.request.priority] += 1
 
     def prefill_job(self, group: SequenceGroup) -> PrefillJob:
-        """Returns the prompt of a group, to be computed on this mesh."""
+        """Returns the job that computes a group's prompt on this mesh."""
         rank, known, cached = group.rank, group.known_tokens, group.cached_tokens
         return PrefillJob(
             group.key,
@@ -112,15 +115,18 @@ class DecodeState:
         )
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
-        """Returns all groups of one request, over all attempts and children."""
+        """Returns all groups of one request. A request may have several groups, for different
+        attempts and children."""
         return list(self._named.get(identity, ()))
 
     def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:
-        """Changes the state of a group's KV transfer. The new state must be left by `deadline`."""
+        """Applies an event to the state of a group's KV transfer. The transfer is aborted if it
+        stays in the new state after `deadline`."""
         group.handoff = group.handoff.advance(event, deadline)
 
     def overdue(self, now: float) -> list[SequenceGroup]:
-        """Returns the groups whose KV transfer exceeded the deadline of its state."""
+        """Returns the groups whose KV transfer is still in its state although the state's deadline
+        has passed."""
         late = sweep([group.handoff for group in self.groups.values()], now)
         return [self.groups[handoff.handoff_id] for handoff in late]
 
@@ -130,12 +136,12 @@ class DecodeState:
         bisect.insort(self.ready, child, key=_order)
 
     def freeze(self, child: Sequence) -> None:
-        """Stops the decode steps of a child (`Sequence.frozen`)."""
+        """Stops decode steps of a child during its migration (`Sequence.frozen`)."""
         child.frozen = True
         self.frozen.append(child)
 
     def thaw(self, child: Sequence) -> None:
-        """Ends `freeze`. Idempotent."""
+        """Lets a frozen child run decode steps again. Idempotent."""
         if child.frozen:
             child.frozen = False
             self.frozen.remove(child)
@@ -155,15 +161,16 @@ class DecodeState:
         self.masked += change * (sampling.grammar is not None)
 
     def note_pages(self, child: Sequence) -> None:
-        """Updates `growing` (sequences that may need more pages) after a child's pages changed."""
+        """Updates `growing`, the keys of the children that may need more pages, after a child's
+        pages changed."""
         if self.ledgers[child.rank].count(child.key) * self.limits.page_size < child.limit:
             self.growing[child.rank].add(child.key)
         else:
             self.growing[child.rank].discard(child.key)
 
     def contexts(self) -> tuple[int, ...]:
-        """Returns, for each rank, the number of tokens of all sequences that are neither ended nor
-        swapped out."""
+        """Returns, for each rank, the total number of tokens of its unfinished sequences.
+        Swapped-out sequences are left out."""
         contexts, absent = [0] * self.limits.ranks, (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
             prompt = len(group.request.prompt_token_ids)
@@ -173,7 +180,7 @@ class DecodeState:
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
-        """Returns, for each rank, the number of pages of sequences that still receive KV."""
+        """Returns, for each rank, the number of pages of sequences whose KV is still arriving."""
         pages: list[set[int]] = [set() for _ in self.ledgers]
         for group in self.groups.values():
             for child in group.children if group.root_held else ():
@@ -182,7 +189,7 @@ class DecodeState:
         return tuple(map(len, pages))
 
     def status(self, name: str, role: WorkerRole, layout: str) -> WorkerStatus:
-        """Returns a worker's status with the fields that this state determines."""
+        """Returns a worker's status. Only the fields that this state determines are filled in."""
         limits = self.limits
         return WorkerStatus(
             name=name,
@@ -214,9 +221,9 @@ class DecodeState:
         return min(self._priorities, default=None)
 
     def priorities(self) -> dict[int, tuple[int, int]]:
-        """Returns, by priority, the number of sequences with pages and the number of these
-        pages."""
-        keys: dict[int, list[list[int]]] = {}  # of children, by priority and rank
+        """Returns, for each priority, the number of sequences that have pages and the number of
+        these pages."""
+        keys: dict[int, list[list[int]]] = {}  # keys of children by priority and rank
         absent = (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
             for child in group.children:
@@ -236,8 +243,8 @@ class DecodeState:
 
     def cover(self, group: SequenceGroup, tokens: int) -> tuple[int, ...] | None:
         """Returns the pages for positions [0, tokens) of a group, or None if too few pages are
-        free. Reserves more pages if needed: a sequence may have grown on its previous worker after
-        pages were reserved here."""
+        free. Reserves more pages if needed, because a migrated sequence may have grown on its
+        previous worker after pages were reserved here."""
         ledger, size = self.ledgers[group.rank], self.limits.page_size
         owner = group.children[0].key if len(group.children) == 1 else group.key
         count = pages_for(tokens, size)
@@ -257,11 +264,16 @@ class DecodeState:
         moved: bool = False,
         counted: bool = True,
     ) -> None:
-        """Ends a child: frees its slot and pages, and reports its last tokens and the reason for
-        its end. Idempotent.
+        """Ends a finished, aborted or preempted child. Frees its slot and pages, and reports its
+        last tokens and the reason for its end. Idempotent.
 
         Args:
-            counted: Whether a preemption is added to the counter of preemptions.
+            child: The sequence.
+            finish: Reason why the sequence has finished or was cancelled; None if it was preempted
+                or moved.
+            preempted: Whether it was preempted, so that another attempt continues it.
+            moved: Whether it continues on another worker.
+            counted: Whether a preemption increases the counter of preemptions.
         """
         if child.stage is Stage.ENDED:
             return
@@ -287,7 +299,8 @@ class DecodeState:
             self._forget(child.group)
 
     def set_aside(self, child: Sequence) -> None:
-        """Releases the slot and pages of a child that is swapped out. Reports its new tokens."""
+        """Releases the slot and pages of a child whose KV is swapped out to host memory. Reports
+        its new tokens."""
         self._vacate(child)
         self.states.free(child.rank, child.key)
         child.stage = Stage.SPILLED
@@ -295,7 +308,8 @@ class DecodeState:
         self.news.append(replace(self.untold(child), aside=True))
 
     def take_back(self, child: Sequence, rank: int) -> None:
-        """Marks a child as RETURNING: it has pages on `rank` again and is being swapped in."""
+        """Marks a child as RETURNING: it has pages on `rank` again, and its KV is being swapped
+        in."""
         child.group.rank, child.stage = rank, Stage.RETURNING
         self.states.take(rank, child.key)
         self.living[rank] += 1
@@ -315,9 +329,9 @@ class DecodeState:
         self.residency.let_go(child.rank, child.key, chain)
 
     def chain_to_keep(self, child: Sequence) -> Chain:
-        """Returns the names of a child's full blocks, which stay in the prefix cache when the child
-        releases its pages. The newest token is excluded because its KV is not written yet. Steps in
-        flight write only to positions after these blocks."""
+        """Returns the hashes of the full blocks of a child that stay in the prefix cache when the
+        child releases its pages. The newest token is excluded because its KV is not written yet.
+        Steps in flight write only to positions after these blocks."""
         group = child.group
         stale = group.epoch != self.residency.epoch
         waits = child.stage in (Stage.RESERVED, Stage.RETURNING)
@@ -344,7 +358,8 @@ class DecodeState:
             self.end_child(child, None if preempted else FinishReason.CANCELLED, preempted)
 
     def release_root(self, group: SequenceGroup) -> None:
-        """Releases the pages that the group itself owns, apart from those that its children own."""
+        """Releases the pages that the group itself owns. Pages that its children own, too, stay in
+        use."""
         if group.root_held:
             group.root_held = False
             heir = next((child.key for child in group.alive), None)
@@ -352,9 +367,10 @@ class DecodeState:
             self.states.free(group.rank, group.key)
 
     def preempt_for(self, needy: Sequence) -> bool:
-        """Frees at least one page on the rank of `needy`. First ends transfers of cached blocks to
-        other workers, then preempts the youngest sequence of the lowest priority. Returns False if
-        this sequence is `needy` itself.
+        """Frees at least one page on the rank of `needy`. Pages of cached blocks that are being
+        sent to other workers are freed first, which ends these transfers. If there are none, the
+        youngest sequence of the lowest priority is preempted. Returns False if this sequence is
+        `needy` itself.
 
         If the preempted child's KV is still arriving, its whole group is ended."""
         ledger = self.ledgers[needy.rank]
@@ -390,7 +406,7 @@ class DecodeState:
         same.remove(group)
         if not same:
             del self._named[group.request.identity]
-        # breaks a reference cycle, so that nothing waits for the garbage collector
+        # breaks a reference cycle, so that memory is freed without the garbage collector
         group.children = []
         decoding = group.handoff.state is HandoffState.DECODING
         event = HandoffEvent.FREE if decoding else HandoffEvent.ABORT

@@ -1,14 +1,17 @@
-"""Tracks the KV blocks that a mesh holds on disk, and decides which are written and evicted.
+"""Tracks the KV blocks that a mesh holds on disk, and decides which blocks are written and evicted.
 
 A block in host memory or pages is written to disk when it is used a second time. In conversation
 traces three quarters of all blocks are used only once, so most writes at first use would be wasted.
-If blocks were written only on eviction from host memory, blocks in host memory would be lost when
-the process ends. At most `MOST_SAVING` writes run at a time; further blocks wait in a bounded
-queue. After a failed write, only one block in `PROBE` is written, until a write succeeds.
+A write at eviction from host memory would be too late, because the blocks that are in host memory
+when the process ends would be lost. At most `MOST_SAVING` writes run at a time; further blocks wait
+in a bounded queue. After a failed write, only one queued block in `PROBE` is written, until a write
+succeeds.
 
-Above capacity the least recently used block is evicted, unless it is being read. Expired blocks are
-dropped even while they are read. Pure. Invariants (each is a test of the same name in
-tests/scheduler/test_disk_blocks.py):
+If there are more blocks than `capacity`, the least recently used block is evicted, unless it is
+being read. Blocks older than their lifetime are dropped even while they are read. Does no I/O
+itself.
+
+Invariants (each is a test of the same name in tests/scheduler/test_disk_blocks.py):
 - no_more_lie_there_than_there_is_room_for
 - a_block_that_is_read_is_not_given_up
 - a_block_is_written_once
@@ -26,7 +29,7 @@ from jdisagg.scheduler.residency import Chain
 
 MOST_SAVING = 8
 MOST_WANTED = 1 << 12
-FILE_EXTRA_BYTES = 4096  # bytes of a file beside the block: header and file-system overhead
+FILE_EXTRA_BYTES = 4096  # bytes of a file besides the block: header and file-system overhead
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +39,7 @@ class DiskBlock:
     Attributes:
         index: Number of the block in its sequence, counted from 0.
         rank: Data-parallel rank whose pages held the block.
-        written: Whether the file is complete; `written_at` is the time of its completion.
+        written: Whether the file is complete. `written_at` is the time at which it was completed.
         readers: Number of restores that are reading the block.
     """
 
@@ -90,7 +93,13 @@ class DiskBlocks:
         self, written_at: Mapping[bytes, float]
     ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Adds the blocks that earlier runs of the worker left on disk. Returns the names of the
-        blocks that fit, and of the least recently used blocks that do not fit."""
+        blocks that fit into `capacity`, and the names of the others, which the caller should
+        delete.
+
+        Args:
+            written_at: Time at which each block was written, by name, least recently used block
+                first.
+        """
         new = [name for name in written_at if name not in self._blocks]
         over = max(0, len(self._blocks) + len(new) - self.capacity)
         for name in reversed(new[over:]):
@@ -103,8 +112,8 @@ class DiskBlocks:
         return tuple(new[over:]), tuple(new[:over])
 
     def use(self, rank: int, chain: Chain) -> int:
-        """Records that a prompt used these blocks of a rank. Queues the blocks that are not on disk
-        for writing. Returns the number of blocks dropped because the queue was full."""
+        """Records that a prompt used these blocks of a rank. Queues those that are not on disk for
+        writing. Returns the number of blocks that are not written because the queue was full."""
         skipped = 0
         for index, name in enumerate(chain):
             if name in self._blocks or name in self._wanted:
@@ -117,8 +126,12 @@ class DiskBlocks:
         return skipped
 
     def take(self) -> tuple[DiskBlock | None, tuple[bytes, ...]]:
-        """Removes the next block to write from the queue. Returns the block, or None if none can be
-        written now, and the names of the blocks that were evicted to make room."""
+        """Removes the next block to write from the queue.
+
+        Returns:
+            The block, or None if no block can be written now, and the names of the blocks that were
+                evicted to make room for it.
+        """
         gone: list[bytes] = []
         while self._wanted and self._writing < min(MOST_SAVING, self.capacity):
             name, wanted = self._wanted.popitem(last=False)
@@ -136,7 +149,8 @@ class DiskBlocks:
         return None, tuple(gone)
 
     def written(self, block: DiskBlock, now: float) -> bool:
-        """Records that a block is completely written. Returns False if it was dropped meanwhile."""
+        """Records that a block is completely written. Returns False if the block was dropped during
+        the write."""
         if not self.knows(block):
             return False
         self._writing -= 1
@@ -156,7 +170,8 @@ class DiskBlocks:
         return tuple(gone)
 
     def not_written(self, block: DiskBlock, failed: bool) -> bool:
-        """Records that a block was not written. Returns False if it was dropped meanwhile."""
+        """Records that a block's write ended without a complete file. `failed` means that the disk
+        failed. Returns False if the block was dropped during the write."""
         if not self.knows(block):
             return False
         self._failing = self._failing or failed
@@ -178,14 +193,16 @@ class DiskBlocks:
         return block
 
     def let_go(self, blocks: Iterable[DiskBlock]) -> None:
-        """Records that reads of these blocks ended, and marks the blocks as just used."""
+        """Records that reads of these blocks have ended, which makes them the most recently used
+        ones."""
         for block in reversed(tuple(blocks)):
             block.readers -= 1
             if self.knows(block):
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: DiskBlock) -> bool:
-        """Drops a block whose file is wrong or missing. Returns False if it was dropped before."""
+        """Drops a block whose file is damaged or missing. Returns False if the block was dropped
+        before."""
         if not self.knows(block):
             return False
         self._forget(block.name)
@@ -218,9 +235,9 @@ class DiskBlocks:
 
 
 def restorable(chain: Chain, host: HostBlocks, disk: DiskBlocks) -> tuple[bool, ...]:
-    """Returns one entry for each leading block of the chain that can be restored, up to the first
-    block that cannot. An entry is True if the block must be read from disk, and False if it is in
-    host memory."""
+    """Finds out which leading blocks of a prompt can be restored. Returns one entry for each block
+    up to the first one that cannot. An entry is True if the block must be read from disk, and False
+    if it is in host memory."""
     found: list[bool] = []
     for name in chain:
         in_host = name in host

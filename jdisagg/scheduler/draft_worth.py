@@ -1,38 +1,42 @@
-"""Decides from measured times whether decode steps of one batch size and variant have drafts. Pure.
+"""Decides from measured times whether decode steps of one batch size and variant have drafts. Does
+no I/O.
 
 A mesh that verifies drafts must not be slower than one without drafts. So drafts begin only after
-steps without drafts were measured, and after a trial of a few steps. The loss of each step with
-drafts is charged to a credit: its time minus the time of the steps that it saved. Without credit no
-step has drafts, so that wrong expectations cost little. Once a few steps are measured, steps are
-charged at their median time, so that one slow step does not end drafts. The first steps are not
-measured, because a program's first runs may be slow. Credit grows by a small part of the time of
-steps without drafts. When it is full, drafts are tried again. While drafts pay, a step without
-drafts is measured from time to time. Predictions cost host time, so most steps make none while
-drafts do not pay."""
+steps without drafts were measured, and at first only for a trial of a few steps. The time that
+drafts may lose is limited by a credit. Each step with drafts is charged with its loss: its time
+minus the time of the steps that its accepted drafts saved. A negative loss adds to the credit.
+Without credit no step has drafts, so wrong expectations cost little.
+
+After the first few steps, a step is charged with the median time, so that one slow step does not
+end drafts. The very first steps are not measured, because a program's first runs may be slow.
+Credit also grows by a small part of the time of steps without drafts. When the credit is full,
+drafts are tried again. While drafts pay, a step without drafts is measured from time to time.
+Predictions cost host time, so most steps make no predictions while drafts do not pay."""
 
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-LEAST_GAIN = 1.05  # tokens per second with drafts, relative to without
-SAMPLES = 9  # step times of which the median counts
+LEAST_GAIN = 1.05  # required tokens per second with drafts, relative to steps without
+SAMPLES = 9  # measured step times, whose median is used
 LEAST_SAMPLES = 3
-# First steps with drafts, which are not measured: one runs the program for the first time, and the
-# next one is issued meanwhile.
+# Number of first steps with drafts that are not measured. The first runs a new program, and the
+# next one is issued while the first runs.
 COLD = 2
-# Steps with drafts after which a step without drafts is measured again.
+# Number of steps with drafts after which a step without drafts is measured again.
 REMEASURE = 512
-# Steps without drafts whose time drafts may lose at most, at first and in later trials.
+# Largest time that drafts may lose, at first and in later trials, in units of a step without
+# drafts.
 MOST_CREDIT = 8.0
-# Steps without drafts that one with drafts is charged at most: it has up to 8 rows for a sequence.
-# What takes longer is other work on the machine.
+# Largest charge for a step with drafts, in units of a step without drafts. A step with drafts has
+# up to 8 rows for a sequence. If it takes longer, other work on the machine is the cause.
 MOST_COST = 8.0
-LEAST_REST = 64  # steps without drafts before they are tried again
-CREDIT_SHARE = 0.002  # of the time of steps without drafts, by which credit grows
-PREDICTION_SHARE = 0.003  # largest part of all time that predictions take while they do not pay
-RESTS = (8, 256)  # fewest and most steps between predictions then
-_FADE = 0.95  # of expected and accepted drafts, at each step
-_PRIOR = 4.0  # drafts that are taken to have come as expected
+LEAST_REST = 64  # least number of steps without drafts between two trials
+CREDIT_SHARE = 0.002  # share of the time of steps without drafts that is added to the credit
+PREDICTION_SHARE = 0.003  # largest share of time for predictions while they do not pay
+RESTS = (8, 256)  # fewest and most steps between predictions while they do not pay
+_FADE = 0.95  # decay of expected and accepted drafts at each step
+_PRIOR = 4.0  # weight of the prior that drafts are accepted as expected, in drafts
 
 
 @dataclass(slots=True)
@@ -45,7 +49,8 @@ class DraftWorth:
         credit: Time that drafts may lose, in units of a step without drafts.
         cold: Number of further steps with drafts that are not measured, because their program is
             new.
-        uncharged: Steps saved by each step with drafts that is not charged to the credit yet.
+        uncharged: For each step with drafts that is not charged to the credit yet, the number of
+            steps that its accepted drafts saved.
     """
 
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
@@ -98,14 +103,14 @@ class DraftWorth:
 
     @property
     def due(self) -> bool:
-        """Whether drafts should be tried again, if they lost before."""
+        """Whether drafts should be tried again after they were slower before."""
         rested = self.rested >= LEAST_REST and self.credit >= MOST_CREDIT
         return rested and len(self.drafted) >= LEAST_SAMPLES
 
     def rest(self, predicting: float) -> int:
-        """Returns the largest number of steps without predictions that follow a prediction without
-        gain. A prediction takes the host `predicting` seconds. 0 until steps without drafts are
-        measured."""
+        """Returns for how many steps predictions pause after a prediction that did not pay.
+        `predicting` is the host's time for one step's predictions, in seconds. Returns 0 until
+        steps without drafts are measured."""
         if len(self.plain) < LEAST_SAMPLES:
             return 0
         seconds = statistics.median(self.plain)

@@ -1,4 +1,5 @@
-"""The interface of an executor, which runs commands on one device mesh, and a mesh's limits."""
+"""The interface of an executor, which runs commands on one device mesh, and the limits of a
+mesh."""
 
 import math
 from collections.abc import Awaitable
@@ -12,9 +13,9 @@ from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.plain import plain
 from jdisagg.scheduler.blocks import bands
 
-LONGEST_RUN = 8  # tokens of one sequence in one decode step
+LONGEST_RUN = 8  # most tokens of one sequence in one decode step
 LONG_GRAIN = 64
-TYPICAL_PROMPT = 4096  # tokens of a prompt by which memory is divided between kinds of KV
+TYPICAL_PROMPT = 4096  # assumed prompt length, by which memory is divided between kinds of KV
 
 
 @plain
@@ -27,20 +28,19 @@ class MeshLimits:
         context_tokens: Largest number of positions (prompt and generated tokens) of a sequence.
         chunk_buckets, batch_buckets: Sizes for which programs are compiled, ascending: tokens of a
             prefill chunk, and sequences of a decode batch.
-        layer_groups: Number of groups of consecutive layers whose KV is transferred in separate
-            blocks.
+        layer_groups: Number of groups of consecutive layers. The KV of each group can be
+            transferred in a separate block while the next group is computed.
         granule_tokens: Number of tokens of the shortest transfer block. Longer blocks have this
-            length times a power of two. The rows of a packed chunk start at multiples of this
-            length.
+            length times a power of two. Rows of a packed chunk start at multiples of this length.
         pack_tokens: Largest number of tokens of a chunk that several prompts share; None means the
-            largest chunk size. A single prompt may always fill the largest chunk. If a limit is
-            set, only whole prompts share a chunk.
+            largest chunk size. A single prompt may always fill the largest chunk. If this is set, a
+            prompt that shares a chunk is not split.
         state_slots_per_rank: Number of sequences on a rank that can have recurrent state or a
             sliding-window ring buffer.
-        windows_apart: Whether the KV of sliding-window layers is held and sent separately, after
-            the blocks of all other layers. Only positions still inside the windows are then sent.
-        ring_pages: Number of pages of the sliding-window ring buffer that each sequence has; 0 if
-            sliding-window layers use other pages.
+        windows_apart: Whether the KV of sliding-window layers is stored and sent separately, after
+            the blocks of all other layers. Only positions inside the current window are then sent.
+        ring_pages: Number of pages of each sequence's ring buffer for sliding-window layers; 0 if
+            these layers use other pages.
         window_pages_per_rank: Number of pages of sliding-window layers of each rank, on a mesh that
             only prefills (`scheduler/window_pages.py`); 0 if these layers use ordinary pages or
             ring buffers.
@@ -49,21 +49,21 @@ class MeshLimits:
         speculates: Whether decode steps verify drafts of all sequences, not only tokens that a
             grammar forces.
         draft_layer: Source of the drafts ("mtp" or "eagle") if the last layer of `kv_spec` drafts
-            tokens; else "".
+            tokens. Otherwise "".
         snapshots_per_rank: Number of snapshots that the prefix cache of a rank may hold. A snapshot
             is a copy of recurrent state and ring buffers at the end of a cached prefix
             (`scheduler/snapshots.py`).
         snapshot_tokens: Snapshots, of recurrent state or of windows, are made at multiples of this
             number of tokens; 0 makes none.
         append_buckets: Numbers of tokens of the prefill chunks that a decode mesh computes itself,
-            ascending; empty if it computes none. If set, `chunk_buckets` are the sizes of the
-            chunks on prefill meshes.
-        appends: Whether the mesh computes chunks only to append prompts. Fewer chunk programs are
-            then compiled.
+            ascending; empty if it computes none. If it computes some, `chunk_buckets` are the chunk
+            sizes of prefill meshes.
+        appends: Whether the mesh computes chunks only for the last tokens of prompts whose other KV
+            it has. Fewer chunk programs are then compiled.
         mixed_buckets: Numbers of tokens of the prefill chunks that can run together with a decode
             step in one program, ascending; empty if chunks and steps only alternate.
-        gather_steps: Number of decode steps for which prompts wait until each dp rank has one, on a
-            mesh that prefills and decodes; 0 if they do not wait.
+        gather_steps: Number of decode steps for which prompts wait until each dp rank has a prompt,
+            on a mesh that prefills and decodes. 0 means that prompts do not wait.
         adapters: Number of slots for LoRA adapters.
         adapter_rank: Largest rank of an adapter.
         adapter_experts: Whether adapters may change routed experts.
@@ -85,8 +85,9 @@ class MeshLimits:
     kv_spec: KVSpec
     pack_tokens: int | None = None  # None is the largest bucket
     whole_blocks: bool = False  # blocks may have any length, because nothing is compiled for it
-    block_bytes: int = 0  # smaller blocks hold several layer groups; with 0 each holds one
-    # Overhead of a block, as the number of tokens (of all layers) that take as long to send.
+    block_bytes: int = 0  # smaller blocks hold several layer groups; if 0, each has one
+    # Time overhead of a block, as the number of tokens (of all layers) that can be sent in this
+    # time.
     block_cost_tokens: float = 0.0
     stages: int = 1  # pipeline stages, each of which computes a chunk
     continuing_rows: int = 1  # rows after cached positions, in a packed chunk on one rank
@@ -117,8 +118,8 @@ class MeshLimits:
     @property
     def longest_run(self) -> int:
         """Largest number of positions of one sequence in one decode step. With recurrent state this
-        is 1. With a ring buffer, the last position must not overwrite a position in the first
-        position's window."""
+        is 1. With a ring buffer, it is limited so that the last position does not overwrite a
+        position that the first one still attends to."""
         if self.kv_spec.has_state:
             return 1
         if not self.ring_pages:
@@ -135,20 +136,20 @@ class MeshLimits:
     @property
     def mixed_batches(self) -> tuple[int, ...]:
         """Batch sizes of decode steps that run together with a prefill chunk: the largest, and
-        about a quarter of it. Two sizes keep the number of programs small, and padding costs
+        about a quarter of it. Two sizes keep the number of programs small. The padding costs
         little, because a step has few rows compared with the tokens of a chunk."""
         largest = self.batch_buckets[-1]
         return tuple(size for size in self.batch_buckets if size in (largest, largest // 4))
 
     @property
     def state_rows(self) -> int:
-        """Number of slots for recurrent state and ring buffers of a rank: first the slots of
-        sequences, then the slots of snapshots."""
+        """Number of slots of a rank for recurrent state and ring buffers. The slots of sequences
+        come first, then the slots of snapshots."""
         return self.state_slots_per_rank + self.snapshots_per_rank
 
     @property
     def snapshot_bytes(self) -> int:
-        """Largest number of bytes of a snapshot."""
+        """Largest number of bytes that one snapshot takes."""
         spec, pages = self.kv_spec, self.ring_pages
         if self.window_pages_per_rank:
             pages = ring_pages(spec.widest_window, self.page_size)
@@ -156,8 +157,9 @@ class MeshLimits:
 
     @property
     def snapshot_part(self) -> float:
-        """Part of a tier's bytes for snapshots: that of one snapshot in the KV of a prompt of
-        `TYPICAL_PROMPT` tokens. 0 if cache hits need no snapshots."""
+        """Share of a cache tier's bytes that is reserved for snapshots. It is the size of one
+        snapshot relative to a snapshot plus the KV of a prompt of `TYPICAL_PROMPT` tokens. 0 if
+        cache hits need no snapshots."""
         if not self.snapshot_tokens:
             return 0.0
         prompt = TYPICAL_PROMPT * self.sent.bytes_per_token
@@ -165,7 +167,8 @@ class MeshLimits:
 
     @property
     def snapshot_slot_bytes(self) -> int:
-        """Number of bytes of a unit of memory of snapshots: a slot, or a page of windows."""
+        """Number of bytes of the unit in which memory for snapshots is allocated: a state slot, or
+        a page of sliding-window layers."""
         if not self.window_pages_per_rank:
             return self.snapshot_bytes
         return self.page_size * self.kv_spec.windowed.bytes_per_token
@@ -173,7 +176,7 @@ class MeshLimits:
     @property
     def state_grain(self) -> int:
         """Number of tokens that one step of a recurrence computes in a prefill chunk of one row.
-        Snapshots are made between two such steps."""
+        Snapshots are made between such steps."""
         return math.gcd(LONG_GRAIN, self.snapshot_tokens)
 
     @property
@@ -186,23 +189,25 @@ class MeshLimits:
 
     @property
     def sent(self) -> KVSpec:
-        """KV spec of the layers whose KV ordinary pages and transfer blocks contain. Sliding-window
+        """KV spec of the layers whose KV is in ordinary pages and transfer blocks. Sliding-window
         layers are excluded if they are sent separately, because they then have ring buffers or
         pages of their own."""
         return self.kv_spec.unwindowed if self.windows_apart else self.kv_spec
 
     @property
     def page_tables(self) -> int:
-        """Number of page tables of a row of a prefill chunk."""
+        """Number of page tables that each row of a prefill chunk has: 2 if sliding-window layers
+        have pages of their own, else 1."""
         return 2 if self.window_pages_per_rank else 1
 
     @property
     def nothing(self) -> KVSpec:
-        """A KV spec with the model's number of layers, in which no layer has KV."""
+        """A KV spec in which no layer has KV. It has the model's number of layers."""
         return KVSpec((KVLayer(()),) * len(self.kv_spec.layers), self.kv_spec.dtype)
 
     def seen_from(self, end: int) -> int:
-        """Returns the first position that the widest window includes for a query at `end`."""
+        """Returns the first position that a query at position `end` attends to through the widest
+        sliding window."""
         return max(0, end - max(0, self.kv_spec.widest_window - 1))
 
     def ring(self, slot: int, tokens: int) -> tuple[int, ...]:
@@ -261,8 +266,9 @@ def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
 
 
 def sequences_ahead(slots: int, asked: int | None) -> int:
-    """Returns the number of sequences beyond `slots` that may have pages, so that a sequence is
-    ready when a slot becomes free: `asked`, or a quarter of the slots if `asked` is None."""
+    """Returns the number of sequences, beyond the number of batch slots, that may have pages. Such
+    a sequence is ready as soon as a slot becomes free. Returns `asked`, or a quarter of the slots
+    if `asked` is None."""
     return max(1, slots // 4) if asked is None else asked
 
 
@@ -288,7 +294,7 @@ class Executor(Protocol):
 @runtime_checkable
 class InterruptibleExecutor(Executor, Protocol):
     """An executor that can end a `DecodeSteps` command early. A scheduler may therefore plan many
-    steps in one command. The result of an interrupted command holds fewer tokens."""
+    steps in one command. The result of an interrupted command has fewer tokens."""
 
     def interrupt(self) -> None:
         """Ends the running `DecodeSteps` command, if any, after its current step."""

@@ -1,12 +1,12 @@
 """Defines the states, events and deadlines of a hand-off: the transfer of a sequence's KV from a
 prefill to a decode worker.
 
-Both sides use the same state machine. Sender: COMPUTING -> OFFERED -> ACKED -> FREED. Receiver:
-RESERVED -> RECEIVING -> COMPLETE -> DECODING -> FREED. ABORTED is reachable from every state but
-FREED. A receiver whose sender failed is ORPHANED until another sender takes over. Each state has a
-deadline on the local monotonic clock. Progress renews the deadline, and `sweep` returns hand-offs
-whose deadline has passed. `DecodeState` advances the receiver's side, `OutgoingHandoff` the
-sender's. Pure.
+Both sides use the same state machine. The sender's states are COMPUTING -> OFFERED -> ACKED ->
+FREED. The receiver's states are RESERVED -> RECEIVING -> COMPLETE -> DECODING -> FREED. ABORTED is
+reachable from every state but FREED. A receiver whose sender failed is ORPHANED until another
+sender takes over. Each state has a deadline on the local monotonic clock. Progress renews the
+deadline, and `sweep` returns hand-offs whose deadline has passed. `DecodeState` advances the
+receiver's side, `OutgoingHandoff` the sender's. Does no I/O.
 
 Invariants: FREED and ABORTED are final; an event that is not listed for a state in `TRANSITIONS`
 indicates a bug and raises `HandoffStateError`."""
@@ -18,7 +18,7 @@ from jdisagg.plain import plain
 
 
 class HandoffStateError(AssertionError):
-    """An event that is not possible in a hand-off's current state, which indicates a bug."""
+    """An event that is not allowed in a hand-off's current state. This indicates a bug."""
 
 
 class HandoffState(enum.Enum):
@@ -33,7 +33,7 @@ class HandoffState(enum.Enum):
     FREED = "freed"
     ABORTED = "aborted"
 
-    __hash__ = object.__hash__  # one object per pair, because moves are frequent
+    __hash__ = object.__hash__  # by identity, which is fast, because lookups are frequent
 
     @property
     def final(self) -> bool:
@@ -80,7 +80,7 @@ class Handoff:
     deadline: float
 
     def advance(self, event: HandoffEvent, deadline: float) -> "Handoff":
-        """Returns the hand-off after `event`. The new state must be left by `deadline`."""
+        """Returns the hand-off after `event`. `deadline` is the deadline of the new state."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:
             raise HandoffStateError(
@@ -90,7 +90,8 @@ class Handoff:
         return Handoff(self.handoff_id, state, deadline)
 
     def renew(self, deadline: float) -> "Handoff":
-        """Returns the hand-off with the later of its deadline and `deadline`, after progress."""
+        """Returns the hand-off after progress. Its deadline becomes `deadline` if that is later. A
+        final hand-off is returned unchanged."""
         return (
             self
             if self.state.final
@@ -98,7 +99,8 @@ class Handoff:
         )
 
     def expect(self, deadline: float) -> "Handoff":
-        """Returns the hand-off with a new deadline, which may be earlier than the old one."""
+        """Returns the hand-off with a new deadline, which may be earlier than the old one. A final
+        hand-off is returned unchanged."""
         return self if self.state.final else Handoff(self.handoff_id, self.state, deadline)
 
 

@@ -1,11 +1,11 @@
-"""Tracks the KV blocks that a mesh holds in host memory, and decides which are evicted.
+"""Tracks the KV blocks that a mesh holds in host memory, and decides which blocks are evicted.
 
-A block is written once, under a name that identifies its contents and everything before it
+A block is written once. Its name is a hash that covers its tokens and everything before them
 (`scheduler/residency.py`). A block consists of immutable pieces. Each piece has the checksum of its
 KV, taken while the KV was in pages. When the memory is full, the least recently used blocks are
-evicted down to a low watermark. Blocks that are being copied are not evicted.
+evicted until a low watermark is reached. Blocks that are being copied are not evicted.
 
-Pure. Invariants (each is a test of the same name in tests/scheduler/test_host_blocks.py):
+Does no I/O. Invariants (each is a test of the same name in tests/scheduler/test_host_blocks.py):
 - kept_written_and_free_blocks_are_all
 - a_block_on_its_way_back_is_not_given_up
 - a_block_is_there_once
@@ -20,12 +20,12 @@ from jdisagg.plain import plain
 from jdisagg.scheduler.residency import Chain
 
 LOW_WATERMARK = 0.9
-# Evicted blocks are copied to host memory if at least this share of them is asked for again. A copy
-# takes 3 to 20 % of the time that a restored block saves.
+# Blocks that are evicted from pages are copied to host memory if prompts later request at least
+# this share of them. A copy takes 3 to 20 % of the time that a restored block saves.
 LEAST_ASKED = 0.1
-ASKED_WINDOW = 128  # evictions over which the share is averaged
-# Limits of the blocks that are being copied to host memory. Fewer on a mesh that decodes, because
-# the copies run between its steps.
+ASKED_WINDOW = 128  # number of evictions over which the share is averaged
+# Largest numbers of blocks that are copied to host memory at the same time. The number is smaller
+# on a mesh that decodes, because the copies run between its steps.
 MOST_WRITING, MOST_WRITING_OF_DECODE = 32, 8
 
 
@@ -38,8 +38,8 @@ class TierRoom:
         disk_bytes: Bytes of disk. Blocks are written to disk from host memory only.
         always: Whether blocks are restored even if recomputing them is estimated to be faster.
         disk_ttl_seconds: Lifetime of a block on disk; 0 means no limit.
-        rank_bound: Whether KV in host memory can be restored only to its dp rank, because the ranks
-            are in different processes.
+        rank_bound: Whether KV in host memory can be restored only to the dp rank that computed it,
+            because the ranks are in different processes.
     """
 
     host_bytes: int = 0
@@ -51,7 +51,8 @@ class TierRoom:
 
 @plain
 class HostPiece:
-    """One piece of a block: its id and positions (`offer`), and the checksum of its KV in pages."""
+    """One piece of a block: its id and positions (`offer`), and the checksum of its KV, taken in
+    pages."""
 
     offer: Offer
     checksum: int = 0
@@ -77,11 +78,12 @@ class HostBlock:
 
 
 class AskedAgain:
-    """Estimates the share of evicted blocks (or snapshots) that later prompts request, whether or
-    not they were copied, and decides whether copies of evicted blocks are worth their time.
+    """Estimates which share of the blocks (or snapshots) evicted from pages is requested by later
+    prompts. Decides by this share whether copies of evicted blocks are worth their time. Blocks
+    that were not copied count, too.
 
-    Initially all blocks are assumed to be requested again. Copies end after about 300 evicted
-    blocks that no prompt requests, and begin again after about 15 requested ones.
+    At first all blocks are assumed to be requested again. Copies end after about 300 evicted blocks
+    that no prompt requests. They begin again after about 15 requested ones.
 
     Args:
         most: Number of evicted blocks whose names are remembered.
@@ -98,7 +100,7 @@ class AskedAgain:
         return self._always or self._share >= LEAST_ASKED
 
     def evicted(self, name: bytes) -> None:
-        """Records that the pages of a block are about to be reused."""
+        """Records that a block is evicted from pages."""
         self._share -= self._share / ASKED_WINDOW
         self._evicted[name] = None
         self._evicted.move_to_end(name)
@@ -110,15 +112,16 @@ class AskedAgain:
         return name in self._evicted
 
     def asked(self, name: bytes) -> None:
-        """Records that a prompt could use this block if it were restored."""
+        """Records that a prompt requests this block: the prompt could use the block if it were
+        restored."""
         if name in self._evicted:
             del self._evicted[name]
             self._share = min(1.0, self._share + 1 / ASKED_WINDOW)
 
 
 class HostBlocks:
-    """The KV blocks of one mesh in host memory, at most `capacity` blocks. `shrink` applies a lower
-    capacity.
+    """The KV blocks of one mesh in host memory, at most `capacity` blocks. After `capacity` was
+    lowered, `shrink` must be called.
 
     Args:
         bound: Whether a block can be restored only to the rank whose pages it was in.
@@ -152,8 +155,12 @@ class HostBlocks:
     def begin(
         self, name: bytes, pieces: tuple[HostPiece, ...]
     ) -> tuple[HostBlock | None, tuple[HostBlock, ...]]:
-        """Adds a block whose pieces are being copied to host memory. Returns the block and the
-        blocks evicted for it. The block is None if it exists already or if there is no room."""
+        """Adds a block whose pieces are being copied to host memory.
+
+        Returns:
+            The block, or None if it exists already or if there is no room, and the blocks that were
+                evicted for it.
+        """
         if name in self._blocks:
             self._blocks.move_to_end(name)
             return None, ()
@@ -164,20 +171,21 @@ class HostBlocks:
         return block, gone
 
     def written(self, block: HostBlock, pieces: tuple[HostPiece, ...]) -> bool:
-        """Records that a block is in host memory. Returns False if it was dropped meanwhile."""
+        """Records that a block is completely in host memory. Returns False if the block was dropped
+        during the copy."""
         if self._blocks.get(block.name) is not block:
             return False
         block.pieces, block.written = pieces, True
         return True
 
     def arrived(self, name: bytes) -> HostBlock | None:
-        """Returns the block of this name, or None unless it is completely in host memory."""
+        """Returns the block of this name, or None if it is missing or not completely copied."""
         block = self._blocks.get(name)
         return block if block is not None and block.written else None
 
     def match(self, chain: Chain, first: int, rank: int = 0) -> int:
-        """Returns the number of consecutive blocks from index `first` on that can be restored to
-        `rank`."""
+        """Returns the number of consecutive blocks, from index `first` of the chain on, that can be
+        restored to `rank`."""
         for count, name in enumerate(chain[first:]):
             block = self._blocks.get(name)
             if block is None or not block.written or block.held:
@@ -194,14 +202,15 @@ class HostBlocks:
         return blocks
 
     def let_go(self, blocks: Iterable[HostBlock]) -> None:
-        """Records that a restore of these blocks ended, and marks the blocks as just used."""
+        """Records that a restore of these blocks has ended, which makes them the most recently used
+        ones."""
         for block in reversed(tuple(blocks)):
             block.held = False
             if self._blocks.get(block.name) is block:
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: HostBlock) -> bool:
-        """Drops a block with wrong contents. Returns False if the block was dropped before."""
+        """Drops a block whose contents are wrong. Returns False if the block was dropped before."""
         if self._blocks.get(block.name) is not block:
             return False
         del self._blocks[block.name]
@@ -213,8 +222,8 @@ class HostBlocks:
         return gone
 
     def shrink(self) -> tuple[HostBlock, ...]:
-        """Evicts blocks until no more than `capacity` are left, except blocks that are being
-        copied. Returns the evicted blocks."""
+        """Evicts blocks until at most `capacity` are left. Blocks that are being copied are not
+        evicted. Returns the evicted blocks."""
         return self._evict(self.capacity)
 
     def _make_room(self) -> tuple[HostBlock, ...]:

@@ -1,9 +1,10 @@
-"""Events about cached blocks for routers of other projects, in the form that vLLM and SGLang share.
+"""Reports cached blocks to routers of other projects, in the event format that vLLM and SGLang
+share.
 
 `KeptEvents` collects the blocks that the pages of a mesh gain and lose, by data-parallel rank.
 Unlike the log for jdisagg's own routers (`KeptLog`), an event has a block's tokens, because other
-routers name blocks by hashes of their own. The class therefore stores the tokens of each block when
-the block's name is computed. Pure."""
+routers compute hashes of their own. The class therefore stores the tokens of each block when the
+block's hash is computed. Does no I/O."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import msgspec
 
 # Blocks whose tokens are remembered: more than any mesh computes at a time.
 REMEMBERED_BLOCKS = 1 << 16
-MEDIUM = "GPU"  # the shared form's word for device memory of every kind
+MEDIUM = "GPU"  # the format's word for device memory of every kind
 HASH_BYTES = 8
 
 
@@ -20,8 +21,9 @@ class BlockStored(msgspec.Struct, tag=True, array_like=True):
     """Consecutive blocks of one sequence that were added to the cache.
 
     Attributes:
-        block_hashes: First bytes of each block's name, as an integer.
-        parent_block_hash: Hash of the block before the first one, or None at the start.
+        block_hashes: The first bytes of each block's hash, as an integer.
+        parent_block_hash: Hash of the block before the first one, or None if the first one starts
+            its sequence.
         token_ids: Tokens of the blocks.
         block_size: Number of tokens of a block.
     """
@@ -62,7 +64,11 @@ class KeptEvents:
     Args:
         ranks: Number of data-parallel ranks.
         block_tokens: Number of tokens of a block.
-        pending: Function that is called when the first event becomes pending.
+        pending: Callback that is called when the list of pending events becomes non-empty.
+
+    Attributes:
+        unknown_blocks: Number of blocks that were not reported, because their tokens were
+            forgotten.
     """
 
     def __init__(self, ranks: int, block_tokens: int, pending: Callable[[], None]) -> None:
@@ -73,8 +79,8 @@ class KeptEvents:
         self.unknown_blocks = 0  # blocks left out because their tokens were forgotten
 
     def named(self, chain: Sequence[bytes], first: int, tokens: Sequence[int]) -> None:
-        """Stores the tokens of the blocks of `chain` from index `first` on. `tokens` begin with the
-        chain's first block."""
+        """Stores the tokens of the blocks of `chain` from index `first` on. `tokens` are the tokens
+        of the whole sequence, from the first block of `chain` on."""
         size = self._block_tokens
         for index in range(first, len(chain)):
             parent = chain[index - 1] if index else None
@@ -84,7 +90,7 @@ class KeptEvents:
             self._tokens.popitem(last=False)
 
     def changed(self, rank: int, name: bytes, added: bool) -> None:
-        """Adds the event that a rank gained or lost a block."""
+        """Adds the event that a rank gained a block (`added`) or lost it."""
         if added:
             self._stored(rank, name)
         else:
@@ -109,13 +115,13 @@ class KeptEvents:
         self._add(rank, BlockStored([_hash(name)], before, [*tokens], self._block_tokens))
 
     def cleared(self) -> None:
-        """Replaces all pending events by the event that every rank's cache is empty."""
+        """Replaces the pending events of each rank by a single event: the rank's cache is empty."""
         for rank in range(len(self._events)):
             self._events[rank] = []
             self._add(rank, AllBlocksCleared())
 
     def take(self, now: float) -> list[KVEventBatch]:
-        """Returns the pending events of each rank that has any, and clears them."""
+        """Returns the pending events of each rank that has any. They are then no longer pending."""
         taken = [
             KVEventBatch(now, events, rank) for rank, events in enumerate(self._events) if events
         ]

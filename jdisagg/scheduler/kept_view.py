@@ -1,4 +1,4 @@
-"""Lists a worker's cached blocks for display, without changing the order of eviction. Pure."""
+"""Lists a worker's cached blocks for display, without changing the order of eviction."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -20,7 +20,7 @@ class KeptBlock:
         tier: "pages", "host" or "disk".
         rank: Data-parallel rank whose pages hold or held the block; 0 if an earlier run of the
             worker wrote the block to disk.
-        name: First hexadecimal digits of the block's keyed name. Blocks with the same name have the
+        name: First hexadecimal digits of the block's keyed hash. Blocks with the same hash have the
             same tokens, the same preceding tokens and the same tenant.
         index: Number of the block in its sequence, counted from 0. The block holds positions [index
             * tokens, (index + 1) * tokens). The number is 0 if an earlier run of the worker wrote

@@ -1,10 +1,11 @@
-"""Predicts the seconds of a decode step that runs together with a prefill chunk, from measured
-times. Pure: times are given as measured.
+"""Predicts the time of a decode step that runs together with a prefill chunk, from measured times.
+Does no I/O.
 
-The time of a size is its fastest recent measurement, because other work on the machine only adds
-time. Measurements older than `KEPT_STEPS` commands are dropped, because contexts grow. The time of
-a size without measurements is extrapolated from the nearest measured size: a mixed step takes
-longer than a step alone in proportion to the tokens of its chunk."""
+The predicted time for a chunk size is its fastest recent measurement, because other work on the
+machine only adds time. Measurements older than `KEPT_STEPS` commands are dropped, because contexts
+grow. The time for a size without measurements is extrapolated from the nearest measured size. For
+this, the time that the chunk adds to the step is assumed to be proportional to the tokens of the
+chunk."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -29,11 +30,12 @@ class _Recent:
 
 
 class MixedTimes:
-    """Measured seconds of decode steps on one mesh, alone and with a chunk.
+    """Measured times of decode steps on one mesh, alone and together with a prefill chunk.
 
     Args:
-        chunks: Sizes of the chunks that run with a step, ascending.
-        batches: Batch sizes of steps, ascending. Their times are measured separately.
+        chunks: Sizes of the chunks that run with a step, in tokens, ascending.
+        batches: Batch sizes of steps, ascending. Steps without a chunk are measured separately for
+            each.
     """
 
     def __init__(self, chunks: Sequence[int], batches: Sequence[int]) -> None:
@@ -61,8 +63,9 @@ class MixedTimes:
         return self._alone[self._batch(sequences)].fastest(self._now)
 
     def mixed(self, sequences: int) -> tuple[tuple[int, float], ...]:
-        """Returns (tokens, predicted seconds) of a step with a chunk of each size that can be
-        predicted. The smallest size is always included, with 0 seconds if it is not measured."""
+        """Returns (tokens of a chunk, predicted seconds of a step with this chunk) for each chunk
+        size that can be predicted. The smallest size is always included, with 0 seconds if it is
+        not measured."""
         alone = self.alone(sequences)
         known = {
             size: seconds

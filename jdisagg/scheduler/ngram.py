@@ -1,9 +1,9 @@
-"""Predicts the next tokens of a sequence by prompt lookup. If the last tokens occurred before in
-the sequence, the tokens that followed them are the prediction. Needs no weights. Works well for
-text that repeats its prompt, edited code, tables and loops.
+"""Predicts the next tokens of a sequence by prompt lookup: it searches the sequence for an earlier
+occurrence of its last tokens, and predicts the tokens that followed there. Needs no weights. Works
+well for text that repeats its prompt, edited code, tables and loops.
 
 The sequence's newest tokens are kept as bytes, because a search for bytes runs in C: 1 us for each
-1,000 tokens. An index from n-grams to positions would be faster to read, but costs 0.4 us and 300
+1,000 tokens. An index from n-grams to positions would be faster to search, but costs 0.4 us and 300
 bytes per token, even while no prediction is made."""
 
 from array import array
@@ -59,7 +59,8 @@ class NgramSearch:
         return kind, tuple(after)
 
     def _end_of_latest(self, size: int) -> int:
-        """Returns where the latest earlier occurrence of the last `size` bytes ends, or -1."""
+        """Searches for the latest earlier occurrence of the last `size` bytes. Returns the byte
+        index at which it ends, or -1 if there is none."""
         tokens = self._tokens
         gram = bytes(tokens[-size:])
         at = tokens.rfind(gram, 0, len(tokens) - _WIDTH)

@@ -1,13 +1,13 @@
-"""The page allocator of one data-parallel rank. Records which pages each owner has. Pure.
+"""The page allocator of one data-parallel rank. Records which pages each owner has. Does no I/O.
 
 An owner (any integer) holds an ordered list of pages. A page may have several owners. `share` lets
-an owner hold the first pages of another (n > 1 shares its prompt). `own` replaces a shared page by
-an unshared one (copy-on-write; the caller issues the copy).
+an owner hold the first pages of another one, such as the prompt of a request with n > 1. `own`
+replaces a shared page by an unshared one (copy-on-write; the caller issues the copy).
 
 `keep` marks a page as cached: when its last owner releases the page, its contents stay, and another
 owner may `adopt` it. A cached page without an owner is called idle. It counts as free, but is
-reused only when no other page is free. The least recently released idle page is reused first, and
-among the pages of one owner the last page.
+reused only when no other page is free. The least recently released idle page is reused first. Of
+the pages that one owner released, the last page is reused first.
 
 Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.py):
 - every_page_is_free_or_held: free pages (including idle pages) and held pages are disjoint, and
@@ -15,8 +15,8 @@ Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.
 - a_page_has_as_many_references_as_owners
 - an_owner_holds_no_page_twice
 - nothing_is_freed_twice: freeing an unknown owner indicates a bug and raises `LedgerError`
-- a_refused_request_changes_nothing: `reserve` and `extend` give all pages, or None and change
-  nothing"""
+- a_refused_request_changes_nothing: `reserve` and `extend` give all pages, or return None and
+  change nothing"""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,7 +49,7 @@ class PageLedger:
         return len(self._idle)
 
     def idle(self) -> Iterator[int]:
-        """Iterates over cached pages without owner, in the order in which they are reused."""
+        """Iterates over cached pages without owner, in the order in which they will be reused."""
         return iter(self._idle)
 
     def owners(self) -> Iterator[int]:
@@ -63,7 +63,8 @@ class PageLedger:
         return len(self._holding(owner))
 
     def count_all(self, owners: Iterable[int]) -> int:
-        """Returns the sum of the numbers of pages of `owners`."""
+        """Returns the total number of pages that `owners` hold. A shared page counts for each
+        owner."""
         held = self._held
         return sum([len(held[owner]) for owner in owners])
 
@@ -71,7 +72,8 @@ class PageLedger:
         return tuple(self._holding(owner))
 
     def reserve(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Creates `owner` with `count` free pages. Returns the pages, or None if fewer are free."""
+        """Creates `owner` and assigns it `count` free pages. Returns the pages, or None if too few
+        are free."""
         if owner in self._held:
             raise LedgerError(
                 f"owner {owner} holds {len(self._held[owner])} pages already; extend it"
@@ -82,7 +84,8 @@ class PageLedger:
         return self.extend(owner, count)
 
     def adopt(self, owner: int, pages: Sequence[int]) -> tuple[int, ...]:
-        """Creates `owner`, which shares these cached pages with any other owners."""
+        """Creates `owner` and assigns it these cached pages, which it shares with any other
+        owners."""
         if owner in self._held:
             raise LedgerError(f"owner {owner} holds pages already; adopt with a new owner")
         if not self._kept.issuperset(pages):
@@ -94,7 +97,8 @@ class PageLedger:
         return tuple(pages)
 
     def extend(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Appends `count` free pages to `owner`. Returns all its pages; None if fewer are free."""
+        """Appends `count` free pages to the pages of `owner`. Returns all its pages, or None if too
+        few are free."""
         held = self._holding(owner)
         if count > len(self._free):
             if count > self.free_pages:
@@ -110,7 +114,8 @@ class PageLedger:
         return tuple(held)
 
     def share(self, owner: int, new_owner: int, count: int) -> tuple[int, ...]:
-        """Creates `new_owner`, which shares the first `count` pages of `owner`."""
+        """Creates `new_owner` and assigns it the first `count` pages of `owner`, which both then
+        share."""
         if new_owner in self._held:
             raise LedgerError(f"owner {new_owner} holds pages already; share with a new owner")
         pages = self._holding(owner)[:count]
@@ -122,8 +127,8 @@ class PageLedger:
         return tuple(pages)
 
     def own(self, owner: int, index: int) -> tuple[int, int] | None:
-        """Replaces page `index` of `owner` by an unshared page. Returns (source, destination) to
-        copy, or None if the page is not shared.
+        """Replaces page `index` of `owner` by an unshared page. Returns (source page, destination
+        page), which the caller must copy, or None if the page is not shared.
 
         The other owners keep the source page. The caller must check that a page is free."""
         held = self._holding(owner)
@@ -141,7 +146,7 @@ class PageLedger:
         return source, destination
 
     def free(self, owner: int) -> int:
-        """Removes `owner`. Returns the number of pages that became free."""
+        """Removes `owner` and releases its pages. Returns the number of pages that became free."""
         held, references, kept = self._holding(owner), self._references, self._kept
         for page in held:
             references[page] -= 1
@@ -159,9 +164,9 @@ class PageLedger:
     # ---- kept pages
 
     def on_given_away(self, given_away: Callable[[int], Iterable[int]]) -> None:
-        """Sets a callback that is called with each idle page before its contents are overwritten.
-        The callback returns other pages whose cached contents are useless without this page; they
-        are no longer cached."""
+        """Sets a callback that is called with each idle page before it is reused. The callback
+        returns other pages whose cached contents are useless without this page. They are then no
+        longer cached either."""
         self._given_away = given_away
 
     def keep(self, page: int) -> None:
@@ -177,7 +182,7 @@ class PageLedger:
             self._free.append(page)
 
     def touch(self, pages: Iterable[int]) -> None:
-        """Moves the idle pages among `pages` to the end of the eviction order."""
+        """Makes the idle pages among `pages` the last ones to be reused."""
         for page in pages:
             if page in self._idle:
                 self._idle.move_to_end(page)

@@ -1,15 +1,18 @@
-"""Decides which waiting prompts get pages on a prefill mesh, and on which data-parallel rank. Pure.
+"""Decides which waiting prompts get pages on a prefill mesh, and on which data-parallel rank. Has
+no side effects.
 
-Prompts are served by arrival, and a unit of priority counts as waiting (`scheduler/priorities.py`).
-Among the ranks with room for the whole prompt, the oldest prompt gets pages on the rank that would
-finish it first. If no rank has room, prompts of lower priority that are not begun return their
-pages. No prompt overtakes another, with one exception. A decode worker that is too slow to fetch
-its prompts' KV is called a stalled destination. Prompts of a stalled destination are not computed,
-and those not begun return their pages, so that prompts of other destinations overtake them. No
-chunk is issued if the unfetched tokens of all destinations
-together reach `STALLED_TOTAL` times the limit of one destination.
+Prompts are served in order of arrival. A prompt of higher priority is treated as if it had arrived
+earlier, by a fixed time per unit of priority (`scheduler/priorities.py`). The oldest prompt gets
+pages on a rank with room for the whole prompt; of these, the rank that would finish it first. If no
+rank has room, prompts of lower priority that have no issued chunk return their pages.
 
-`admit` depends only on its snapshot, so that recorded snapshots can be replayed."""
+No prompt overtakes another, with one exception. A decode worker that is too slow to fetch its
+prompts' KV is called a stalled destination. Prompts of a stalled destination are not computed, so
+that prompts of other destinations overtake them. Those without an issued chunk return their pages.
+No chunk is issued if the unfetched tokens of all destinations together reach `STALLED_TOTAL` times
+the limit of one destination.
+
+`admit` depends only on its snapshot, so recorded snapshots can be replayed."""
 
 from collections.abc import Mapping
 
@@ -26,7 +29,7 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
         cached_tokens: For each rank, the number of the prompt's leading tokens that the rank
             caches; empty if no rank caches any.
         states: Number of slots for recurrent state that the prompt needs.
-        arrival: Time of arrival, minus the `head_start` of the priority.
+        arrival: Time of arrival, made earlier by the `head_start` of the priority.
     """
 
     key: int
@@ -40,7 +43,7 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def known_tokens(self) -> int:
-        """Largest number of the prompt's tokens that any single rank caches."""
+        """Number of the prompt's tokens that are cached on the rank that caches most of them."""
         return max(self.cached_tokens, default=0)
 
     def left_tokens(self, rank: int) -> int:
@@ -56,8 +59,8 @@ _Begun = tuple[QueuedPrompt, int]  # a prompt that has pages, and its rank
 
 
 class RankLoad(msgspec.Struct, frozen=True, gc=False):
-    """Numbers of free pages, unissued prompt tokens and free state slots of one data-parallel
-    rank."""
+    """The load of one data-parallel rank: numbers of free pages, of prompt tokens in no issued
+    chunk, and of free state slots."""
 
     free_pages: int
     queued_tokens: int
@@ -72,7 +75,7 @@ class AdmissionSnapshot(msgspec.Struct, frozen=True):
         unbegun: Prompts that have pages but no issued chunk, each with its rank.
         offered_tokens: For each decode worker, the number of tokens whose KV it has not fetched
             yet.
-        most_offered_tokens: Number of unfetched tokens at which one decode worker counts as
+        most_offered_tokens: Number of unfetched tokens from which on a decode worker counts as
             stalled.
     """
 
@@ -84,7 +87,7 @@ class AdmissionSnapshot(msgspec.Struct, frozen=True):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """The decision: prompts are first withdrawn, then placed.
+    """The decision of `admit`. The caller first withdraws and then places prompts.
 
     Attributes:
         withdrawn: Keys of prompts that return their pages and wait again.
@@ -103,7 +106,7 @@ class Admission(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """Reason why prompts must wait, for logs and metrics; "" if none waits."""
+        """Reason why prompts must wait, for logs and metrics; "" if no prompt waits."""
         reasons = []
         if self.stalled:
             reasons.append(f"too much is offered to {', '.join(sorted(self.stalled))}")
@@ -115,7 +118,7 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 def admit(now: AdmissionSnapshot) -> Admission:
-    """Decides which prompts get pages and which must wait."""
+    """Decides which waiting prompts get pages, which return their pages, and which must wait."""
     stalled, full = _stalled(now.offered_tokens, now.most_offered_tokens)
     if not now.waiting and not stalled:
         return Admission(full=full) if full else _NOTHING
@@ -185,8 +188,8 @@ def _giving_way(
 def _rank_with_room(
     prompt: QueuedPrompt, free: list[int], queued: list[int], states: list[int]
 ) -> int | None:
-    """Returns the rank that would finish the prompt first, or None if no rank has room. Among equal
-    ranks, returns the rank with most free pages."""
+    """Returns the rank that would finish the prompt first, or None if no rank has room. If several
+    would finish at the same time, returns the one with most free pages."""
     ranks = [
         rank
         for rank, free_pages in enumerate(free)

@@ -1,15 +1,17 @@
 """Packs prompts into prefill chunks. Each data-parallel rank serves its prompts in order of
-arrival, or of priority, which counts as waiting (`scheduler/priorities.py`). Pure.
+arrival. A prompt of higher priority is treated as if it had arrived earlier
+(`scheduler/priorities.py`). Does no I/O.
 
-A chunk contains, per rank, at most one row that continues a long prompt, then a few rows that start
-after cached positions, then rows of new prompts. Each row starts at a multiple of `granule_tokens`.
-The chunk's length is the smallest compiled size that fits the rows of every rank. A prompt longer
-than the room left is split and continues in the next chunk. Prompts are split only at multiples of
-`cut_tokens`. A prompt waits for the next chunk if the room left is too small for a split.
+The rows of a chunk have an order on each rank: at most one row that continues a long prompt, then a
+few rows that start after cached positions, then rows of new prompts. Each row starts at a multiple
+of `granule_tokens`. The chunk's length is the smallest compiled size that fits the rows of every
+rank. A prompt that is longer than the room left is split and continues in the next chunk. Prompts
+are split only at multiples of `cut_tokens`. If the room left is too small for a split, the prompt
+waits for the next chunk.
 
 Invariants: a prompt's rows are issued in order and without gap after its cached positions; a token
 is sampled only in the prompt's last row; a rank has at most one partly issued prompt of each
-priority, apart from those excluded by `held`."""
+priority, not counting those in `held`."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -27,18 +29,18 @@ class PrefillJob:
     """One sequence to prefill on `rank` into `pages`.
 
     Attributes:
-        cached_tokens: Number of leading positions whose KV was in the pages before.
+        cached_tokens: Number of leading positions whose KV was in the pages before the job began.
         issued_tokens: Number of leading positions that are cached or part of issued chunks.
         offers_from: First position whose KV is sent to a decode worker, a multiple of
             `granule_tokens`; None if no KV is sent.
         state: Slot of the sequence's recurrent state.
-        prompt_logprobs: Number of log-probabilities to return for each prompt token, or None. If
-            set, no positions are cached.
+        prompt_logprobs: Number of log-probabilities to return for each prompt token, or None. If it
+            is set, no positions are cached.
         snapshots: Positions, ascending, at which snapshots of the state are wanted.
-        windows: Page table of the sequence in sliding-window layers, if these have pages of their
+        windows: Page table of the sequence for sliding-window layers, if these have pages of their
             own.
-        adapter: Slot of the sequence's adapter.
-        arrival: Time of arrival, minus the `head_start` of the priority.
+        adapter: Slot of the sequence's LoRA adapter; 0 for none.
+        arrival: Time of arrival, made earlier by the `head_start` of the priority.
         images: Images of the prompt.
     """
 
@@ -71,7 +73,7 @@ class PrefillJob:
         return len(self.tokens) - self.issued_tokens
 
     def most_tokens(self, grain: int) -> int:
-        """Returns the number of next tokens that one row may have. A row makes at most one
+        """Returns the largest number of next tokens that one row may have. A row makes at most one
         snapshot, after a multiple of `grain` tokens or at its end."""
         ahead = [at - self.issued_tokens for at in self.snapshots if at > self.issued_tokens]
         ends = len(ahead) > 1 or (ahead and ahead[0] % grain)
@@ -79,13 +81,14 @@ class PrefillJob:
 
 
 class PrefillBatches:
-    """Queues the prompts of one mesh until all their tokens are issued.
+    """Queues the prompts of one mesh until all their tokens are in issued chunks.
 
     Args:
+        new_id: Function that returns an unused id for a transfer block.
         cut_tokens: Prompts are split between chunks only at multiples of this number of tokens;
             None allows any position.
-        snapshot: Returns the slot for a snapshot, given rank, sequence and position; None if no
-            slot is free.
+        snapshot: Function that returns the slot for a snapshot, given rank, sequence and position.
+            It returns None if no slot is free.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class PrefillBatches:
         snapshot: Callable[[int, int, int], int | None] = lambda *_: None,
     ) -> None:
         self._limits = limits
-        # if no chunk is that long, prompts are cut anywhere
+        # if no chunk is that long, prompts are split at any position
         fits = cut_tokens is not None and cut_tokens <= limits.chunk_buckets[-1]
         self._cut_tokens = cut_tokens if fits else None
         self._new_id = new_id
@@ -113,17 +116,19 @@ class PrefillBatches:
         return sum(job.left_tokens for job in self._queues[rank])
 
     def beside(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Returns the chunk sizes among `sizes` at which a prompt may be split."""
+        """Returns those of the chunk sizes `sizes` that are long enough to split a prompt."""
         return tuple(size for size in sizes if size >= (self._cut_tokens or 0))
 
     def gathers(self) -> bool:
-        """Returns whether some dp rank has no prompt, and no prompt is partly issued."""
+        """Returns whether the next chunk should wait for more prompts: some dp rank has no prompt,
+        and no prompt is in the middle of its chunked prefill."""
         begun = any(job.begun for queue in self._queues for job in queue)
         return not all(self._queues) and not begun
 
     def add(self, job: PrefillJob) -> None:
-        """Queues a job by arrival, but never before a job of the same priority that is partly
-        issued. A job of lower priority that is partly issued continues after this one."""
+        """Queues a job in order of arrival. The job is never queued before a partly issued job of
+        the same or a higher priority. It may precede a partly issued job of lower priority, which
+        then continues after it."""
         queue = self._queues[job.rank]
         place = len(queue)
         while place and _precedes(job, queue[place - 1]):
@@ -131,7 +136,8 @@ class PrefillBatches:
         queue.insert(place, job)
 
     def remove(self, sequence: int) -> None:
-        """Removes the sequence's job, so that its remaining tokens are not issued. Idempotent."""
+        """Removes the job of a sequence, so that its remaining tokens are not issued.
+        Idempotent."""
         for queue in self._queues:
             queue[:] = [job for job in queue if job.sequence != sequence]
 
@@ -142,14 +148,18 @@ class PrefillBatches:
         chunk_in_flight: bool = False,
         beside: Sequence[int] = (),
     ) -> PrefillChunk | None:
-        """Returns the next chunk without the sequences in `held`, or None if no other sequence is
-        queued. Also returns None if a chunk is in flight and some rank would be idle in the next
-        chunk, because a prompt may arrive for that rank meanwhile.
+        """Returns the next chunk, or None if no chunk should be issued now. None has two reasons:
+        no sequence outside `held` is queued, or a chunk is in flight and some rank would have no
+        row in the next chunk. In the second case it pays to wait, because a prompt for that rank
+        may arrive before the chunk in flight ends.
 
         Args:
-            beside: If not empty, the chunk runs together with a decode step. It has at most as many
-                tokens as the last of these sizes, and is padded to one of them if this less than
-                doubles its padded length.
+            step: Number of the command.
+            held: Sequences that must not be in the chunk.
+            chunk_in_flight: Whether an earlier chunk is still running.
+            beside: Chunk sizes that can run together with a decode step, ascending; empty if the
+                chunk runs alone. The chunk has at most as many tokens as the largest of these
+                sizes. It is padded to one of them if this less than doubles its padded length.
         """
         if chunk_in_flight and self._leaves_ranks_idle(held):
             return None
@@ -172,8 +182,8 @@ class PrefillBatches:
         return not all([any([job.sequence not in held for job in queue]) for queue in self._queues])
 
     def _merged(self, row: PrefillRow, chunk_tokens: int) -> PrefillRow:
-        """Replaces the transfer blocks of a rank's last row by one padded block (per range of layer
-        groups), if the padding costs less than several blocks and fits the chunk."""
+        """Replaces the transfer blocks of a rank's last row by one padded block per band, if the
+        padding costs less than several blocks and fits into the chunk. Returns the row."""
         limits = self._limits
         if len(row.offers) < 2:
             return row
@@ -207,7 +217,7 @@ class PrefillBatches:
             if picked and not tokens:
                 break
             if picked and tokens < job.left_tokens and capacity < largest:
-                break  # whole prompts only: this one gets its own chunk
+                break  # shared chunks have whole prompts only; this prompt gets its own chunk
             if tokens == job.left_tokens:
                 if samples + len(job.samples) > limits.samples_per_chunk:
                     break
@@ -232,7 +242,7 @@ class PrefillBatches:
         return max(0, end - job.issued_tokens)
 
     def _rows(self, picked: list[tuple[PrefillJob, int]]) -> list[PrefillRow]:
-        """Returns the rows of one rank. Rows that do not start at position 0 come first."""
+        """Returns the rows of one rank. Rows that start at position 0 come last."""
         rows: list[PrefillRow] = []
         offset = 0
         for job, tokens in sorted(picked, key=lambda one: one[0].issued_tokens == 0):
@@ -284,7 +294,7 @@ class PrefillBatches:
             for at, block_tokens, _ in blocks
             for offer in self._bands(offset + skipped + at, block_tokens)
         ]
-        # sorted by the order in which they are computed
+        # in the order in which they are computed
         return sorted(offers, key=lambda offer: offer.group + offer.groups)
 
     def _bands(self, offset: int, block_tokens: int) -> list[OfferSpec]:

@@ -1,25 +1,25 @@
-"""Estimates whether restoring cached KV from one source (host memory, disk or another worker) is
-faster than computing the same tokens, or than receiving their KV from a prefill worker.
+"""Estimates whether restoring cached KV is faster than the alternative: recomputing the tokens, or
+receiving their KV from a prefill worker. The cached KV is in host memory, on disk or on another
+worker. Each of these sources has its own `Prices`.
 
-The time to compute or receive tokens is a measured number of seconds per token. The time of a
-restore is estimated by a `MovePrice`. If all measured restores had similar lengths, the same time
-is assumed for every length, so that longer restores are tried. Each source of KV has its own
-`Prices`. Pure."""
+The alternative takes a measured time per token. The time of a restore is estimated by a
+`MovePrice`. As long as all measured restores had similar lengths, any length is assumed to take the
+same time, so that longer restores are tried. Does no I/O."""
 
 from typing import Literal
 
-PROBE = 32  # one in this many restores that look too expensive is tried anyway
-WEIGHT = 0.2  # of the latest measurement in the mean seconds per computed token
-DECAY = 0.9  # factor on the weight of all earlier restores, at each new one
+PROBE = 32  # one in this many restores that seem too slow is tried anyway
+WEIGHT = 0.2  # weight of the latest measurement in the mean seconds per token
+DECAY = 0.9  # factor by which each restore reduces the weight of earlier ones
 
 Instead = Literal["compute", "receive"]
-"""What a restore spares: computing tokens, or receiving their KV from a prefill worker."""
+"""The alternative to a restore: computing the tokens, or receiving KV from a prefill worker."""
 
 
 class MovePrice:
     """Estimates the time of a copy or transfer (a move) as a latency plus a time per unit of size
-    (tokens or bytes). Fits both to the measured moves by least squares, with more weight on recent
-    moves. Also used for prefill chunks."""
+    (tokens or bytes). Both are fitted to the measured moves by least squares. Recent moves have
+    more weight. Prefill chunks are estimated in the same way."""
 
     def __init__(self) -> None:
         # decayed sums over moves: count, size, seconds, size squared, size x seconds
@@ -41,12 +41,12 @@ class MovePrice:
 
     @property
     def per_unit(self) -> float:
-        """Mean seconds per unit, latency included."""
+        """Mean seconds per unit, including the latency."""
         return self._y / self._x
 
     def line(self) -> tuple[float, float] | None:
-        """Returns the latency and the seconds per unit, or None before the first move. If all moves
-        had similar sizes, the time per unit is 0."""
+        """Returns (latency in seconds, seconds per unit), or None before the first move. If all
+        moves had similar sizes, the time per unit is 0."""
         if not self._count:
             return None
         if self.alike:
@@ -58,12 +58,11 @@ class MovePrice:
 
 
 class Prices:
-    """The measured times of restores from one source, and of the computations or transfers that
-    restores replace.
+    """The measured times of restores from one source, and of their alternatives.
 
     Args:
-        always: Whether every restore counts as worthwhile, whatever its time, and prompts wait
-            until it ends.
+        always: Whether every restore counts as worthwhile. A prompt then waits for a restore
+            without a time limit.
     """
 
     def __init__(self, always: bool = False) -> None:
@@ -73,15 +72,15 @@ class Prices:
         self._moves = MovePrice()
 
     def computed_in(self, tokens: int, seconds: float, instead: Instead = "compute") -> None:
-        """Records that computing or receiving `tokens` tokens of a prompt took `seconds`.
-        `instead`: name of the alternative that was used (computing or receiving)."""
+        """Records that the alternative `instead`, computing or receiving, took `seconds` for
+        `tokens` tokens of a prompt."""
         if tokens > 0:
             now = seconds / tokens
             before = self._spared.get(instead, now)
             self._spared[instead] = before + WEIGHT * (now - before)
 
     def moved_in(self, tokens: int, seconds: float) -> None:
-        """Records that a complete or failed restore of `tokens` tokens took `seconds`."""
+        """Records that a restore of `tokens` tokens ended after `seconds`, successfully or not."""
         if tokens >= 1:
             self._moves.add(tokens, seconds)
 
@@ -91,13 +90,14 @@ class Prices:
         return None if line is None else line[0] + line[1] * tokens
 
     def worth(self, moved_tokens: int, computed_tokens: int, instead: Instead = "compute") -> bool:
-        """Returns whether a restore is expected to be faster than computing. Also returns True
-        while there are no measurements, and for one in `PROBE` restores that are expected to be
-        slower, so that the restore is measured again.
+        """Returns whether a restore is expected to be faster than the alternative `instead`. Also
+        returns True while a time is not measured, and for one in `PROBE` restores that are expected
+        to be slower, so that the times of restores stay up to date.
 
         Args:
             moved_tokens: Number of tokens that the source has to copy or send.
             computed_tokens: Number of tokens that the mesh would otherwise compute or receive.
+            instead: Alternative to the restore.
         """
         patience = self.patience_seconds(computed_tokens, instead)
         if moved_tokens < 1 or patience == 0:
@@ -111,17 +111,18 @@ class Prices:
     def saving(
         self, moved_tokens: int, computed_tokens: int, instead: Instead = "compute"
     ) -> float:
-        """Returns the seconds that a restore saves, so that the sources of a worker can be
-        compared. An unmeasured restore is assumed to take no time. If `patience_seconds` returns
-        None, returns the number of tokens not computed instead."""
+        """Returns the expected seconds that a restore saves, by which the sources of a worker can
+        be compared. A restore without measurement is assumed to take no time. If `patience_seconds`
+        returns None, the result is `computed_tokens`, which ranks sources by length."""
         patience = self.patience_seconds(computed_tokens, instead)
         if patience is None:
             return computed_tokens
         return patience - (self.seconds(moved_tokens) or 0.0)
 
     def patience_seconds(self, computed_tokens: int, instead: Instead = "compute") -> float | None:
-        """Returns the longest time that a prompt waits for a restore: the time of computing (or
-        receiving) the same tokens. Returns None (no limit) if the speed of computing or receiving
-        is not measured yet, or if `always` is set."""
+        """Returns the longest time in seconds that a prompt waits for a restore of
+        `computed_tokens` tokens. It is the expected time of the alternative `instead` for the same
+        tokens. Returns None, which means no limit, if the alternative is not measured yet or if
+        `always` is set."""
         spared = self._spared.get(instead)
         return None if self._always or spared is None else computed_tokens * spared

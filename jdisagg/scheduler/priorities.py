@@ -1,13 +1,15 @@
-"""Decides which sequences are preempted for a waiting request of higher priority. Pure.
+"""Decides which sequences are preempted for a waiting request of higher priority. Has no side
+effects.
 
-A request of higher priority takes the batch slots and KV pages that sequences of lower priority
-hold. Their KV is swapped out (`worker/spilled_kv.py`) and they continue when there is room. The
-sequences of the lowest priority are preempted first, and among these the newest. No sequence is
-preempted for ("yields to") an equal or lower priority.
+Preempted sequences give their batch slots and KV pages to the request. Their KV is swapped out
+(`worker/spilled_kv.py`), and they continue when there is room. The sequences of the lowest priority
+are preempted first, and among these the newest. No sequence is preempted for ("yields to") an equal
+or lower priority.
 
-A unit of priority counts as `PRIORITY_SECONDS` of waiting, up to `MOST_PRIORITY` units. So requests
-of low priority do not starve: after this wait, a request is served before newer requests of higher
-priority, and a sequence that was swapped out for this time in total is no longer preempted. A
+Requests are served in order of arrival, but each unit of priority makes a request
+`PRIORITY_SECONDS` older, up to `MOST_PRIORITY` units. So requests of low priority do not starve:
+after enough time in the queue, a request is served before newer requests of higher priority.
+Likewise, a sequence is no longer preempted after it was swapped out for this time in total. A
 sequence that was swapped in is preempted again only after a new token, so that its request always
 makes progress.
 
@@ -24,15 +26,16 @@ MOST_PRIORITY = 10
 
 
 def head_start(priority: int) -> float:
-    """Returns the seconds of waiting that a priority counts as."""
+    """Returns by how many seconds a priority makes a request older in the queue. Negative for
+    negative priorities."""
     return PRIORITY_SECONDS * max(-MOST_PRIORITY, min(MOST_PRIORITY, priority))
 
 
 def yields(priority: int, aside_seconds: float, to_priority: int) -> bool:
-    """Returns whether a sequence is preempted for a request of `to_priority`.
+    """Returns whether a sequence of `priority` may be preempted for a request of `to_priority`.
 
     Args:
-        aside_seconds: Total seconds for which the sequence was swapped out before.
+        aside_seconds: Total seconds for which the sequence has been swapped out.
     """
     return aside_seconds < head_start(to_priority) - head_start(priority)
 
@@ -44,7 +47,8 @@ class YieldingSequence:
     Attributes:
         newness: Sort key by age, newest sequence last.
         pages: Number of pages that become free if it is preempted.
-        computed: Whether all its KV is in pages. Otherwise a preemption loses the computed part.
+        computed: Whether all its KV is in pages. If it is not, a preemption loses the part that was
+            computed.
     """
 
     key: int
@@ -57,7 +61,7 @@ class YieldingSequence:
 def to_preempt(
     holders: Sized[YieldingSequence], pages: int, sequences: int
 ) -> list[YieldingSequence] | None:
-    """Chooses the sequences that are preempted on one rank.
+    """Chooses the sequences that are preempted on one rank, lowest priority first.
 
     Args:
         holders: The sequences of the rank that may be preempted.
@@ -78,7 +82,7 @@ def to_preempt(
         pages, sequences = pages - holder.pages, sequences - 1
     if pages > 0 or sequences > 0:
         return None
-    for holder in reversed(chosen):  # an early choice may be spared by a later, larger one
+    for holder in reversed(chosen):  # a later choice may suffice alone
         if pages + holder.pages <= 0 and sequences + 1 <= 0:
             chosen.remove(holder)
             pages, sequences = pages + holder.pages, sequences + 1

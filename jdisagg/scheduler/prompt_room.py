@@ -1,5 +1,6 @@
-"""Room for prompts beside ordinary pages, on a mesh that only prefills: slots for recurrent state,
-or pages of sliding-window layers. A model needs at most one of the two. Pure."""
+"""Allocates what a prompt needs besides ordinary pages, on a mesh that only prefills: a slot for
+recurrent state, or pages for sliding-window layers. A model needs at most one of the two. Does no
+I/O."""
 
 from collections.abc import Sequence
 
@@ -11,8 +12,8 @@ from jdisagg.scheduler.window_pages import Table, WindowPages
 
 
 class PromptRoom:
-    """The state slots, or the pages of sliding-window layers, of the prompts of one mesh. Prompts
-    are owners, named by their keys.
+    """The state slots, or the pages of sliding-window layers, that the prompts of one mesh use. A
+    prompt is identified by its key (`owner`).
 
     Attributes:
         states: Slots for recurrent state.
@@ -25,11 +26,12 @@ class PromptRoom:
         self.windows = [WindowPages(limits) for _ in range(count)]
 
     def needed(self, tokens: int) -> int:
-        """Returns the number of slots or pages that a prompt of `tokens` tokens may use."""
+        """Returns the number of state slots or window pages that suffices for a prompt of `tokens`
+        tokens."""
         return self.windows[0].needed(tokens) if self.windows else int(self.states.on)
 
     def available(self, rank: int) -> int:
-        """Returns the number of slots or pages that no prompt of a rank uses."""
+        """Returns the number of state slots or window pages of a rank that no prompt uses."""
         return self.windows[rank].available if self.windows else self.states.free_slots(rank)
 
     def begin_windows(
@@ -42,15 +44,16 @@ class PromptRoom:
         cached: int,
         promised: int,
     ) -> Table:
-        """Assigns a prompt its pages of sliding-window layers, which begin with the window before
-        its cached tokens, and records which of its windows the prefix cache will keep.
+        """Assigns a prompt its pages of sliding-window layers. If a prefix of the prompt is cached,
+        the first of these pages hold the window before its end. Records at which positions the
+        prompt's window will be cached.
 
         Args:
             kept: Prefix cache of the mesh.
-            chain: Names of the prompt's blocks.
+            chain: Hashes of the prompt's full blocks.
             tokens: Number of tokens of the prompt.
-            cached: Number of leading tokens that are not computed.
-            promised: Number of pages that must stay available to other prompts.
+            cached: Number of leading tokens whose KV is cached.
+            promised: Number of pages that are reserved for other prompts.
 
         Returns:
             The page table.
@@ -65,13 +68,14 @@ class PromptRoom:
         return table
 
     def place(self, kind: KvKind, rank: int, owner: int, pages: Table) -> Sequence[int]:
-        """Returns the pages that hold a kind of a prompt's KV. `pages` are its ordinary ones."""
+        """Returns the pages that hold one kind of a prompt's KV, given its ordinary pages. For
+        recurrent state, the only element is the state slot."""
         if kind is KvKind.STATE:
             return (self.states.slot(rank, owner),)
         return self.windows[rank].table(owner) if kind is KvKind.WINDOW else pages
 
     def free(self, rank: int, owner: int) -> None:
-        """Releases the slot or pages of a prompt."""
+        """Releases the state slot or the window pages of a prompt."""
         if self.windows:
             self.windows[rank].free(owner)
         else:

@@ -1,17 +1,19 @@
 """Decides which requests get pages on a decode worker. Requests wait in a queue in order of
-arrival, and the head of the queue is served first. A unit of priority counts as waiting
-(`scheduler/priorities.py`). Pure.
+arrival, and its first request is served first. A request of higher priority is treated as if it had
+arrived earlier (`scheduler/priorities.py`). Does no I/O.
 
 A reservation has pages for the prompt, the accepted tokens, and up to `growth_tokens` further
 tokens of each child. Children (the samples of a request with n > 1) share the full pages of the
 prompt. Each child gets its own copy of the last, partly filled page when the KV has arrived. Pages
-of cached blocks are shared, and only the other pages are newly reserved. No request overtakes the
-head of the queue, so that small requests never starve an old large request, except a request of
-higher priority for which others are preempted (`pressing`). A preempted request keeps its arrival
-time and precedes later requests.
+of cached blocks are shared, and only the other pages are newly reserved.
 
-After a grant, at least one page is free for each sequence that may still need pages. A few more
-sequences than batch slots may get pages, so that a freed slot is refilled at once."""
+No request overtakes the first one, so that small requests do not starve an old large request. The
+exception is a request of higher priority that gets pages by preempting sequences (`pressing`). A
+preempted request keeps its arrival time and so precedes later requests.
+
+After a reservation, at least one page is free for each sequence that may still need pages. There
+may be a few more sequences with pages than batch slots, so that a freed slot is refilled at
+once."""
 
 import bisect
 from collections import Counter
@@ -39,10 +41,10 @@ class WaitingReservation:
 
     Attributes:
         children: Index and accepted token ids of each child.
-        chain: Names of the request's full blocks, some of which may be cached; empty if cached
+        chain: Hashes of the request's full blocks, some of which may be cached; empty if cached
             blocks must not be used.
         computes: Whether this mesh computes the uncached tokens itself. At least one token is then
-            uncached.
+            treated as uncached.
     """
 
     ticket: int
@@ -67,7 +69,7 @@ class WaitingReservation:
 
 
 class Reservations:
-    """Queues the requests of one mesh and grants pages from the head of the queue.
+    """Queues the requests of one mesh and reserves pages for them, first request first.
 
     Args:
         ahead_sequences: Number of sequences that may hold pages beyond the number of batch slots;
@@ -103,7 +105,7 @@ class Reservations:
         return Counter([waiting.priority for waiting in self.queue])
 
     def check(self, request: Request, children: Sized[tuple[int, tuple[int, ...]]]) -> None:
-        """Raises InvalidRequestError if even an idle mesh has no room for the request."""
+        """Raises InvalidRequestError if the request would not fit even on an idle mesh."""
         limits = self._state.limits
         prompt = len(request.prompt_token_ids)
         if self._state.states.on and len(children) > limits.state_slots_per_rank:
@@ -130,7 +132,7 @@ class Reservations:
                 f" {limits.page_size}); lower max_tokens or give the worker more pages"
             )
         if len(children) == 1:
-            return  # begins with fewer pages than it needs at its end
+            return  # it can begin with fewer pages than it needs at its end
         least = self._pages(
             WaitingReservation(0, request, 0, tuple(children), 0.0), growth_tokens=1
         )
@@ -150,10 +152,14 @@ class Reservations:
         whole: bool = False,
         computes: bool = False,
     ) -> int:
-        """Queues a request that `check` accepted. Returns its ticket, the key of the waiting
+        """Queues a request that `check` accepted. Returns its ticket, which identifies the waiting
         request.
 
         Args:
+            request: The request.
+            attempt: Number of the attempt.
+            children: Index and accepted tokens of each child.
+            arrival: Time of arrival.
             whole: Whether to reserve pages for the whole request, without using cached blocks.
             computes: Whether this mesh computes the uncached tokens.
         """
@@ -169,7 +175,8 @@ class Reservations:
         return ticket
 
     def rename(self) -> None:
-        """Renames the blocks of all waiting requests, after the mesh's weights changed."""
+        """Computes the block hashes of all waiting requests again, because the mesh's weights have
+        changed."""
         for waiting in self.queue:
             if waiting.chain:
                 known = waiting.request.prompt_token_ids + waiting.children[0][1]
@@ -179,7 +186,8 @@ class Reservations:
         self.queue = [waiting for waiting in self.queue if waiting.ticket != ticket]
 
     def earlier(self, request: Request, indices: set[int], attempt: int) -> list[int]:
-        """Returns the tickets of waiting earlier attempts of the same request and children."""
+        """Returns the tickets of waiting requests that a new attempt replaces: those of earlier
+        attempts for the same request and at least one of the same children."""
         return [
             waiting.ticket
             for waiting in self.queue
@@ -191,11 +199,12 @@ class Reservations:
     def grant(
         self, lease_until: float, before: tuple[float, int] | None = None
     ) -> list[SequenceGroup]:
-        """Reserves pages for requests from the head of the queue, as long as there is room. Returns
-        the new groups; a group's key is the request's ticket.
+        """Reserves pages for requests from the start of the queue, as long as there is room.
+        Returns the new groups. A group's key is the request's ticket.
 
         Args:
-            before: Only requests earlier than this (arrival, ticket) get pages; None means no
+            lease_until: Deadline by which the request's `generate` call must arrive.
+            before: Only requests that precede this (arrival, ticket) get pages; None means no
                 limit.
         """
         granted: list[SequenceGroup] = []
@@ -207,7 +216,8 @@ class Reservations:
         return granted
 
     def grant_one(self, waiting: WaitingReservation, lease_until: float) -> SequenceGroup | None:
-        """Reserves pages for one waiting request. Returns None if there is no room."""
+        """Reserves pages for one waiting request and returns its group, or None if no rank has
+        room."""
         choice = self._rank_with_room(waiting)
         if choice is None:
             return None
@@ -217,8 +227,8 @@ class Reservations:
     # ---- sequences that yield
 
     def pressing(self) -> WaitingReservation | None:
-        """Returns the first waiting request for which sequences of lower priority may be
-        preempted, or None."""
+        """Returns the first waiting request of the queue for which running sequences of lower
+        priority could be preempted. Returns None if there is no such request."""
         lowest = self._state.lowest_priority if self.queue else None
         if lowest is None:
             return None
@@ -232,10 +242,12 @@ class Reservations:
     def to_preempt(self, waiting: WaitingReservation, coming: Sized[int]) -> list[Sequence]:
         """Returns the sequences that must be preempted so that some rank has room for a request.
         Chooses the rank whose preempted sequences have the lowest priorities, and then the fewest.
-        Returns no sequences if a rank has room already, or if preemption cannot make room.
+        Returns an empty list if a rank has room already, or if preemption cannot make room.
 
         Args:
-            coming: For each rank, the number of pages that become free when copies have ended.
+            waiting: The request.
+            coming: For each rank, the number of pages that become free when copies in flight have
+                ended.
         """
         best: list[YieldingSequence] | None = None
         for rank in range(self._state.limits.ranks):
@@ -273,8 +285,8 @@ class Reservations:
         ]
 
     def _short(self, waiting: WaitingReservation, rank: int) -> tuple[int, int]:
-        """Returns the number of pages, and of places for sequences, that a request lacks on a
-        rank."""
+        """Returns how many pages, and how many places for sequences, a request lacks on a rank.
+        Zero or less means that there are enough."""
         state, limits = self._state, self._state.limits
         cached = self._cached_tokens(waiting, rank)
         need = self._pages(waiting, self._growth_tokens)
@@ -289,22 +301,22 @@ class Reservations:
         return pages, sequences
 
     def spares(self, rank: int, pages: int) -> bool:
-        """Returns whether `pages` pages of a rank are spare: no request waits for pages, and each
-        running sequence has room to grow."""
+        """Returns whether `pages` free pages of a rank may be used for something else: no request
+        waits for pages, and enough other pages are free for each running sequence to grow."""
         state, size = self._state, self._state.limits.page_size
         growth = len(state.growing[rank]) * pages_for(self._growth_tokens, size)
         return not self.queue and state.ledgers[rank].free_pages >= pages + growth
 
     def waits(self, before: tuple[float, int] | None = None) -> bool:
-        """Returns whether any request waits. With `before`, only requests that arrived earlier
-        count."""
+        """Returns whether any request waits. If `before` is given, only requests that precede this
+        (arrival, ticket) count."""
         return bool(self.queue) and (before is None or self.queue[0].order < before)
 
     def take_back(self, spill: Spill) -> tuple[tuple[int, ...], int] | None:
-        """Reserves pages for a swapped-out sequence and its further tokens. Chooses a new rank only
-        if the sequence's group has no other living child and its KV may be restored to another
-        rank. Returns the pages and the number of leading positions that they already cache, or None
-        if there is no room."""
+        """Reserves pages for a swapped-out sequence and its further tokens. The sequence may change
+        its rank only if its group has no other unfinished child and its KV may be restored to
+        another rank. Returns the pages and the number of leading positions whose KV they already
+        hold, or None if there is no room."""
         child, state = spill.child, self._state
         size, best, most = state.limits.page_size, None, (-1, -1)
         alone = len(child.group.alive) == 1 and not state.rank_bound
@@ -329,16 +341,17 @@ class Reservations:
         return pages, cached
 
     def _fits(self, rank: int, need: int, children: int) -> bool:
-        """Returns whether a rank has room for `children` more sequences and `need` pages, apart
-        from one free page for each sequence that may still need pages."""
+        """Returns whether a rank has room for `children` more sequences and `need` more pages, and
+        then still has one free page for each sequence that may need more pages."""
         state, held = self._state, self._state.living[rank]
         crowded = held and held + children > state.limits.slots_per_rank + self._ahead
         return not crowded and state.ledgers[rank].free_pages >= need + len(state.growing[rank])
 
     def _rank_with_room(self, waiting: WaitingReservation) -> tuple[int, int] | None:
         """Returns (rank, number of further tokens to reserve pages for), or None if no rank has
-        room. Prefers the rank that caches most of the request, unless that rank is much busier than
-        others, and then the rank with most free pages."""
+        room. Prefers the rank that caches most tokens of the request, and among equals the one with
+        most free pages. The cached tokens of a rank are ignored if it is much busier than the
+        others."""
         limits, best, most = self._state.limits, None, (-1, -1)
         quiet = min(self._state.living) + self._ahead
         for rank in range(limits.ranks):

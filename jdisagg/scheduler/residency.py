@@ -1,26 +1,28 @@
 """The prefix cache: tracks which pages of a mesh hold which blocks of KV.
 
 The block length is the least common multiple of the cluster's block size and the page size. A
-block's name is a keyed 32-byte hash of its tokens and the preceding block's name (`BlockNames`);
-the first block uses a hash of the namespace instead, which includes the content of the request's
-adapter. The hash of a block with image tokens also covers the digests of these images and which
-part of them the block has. So a name identifies the block, its images, and all tokens
-before it, and blocks of two namespaces never have the same name. With a shorter hash, or without a
-key, a client could construct collisions.
+block's name is a keyed 32-byte hash of its tokens and the preceding block's name (`BlockNames`).
+The first block uses a hash of the namespace in place of a preceding name. The namespace includes
+the content of the request's LoRA adapter. If a block has image tokens, its hash also covers the
+digests of the images and which part of them the block has. So a name identifies the block, its
+images, and all tokens before it, and blocks of two namespaces never have the same name. With a
+shorter hash, or without a key, a client could construct collisions. The names of the consecutive
+blocks of a sequence are called its chain.
 
 `ResidencyTree` maps block names to pages of one data-parallel rank. A sequence that starts with
 cached blocks uses their pages read-only and computes or receives the rest. When the sequence ends,
 its full blocks remain cached. Cached pages that no sequence holds count as free and are evicted
 when no other page is left. The least recently used block is evicted first, and later blocks of a
 sequence before earlier ones. There is one exception: if two sequences computed the same first
-blocks, these blocks may be evicted while sequences still use later blocks. The later blocks are not
-found until the first blocks are cached again.
+blocks, these blocks may be evicted while sequences still use later blocks. The later blocks cannot
+be found again until the first blocks are cached again.
 
-Where layers keep recurrent state or only the KV of a sliding window, a hit also needs a snapshot of
-the state or of the window at its end (`scheduler/snapshots.py`, `scheduler/window_pages.py`).
+Some models have layers that keep recurrent state or only the KV of a sliding window. For them, a
+hit also needs a snapshot of the state or of the window at the end of the cached prefix
+(`scheduler/snapshots.py`, `scheduler/window_pages.py`).
 
 `Residency` combines the trees of all ranks of a mesh. Routers read the changes from a log
-(`KeptLog`). Pure.
+(`KeptLog`). Does no I/O.
 
 Invariants (each is a test of the same name in tests/scheduler/test_residency.py):
 - free_held_and_kept_pages_are_all_pages
@@ -49,13 +51,13 @@ from jdisagg.scheduler.snapshots import Snapshots, wanted_snapshots
 NAME_BYTES = 32
 
 Chain = tuple[bytes, ...]
-# (name, index in its chain, pages); commands issued later will overwrite the pages
+# (name, index in its sequence, pages); later commands may overwrite the pages
 Evicted = Callable[[bytes, int, tuple[int, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """Computes the names of cached blocks, which are equal on all workers of a cluster.
+    """Computes the names (hashes) of cached blocks, which are equal on all workers of a cluster.
 
     Args:
         secret: Key of the hashes, up to 64 bytes. Names reveal nothing about prompts to anyone
@@ -65,8 +67,8 @@ class BlockNames:
         grid_tokens: Prompts are split between chunks, and prefill starts after cached blocks, only
             at multiples of this number of tokens; None means the block size. If it equals the
             largest chunk, a cache hit runs the same programs on the same rows as a miss, so results
-            are bit-identical. If set, KV of decode steps is not cached, because prefill rounds
-            differently.
+            are bit-identical. If it is set, KV of decode steps is not cached, because decode steps
+            round differently from prefill.
         weights: Identity of the worker's weights; "" for its initial weights.
     """
 
@@ -78,7 +80,7 @@ class BlockNames:
 
     @classmethod
     def of(cls, config: PrefixConfig, secret: bytes, model: str) -> "BlockNames | None":
-        """Returns the block names of a configuration, or None if its prefix cache is off."""
+        """Returns the block names for a configuration, or None if its prefix cache is off."""
         if not config.reuse:
             return None
         return cls(secret, model, config.grain_tokens, config.grid_tokens)
@@ -94,7 +96,7 @@ class BlockNames:
 
         Args:
             block_tokens: Number of tokens of a block, a multiple of the cluster's block size.
-            known: Names of the first blocks, if computed before.
+            known: Names of the first blocks, if they were computed before.
         """
         known = known[: len(tokens) // block_tokens]
         content = np.asarray(tokens[len(known) * block_tokens :], "<u4").tobytes()
@@ -111,9 +113,9 @@ class BlockNames:
         return (*known, *names[every - 1 :: every])
 
     def digest(self, purpose: bytes, *parts: str) -> bytes:
-        """Returns a hash of the model and `parts`, keyed with the secret. Different values of
-        `purpose` (up to 16 bytes) give unrelated hashes. Each part is hashed with its length, so
-        that different lists of parts never collide."""
+        """Returns a hash of the model and of `parts`, keyed with the secret. Different values of
+        `purpose` (up to 16 bytes) give unrelated hashes. Each part is hashed together with its
+        length, so different lists of parts never have the same input."""
         root = blake2b(key=self.secret, digest_size=NAME_BYTES, person=purpose)
         model = named_model(self.model, self.weights)
         for part in (model, str(self.grain_tokens), *parts):
@@ -134,7 +136,7 @@ class ResidencyTree:
         self._block_pages = block_pages
         self._log = log
         self._blocks: dict[bytes, tuple[int, ...]] = {}
-        self._indices: dict[bytes, int] = {}  # in their chains
+        self._indices: dict[bytes, int] = {}  # in their sequences
         self._names: dict[int, bytes] = {}
         self.evicted_blocks = 0  # blocks evicted for lack of room
         self.on_evicted: Evicted | None = None
@@ -149,18 +151,19 @@ class ResidencyTree:
         return name in self._blocks
 
     def match(self, chain: Chain) -> int:
-        """Returns the number of leading blocks of the chain that are cached."""
+        """Returns how many leading blocks of a prompt are cached. `chain` has the names of the
+        prompt's blocks."""
         for count, name in enumerate(chain):
             if name not in self._blocks:
                 return count
         return len(chain)
 
     def pages(self, chain: Iterable[bytes]) -> tuple[int, ...]:
-        """Returns the pages of the blocks of `chain`, all of which must be cached."""
+        """Returns the pages of the blocks named in `chain`, all of which must be cached."""
         return tuple(page for name in chain for page in self._blocks[name])
 
     def held_pages(self, chain: Iterable[bytes]) -> int:
-        """Returns how many pages of the chain's cached blocks already have an owner."""
+        """Returns how many pages of these cached blocks have an owner."""
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
     def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
@@ -169,8 +172,8 @@ class ResidencyTree:
         return self._ledger.adopt(owner, self.pages(chain))
 
     def keep(self, owner: int, chain: Chain) -> None:
-        """Caches the blocks of `chain`, which are in the first pages of `owner`. Blocks that are
-        cached in other pages already stay there."""
+        """Caches the blocks of `chain`, which are in the first pages of `owner`. A block that is
+        already cached in other pages is not cached twice."""
         pages, size = self._ledger.pages(owner), self._block_pages
         if len(pages) < len(chain) * size:
             raise LedgerError(
@@ -195,17 +198,17 @@ class ResidencyTree:
 
     def let_go(self, owner: int, chain: Chain) -> None:
         """Releases the pages of `owner`. The first pages hold the blocks of `chain`, which remain
-        cached. If a block of the chain is already cached in other pages, those stay and the owner's
+        cached. If a block is already cached in other pages, those pages stay cached and the owner's
         pages become free."""
         self.keep(owner, chain)
         self._ledger.free(owner)
-        # Touches also blocks that were cached before, so that a block is evicted after its
+        # Blocks that were cached before are touched, too, so that a block is evicted after its
         # successors.
         self._ledger.touch(reversed(self.pages(chain[: self.match(chain)])))
 
     def by_last_use(self) -> Iterator[tuple[bytes, int, bool]]:
-        """Yields (name, index in the block's sequence, whether an owner holds it) of each block in
-        order of eviction. Held blocks come last."""
+        """Yields (name, index in its sequence, whether an owner holds it) of each block in order of
+        eviction. Held blocks come last."""
         idle = dict.fromkeys(self._names[page] for page in self._ledger.idle())
         for name in (*idle, *(name for name in self._blocks if name not in idle)):
             yield name, self._indices[name], name not in idle
@@ -227,7 +230,7 @@ class ResidencyTree:
 
     def _given_away(self, page: int) -> tuple[int, ...]:
         """Drops the cached block of an idle page that is about to be reused. Returns the block's
-        other pages."""
+        other pages, which are useless without this one."""
         name = self._names.pop(page)
         pages, index = self._blocks.pop(name), self._indices.pop(name)
         if self.snapshots is not None:
@@ -287,14 +290,14 @@ class Residency:
 
     @property
     def scheme(self) -> KeptScheme | None:
-        """Description of this mesh's block names for routers, with the worker's initial weights;
-        None if the cache is off."""
+        """Parameters of this mesh's block names, for routers. They describe the worker's initial
+        weights. None if the cache is off."""
         if self._names is None:
             return None
         return KeptScheme(self._names.model, self._names.grain_tokens, self.block_tokens)
 
     def rename(self, weights: str) -> None:
-        """Names later blocks by new weights. The cache must have been cleared."""
+        """Uses new weights in the names of blocks from now on. The cache must have been cleared."""
         if self._names is not None:
             self._names = replace(self._names, weights=weights)
 
@@ -319,30 +322,31 @@ class Residency:
 
     @property
     def evicted_blocks(self) -> int:
-        """Number of blocks evicted because their pages were needed, since the start."""
+        """Number of blocks that were evicted since the start, because their pages were needed."""
         return sum([tree.evicted_blocks for tree in self._trees])
 
     def guest(self) -> int:
-        """Returns a new page owner for temporary use. The owner is a negative number, while keys of
+        """Returns a new owner for temporary use of pages. It is a negative number, because keys of
         sequences are positive."""
         self._guests -= 1
         return self._guests
 
     def hold(self, rank: int, owner: int, chain: Chain) -> tuple[int, ...]:
-        """Creates `owner`, which prevents eviction of the chain's blocks. Returns their pages."""
+        """Creates `owner`, which holds the pages of the chain's blocks, so that the blocks are not
+        evicted. Returns the pages."""
         return self._trees[rank].adopt(owner, chain)
 
     def on_evicted(self, evicted: Callable[[int, bytes, int, tuple[int, ...]], None]) -> None:
-        """Sets a callback that gets the rank, name, index in its sequence and pages of each evicted
-        block. It is called before new KV is written to the pages, so that they can still be
-        copied."""
+        """Sets a callback that is called before a block is evicted. Its arguments are the block's
+        rank, name, index in its sequence, and pages. New KV is written to the pages only by later
+        commands, so the callback can still issue a copy."""
         for rank, tree in enumerate(self._trees):
             tree.on_evicted = functools.partial(evicted, rank)
 
     def report(self, pending: Callable[[], None]) -> KeptEvents | None:
-        """Collects the blocks that the pages gain and lose from now on, for routers of other
-        projects. Returns None if the cache is off. `pending` is called when events have become
-        pending."""
+        """Starts the collection of events about cached blocks, for routers of other projects.
+        Returns None if the cache is off. `pending` is called when the list of events becomes
+        non-empty."""
         if self.on:
             self._events = KeptEvents(len(self._trees), self.block_tokens, pending)
             for rank, tree in enumerate(self._trees):
@@ -350,25 +354,27 @@ class Residency:
         return self._events
 
     def match(self, rank: int, chain: Chain) -> int:
-        """Returns the number of leading blocks of the chain that a rank caches."""
+        """Returns how many leading blocks of a prompt a rank caches. `chain` has the names of the
+        prompt's blocks."""
         return self._trees[rank].match(chain) if chain else 0
 
     def chain(self, request: Request, tokens: Sequence[int], known: Chain = ()) -> Chain:
         """Returns the names of a sequence's full blocks. `known` are the names of its first blocks,
-        if computed before."""
+        if they were computed before."""
         if self._names is None:
             return ()
         chain = self._names.chain(request, tokens, self.block_tokens, known)
         if self._events is not None:
-            # Routers of other projects would take equal placeholders for equal images.
+            # Other projects' routers see only placeholder tokens and would treat different images
+            # as equal.
             text = request.images[0].start // self.block_tokens if request.images else len(chain)
             self._events.named(chain[:text], min(len(known), len(chain)), tokens)
         return chain
 
     def cached_tokens(self, rank: int, chain: Chain, most: int, to_compute: bool) -> int:
         """Returns the number of leading positions of a sequence that a rank caches, at most `most`.
-        With `to_compute`, the number is rounded down so that a prefill chunk can start after these
-        positions, with a snapshot if the model needs one."""
+        If `to_compute` is set, the number is rounded down to a position at which a prefill chunk
+        can start. If the model needs snapshots, such a position has one."""
         if not chain:
             return 0
         known = min(most, self._trees[rank].match(chain) * self.block_tokens)
@@ -380,8 +386,8 @@ class Residency:
         return tokens
 
     def usable_tokens(self, tokens: int, to_compute: bool) -> int:
-        """Rounds `tokens` down to whole blocks and, with `to_compute`, to a position where a
-        prefill chunk may start."""
+        """Rounds `tokens` down to whole blocks. If `to_compute` is set, rounds down to a position
+        at which a prefill chunk may start."""
         multiple = self.snapshot_tokens if to_compute else self.block_tokens
         return tokens // multiple * multiple
 
@@ -392,8 +398,9 @@ class Residency:
     def reserve(
         self, rank: int, owner: int, chain: Chain, tokens: int, pages: int
     ) -> tuple[int, ...] | None:
-        """Creates `owner` with `pages` pages, the first of which hold the first `tokens` cached
-        positions of the chain. Returns None, without any change, if too few pages are free."""
+        """Creates `owner` with `pages` pages. The first of them hold the first `tokens` positions
+        of the chain, which are cached. Returns the pages, or None if too few are free. Then nothing
+        changes."""
         ledger = self._ledgers[rank]
         if not tokens:
             return ledger.reserve(owner, pages)
@@ -404,13 +411,14 @@ class Residency:
         return ledger.extend(owner, pages - len(adopted))
 
     def keep(self, rank: int, owner: int, chain: Chain) -> None:
-        """Caches the blocks of `chain`, whose KV earlier commands write to the first pages of
-        `owner`. The owner still holds the pages."""
+        """Caches the blocks of `chain` while `owner` still holds the pages. Commands that were
+        already issued write the KV of the blocks to the owner's first pages."""
         if chain:
             self._trees[rank].keep(owner, chain)
 
     def let_go(self, rank: int, owner: int, chain: Chain = ()) -> None:
-        """Releases the pages of `owner`. The blocks of `chain`, in the first pages, stay cached."""
+        """Releases the pages of `owner`. The blocks of `chain`, which are in its first pages, stay
+        cached."""
         if chain:
             self._trees[rank].let_go(owner, chain)
         else:
@@ -422,13 +430,14 @@ class Residency:
 
     @property
     def snapshot_tokens(self) -> int:
-        """Number of tokens at whose multiples a prefill chunk may start after a hit, and snapshots
-        are made."""
+        """Number of tokens at whose multiples snapshots are made. After a cache hit, a prefill
+        chunk may start only at such a multiple."""
         return math.lcm(self.block_tokens, self.cut_tokens or 1)
 
     def use_snapshot(self, rank: int, chain: Chain, tokens: int) -> tuple[int, ...]:
-        """Returns the place (`Snapshots.place`) of the snapshot after the first `tokens` cached
-        positions. Commands that read it must be issued at once."""
+        """Records that a sequence continues after the first `tokens` cached positions. Returns the
+        pages or slot (`Snapshots.place`) of the snapshot there. The commands that read it must be
+        issued immediately."""
         return self.snapshots[rank].use(self._name_at(chain, tokens))
 
     def begin_restore(self, rank: int, owner: int, tokens: int) -> tuple[int, ...] | None:
@@ -438,7 +447,8 @@ class Residency:
     def wanted_snapshots(
         self, rank: int, chain: Chain, tokens: int, cached_tokens: int
     ) -> tuple[int, ...]:
-        """Returns the positions at which a prompt of `tokens` tokens should make snapshots."""
+        """Returns the positions at which a prompt of `tokens` tokens should make snapshots.
+        Positions whose snapshot is cached already are left out."""
         if not self.snapshots or not chain:
             return ()
         matched = self._trees[rank].match(chain) * self.block_tokens
@@ -452,23 +462,23 @@ class Residency:
         return self.snapshots[rank].begin(owner, tokens, rolling) if self.snapshots else None
 
     def begin_all_snapshots(self, rank: int, owner: int, cached: int, tokens: int) -> None:
-        """Begins a snapshot at each boundary of a prompt's computed blocks, if this costs nothing
-        (`Snapshots.begin_all`)."""
+        """Begins a snapshot at each boundary between a prompt's computed blocks, if the snapshots
+        take no extra memory (`Snapshots.begin_all`)."""
         if self.snapshots:
             self.snapshots[rank].begin_all(owner, cached, tokens, self.snapshot_tokens)
 
     def settle_snapshots(self, rank: int, owner: int, chain: Chain) -> None:
-        """Keeps the snapshots of a running sequence in the blocks of `chain`."""
+        """Caches those snapshots of a running sequence that are within the blocks of `chain`."""
         self._settle(rank, owner, chain, len(chain) * self.block_tokens)
 
     def forget_snapshots(self, rank: int, owner: int) -> None:
-        """Frees the slots of the snapshots that `owner` has begun."""
+        """Frees the slots of all pending snapshots of `owner`."""
         if self.snapshots:
             self._settle(rank, owner, ())
 
     def release_root(self, rank: int, owner: int, heir: int | None) -> None:
-        """Releases the pages of `owner`, which the sequences of a group share. Its snapshots belong
-        to the sequence `heir` from then on."""
+        """Releases the pages of `owner`, which the sequences of a group share. The snapshots of
+        `owner` then belong to the sequence `heir`. If `heir` is None, they are dropped."""
         self._ledgers[rank].free(owner)
         if self.snapshots and heir is not None:
             self.snapshots[rank].pass_on(owner, heir)
@@ -489,9 +499,9 @@ class Residency:
         return chain[tokens // self.block_tokens - 1]
 
     def clear(self, rank: int | None = None) -> int:
-        """Drops all blocks of a rank, or of all ranks, and returns their number. Sequences keep
-        their pages. Sequences from an earlier `epoch` must pass an empty chain to `let_go`, so that
-        their blocks are not cached."""
+        """Drops all blocks of a rank, or of all ranks if `rank` is None, and returns their number.
+        Sequences keep their pages. Sequences from an earlier `epoch` must pass an empty chain to
+        `let_go`, so that their blocks are not cached."""
         self.epoch += 1
         trees = self._trees if rank is None else self._trees[rank : rank + 1]
         blocks = sum([tree.clear() for tree in trees])

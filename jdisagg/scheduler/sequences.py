@@ -1,5 +1,5 @@
-"""The state of a request on a decode worker: a group, which reserves pages, and its children, one
-sequence for each sample of a request with n > 1.
+"""The state of a request on a decode worker. A group reserves pages. Its children are the
+sequences, one for each sample of a request with n > 1.
 
 `generated` holds all tokens of a sequence after the prompt, including those of earlier attempts.
 The sequence's KV is in the pages that the ledger lists under `key`. Positions count prompt and
@@ -21,7 +21,7 @@ from jdisagg.scheduler.residency import Chain
 
 def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> SampleSpec:
     """Returns the sampling parameters for the token after `generated`. Earlier tokens are included
-    only if needed (penalties, grammars)."""
+    only if sampling depends on them (penalties, grammars)."""
     penalised, constrained = request.sampling.penalised, request.sampling.grammar is not None
     return SampleSpec(
         child=child,
@@ -35,15 +35,16 @@ def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> Sam
 
 def wanted_of_prompt(request: Request, accepted: tuple[int, ...]) -> int | None:
     """Returns the number of log-probabilities per prompt token that a prefill must return, or None
-    for no log-probabilities. Returns None if the request has tokens from an earlier attempt,
-    because that attempt has returned the log-probabilities."""
+    if it must return none. If there are `accepted` tokens, the result is None, because the attempt
+    that generated them has returned the log-probabilities."""
     return None if accepted else request.sampling.prompt_logprobs
 
 
 class Stage(enum.Enum):
-    """RESERVED: has pages, but its KV has not all arrived. READY: has all KV, waits for a slot.
-    RUNNING: has a slot. SPILLED: is swapped out and has no pages. RETURNING: has pages, its KV is
-    being swapped in. ENDED: has neither slot nor pages."""
+    """The stage of a sequence on its decode worker. RESERVED: it has pages, but not all its KV has
+    arrived. READY: it has all KV and waits for a slot. RUNNING: it has a slot. SPILLED: it is
+    swapped out and has no pages. RETURNING: it has pages, and its KV is being swapped in. ENDED: it
+    has neither slot nor pages."""
 
     RESERVED = "reserved"
     READY = "ready"
@@ -63,7 +64,8 @@ class Sequence:
         limit: First position after the sequence's last allowed token. This position is never
             written.
         steps_count: Whether the results of steps that were in flight when the sequence was swapped
-            out are accepted. This is so if the sequence's state was copied after these steps.
+            out are accepted. They are accepted if the sequence's state was copied after these
+            steps.
         frozen: Whether the sequence runs no decode steps, because its last positions are being sent
             to another worker.
         told: Number of leading tokens of `generated` that were reported.
@@ -71,13 +73,13 @@ class Sequence:
         ngrams, acceptance: Search for the sequence's n-grams, and acceptance rate of its draft
             tokens (speculation.py).
         drafting: Number of the sequence's draft tokens in steps in flight.
-        drafted: Number of the last planned step in which the mesh drafted its next tokens.
-        predicted: Latest prediction that is not counted yet: its kind, the number of generated
-            tokens before it, and its tokens.
-        yielded_at: Time when the sequence was preempted for a request of higher priority; None if
-            it was not, or is swapped in again.
-        aside_seconds: Total seconds for which the sequence was swapped out for such requests
-            before.
+        drafted: Number of the last planned step in which the mesh drafted the sequence's next
+            tokens.
+        predicted: Latest prediction that is not compared with generated tokens yet: its kind, the
+            number of generated tokens before it, and its tokens.
+        yielded_at: Time when the sequence was preempted for a request of higher priority. None if
+            it was not preempted, or is swapped in again.
+        aside_seconds: Total seconds of earlier preemptions for requests of higher priority.
         returned_with: Number of generated tokens at the last swap-in; -1 before the first.
     """
 
@@ -103,7 +105,7 @@ class Sequence:
     yielded_at: float | None = None
     aside_seconds: float = 0.0
     returned_with: int = -1
-    # as long as there are fewer generated tokens than this, none ends the sequence or is reported
+    # while there are fewer generated tokens than this, no token ends the sequence or is reported
     uneventful: int = 0
 
     @property
@@ -122,20 +124,20 @@ class Sequence:
 
     @property
     def precedence(self) -> tuple[int, float, int, int]:
-        """Sort key by priority and age. The last sequence is preempted first."""
+        """Sort key by priority and age. The sequence that sorts last is preempted first."""
         return (-self.group.request.priority, *self.age_key)
 
     @property
     def order(self) -> tuple[float, int]:
         """Sort key among waiting requests, comparable with `WaitingReservation.order`. A preempted
-        sequence counts as waiting since its preemption."""
+        sequence is sorted by the time of its preemption."""
         since = self.group.arrival
         if self.yielded_at is not None:
             since = max(since, self.yielded_at - self.aside_seconds)
         return (since - head_start(self.group.request.priority), self.group.key)
 
     def yields_to(self, priority: int) -> bool:
-        """Returns whether the sequence is preempted for a request of this priority."""
+        """Returns whether the sequence may be preempted for a request of this priority."""
         return len(self.generated) > self.returned_with and yields(
             self.group.request.priority, self.aside_seconds, priority
         )
@@ -157,13 +159,13 @@ class SequenceGroup:
     rank.
 
     Attributes:
-        key: Owner of the pages until the group is ready.
+        key: Identifies the group, and owns the prompt's pages until the children are ready.
         copies: Copies of the prompt's shared last page as (rank, source page, destination page), to
             be made when all KV has arrived.
         until: Deadline of the group's `generate` call.
         cached_tokens: Number of leading positions whose KV was cached when pages were reserved.
-        chain: Names of the blocks of `known_tokens`. A clear of the prefix cache starts a new
-            `epoch` and invalidates the names.
+        chain: Hashes of the full blocks of `known_tokens`. They are invalid if the prefix cache was
+            cleared since, which starts a new `epoch`.
         computes: Whether this mesh computes the prompt's uncached tokens.
         suspended_until: Time until which the group is paused with its KV in host memory; None if it
             is not paused.
@@ -204,9 +206,9 @@ class SequenceGroup:
 
 @plain
 class ChildProgress:
-    """New tokens of one child, and whether the child ended (`finish`, `preempted`, `moved`) or was
-    swapped out (`aside`). `first_index` is the index of `token_ids[0]` among the generated
-    tokens."""
+    """New tokens of one child. `finish`, `preempted` and `moved` state why the child ended, if it
+    did. `aside` means that it was swapped out. `first_index` is the index of `token_ids[0]` among
+    the generated tokens."""
 
     group_key: int
     child: int

@@ -1,13 +1,13 @@
-"""Tracks which prompts of one mesh share a prefix, so that their common blocks are computed once.
+"""Finds prompts of one mesh that share a prefix, so that their common blocks are computed once.
 
-Each prompt of the mesh is registered with the names of its blocks. A prompt whose next block is
-also a block of an earlier prompt (the leader) may wait until the leader's chunks with the common
-blocks are issued. Later commands then find their KV in pages. If the leader ends earlier, the
-waiting prompt waits for another prompt, or computes the blocks itself.
+Each prompt of the mesh is registered with the hashes of its blocks. If the next block of a prompt
+is also a block of an earlier prompt (the leader), the prompt may wait until the leader's chunks
+with the common blocks are issued. It then uses the leader's KV from pages. If the leader ends
+earlier, the prompt waits for another leader, or computes the blocks itself.
 
 A prompt waits only for prompts that precede it in the queue or have begun. So prompts never wait
-for each other in a cycle. `waiting_pays` compares the predicted seconds with and without waiting.
-Pure.
+for each other in a cycle. `waiting_pays` compares the predicted time with and without waiting. Does
+no I/O.
 
 Invariants (each is a test of the same name in tests/scheduler/test_shared_prompts.py):
 - a_prompt_waits_for_blocks_that_another_will_compute_and_for_no_others
@@ -38,36 +38,40 @@ class Leader:
 class _Prompt:
     order: Order
     chain: Chain
-    reached: int = 0  # leading blocks whose chunks are issued
+    reached: int = 0  # number of leading blocks whose chunks are issued
     begun: bool = False
     stalled: bool = False
     waits: Leader | None = None
-    followers: dict[int, int] = field(default_factory=dict)  # key: number of common blocks
+    followers: dict[int, int] = field(default_factory=dict)  # number of common blocks by key
 
 
 class SharedPrompts:
-    """The prompts of one mesh whose blocks are not all computed."""
+    """Finds, among the prompts of one mesh, those that wait for blocks of other prompts. A prompt
+    is registered until all its blocks are computed."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, _Prompt] = {}
-        self._makers: dict[bytes, dict[int, None]] = {}  # prompts by the blocks in their chains
+        self._makers: dict[bytes, dict[int, None]] = {}  # prompts that have each block
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def begin(self, key: int, order: Order, chain: Chain) -> None:
-        """Registers a prompt. `order` is its place in the queue."""
+        """Registers a prompt. `order` is its sort key in the queue. `chain` has the names of its
+        blocks."""
         self._prompts[key] = _Prompt(order, chain)
         for name in chain:
             self._makers.setdefault(name, {})[key] = None
 
     def leader(self, key: int, useful: Chain, known: int) -> Leader | None:
-        """Returns the prompt that will compute most of the next blocks of prompt `key`, or None.
-        Among equals, returns the prompt that was registered first.
+        """Returns the prompt that will compute most of the next blocks of prompt `key`, or None if
+        no prompt will compute the next block. If several compute equally many, returns the one that
+        was registered first.
 
         Args:
-            useful: Names of the prompt's blocks that need not be computed if they are cached.
-            known: Number of leading blocks of `useful` that are in pages.
+            key: The prompt.
+            useful: Hashes of the prompt's blocks that it need not compute if they are cached.
+            known: Number of leading blocks of `useful` whose KV is in pages.
         """
         if known >= len(useful):
             return None
@@ -89,13 +93,14 @@ class SharedPrompts:
         return self._prompts[key].waits is not None
 
     def started(self, key: int) -> None:
-        """Records that a prompt has pages, so that any other prompt may wait for it."""
+        """Records that a prompt has pages. From now on prompts that precede it in the queue may
+        wait for it, too."""
         if (prompt := self._prompts.get(key)) is not None:
             prompt.begun = True
 
     def reached(self, key: int, blocks: int) -> tuple[int, ...]:
         """Records that the chunks with a prompt's first `blocks` blocks are issued. Returns the
-        prompts that need not wait any longer."""
+        keys of the prompts that need not wait any longer."""
         prompt = self._prompts.get(key)
         if prompt is None:
             return ()
@@ -103,14 +108,15 @@ class SharedPrompts:
         return self._release(prompt, blocks)
 
     def stall(self, key: int) -> tuple[int, ...]:
-        """Records that a prompt is not computed for now. Returns the prompts that waited for it."""
+        """Records that a prompt is not computed for now. Returns the keys of the prompts that
+        waited for it."""
         prompt = self._prompts[key]
         prompt.stalled = True
         return self._release(prompt, len(prompt.chain))
 
     def end(self, key: int) -> tuple[int, ...]:
-        """Removes a prompt that has ended or was computed. Returns the prompts that still waited
-        for it. Idempotent."""
+        """Removes a prompt that was computed or cancelled. Returns the keys of the prompts that
+        still waited for it. Idempotent."""
         prompt = self._prompts.pop(key, None)
         if prompt is None:
             return ()
@@ -132,7 +138,8 @@ class SharedPrompts:
 
 
 def _common(one: Chain, other: Chain) -> int:
-    """Returns the number of leading blocks that two chains have in common."""
+    """Returns the number of leading blocks that two prompts have in common, given the names of
+    their blocks."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # equal names imply that all earlier names are equal
         middle = (low + high + 1) // 2
@@ -141,8 +148,8 @@ def _common(one: Chain, other: Chain) -> int:
 
 
 class ChunkTimes:
-    """Measured durations of prefill chunks, which run in the order of their issue. All times `now`
-    must be from one clock.
+    """Measured durations of prefill chunks, which run in the order in which they are issued. All
+    times must be from one clock.
 
     Args:
         largest: Number of tokens of the longest chunk.
@@ -152,15 +159,15 @@ class ChunkTimes:
         self._largest = largest
         self._price = MovePrice()
         self._issued: deque[float] = deque()  # times of issue of the chunks in flight
-        self._idle_from = 0.0  # when the latest command before them ended
+        self._idle_from = 0.0  # when the latest finished command ended
 
     def issued(self, now: float) -> None:
-        """Records the issue of a chunk."""
+        """Records that a chunk is issued at time `now`."""
         self._issued.append(now)
 
     def computed(self, chunk_tokens: int, now: float) -> float:
-        """Records the end of the chunk that was issued first. Returns the chunk's seconds, without
-        the time of earlier commands."""
+        """Records the end of the chunk that was issued first. Returns the duration of this chunk in
+        seconds, without the time in which earlier commands ran."""
         seconds = now - max(self._issued.popleft(), self._idle_from)
         self.took(chunk_tokens, seconds)
         return seconds
@@ -174,9 +181,9 @@ class ChunkTimes:
         self._price.add(chunk_tokens, seconds)
 
     def seconds(self, tokens: int) -> float:
-        """Returns the predicted time to compute `tokens` tokens in as few chunks as possible.
-        Before the first measurement, returns `tokens`. While all measured chunks had similar
-        lengths, the time is proportional to the tokens."""
+        """Returns the predicted seconds to compute `tokens` tokens in as few chunks as possible.
+        While all measured chunks had similar lengths, the time is proportional to the tokens.
+        Before the first measurement, returns the number of tokens, which is enough to compare."""
         line = self._price.line()
         if line is None:
             return tokens
@@ -200,10 +207,10 @@ def waiting_pays(
     prompts before it. If it waits, its first chunk begins after the leader's last.
 
     Args:
-        queued: For each rank, number of tokens that are computed before the prompt. Without the
-            leader's tokens if `rank` is None.
+        queued: For each rank, the number of tokens that are computed before the prompt. If `rank`
+            is None, the leader's tokens are not included.
         rank: Rank of the leader; None if the leader has no pages yet.
-        leader_tokens: Number of the leader's tokens that are not issued.
+        leader_tokens: Number of the leader's tokens that are in no issued chunk.
         tokens: Number of the prompt's tokens to compute if it does not wait.
         common_tokens: Number of those tokens that the leader computes.
     """

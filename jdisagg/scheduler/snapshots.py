@@ -1,18 +1,18 @@
 """Assigns the snapshot slots of one data-parallel rank, and decides which snapshots stay.
 
 A sequence that continues a cached prefix needs the prefix's KV, which is in pages, and the
-recurrent state at the prefix's end. A snapshot is a copy of the state, in a slot like those of
-sequences. It is kept under the name of the prefix's last block, and dropped with or before this
-block. `scheduler/window_pages.py` keeps sliding windows in the same way, without copies.
+recurrent state at the prefix's end. A snapshot is a copy of this state. It is in a slot like the
+slots of sequences, is stored under the name of the prefix's last block, and is dropped with or
+before this block. `scheduler/window_pages.py` does the same for sliding windows, without copies.
 
 Snapshots are made at three places: the last block boundary of a prompt, the end of a cached prefix
 that has no snapshot there (a branch), and the last block boundary of an answer. A snapshot is
-pending while a running sequence owns it, because its block is not cached yet. It is kept when the
-sequence releases its pages.
+pending while a running sequence owns it, because its block is not cached yet. It is kept, which
+means cached, when the sequence releases its pages.
 
 When a slot is needed and none is free, the snapshot with the lowest value is dropped (greedy dual
-algorithm). The value is the snapshot's number of tokens times its number of uses, plus the value of
-the snapshot that was dropped last, so that unused snapshots age. Pure.
+algorithm). The value is the snapshot's number of tokens times (1 + its number of uses), plus the
+value of the snapshot that was dropped last, so that unused snapshots age. Does no I/O.
 
 Invariants (each is a test of the same name in tests/scheduler/test_snapshots.py):
 - free_pending_and_kept_slots_are_all_slots
@@ -23,13 +23,13 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-SPARE_ENTRIES = 64  # of the heap, before outdated entries are removed
+SPARE_ENTRIES = 64  # heap entries beyond twice the snapshots before outdated ones are removed
 
 
 @dataclass(slots=True)
 class Kept:
-    """A snapshot of a cached prefix of `tokens` tokens, used `hits` times. `share` scales its value
-    until it is used."""
+    """A cached snapshot after a prefix of `tokens` tokens, used `hits` times. Its value is
+    multiplied by `share` until its first use."""
 
     slot: int
     tokens: int
@@ -40,8 +40,8 @@ class Kept:
 
 @dataclass(slots=True)
 class Pending:
-    """A snapshot of a running sequence (its owner) after `tokens` tokens. With `rolling`, the owner
-    overwrites the snapshot at each later block boundary."""
+    """A snapshot of a running sequence (its owner) after `tokens` tokens. If `rolling` is set, the
+    owner overwrites the snapshot at each later block boundary."""
 
     slot: int
     tokens: int
@@ -62,12 +62,12 @@ class Snapshots:
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
         self._kept: dict[bytes, Kept] = {}
         self._pending: dict[int, list[Pending]] = {}
-        self._clock = 0.0  # worth of the last snapshot dropped for room
-        # heap of worths and names of kept snapshots, with outdated entries
+        self._clock = 0.0  # value of the last snapshot that was dropped for room
+        # heap of (value, name) of kept snapshots; it may have outdated entries
         self._order: list[tuple[float, bytes]] = []
         self.made = self.used = self.evicted = 0
-        # called with the name and tokens of a snapshot before it is overwritten, if a prompt ended
-        # or branched there or continued from it
+        # Function that is called with the name and tokens of a snapshot before it is overwritten.
+        # It is called only if a prompt ended or branched at the snapshot, or continued from it.
         self.on_evicted: Callable[[bytes, int], None] | None = None
 
     def __len__(self) -> int:
@@ -93,16 +93,17 @@ class Snapshots:
         return sum(map(len, self._pending.values()))
 
     def place(self, name: bytes) -> tuple[int, ...]:
-        """Returns the pages of a kept snapshot, of which a state slot is one. They must be read by
-        a command issued at once."""
+        """Returns the pages of a kept snapshot. For a snapshot in a state slot, this is only the
+        slot's number. The command that reads them must be issued immediately, because they may be
+        reused later."""
         return (self._kept[name].slot,)
 
     def tokens(self, name: bytes) -> int:
-        """Returns the number of tokens of a kept snapshot."""
+        """Returns the number of tokens after which a kept snapshot was made."""
         return self._kept[name].tokens
 
     def use(self, name: bytes) -> tuple[int, ...]:
-        """Records that a sequence continues from a snapshot. Returns its `place`."""
+        """Records that a sequence continues from a snapshot. Returns the snapshot's `place`."""
         found = self._kept[name]
         found.hits += 1
         found.share = 1.0
@@ -112,8 +113,8 @@ class Snapshots:
 
     def begin(self, owner: int, tokens: int, rolling: bool = False) -> int | None:
         """Assigns a slot to a snapshot of `owner` after `tokens` tokens. A rolling snapshot
-        replaces the owner's earlier rolling one, and any earlier one if half of the slots are
-        pending. Returns None if all slots are pending."""
+        replaces the owner's earlier rolling one. If half of all slots are pending, it replaces any
+        earlier snapshot of the owner. Returns None if all slots are pending."""
         mine = self._pending.setdefault(owner, [])
         crowded = 2 * self.pending >= self.total
         reused = [one for one in mine if rolling and (one.rolling or crowded)]
@@ -128,8 +129,9 @@ class Snapshots:
         return mine[-1].slot
 
     def begin_all(self, owner: int, cached: int, tokens: int, multiple: int) -> None:
-        """Begins a snapshot of `owner` at each multiple of a number of tokens after its `cached`
-        tokens, if the snapshots take no room."""
+        """Begins a snapshot of `owner` at each multiple of `multiple` tokens between `cached` and
+        `tokens`. Does so only if snapshots take no extra memory, so it does nothing for snapshots
+        in slots."""
 
     def pass_on(self, owner: int, new_owner: int) -> None:
         """Makes `new_owner` the owner of all pending snapshots of `owner`."""
@@ -137,20 +139,22 @@ class Snapshots:
             self._pending.setdefault(new_owner, []).extend(self._pending.pop(owner))
 
     def begin_restore(self, owner: int, tokens: int) -> tuple[int, ...] | None:
-        """Assigns a place to a snapshot after `tokens` tokens that is being restored, instead of
-        the owner's earlier one. Returns None if there is no room."""
+        """Assigns a place to a snapshot after `tokens` tokens that is being restored. The place
+        replaces the owner's earlier one. Returns None if there is no room."""
         slot = self.begin(owner, tokens, rolling=True)
         return None if slot is None else (slot,)
 
     def settle(
         self, owner: int, name_at: Callable[[int], bytes | None], most: int | None = None
     ) -> None:
-        """Keeps the pending snapshots of `owner` and frees those that cannot be used.
+        """Caches the pending snapshots of `owner`. Frees those whose block is not cached or has a
+        snapshot already.
 
         Args:
-            name_at: Returns the name of the cached block that ends after a number of tokens of the
-                owner's sequence; None if no such block is cached.
-            most: Snapshots of more tokens than this stay pending; None settles all.
+            name_at: Function that returns the name of the cached block that ends after a number of
+                tokens of the owner's sequence. Returns None if no such block is cached.
+            most: Snapshots after more tokens than this stay pending; None means that none stays
+                pending.
         """
         pending = self._pending.pop(owner, [])
         now = pending if most is None else [one for one in pending if one.tokens <= most]
@@ -168,7 +172,7 @@ class Snapshots:
                 self.add(name, one.slot, one.tokens, one.share)
 
     def add(self, name: bytes, slot: int, tokens: int, share: float = 1.0) -> None:
-        """Keeps a complete snapshot under the name of a cached block."""
+        """Caches a complete snapshot under the name of a block."""
         kept = self._kept[name] = Kept(slot, tokens, 0, 0.0, share)
         self._value(name, kept)
         self.made += 1
@@ -198,8 +202,8 @@ class Snapshots:
             heapq.heapify(self._order)
 
     def _make_room(self, cheap: bool = False) -> bool:
-        """Drops the snapshot with the lowest value. With `cheap`, drops none of full value. Returns
-        whether it dropped one."""
+        """Drops the snapshot with the lowest value. If `cheap` is set, drops only a snapshot whose
+        `share` is below 1. Returns whether a snapshot was dropped."""
         while self._order:
             worth, name = self._order[0]
             kept = self._kept.get(name)
@@ -215,7 +219,8 @@ class Snapshots:
         return False
 
     def _settled(self, owner: int, one: Pending) -> None:
-        """Called before a pending snapshot of `owner` is kept."""
+        """Hook that is called before a pending snapshot of `owner` is kept. Does nothing for
+        snapshots in slots."""
 
     def _give_back(self, slot: int) -> None:
         self._free.append(slot)
@@ -227,8 +232,8 @@ def wanted_snapshots(tokens: int, cached: int, matched: int, multiple: int) -> t
     Args:
         tokens: Number of tokens of the prompt.
         cached: Number of leading tokens that are not computed.
-        matched: Number of leading tokens whose KV is cached. More than `cached` if the prompt
-            leaves another sequence at a place without a snapshot.
+        matched: Number of leading tokens whose KV is cached. It is more than `cached` if the cached
+            prefix has no snapshot at its end.
         multiple: Snapshots are made at multiples of this number.
     """
     last = (tokens - 1) // multiple * multiple

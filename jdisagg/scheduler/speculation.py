@@ -1,16 +1,16 @@
-"""Decides which draft tokens a decode step verifies. Pure: times are given as measured.
+"""Decides which draft tokens a decode step verifies. Does no I/O.
 
 A draft costs extra rows in a step and saves a step if it is accepted. The number of drafts depends
-only on measurements: the acceptance rates of each sequence and of all sequences, and the seconds of
+only on measurements: the acceptance rates of each sequence and of all sequences, and the times of
 steps with and without drafts in a batch of this size (`draft_worth.py`). A step without drafts runs
 the ordinary program.
 
-The goal is a low mean time per token over all sequences. A step with drafts takes longer, so that
-sequences without an accepted draft become slower. The extra rows are given to the sequences that
-lower this mean most.
+The goal is a low mean time per token over all sequences. A step with drafts takes longer, so
+sequences without an accepted draft become slower. The extra rows are therefore given to the
+sequences that lower the mean most.
 
-Draft tokens change no stream (`executor/draft_rows.py`), so wrong predictions or estimates cost
-only time."""
+Drafts never change the tokens that are generated (`executor/draft_rows.py`), so wrong predictions
+or estimates cost only time."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -23,17 +23,17 @@ from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.ngram import SIZES, NgramSearch
 from jdisagg.scheduler.sequences import Sequence
 
-# Tokens that a mesh drafts for a sequence in each step, with the checkpoint's next-token layer.
+# Number of tokens that a mesh drafts for a sequence in each step with the next-token layer.
 CHAIN = 3
-# Host time of a sequence's predictions before any is measured, and the weight of each measurement
-# in their running mean.
+# Assumed host time of one sequence's prediction before any is measured, and the weight of each
+# measurement in the running mean.
 PREDICTION_SECONDS = 40e-6
 _WEIGHT = 0.1
 
 
 class Draft(NamedTuple):
     """Predicted tokens after a sequence's known tokens. Acceptance is measured separately for each
-    `kind` of the drafter's predictions."""
+    `kind` of prediction that the drafter makes."""
 
     kind: int
     tokens: tuple[int, ...]
@@ -55,7 +55,7 @@ class Drafter(Protocol):
 
     def draft(self, child: Sequence, most: int) -> Draft | None:
         """Returns a prediction of up to `most` tokens after the tokens of `child.generated`, or
-        None."""
+        None if there is no prediction."""
         ...
 
 
@@ -74,9 +74,9 @@ class NgramDrafter:
 
 
 class NextTokenDrafter:
-    """Plans drafts that the mesh computes with a next-token layer or an EAGLE-3 head
-    (`executor/next_tokens.py`). The tokens of its drafts are placeholders. Each step with drafts
-    computes the drafts of the next step."""
+    """Plans drafts that the mesh itself computes with a next-token layer or an EAGLE-3 head
+    (`executor/next_tokens.py`). The scheduler does not know these tokens and uses placeholders.
+    Each step with drafts computes the drafts of the next step."""
 
     kinds = 1
     on_mesh = True
@@ -89,16 +89,16 @@ class NextTokenDrafter:
 
 
 class Planned(NamedTuple):
-    """Drafts of one sequence in a step: the drafts to verify, the kind of prediction, and the
-    expected number of accepted drafts."""
+    """The planned drafts of one sequence in a step: the drafts to verify, the kind of prediction,
+    and the expected number of accepted drafts."""
 
     drafts: DraftRow
     kind: int
     expected: float
 
 
-# A sequence's place, the sequence, its prediction, its extra rows and the number of drafts that are
-# expected to be accepted.
+# (rank and row of a sequence, the sequence, its prediction, its number of extra rows, the expected
+# number of accepted drafts)
 Share = tuple[tuple[int, int], Sequence, Draft, int, float]
 StepKind = tuple[int, bool, bool, bool]  # batch size, and variant: shaped, sampled, masked
 
@@ -107,7 +107,7 @@ class Speculation:
     """Plans the drafts of decode steps on one mesh.
 
     Args:
-        clock: Function that returns the processor seconds of the planning thread.
+        clock: Function that returns the CPU seconds of the planning thread.
 
     Attributes:
         drafted, accepted: Number of drafts verified and accepted so far.
@@ -117,21 +117,21 @@ class Speculation:
         self, limits: MeshLimits, drafter: Drafter, clock: Callable[[], float] = lambda: 0.0
     ) -> None:
         self._limits, self._drafter, self._clock = limits, drafter, clock
-        self._predicting = PREDICTION_SECONDS  # running mean for a sequence
+        self._predicting = PREDICTION_SECONDS  # running mean of seconds per sequence
         self._worth: dict[StepKind, DraftWorth] = {}
         self._overall = self._unmeasured()
         self.drafted = self.accepted = 0
         self._taken = (0, 0)
-        # Of the step whose result is being read: expected and accepted drafts, and the sum over
-        # sequences of the part of their time per token that was saved.
+        # For the step whose result is being read: the expected and the accepted number of drafts,
+        # and the share of time per token that drafts saved, summed over sequences.
         self._expected, self._came, self._relief = 0.0, 0, 0.0
-        self._looked = self._skips = 0  # steps last skipped, and those still to be skipped
-        self._steps = 0  # steps planned
+        self._looked = self._skips = 0  # length of the last pause, and steps left of this pause
+        self._steps = 0  # number of planned steps
 
     @staticmethod
     def of(limits: MeshLimits, clock: Callable[[], float]) -> "Speculation | None":
-        """Returns the speculation of a mesh; None if it verifies no drafts. `clock` is as in the
-        constructor."""
+        """Returns the speculation of a mesh, or None if the mesh verifies no drafts. `clock` is as
+        in the constructor."""
         runs = limits.speculates and limits.longest_run > 1
         drafter = NextTokenDrafter(limits.draft_layer) if limits.draft_layer else NgramDrafter()
         return Speculation(limits, drafter, clock) if runs else None
@@ -143,22 +143,29 @@ class Speculation:
     def kind(
         self, active: Rows[Rows[Sequence]], shaped: bool, sampled: bool, masked: bool
     ) -> StepKind:
-        """Returns the key under which the times of a step are measured."""
+        """Returns the batch size and variant of a step. Times are measured separately for each of
+        them."""
         width = max(1, *map(len, active))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
         return bucket, shaped, sampled, masked
 
     def rests(self) -> bool:
-        """Returns whether the next step rests: it makes no predictions, has no drafts and is not
-        measured, so that speculation costs it no time. Must be called once per step."""
+        """Returns whether speculation pauses for the next step. The step then has no predictions
+        and no drafts and is not measured, so that speculation costs no time. Must be called once
+        per step."""
         self._steps += 1
         rests = self._skips > 0
         self._skips -= rests
         return rests
 
     def plan(self, active: Rows[Rows[Sequence]], kind: StepKind) -> dict[tuple[int, int], Planned]:
-        """Returns the drafts of the next step by (rank, row). `active` are the running sequences of
-        each rank. Empty if drafts are not worth their time. Not called for a step that rests."""
+        """Returns the drafts of the next step by (rank, row). Empty if drafts are not worth their
+        time. Must not be called for a step for which speculation pauses.
+
+        Args:
+            active: Running sequences of each rank.
+            kind: Batch size and variant of the step.
+        """
         worth, sequences, began = self._worth_of(kind), sum(map(len, active)), self._clock()
         if self._drafter.on_mesh and worth.due:
             self._forget(active)
@@ -182,8 +189,12 @@ class Speculation:
 
     def _shares(self, active: Rows[Rows[Sequence]], room: int) -> tuple[list[Share], float]:
         """Predicts tokens of the running sequences, and divides each rank's `room` extra rows among
-        them. Returns the shares, and the expected number of tokens relative to a step without
-        drafts."""
+        them.
+
+        Returns:
+            The shares, and the expected number of tokens of the step relative to a step without
+                drafts.
+        """
         shares: list[Share] = []
         token_time = 0.0
         for rank, children in enumerate(active):
@@ -211,8 +222,9 @@ class Speculation:
     def _planned(
         self, at: tuple[int, int], child: Sequence, draft: Draft, count: int, gain: float
     ) -> dict[tuple[int, int], Planned]:
-        """Returns the drafts of a sequence in a step, `count` of which are verified. If the mesh
-        drafts, the step also computes the drafts of the next step, even if it verifies none."""
+        """Returns the drafts of a sequence in a step. The step verifies `count` of them. If the
+        mesh drafts, the step also computes the drafts of the next step, even if it verifies
+        none."""
         if not self._drafter.on_mesh:
             drafts = DraftRow(*at, child.position + 1, draft.tokens, count)
             return {at: Planned(drafts, draft.kind, gain)} if count else {}
@@ -221,22 +233,23 @@ class Speculation:
         return {at: Planned(DraftRow(*at, 0, (), count), draft.kind, gain)}
 
     def _ahead(self, child: Sequence) -> int:
-        """Returns the number of tokens in flight that must equal the prediction for its drafts to
-        be useful. 0 if the mesh drafts, because it drafts after the actual tokens."""
+        """Returns the number of tokens in flight that a prediction must have guessed before its
+        drafts. The drafts are useless if one of these tokens is wrong. 0 if the mesh drafts,
+        because it drafts after the actual tokens."""
         if self._drafter.on_mesh:
             return 0
         return child.issued_position - child.position + child.drafting
 
     def _forget(self, active: Rows[Rows[Sequence]]) -> None:
-        """Resets the acceptance rates, which are outdated: drafts of the mesh can only be counted
-        if they are verified."""
+        """Resets the acceptance rates, because they are outdated. The mesh's drafts were not
+        counted while no step verified them."""
         self._overall = self._unmeasured()
         for child in (child for children in active for child in children):
             child.acceptance = self._unmeasured()
 
     def _draft(self, child: Sequence) -> tuple[float, Draft] | None:
-        """Returns a prediction for a sequence, and the probability that a predicted token is
-        correct given that all earlier ones are."""
+        """Returns a prediction for a sequence, with the probability that a predicted token is
+        correct provided that all earlier ones are. Returns None if nothing can be predicted."""
         left = child.issued_limit - 1 - child.issued_position
         if left < 1:
             return None
@@ -252,7 +265,8 @@ class Speculation:
         return own.estimate(self._overall[draft.kind].estimate()), draft
 
     def _count(self, child: Sequence) -> None:
-        """Compares the latest prediction with the tokens generated since then."""
+        """Compares the latest prediction with the tokens generated since then, and updates the
+        acceptance rates."""
         if child.predicted is None:
             return
         kind, first, tokens = child.predicted
@@ -270,8 +284,16 @@ class Speculation:
         self, found: Rows[tuple[float, Draft] | None], ahead: Rows[int], room: int
     ) -> tuple[list[int], list[float]]:
         """Divides a rank's extra rows among its sequences, so that their mean time per token is
-        lowest. Returns for each sequence the number of rows, and the expected number of accepted
-        drafts."""
+        lowest.
+
+        Args:
+            found: For each sequence, its acceptance probability and prediction, or None.
+            ahead: For each sequence, the result of `_ahead`.
+            room: Number of extra rows.
+
+        Returns:
+            For each sequence, the number of rows, and the expected number of accepted drafts.
+        """
         longest = self._limits.longest_run - 1
         values: list[tuple[float, float, int]] = []
         for index, one in enumerate(found):
@@ -289,7 +311,8 @@ class Speculation:
         return counts, gains
 
     def verified(self, child: Sequence, planned: Planned, accepted: int) -> None:
-        """Counts the drafts of a sequence in a step."""
+        """Counts the drafts of a sequence that a step verified, and how many of them were
+        accepted."""
         count = planned.drafts.count
         accepted = max(0, min(accepted, count))
         self.drafted += count
@@ -308,8 +331,8 @@ class Speculation:
         return self.drafted - drafted, self.accepted - accepted
 
     def took(self, kind: StepKind, seconds: float, drafts: bool, sequences: int) -> None:
-        """Records the seconds of a step of `sequences`, after `verified` was called for its
-        drafts."""
+        """Records the duration of a step of `sequences` sequences. `verified` must have been called
+        for all drafts of the step."""
         left = sequences - self._relief
         self._worth_of(kind).took(
             seconds,

@@ -1,13 +1,15 @@
 """Decides which preempted sequences are swapped out to host memory, and which is swapped in next.
-Sequences of paused (suspended) requests are swapped out, too, until the requests resume.
+The sequences of paused (suspended) requests are swapped out, too, until the requests resume.
 
 A swapped-out sequence has no slot and no pages. It continues when it gets both again. A sequence is
 swapped out only if host memory has room and copying back was measured to be faster than
-recomputing. Steps in flight change a sequence's recurrent state and ring buffers before these are
-copied. The results of these steps are therefore accepted; otherwise they are dropped. Free pages go
-to the oldest swapped-out sequence or waiting request (`scheduler/reservations.py`).
+recomputing. Free pages go to the oldest swapped-out sequence or waiting request
+(`scheduler/reservations.py`).
 
-Pure. Invariants (each is a test of the same name in tests/scheduler/test_spills.py):
+If a model has recurrent state or ring buffers, steps in flight change these before they are copied.
+The results of such steps are therefore accepted. For other models the results are dropped.
+
+Does no I/O. Invariants (each is a test of the same name in tests/scheduler/test_spills.py):
 - what_lies_there_never_exceeds_its_room
 - the_oldest_comes_back_first
 - what_ended_takes_no_room"""
@@ -23,7 +25,8 @@ from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import Sequence, Stage
 
-# Sequences copied out at a time, and also copied back. Each stages one batch outside the pages.
+# Number of sequences that are swapped out at the same time, and of those swapped in. Each needs
+# memory outside the pages for one batch.
 SPILLS_AT_ONCE = 2
 
 Batch = tuple[HostPiece, ...]
@@ -38,11 +41,12 @@ class Spill:
         batches: Pieces of the KV of positions [0, tokens), in the order in which they are copied to
             host memory: last positions first.
         whole: Pieces of the recurrent state and of the ring buffers.
-        chain: Names of the sequence's first blocks. A clear of the prefix cache starts a new
-            `epoch` and invalidates the names.
+        chain: Hashes of the sequence's first blocks. They are invalid if the prefix cache was
+            cleared since, which starts a new `epoch`.
         until: Deadline by which the sequence must have pages again.
         written: Whether all pieces and their checksums are in host memory.
-        guest: Ledger owner that holds the pages not copied to host memory yet; 0 if all are copied.
+        guest: Ledger owner of the pages that are not copied to host memory yet; 0 if all are
+            copied.
     """
 
     child: Sequence
@@ -80,7 +84,7 @@ class Spills:
         self._prices = prices
         self._state_bytes = limits.kv_spec.state.bytes_per_token
         self._windowed_bytes = limits.kv_spec.windowed.bytes_per_token if limits.ring_pages else 0
-        # the results of steps in flight count (`Sequence.steps_count`)
+        # whether the results of steps in flight are accepted (`Sequence.steps_count`)
         self.steps_count = limits.kv_spec.has_state or limits.ring_pages > 0
         self._token_bytes = limits.sent.bytes_per_token
         self._spills: dict[int, Spill] = {}  # by their child's key
@@ -93,7 +97,7 @@ class Spills:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of host memory that swapped-out sequences take."""
+        """Number of bytes of host memory that are used by swapped-out sequences."""
         return sum([spill.bytes for spill in self._spills.values()])
 
     def bytes_of(self, batches: list[Batch]) -> int:
@@ -107,9 +111,9 @@ class Spills:
         return sum([one.block_tokens * each[one.kind] for one in offers if one.group == 0])
 
     def refusal(self, child: Sequence) -> str:
-        """Returns the reason why a sequence should be recomputed instead of swapped out, or "".
-        Reasons: "off", "early" (its KV has not all arrived), "busy" (too many copies in flight),
-        "price" (recomputing is faster)."""
+        """Returns the reason why a sequence should be recomputed instead of swapped out, or "" if
+        it should be swapped out. Reasons: "off", "early" (not all its KV has arrived), "busy" (too
+        many copies in flight), "price" (recomputing is faster)."""
         grammar = child.group.request.sampling.grammar is not None
         # with a grammar, or with drafts in flight, the number of tokens in flight is unknown
         if not self.room_bytes or (self.steps_count and (grammar or child.drafting)):
@@ -127,7 +131,8 @@ class Spills:
         self._spills[spill.child.key] = spill
 
     def next(self) -> Spill | None:
-        """Returns the oldest swapped-out sequence that waits for pages, or None."""
+        """Returns the oldest swapped-out sequence that waits for pages, or None if no sequence
+        waits."""
         waiting = [
             one
             for one in self._spills.values()
@@ -136,7 +141,7 @@ class Spills:
         return min(waiting, key=lambda spill: spill.order, default=None)
 
     def ended(self) -> tuple[Spill, ...]:
-        """Removes and returns swapped-out sequences that have ended (cancelled, expired)."""
+        """Removes and returns swapped-out sequences whose requests were cancelled or expired."""
         gone = [one for one in self._spills.values() if one.child.stage is Stage.ENDED]
         for spill in gone:
             del self._spills[spill.child.key]
@@ -157,10 +162,10 @@ class Spills:
 
 
 def batch_ranges(limits: MeshLimits, named_tokens: int, block_tokens: int, tokens: int) -> Ranges:
-    """Splits positions [0, tokens) into ranges [start, end) that are copied to host memory in
-    batches. The last positions come first, so that whole pages become free after each batch. The
-    first `named_tokens` positions belong to cacheable blocks of `block_tokens` tokens. Each of
-    these blocks is a separate range."""
+    """Splits positions [0, tokens) into ranges [start, end), grouped into the batches in which they
+    are copied to host memory. The last positions come first, so that whole pages become free after
+    each batch. The first `named_tokens` positions belong to cacheable blocks of `block_tokens`
+    tokens, each of which is a separate range."""
     unit = block_tokens or math.lcm(limits.page_size, limits.granule_tokens)
     step = -(-limits.chunk_buckets[-1] // unit) * unit
     batches: Ranges = []

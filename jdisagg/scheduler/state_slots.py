@@ -1,5 +1,5 @@
 """Assigns the slots for recurrent state and sliding-window ring buffers on each rank of one mesh.
-Pure.
+Does no I/O.
 
 A sequence holds a slot from before its prefill until it ends. If the model has neither recurrent
 state nor ring buffers (`MeshLimits.ring_pages`), no slots are used and there is always room. The
@@ -15,7 +15,8 @@ from jdisagg.scheduler.window_pages import WindowPages, WindowSnapshots
 
 
 def snapshots_of(limits: MeshLimits, windows: Sequence[WindowPages] = ()) -> Sequence[Snapshots]:
-    """Returns the snapshots of each rank of a mesh; empty if cache hits need no snapshots.
+    """Creates the snapshots of each rank of a mesh. Returns an empty list if cache hits need no
+    snapshots.
 
     Args:
         windows: Pages of sliding-window layers of each rank, if these layers have pages of their

@@ -1,5 +1,5 @@
 """Decides what a decode mesh does next: prefill, decode, both in one program, wait, or interrupt
-the running span (one command of many decode steps). Pure.
+the running span (one command of many decode steps). Has no side effects.
 
 CHUNKED mode runs prefill chunks together with decode steps. The predicted time of both together,
 which is the gap between two tokens of a running sequence, is at most `GAP_STEPS` times the measured
@@ -8,15 +8,15 @@ nearly as many prompt tokens per second as the best one (`EFFICIENT`). If no seq
 have their full size. A mesh without mixed programs alternates chunks and steps. UNIFIED mode runs
 whole prefills first.
 
-No step is issued while sequences are about to join the batch, so that they join the next step. The
-mesh is busy with earlier commands meanwhile. Two kinds of sequences are about to join: those of a
-prefill chunk in flight (UNIFIED mode only), and those whose last KV insertions were issued before
-the newest step in flight.
+If sequences are about to join the batch, no step is issued, so that they join the next step. The
+mesh is busy with earlier commands in the meantime. Two kinds of sequences are about to join: those
+of a prefill chunk in flight (UNIFIED mode only), and those whose last KV insertions were issued
+before the newest step in flight.
 
-Prompts of a mesh with several dp ranks may wait for each other (`gathering`). Until then single
-steps run, so that a chunk can follow any step.
+On a mesh with several dp ranks, prompts may wait until each rank has one (`gathering`). During this
+time only single steps run, so that a chunk can follow any step.
 
-`next_step` depends only on its snapshot, so that recorded snapshots can be replayed."""
+`next_step` depends only on its snapshot, so recorded snapshots can be replayed."""
 
 import enum
 
@@ -24,11 +24,11 @@ import msgspec
 
 from jdisagg.config import Mode
 
-# Largest time of a decode step with a prefill chunk, in times of a step alone. The smallest chunk
-# may exceed it.
+# Largest time of a decode step with a prefill chunk, relative to a step alone. The smallest chunk
+# may exceed this limit.
 GAP_STEPS = 6.0
-# A longer gap must pay: a larger chunk is taken if it computes more than a tenth more tokens per
-# second (benchmarks/LOG.md).
+# A larger chunk makes gaps longer. It is chosen only if it computes over a tenth more tokens per
+# second than a smaller one (benchmarks/LOG.md).
 EFFICIENT = 0.9
 
 
@@ -44,19 +44,18 @@ class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
     """The input of `next_step`: work that waits for the mesh, and commands in flight.
 
     Attributes:
-        prompts_queued: Whether some prompt has tokens that are in no issued prefill chunk.
+        prompts_queued: Whether some prompt has tokens that are in no issued chunk.
         gathering: Whether the queued prompts wait for prompts of other dp ranks.
         prefilled_last: Whether the newest command was a prefill chunk.
-        decode_runnable: Whether any sequence can run a decode step. Read only if a prompt waits,
-            too.
+        decode_runnable: Whether any sequence can run a decode step. Read only if a prompt waits.
         mixes: Whether the mesh has programs that run a chunk and a decode step together.
-        step_seconds: Measured seconds of a decode step alone. None without a recent measurement.
-            Read only with `mixes`.
+        step_seconds: Measured seconds of a decode step alone. None if there is no recent
+            measurement. Read only if `mixes` is set.
         mixed_seconds: (tokens of a chunk, predicted seconds of the chunk with a decode step),
             ascending. The smallest chunk is always included, others only if they can be predicted.
         interruptible: Whether the mesh runs spans: commands of many steps that can be ended early.
         span_in_flight: Whether a span is running.
-        span_blocks: Whether a sequence waits for the end of the running span.
+        span_blocks: Whether a sequence must wait until the running span ends.
         chunk_in_flight: Whether a prefill chunk was issued and its result is not applied yet.
         kv_arriving: Whether KV blocks are being received from another worker.
         kv_completing: Whether some KV transfer will be complete before the newest step in flight
@@ -81,8 +80,8 @@ class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
 
 class StepDecision(msgspec.Struct, frozen=True, gc=False):
     """The action that the mesh takes next, and the reason. `quiet` means that no other work waits,
-    so one command may run several steps. `chunk_tokens` is the largest number of tokens of the
-    chunk if the action is MIXED. If no sequence can run when the action is DECODE or MIXED, a
+    so one command may run several steps. If the action is MIXED, `chunk_tokens` is the largest
+    number of tokens of the chunk. If the action is DECODE or MIXED but no sequence can run, a
     queued prompt is prefilled alone."""
 
     action: Action
@@ -104,7 +103,7 @@ _BESIDE = StepDecision(Action.DECODE, "prompts or KV wait beside the sequences")
 
 
 def next_step(now: StepSnapshot) -> StepDecision:
-    """Decides what the mesh does next."""
+    """Decides what the mesh does next, and returns the action with its reason."""
     if now.span_in_flight:
         return _INTERRUPT if now.prompts_queued or now.span_blocks else _ONE_SPAN
     if now.prompts_queued and not now.gathering:

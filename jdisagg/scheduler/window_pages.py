@@ -1,15 +1,16 @@
 """Allocates the pages of sliding-window layers on one data-parallel rank of a mesh that prefills.
 
-A prompt needs few of these pages at a time: those of the window before its next chunk, and those of
-the chunk. Its page table therefore repeats pages whose positions no later query attends to. Pages
-of the windows that the prefix cache keeps (`WindowSnapshots`) are not repeated. If half of all
-pages stay available to other prompts, no page is repeated, so that a later prompt can continue from
-any block. Windows where no prompt ended, branched or continued then make way.
+At any time a prompt needs only a few of these pages: those of the window before its next chunk, and
+those of the chunk. Its page table therefore repeats pages whose positions no later query attends
+to. The prefix cache may keep windows (`WindowSnapshots`), and their pages are not repeated. If half
+of all pages stay available to other prompts, no page is repeated, so that a later prompt can
+continue from any block. To leave enough pages for this, kept windows are dropped at boundaries
+where no prompt ended, branched or continued.
 
 A kept window is the pages of the last window before a block boundary. It needs no copy, because a
 sequence that continues from the boundary only reads these pages. Several kept windows and sequences
 may share a page. Pages that only kept windows use count as available: if no other page is free, the
-window with the lowest value is dropped. Pure.
+window with the lowest value is dropped. Does no I/O.
 
 Invariants (each is a test of the same name in tests/scheduler/test_window_pages.py):
 - free_used_and_kept_pages_are_all_pages
@@ -24,21 +25,29 @@ from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import LedgerError, pages_for
 from jdisagg.scheduler.snapshots import Pending, Snapshots
 
-# A page table by position; columns before the first position that is read hold 0.
+# A page table: the page of each column of `page_size` positions. Columns that no query reads hold
+# 0.
 Table = tuple[int, ...]
 # Value of a kept window at a boundary where no prompt is known to end or to branch.
 LEAST_SHARE = 0.1
 
 
 def turn_pages(window: int, chunk: int, page_size: int) -> int:
-    """Returns after how many columns a page may be repeated: when the first query of the chunk that
-    overwrites the page attends only to later pages."""
+    """Returns the number of columns after which a page may be repeated in a page table. The chunk
+    that overwrites the page must have no query that attends to the page's earlier positions.
+
+    Args:
+        window: Number of positions of the widest window.
+        chunk: Number of tokens of the longest chunk.
+        page_size: Number of positions of a page.
+    """
     return ring_pages(window + chunk - 1, page_size)
 
 
 def prompt_pages(window: int, chunk: int, page_size: int) -> int:
-    """Returns a number of pages that suffices for a prompt of any length: those of its chunks, of
-    the window that it continues from, and of two windows to keep."""
+    """Returns a number of pages that suffices for a prompt of any length: the pages of its chunks,
+    of the window that it continues from, and of two windows to cache. For the arguments see
+    `turn_pages`."""
     return turn_pages(window, chunk, page_size) + 3 * ring_pages(window, page_size)
 
 
@@ -47,8 +56,9 @@ class WindowPages:
 
     Attributes:
         kept_pages: Number of pages of kept windows.
-        make_room: Drops one kept window, or returns False if there is none. With True as its
-            argument it drops none at a boundary where a prompt ended, branched or continued.
+        make_room: Callback that drops one kept window and returns True, or returns False if there
+            is none. If its argument is True, it drops no window at a boundary where a prompt ended,
+            branched or continued.
     """
 
     def __init__(self, limits: MeshLimits) -> None:
@@ -71,12 +81,13 @@ class WindowPages:
 
     @property
     def available(self) -> int:
-        """Number of pages that no owner uses."""
+        """Number of pages that no sequence or restore uses. It includes pages that only kept
+        windows use."""
         return self.total - self._in_use
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that neither an owner nor a kept window uses."""
+        """Number of pages that are used neither by an owner nor by a kept window."""
         return len(self._free)
 
     def needed(self, tokens: int) -> int:
@@ -97,10 +108,10 @@ class WindowPages:
 
         Args:
             tokens: Number of tokens of the prompt.
-            cached: Number of leading tokens that are not computed, a multiple of the page size.
+            cached: Number of leading tokens whose KV is cached, a multiple of the page size.
             window: Kept window before `cached`; () if `cached` is 0.
-            wanted: Positions before which the prompt's window will be kept.
-            promised: Number of pages that must stay available to other prompts.
+            wanted: Positions at which the prompt's window will be cached.
+            promised: Number of pages that are reserved for other prompts.
 
         Returns:
             The prompt's page table.
@@ -131,8 +142,9 @@ class WindowPages:
         return tuple(table)
 
     def begin_restore(self, owner: int, tokens: int) -> Table | None:
-        """Assigns pages for the window before position `tokens`, instead of earlier pages of the
-        owner. Returns the page table, or None if too few pages are available."""
+        """Assigns pages for a window that is being restored, the one before position `tokens`.
+        Releases earlier pages of the owner. Returns the page table, or None if too few pages are
+        available."""
         self.free(owner)
         columns = self._columns(tokens)
         if len(columns) > self.available:
@@ -143,7 +155,8 @@ class WindowPages:
         return table
 
     def repeats(self, owner: int) -> bool:
-        """Returns whether pages repeat in an owner's table, so that only wanted windows stay."""
+        """Returns whether an owner's page table repeats pages. If it does, only the wanted windows
+        can be cached."""
         return owner in self._repeats
 
     def table(self, owner: int) -> Table:
@@ -161,7 +174,7 @@ class WindowPages:
     # ---- kept windows
 
     def keep(self, slot: int, owner: int, tokens: int) -> None:
-        """Keeps the owner's window before position `tokens` under a new slot number."""
+        """Caches the owner's window before position `tokens` under a new slot number."""
         columns = self._columns(tokens)
         pages = self._tables[owner][columns.start : columns.stop]
         self._windows[slot] = columns.start, pages
@@ -182,7 +195,7 @@ class WindowPages:
             self._release(page)
 
     def _first(self, tokens: int) -> int:
-        """Returns the first column of the window before position `tokens`."""
+        """Returns the first page-table column of the window before position `tokens`."""
         return self._seen_from(tokens) // self._page_size
 
     def _columns(self, tokens: int) -> range:
@@ -212,8 +225,8 @@ class WindowPages:
 
 
 class WindowSnapshots(Snapshots):
-    """The kept windows of one rank as snapshots (`scheduler/snapshots.py`). A slot is a number that
-    refers to the window's pages."""
+    """The kept windows of one rank in the form of snapshots (`scheduler/snapshots.py`). A slot is a
+    number that identifies the window's pages."""
 
     def __init__(self, pages: WindowPages) -> None:
         super().__init__(0, 0)
@@ -234,12 +247,12 @@ class WindowSnapshots(Snapshots):
         return self.pages.window(self._kept[name].slot)
 
     def begin(self, owner: int, tokens: int, rolling: bool = False) -> None:
-        """Records that the owner's window before position `tokens` will be kept."""
+        """Records that the owner's window before position `tokens` will be cached."""
         self._expect(owner, tokens, 1.0)
 
     def begin_all(self, owner: int, cached: int, tokens: int, multiple: int) -> None:
-        """Records that the owner's windows before all multiples of a number of tokens will be kept,
-        if its pages do not repeat."""
+        """Records that the owner's windows at all multiples of `multiple` tokens will be cached, if
+        its page table repeats no pages."""
         if not self.pages.repeats(owner):
             known = {one.tokens for one in self._pending.get(owner, ())}
             for at in range(cached // multiple * multiple + multiple, tokens, multiple):

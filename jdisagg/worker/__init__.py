@@ -1,2 +1,2 @@
-"""Prefill and decode workers: they run the scheduler's commands on a mesh, report the results to
+"""Prefill and decode workers. They issue the scheduler's commands to a mesh, report the results to
 callers, and transfer KV. Uses asyncio, and neither JAX nor gRPC."""

@@ -1,8 +1,9 @@
 """Loads the LoRA adapters of requests into the slots of a worker's mesh.
 
-A request names its adapter by the hash of its content and by its folder. If the adapter is not
-loaded, the request waits for the load, and for a slot if all of them are used. Reading the files
-does not block the mesh. A command then writes the slot between two steps, in the mesh's order."""
+A request identifies its adapter by the hash of its content, and gives its folder. If the adapter is
+not loaded, the request waits for the load. If all slots are used, it first waits for a slot.
+Reading the files does not block the mesh. A command then writes the slot between two steps, in the
+mesh's order."""
 
 import asyncio
 import contextlib
@@ -26,7 +27,7 @@ class AdapterLoads:
     Args:
         worker: Name of the worker, for errors.
         slots: Number of adapter slots of the mesh.
-        in_use: Returns the requests whose adapters must stay loaded.
+        in_use: Function that returns the requests whose adapters must stay loaded.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class AdapterLoads:
     def held(
         self, request: Request, seconds: float
     ) -> contextlib.AbstractAsyncContextManager[None]:
-        """Context manager that waits until the request's adapter is loaded. The adapter stays
-        loaded within the context. Before it ends, the caller must add the request to those of
-        `in_use`.
+        """Returns a context manager that waits until the request's adapter is loaded. The adapter
+        stays loaded within the context. Before the context ends, the caller must add the request to
+        the requests that `in_use` returns.
 
         Raises:
             InvalidRequestError: The adapter cannot be served.
@@ -79,7 +80,8 @@ class AdapterLoads:
             self.poke()
 
     def poke(self) -> None:
-        """Wakes waiting requests to check for a free slot. Called when requests have ended."""
+        """Wakes waiting requests, which then check for a free slot. Called when requests have
+        ended."""
         self._freed.set()
 
     def stop(self) -> None:
@@ -102,7 +104,7 @@ class AdapterLoads:
         self.table.use(adapter.digest)
 
     def _begin(self, adapter: Adapter) -> "asyncio.Task[None] | None":
-        """Starts to load an adapter. Returns None if every slot is used."""
+        """Starts to load an adapter. Returns the task, or None if every slot is used."""
         held = {digest for digest, count in self._held.items() if count}
         running = {one.adapter.digest for one in self._in_use() if one.adapter is not None}
         slot = self.table.take(adapter.digest, held | running)
@@ -119,7 +121,7 @@ class AdapterLoads:
     def _ended(self, digest: str) -> None:
         load = self._loads.pop(digest)
         if not load.cancelled():
-            load.exception()  # marks it as retrieved, if all that waited for it have left
+            load.exception()  # marks the error as retrieved, in case no request waits any longer
 
     async def _run(self, adapter: Adapter, slot: int) -> None:
         digest, loaded = adapter.digest, False

@@ -1,9 +1,9 @@
 """The decode worker: receives the KV of prompts and generates tokens on one mesh.
 
 In modes CHUNKED and UNIFIED the mesh computes prompts itself. In mode DISAGGREGATED it receives
-their KV from prefill workers, except for prompts with few uncached tokens, which the mesh may
-compute itself (`MeshLimits.append_buckets`). Cached blocks in slower tiers are restored to reserved
-pages (`worker/reserved_prefixes.py`). `scheduler/step_policy.py` chooses the next command;
+their KV from prefill workers. It may still compute prompts with few uncached tokens
+(`MeshLimits.append_buckets`). Cached blocks in slower tiers are restored to reserved pages
+(`worker/reserved_prefixes.py`). `scheduler/step_policy.py` chooses the next command;
 `scheduler/reservations.py` and `decode_batches.py` assign pages and slots. Other decode workers
 take over running sequences through `PeerPort`, and other workers fetch cached blocks. If a source
 of KV fails, the reservation waits for another source. `_settle` runs after each change of state."""
@@ -76,7 +76,7 @@ class DecodeWorker(MeshWorker):
     """Implements `DecodePort`.
 
     Args:
-        peers: Returns the port to a worker that sends KV.
+        peers: Function that returns the port to a worker that sends KV.
         fetches: Whether cached blocks may be fetched from peers.
     """
 
@@ -214,7 +214,7 @@ class DecodeWorker(MeshWorker):
                 self._join(group, tuple([s for s in result.samples if s.sequence == group.key]))
 
     def _settle(self) -> None:
-        """Sends new tokens to callers, grants free pages and wakes the step loop."""
+        """Sends new tokens to callers, gives free pages to requests and wakes the step loop."""
         self._spilled.rest()
         seconds, serves = self._limits.reservation_lease_seconds, self._loop.failure is None
         if serves and (self._state.ready or self._reservations.queue):
@@ -253,8 +253,8 @@ class DecodeWorker(MeshWorker):
         return True
 
     def _span_goes_on(self) -> bool:
-        """Returns whether a command of many steps is running and no work waits for its end, so that
-        the step loop need not plan."""
+        """Returns whether the step loop need not plan, because a command of many steps is running
+        and no work waits for its end."""
         return (
             self._interruptible is not None
             and self._loop.runs(DecodeSteps)
@@ -319,13 +319,13 @@ class DecodeWorker(MeshWorker):
         self, call: ReserveCall, arrival: float
     ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
         """Queues a request for pages. If this mesh computes all prompts, the request first waits
-        for blocks of other prompts, if that is faster than computing them."""
+        for blocks that other prompts compute, if that is faster than computing them again."""
         if self._mode is Mode.DISAGGREGATED or not self._kept.on:
             return self._requests.enqueue(call, arrival)
         waits = self._prefills.waits
         key = await waits.join(call, arrival - head_start(call.request.priority))
         try:
-            self._take(call)  # again: a later attempt may have come meanwhile
+            self._take(call)  # again: a later attempt may have arrived during the wait
             ticket, granted = self._requests.enqueue(call, arrival)
         except JdisaggError:
             waits.end(key)
@@ -379,7 +379,7 @@ class DecodeWorker(MeshWorker):
         if stream is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.timeouts.handoff.resume_seconds):
-                    await stream.begun.wait()  # this call may have overtaken `generate`
+                    await stream.begun.wait()  # this call may have arrived before `generate`
         group = self._state.groups.get(call.reservation_id)
         if (
             group is None
@@ -408,8 +408,8 @@ class DecodeWorker(MeshWorker):
             self._settle()
 
     def migrate_out(self, reservation_id: int) -> bool:
-        """Offers a running sequence to other decode workers. It continues on this worker until
-        another one has taken it over. Returns False if it cannot migrate now."""
+        """Offers a running sequence to other decode workers. Until one of them has taken it over,
+        it continues on this worker. Returns False if the sequence cannot migrate now."""
         group, stream = self._state.groups.get(reservation_id), self._streams.get(reservation_id)
         if group is None or stream is None:
             return False
@@ -438,7 +438,7 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
-        """Makes the sequences of a group, whose KV has arrived, ready to decode."""
+        """Makes the sequences of a group ready to decode, because their KV has arrived."""
         stream = self._streams[group.key]
         stream.kv_bytes_moved = received.bytes_moved
         stream.exposed_seconds = received.exposed_seconds
@@ -481,13 +481,13 @@ class DecodeWorker(MeshWorker):
         if group is not None:
             self._state.end_group(group)
         if group is not None or reservation_id not in self._streams:
-            self._settle()  # pages may be free, or another request is the first that waits
+            self._settle()  # pages may be free, or the queue may have another first request
         self._prefills.forget(reservation_id)
         self._streams.pop(reservation_id, None)
         self._quiet.set()
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
-        """Ends a group, and ends its stream with `error`."""
+        """Ends a group and its stream with `error`."""
         if isinstance(error, BrokenModelError):
             # the cached blocks that it started from may be the cause
             self._forget_kept(group.rank, "broken")
@@ -543,8 +543,8 @@ class DecodeWorker(MeshWorker):
         return bool(self._state.groups or len(self._reservations) or self._streams or others)
 
     def _hand_on(self) -> None:
-        """Offers running sequences to other decode workers, a limited number of times, during a
-        drain."""
+        """Offers running sequences to other decode workers during a drain. Each sequence is offered
+        a limited number of times."""
         self._spilled.end_suspended()
         for key in list(self._state.groups):
             stream = self._streams.get(key)

@@ -36,15 +36,15 @@ from jdisagg.worker.step_loop import StepLoop
 
 FILE_SECONDS = 10.0  # deadline for one block; the disk counts as slow beyond it
 FIND_SECONDS = 600.0  # deadline for listing the directory
-START_SECONDS = 5.0  # how long a start waits for the list; a longer listing ends in the background
+START_SECONDS = 5.0  # longest wait at the start; a longer listing continues in the background
 RESET_SECONDS = 60.0
 
 
-SNAPSHOT_MARK = b"snapshot"  # a block's name, a hash, does not begin like this
+SNAPSHOT_MARK = b"snapshot"  # a block's name is a hash and does not begin with this
 
 
 def _saved_name(name: bytes) -> bytes:
-    """Returns the name under which the snapshot at the end of a block is on disk."""
+    """Returns the name on disk of the snapshot at the end of block `name`."""
     return (SNAPSHOT_MARK + name)[: len(name)]
 
 
@@ -53,7 +53,7 @@ class DiskTier(KvSource):
 
     Args:
         kept: Prefix cache of the mesh's pages.
-        host: Host-memory tier that blocks pass through.
+        host: Host-memory tier, through which blocks are copied.
         room: Capacity of the disk tier. The tier is off if its number of bytes is 0 or if `host` is
             off.
     """
@@ -76,7 +76,7 @@ class DiskTier(KvSource):
         of_snapshots = host.bytes_of_snapshots(room.disk_bytes) if host.on else 0
         of_blocks = room.disk_bytes - of_snapshots
         self.blocks = DiskBlocks(of_blocks // self._file_bytes if host.on else 0)
-        # under the names of `_saved_name`
+        # by the names that `_saved_name` returns
         self.snapshots = DiskBlocks(of_snapshots // self._snapshot_file_bytes)
         self._named: dict[bytes, bytes] = {}  # block names of snapshots to be written
         self.prices = Prices(room.always)
@@ -182,7 +182,7 @@ class DiskTier(KvSource):
         self._write_more()
 
     async def _save(self, block: DiskBlock, host: HostBlock) -> str:
-        """Writes a block or snapshot to its file. Returns an error or ""."""
+        """Writes a block or snapshot to its file. Returns an error text, or "" after success."""
         sums = tuple([piece.checksum for piece in host.pieces])
         saved = await self._run(
             SaveBlock(
@@ -237,9 +237,15 @@ class DiskTier(KvSource):
     def _worth_of_snapshots(
         self, query: RestoreQuery, found: list[tuple[bool, ...]], reach: list[int]
     ) -> RestorePlan | None:
-        """Returns the plan for a model whose hits need snapshots. `found` are, for each rank, the
-        blocks on disk that follow the blocks in pages. `reach` is, for each rank, the number of
-        leading blocks in pages or on disk."""
+        """Returns the plan for a model whose cache hits need snapshots, or None if a restore is not
+        worth its time.
+
+        Args:
+            query: Describes the prompt.
+            found: For each rank, the restorable blocks after those in pages, and whether each is on
+                disk (`restorable`).
+            reach: For each rank, the number of leading blocks in pages or restorable.
+        """
         kept, host = self._kept, self._host
         rank, end = host.last_snapshot(
             query.chain, reach, lambda name: host.has_snapshot(name) or self._readable(name)
@@ -287,7 +293,7 @@ class DiskTier(KvSource):
             nonlocal gap
             block = restore.held.get(index)
             if gap or not isinstance(block, DiskBlock):
-                return  # blocks behind a missing one are useless
+                return  # blocks after a missing one are useless
             offers = host.offers(restore.plan.rank, index)
             loaded = await host.load(block.name, offers, lambda ids: self._read(block, index, ids))
             if loaded is None:
@@ -307,7 +313,7 @@ class DiskTier(KvSource):
         return ""
 
     async def _bring_snapshot(self, restore: Restore) -> None:
-        """Copies a snapshot from disk to its place, through host memory."""
+        """Copies a snapshot from disk through host memory to its state slot or pages."""
         saved, host = restore.snapshot, self._host
         if not isinstance(saved, DiskBlock) or restore.place is None:
             return
@@ -328,8 +334,7 @@ class DiskTier(KvSource):
         self, block: DiskBlock, index: int, offer_ids: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Reads a block into host memory and returns its checksums. Returns () if the disk is too
-        slow, or if the file is missing or damaged. A block with a missing or damaged file is
-        dropped."""
+        slow, or if the file is missing or damaged. In the second case the block is dropped."""
         read = await self._run(
             LoadBlock(self._loop.next_number(), block.name, index, offer_ids, FILE_SECONDS)
         )

@@ -1,11 +1,11 @@
 """Sends cached KV blocks of this mesh to workers that request them. The requesting side is
 `worker/peer_fetch.py`.
 
-The serving worker decides how many of the requested blocks it sends. It restores blocks from host
-memory or disk if that is worthwhile. It prevents eviction of the blocks while it sends them by an
-ordinary KV transfer (hand-off, `worker/outgoing_kv.py`). The number of such transfers and of
-unfetched tokens is bounded. A block name is a keyed hash that includes the tenant, so a caller that
-can name a block may read it.
+The sending worker decides how many of the requested blocks it sends. It first restores blocks from
+host memory or disk if that is worthwhile. The blocks are sent by an ordinary KV transfer (hand-off,
+`worker/outgoing_kv.py`), and are not evicted during the transfer. The number of such transfers and
+of unfetched tokens is bounded. A block name is a keyed hash that includes the tenant, so a caller
+that has a block's name may read the block.
 
 On a decode mesh, transfers must not delay decode steps, so only a few blocks are extracted between
 two steps. Pages are released as soon as all commands that read them are issued, because commands
@@ -34,9 +34,9 @@ from jdisagg.worker.outgoing_kv import (
 )
 from jdisagg.worker.step_loop import StepLoop
 
-MOST_GIVEN = 16  # limit of hand-offs at a time
+MOST_GIVEN = 16  # most hand-offs at the same time
 MOST_GIVEN_WITH_STATE = 4
-BETWEEN_STEPS = 16  # limit of extractions in flight on a decode mesh
+BETWEEN_STEPS = 16  # most extractions in flight on a decode mesh
 MOST_NAMES = 1 << 16
 # limits of full chunks that are offered and not yet fetched
 MOST_CHUNKS = 4
@@ -81,7 +81,7 @@ class GivenKv:
         return len(self._given)
 
     def close_for(self, seconds: float) -> None:
-        """Sends no blocks for `seconds`, so that workers that have just reset their caches do not
+        """Sends no blocks for `seconds`. Otherwise workers that have just reset their caches could
         fetch old blocks."""
         self._closed_until = self._context.clock.now() + seconds
 
@@ -89,8 +89,8 @@ class GivenKv:
         self._tasks.cancel()
 
     async def give(self, call: FetchCall) -> FetchReply:
-        """Starts a transfer of the requested blocks that this mesh caches. Returns the number of
-        these blocks.
+        """Starts a transfer of those requested blocks that this mesh caches. The reply has their
+        number, which is 0 if no transfer was started.
 
         Raises:
             HandoffError: The hand-off id is in use.
@@ -132,11 +132,12 @@ class GivenKv:
         return FetchReply(count - call.first, with_state)
 
     def moved(self) -> None:
-        """Offers further blocks, if allowed. Called when a receiver has fetched a block."""
+        """Lets transfers offer further blocks. Called when a receiver has fetched a block."""
         self._moved.set()
 
     def ended(self, owner: int) -> bool:
-        """Removes the ended transfer of `owner`. Returns False if no transfer has this owner."""
+        """Removes the transfer of `owner`, which has ended. Returns False if no transfer has this
+        owner."""
         found = self._given.pop(owner, None)
         if found is not None:
             self._let_go(found[0], owner)
@@ -144,7 +145,8 @@ class GivenKv:
         return found is not None
 
     def give_way(self, rank: int) -> bool:
-        """Ends the youngest transfer that holds pages of a rank. Returns False if none does."""
+        """Ends the youngest transfer that holds pages of a rank. Returns False if no transfer holds
+        any."""
         for owner, (where, handoff) in reversed(self._given.items()):
             if where == rank and owner in self._holding:
                 self._counters.add("peer_gives_cut")
@@ -162,7 +164,7 @@ class GivenKv:
         return (
             kept.on
             and self._context.readiness.ready(Capability.REUSE)
-            # without snapshots, a state or a window is that of a sequence's newest position
+            # without snapshots, the only state or window is that of a sequence's newest position
             and (bool(kept.snapshots) or not self._mesh.kv_spec.has_state)
             and not self._mesh.ring_pages
             and kept.block_tokens == call.block_tokens
@@ -173,7 +175,8 @@ class GivenKv:
         )
 
     async def _best_rank(self, call: FetchCall) -> int:
-        """Restores blocks if worthwhile. Returns the rank that caches most requested blocks."""
+        """Restores blocks from slower tiers if that is worthwhile. Returns the rank that then
+        caches most of the requested blocks."""
         known = tuple([self._kept.match(rank, call.names) for rank in range(self._mesh.ranks)])
         plan = self._sources.best(RestoreQuery(call.names, known))
         if plan is None or len(plan.chain) <= max(known):

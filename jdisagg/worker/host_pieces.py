@@ -44,8 +44,8 @@ class HostPieces:
         self._key = key
 
     def copy_out(self, offer: Offer, pages: Sequence[int]) -> "asyncio.Future[StepResult]":
-        """Copies the positions of an offer to host memory. `pages` are the pages of the sequence
-        from position 0 on; pages before the offer's first position are not read."""
+        """Copies the KV of an offer's positions to host memory. `pages` are the pages of the
+        sequence from position 0 on. Pages before the offer's first position are not read."""
         number = self._loop.next_number()
         command = extraction(number, offer, pages, self._page_size, self._key)
         return self._loop.submit(msgspec.structs.replace(command, to_host=True))
@@ -53,8 +53,9 @@ class HostPieces:
     async def bring_back(
         self, pieces: Iterable[HostPiece], rank: int, pages: tuple[int, ...]
     ) -> bool:
-        """Copies pieces into the pages of a rank. Returns whether all checksums match. After a
-        cancellation nothing more is written, so the pages may be reused at once."""
+        """Copies pieces from host memory into the pages of a rank. Returns whether all pieces are
+        written and all checksums match. After a cancellation nothing more is written, so the pages
+        may be reused immediately."""
         return all(await asyncio.gather(*(self._back(piece, rank, pages) for piece in pieces)))
 
     async def _back(self, piece: HostPiece, rank: int, pages: tuple[int, ...]) -> bool:

@@ -3,11 +3,11 @@ reused, and restores them. A worker that decodes shares this memory with its swa
 (`worker/spilled_kv.py`), which take precedence.
 
 The copy is queued on the mesh when the pages get another owner, so it runs before any command that
-overwrites the pages. A limited number of blocks is copied to host memory at a time; further blocks
-are dropped. While prompts ask for few of the evicted blocks, none is copied (`AskedAgain`).
-`worker/host_pieces.py` copies the bytes and compares checksums; a block whose checksum differs is
-dropped and counts as a miss. The disk tier (`worker/disk_tier.py`) reads and writes its blocks
-through host memory."""
+overwrites the pages. The number of blocks that are copied to host memory at the same time is
+limited; further blocks are dropped. While prompts request few of the evicted blocks, no block is
+copied (`AskedAgain`). `worker/host_pieces.py` copies the bytes and compares checksums. If a
+checksum differs, the block is dropped and counts as a miss. The disk tier (`worker/disk_tier.py`)
+reads and writes its blocks through host memory."""
 
 import asyncio
 import functools
@@ -38,11 +38,12 @@ from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, Re
 from jdisagg.worker.outgoing_kv import offers_of_pages, snapshot_offers
 from jdisagg.worker.step_loop import StepLoop
 
-BLOCKS_AT_ONCE = 4  # blocks of one restore that are copied at a time
-MOST_SNAPSHOTS_WRITING = 4  # snapshots being copied to host memory at a time
+BLOCKS_AT_ONCE = 4  # number of blocks of one restore that are copied at the same time
+MOST_SNAPSHOTS_WRITING = 4  # most snapshots that are copied to host memory at the same time
 
 
-# reads pieces under these offer ids and returns their checksums, or () if it failed
+# function that reads pieces under these offer ids and returns their checksums, or () after a
+# failure
 Read = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
 
 
@@ -56,7 +57,8 @@ class HostTier(KvSource):
         most_writing: Limit of the blocks that are being copied to host memory.
 
     Attributes:
-        ready: Returns whether the programs that copy blocks are loaded. Otherwise none is copied.
+        ready: Function that returns whether the programs that copy blocks are loaded. Until they
+            are, no block is copied.
     """
 
     name: Origin = "host"
@@ -80,7 +82,7 @@ class HostTier(KvSource):
         of_blocks = room.host_bytes - of_snapshots
         capacity = of_blocks // self.block_bytes if self.block_bytes else 0
         self.blocks = HostBlocks(capacity, bound=room.rank_bound)
-        # under the names of their blocks
+        # by the names of their blocks
         self.snapshots = HostBlocks(of_snapshots // self.snapshot_bytes if of_snapshots else 0)
         self._asked = AskedAgain(capacity, room.always)
         self._snapshots_asked = AskedAgain(self.snapshots.capacity, room.always)
@@ -107,8 +109,8 @@ class HostTier(KvSource):
         self._pieces = HostPieces(loop, limits.page_size, key)
 
     def bytes_of_snapshots(self, room_bytes: int) -> int:
-        """Returns the bytes of a tier that are for snapshots: at least those of one, if they are at
-        most half."""
+        """Returns how many of a tier's bytes are reserved for snapshots. One snapshot always fits,
+        unless it takes more than half of the tier."""
         if not self.snapshot_part:
             return 0
         least = min(self.snapshot_bytes + FILE_EXTRA_BYTES, room_bytes // 2)
@@ -125,8 +127,9 @@ class HostTier(KvSource):
         return (KeptTier(self.name, len(self.blocks), used, room),)
 
     def lend(self, nbytes: int) -> bool:
-        """Reserves `nbytes` bytes of the memory for other uses, and evicts blocks to free them.
-        Returns False if blocks that are being copied use some of these bytes."""
+        """Reserves `nbytes` bytes of the tier's memory for other uses, and evicts blocks to free
+        them. Returns False if the blocks that remain, because they are being copied, still use some
+        of these bytes."""
         if self.on and nbytes != self._lent_bytes:
             self._lent_bytes = nbytes
             self.blocks.capacity = max(0, self._room_bytes - nbytes) // self.block_bytes
@@ -156,7 +159,8 @@ class HostTier(KvSource):
         return tuple(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
 
     def snapshot_offers(self) -> tuple[Offer, ...]:
-        """Returns the pieces of a snapshot at the end of the context; none if hits need none."""
+        """Returns the ids and positions of the pieces of a snapshot at the end of the context.
+        Empty if cache hits need no snapshots."""
         if not self.snapshot_part:
             return ()
         return snapshot_offers(self._limits, 0, self._limits.context_tokens, self._ids)
@@ -187,14 +191,15 @@ class HostTier(KvSource):
         block = self._add(name, offers)
         if block is None:
             return
-        # page 0 is a placeholder for the pages of the chain's earlier blocks, which are not read
+        # page 0 is a placeholder for the pages of the sequence's earlier blocks, which are not read
         before = (0,) * (index * self._kept.block_tokens // self._limits.page_size)
         copies = [self._pieces.copy_out(offer, (*before, *pages)) for offer in offers]
         task = self._copies[name] = self._tasks.spawn(self._write(block, copies))
         task.add_done_callback(lambda _: self._copied_out(name, task))
 
     def _copy_snapshot(self, rank: int, name: bytes) -> None:
-        """Copies a snapshot that may be overwritten afterwards."""
+        """Copies a snapshot to host memory. The copy is queued on the mesh, so the snapshot may be
+        overwritten by later commands."""
         snapshots, kept = self.snapshots, self._kept.snapshots[rank]
         if self._loop.failure is not None or name in snapshots or not snapshots.capacity:
             return
@@ -217,8 +222,8 @@ class HostTier(KvSource):
             del self._copies[name]
 
     async def copied(self, rank: int, name: bytes, index: int) -> HostBlock | None:
-        """Returns a block in host memory. If the block is only in pages of `rank`, first copies it
-        to host memory. Returns None if it is in neither."""
+        """Returns a block in host memory. If the block is only in pages of `rank`, copies it to
+        host memory first. Returns None if the block is in neither place."""
         pages = self._kept.pages(rank, name)
         if pages:
             self._copy_out(rank, name, index, pages)
@@ -227,8 +232,8 @@ class HostTier(KvSource):
         return self.blocks.arrived(name)
 
     async def copied_snapshot(self, rank: int, name: bytes) -> HostBlock | None:
-        """Returns a snapshot in host memory. If only `rank` has the snapshot, first copies it to
-        host memory. Returns None if neither has it."""
+        """Returns a snapshot in host memory. If the snapshot is only cached on `rank`, copies it to
+        host memory first. Returns None if it is in neither place."""
         kept = self._kept.snapshots[rank]
         if name in kept:
             self._copy_snapshot(rank, name)
@@ -237,8 +242,8 @@ class HostTier(KvSource):
         return self.snapshots.arrived(name)
 
     async def load_snapshot(self, plan: RestorePlan, read: Read) -> HostBlock | None:
-        """Reads the snapshot at the end of a plan's chain from disk into host memory and prevents
-        its eviction, like `load`."""
+        """Reads the snapshot at the end of a plan's chain from disk into host memory. Like `load`,
+        prevents its eviction, and returns None if there is no room or reading failed."""
         name, tokens = plan.chain[-1], len(plan.chain) * self._kept.block_tokens
         offers = snapshot_offers(self._limits, plan.rank, tokens, self._ids)
         snapshot, gone = self.snapshots.begin(name, tuple(map(HostPiece, offers)))
@@ -289,8 +294,8 @@ class HostTier(KvSource):
         memory has no room or reading failed.
 
         Args:
-            read: Writes the block to host memory under these offer ids. Returns the checksums of
-                its pieces, or () if it failed.
+            read: Function that writes the block to host memory under these offer ids. It returns
+                the checksums of the pieces, or () after a failure.
         """
         block = self._add(name, offers)
         if block is None:
@@ -325,8 +330,9 @@ class HostTier(KvSource):
         return RestorePlan(self, rank, chain, tokens, tokens, instead=query.instead)
 
     def _worth_of_snapshots(self, query: RestoreQuery, reach: list[int]) -> RestorePlan | None:
-        """Returns the plan for a model whose hits need snapshots. `reach` is, for each rank, the
-        number of leading blocks that are in its pages or in host memory."""
+        """Returns the plan for a model whose cache hits need snapshots, or None if a restore is not
+        worth its time. `reach` is, for each rank, the number of leading blocks that are in its
+        pages or in host memory."""
         kept, size = self._kept, self._kept.block_tokens
         for name in reversed(query.chain[: max(reach)]):
             if name in self._snapshots_asked:
@@ -349,12 +355,15 @@ class HostTier(KvSource):
     def last_snapshot(
         self, chain: Chain, reach: list[int], elsewhere: Callable[[bytes], bool]
     ) -> tuple[int, int]:
-        """Returns the best rank, and the number of leading blocks of the chain up to the last one
-        with a snapshot, on the rank or elsewhere.
+        """Finds the longest prefix of the chain that has a snapshot at its end, on the rank itself
+        or elsewhere. Returns the rank and the number of blocks of this prefix, which is 0 if there
+        is none.
 
         Args:
-            reach: For each rank, the number of leading blocks that can be in its pages.
-            elsewhere: Returns whether a snapshot can be restored.
+            chain: Names of the prompt's blocks.
+            reach: For each rank, the number of leading blocks that are in its pages or can be
+                restored to them.
+            elsewhere: Function that returns whether the snapshot of a block can be restored.
         """
         ends = [
             next(
@@ -374,7 +383,7 @@ class HostTier(KvSource):
 
     @property
     def snapshot_tokens(self) -> int:
-        """Number of tokens whose KV is as large as a snapshot."""
+        """Size of a snapshot, as the number of tokens whose KV has as many bytes."""
         return -(-self.snapshot_bytes // self._limits.sent.bytes_per_token)
 
     @contextmanager
@@ -402,8 +411,9 @@ class HostTier(KvSource):
         """Copies the blocks of a restore to its reserved pages, a few at a time.
 
         Args:
-            elsewhere: Called with the index of each block that is not in host memory; restores it
-                from another tier.
+            restore: The restore.
+            elsewhere: Function that restores a block from another tier, given its index. It is
+                called for each block that is not in host memory.
         """
         slots = asyncio.Semaphore(BLOCKS_AT_ONCE)
 
@@ -424,8 +434,8 @@ class HostTier(KvSource):
         return ""
 
     async def bring_snapshot(self, restore: Restore) -> None:
-        """Copies the snapshot of a restore, if it is in host memory, to its place. If the checksum
-        differs, drops it."""
+        """Copies the snapshot of a restore to its state slot or pages, if it is in host memory. If
+        the checksum differs, drops the snapshot."""
         snapshot, plan = restore.snapshot, restore.plan
         if not isinstance(snapshot, HostBlock) or restore.place is None:
             return
@@ -440,8 +450,8 @@ class HostTier(KvSource):
             self._release((snapshot,))
 
     async def copy_in(self, block: HostBlock, restore: Restore) -> bool:
-        """Copies a block from host memory to the restore's pages. If the checksum differs or a
-        piece is missing, drops the block and returns False."""
+        """Copies a block from host memory to the restore's pages. Returns whether the block is
+        intact. If its checksum differs or a piece is missing, drops the block."""
         if await self._pieces.bring_back(block.pieces, restore.plan.rank, restore.pages):
             return True
         if self.blocks.forget(block):

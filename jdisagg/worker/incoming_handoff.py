@@ -1,4 +1,4 @@
-"""The receiving side of one KV transfer (hand-off): reads the sender's offers, then pulls each
+"""The receiving side of one KV transfer (hand-off). Reads the sender's offers, then pulls each
 block, inserts it into pages, verifies its checksum and acknowledges it.
 
 A bounded number of blocks is in flight. A block is pulled again a few times if the pull fails or is
@@ -7,9 +7,9 @@ until the block is acknowledged. A pulled block that will not be inserted is dro
 task is cancelled. Heartbeats renew the sender's lease and detect a sender that does not answer.
 
 Invariant: a block counts as received only after its checksum was verified. A hand-off is complete
-when every layer group received every position exactly once. Sliding-window layers that are sent
-separately need only the positions still inside their windows. Recurrent state, if the model has
-any, must be received once."""
+when every layer group has received every position exactly once. Sliding-window layers that are sent
+separately need only the positions still inside their windows. If the model has recurrent state, the
+state must be received exactly once."""
 
 import asyncio
 from collections.abc import Callable
@@ -35,8 +35,8 @@ from jdisagg.worker.sender_line import SenderLine
 from jdisagg.worker.step_loop import StepLoop
 
 PULLS_IN_FLIGHT = 12
-# The channel ends pulls by itself, after more than `pull_seconds` only while bytes arrive. A pull
-# whose result is missing for so many times as long is lost.
+# The transfer channel ends a pull after `pull_seconds`, or later if bytes still arrive. If a pull
+# has no result after this many times `pull_seconds`, it is treated as lost.
 PATIENCE = 12.5
 BLOCKS_IN_FLIGHT = 16
 
@@ -64,9 +64,11 @@ class Destination:
     """The pages and state slot to which one hand-off's blocks are written.
 
     Attributes:
-        pages: Returns the pages of positions [0, n), or raises HandoffError.
+        pages: Function that returns the pages of positions [0, n), or raises HandoffError if there
+            are too few.
         cached_tokens: Number of leading positions whose KV is in the pages before the transfer.
-        state: Returns the slot for recurrent state; None for models without recurrent state.
+        state: Function that returns the slot for recurrent state. None for models without recurrent
+            state.
         windows: Destination of sliding-window layers that are sent separately; None if there are
             none.
     """
@@ -84,8 +86,10 @@ class WindowDestination:
     """The pages to which the KV of separately sent sliding-window layers is written.
 
     Attributes:
+        pages: Function that returns the pages of positions [0, n) in these layers.
         layer_groups: Number of layer groups of the sliding-window layers.
-        seen_from: Given a sequence's end position, returns the first position inside the windows.
+        seen_from: Function that returns the first position inside the windows, given a sequence's
+            end position.
     """
 
     pages: Callable[[int], tuple[int, ...]]
@@ -94,7 +98,7 @@ class WindowDestination:
 
 
 class IncomingHandoff:
-    """Receives one hand-off; `receive` does the work."""
+    """Receives one hand-off. The work is done by `receive`."""
 
     def __init__(
         self,
@@ -121,7 +125,7 @@ class IncomingHandoff:
         self._share = share or LinkShare()
         self._received = Received()
         self._sums: dict[int, asyncio.Future[int]] = {}
-        self._computed_at: dict[int, float] = {}  # when a block's checksum arrived
+        self._computed_at: dict[int, float] = {}  # time when each block's checksum arrived
         self._all_offered = False
         self._fetching = 0
         # limits of blocks being pulled, and of blocks pulled or waiting for the mesh's insertion
@@ -134,12 +138,12 @@ class IncomingHandoff:
 
     @property
     def completing(self) -> bool:
-        """Whether all insertions into pages are issued and only their results are missing.
-        `last_insertion` is the command number of the latest insertion."""
+        """Whether all blocks are offered and their insertions are issued, so that only results are
+        missing. `last_insertion` is the command number of the latest insertion."""
         return self._all_offered and self._fetching == self.inserting and not self.closed
 
     def kept_tokens(self) -> int:
-        """Returns the number of leading positions that every layer group has received."""
+        """Returns the number of leading positions for which every layer group has received KV."""
         blocks = [one for one in self._received.blocks if one.kind is KvKind.POSITIONS]
         return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
 
@@ -213,7 +217,8 @@ class IncomingHandoff:
         return end, ended_at
 
     async def _keep_alive(self) -> None:
-        """Renews the sender's lease. Raises HandoffError if several heartbeats fail."""
+        """Renews the sender's lease by heartbeats. Raises HandoffError if several heartbeats in a
+        row fail."""
         missed, seconds = 0, self._timeouts.heartbeat_seconds
         while True:
             try:
@@ -244,8 +249,8 @@ class IncomingHandoff:
                             self._share.took(self._now() - began, self._pull_seconds)
                     finally:
                         self._share.end_turn()
-                # A block that is not computed yet, or that our own busy mesh delayed, is no failure
-                # of the sender.
+                # A late block is no failure of the sender if it is not computed yet, or if this
+                # worker's own mesh was busy.
                 late = problem and self._now() - began >= self._pull_seconds
                 tries += not (late and (self._computing(offer) or self._loop.behind(began)))
                 if problem:
@@ -300,7 +305,7 @@ class IncomingHandoff:
         return (self._to.state(),)
 
     def _codec(self, offer: Offer) -> str:
-        """Returns a block's codec. Recurrent state has no codec, because errors in it would
+        """Returns a block's codec. Recurrent state is never compressed, because errors in it would
         persist."""
         return "none" if offer.kind is KvKind.STATE else self.line.link.codec
 
@@ -355,7 +360,8 @@ class IncomingHandoff:
         return result.error
 
     async def _compare(self, offer: Offer, inserted: StepResult) -> str:
-        """Compares the checksum of inserted KV with the sender's. Returns an error text or ""."""
+        """Compares the checksum of inserted KV with the sender's. Returns an error text, or "" if
+        the KV is intact."""
         if not self.line.link.verify:
             return ""
         assert isinstance(inserted, InsertResult), (
@@ -387,7 +393,8 @@ class IncomingHandoff:
         return self._sums[offer_id]
 
     def _computing(self, offer: Offer) -> bool:
-        """Returns whether the sender may still be computing the block (no checksum yet)."""
+        """Returns whether the sender may still be computing the block, because its checksum has not
+        arrived."""
         if not self.line.link.verify or self._all_offered:
             return False
         known = self._sums.get(offer.offer_id)
@@ -404,7 +411,7 @@ class IncomingHandoff:
                 expected.exception()
 
     def _drop(self, offer: Offer, pull: "asyncio.Future[StepResult] | None" = None) -> None:
-        """Drops a block, even while it is being pulled, and ignores the result of the pull."""
+        """Drops a block. If the block is still being pulled, the result of the pull is ignored."""
         if pull is not None:
             pull.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._loop.fire(DropBlocks(self._loop.next_number(), (offer.offer_id,)))
@@ -436,7 +443,7 @@ class IncomingHandoff:
 
 
 def _reach(blocks: list[Offer], groups: int, start: int) -> int:
-    """Returns the position up to which all layer groups have received KV, from `start` on."""
+    """Returns the first position, from `start` on, that some layer group has not received."""
     return min([_contiguous(blocks, group, start) for group in range(groups)])
 
 

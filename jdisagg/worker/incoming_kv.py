@@ -1,5 +1,5 @@
-"""Receives KV from prefill and decode workers for the sequences that have pages reserved on a
-decode mesh.
+"""Receives KV for the sequences that have pages reserved on a decode mesh. The senders are prefill
+workers and other decode workers.
 
 If a source fails, the reservation and the verified blocks remain. Until the lease ends, another
 source may send the remaining positions (`HandoffState.ORPHANED`). For a migrated sequence, the
@@ -29,7 +29,8 @@ from jdisagg.worker.step_loop import StepLoop
 
 
 class KvEvents(Protocol):
-    """Callbacks for the outcome of a group's KV transfer, while the group exists."""
+    """Callbacks for the outcome of a group's KV transfer. They are called only while the group
+    exists."""
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None: ...
 
@@ -92,7 +93,7 @@ class IncomingKv:
         return any([handoff.pulling or handoff.inserting for handoff in self._handoffs()])
 
     def completing_before(self, step: int) -> bool:
-        """Returns whether any transfer has issued its last insertion before command `step`."""
+        """Returns whether any transfer issued its last insertion before command number `step`."""
         return any([one.completing and one.last_insertion < step for one in self._handoffs()])
 
     def senders(self) -> set[str]:
@@ -108,7 +109,7 @@ class IncomingKv:
         self, group: SequenceGroup, source: HandoffSource, firsts: tuple[FirstToken, ...]
     ) -> int | None:
         """Receives the remaining KV from another source. Returns the first position that the source
-        must send, or None if the group is not receiving KV."""
+        must send. Returns None if the group has all its KV, so that no source is needed."""
         if group.handoff.state not in (HandoffState.RECEIVING, HandoffState.ORPHANED):
             return None
         incoming = self._incoming.setdefault(group.key, _Incoming(group.cached_tokens))
@@ -139,7 +140,8 @@ class IncomingKv:
         return [one.handoff for one in self._incoming.values() if one.handoff is not None]
 
     def _close(self, incoming: _Incoming, reason: str) -> int:
-        """Ends the current transfer. Returns the number of leading positions received."""
+        """Ends the current transfer. Returns the number of leading positions that all layer groups
+        have received."""
         handoff, task = incoming.handoff, incoming.task
         assert handoff is not None and task is not None
         incoming.handoff = incoming.task = None
@@ -151,7 +153,7 @@ class IncomingKv:
     def _receive_from(
         self, source: HandoffSource, group: SequenceGroup, cached_tokens: int
     ) -> None:
-        """Starts receiving positions from `cached_tokens` on."""
+        """Starts receiving the positions from `cached_tokens` on from `source`."""
         incoming, limits = self._incoming[group.key], self._state.limits
 
         def slot() -> int:
@@ -227,7 +229,8 @@ class IncomingKv:
         error: JdisaggError,
         kept_tokens: int,
     ) -> None:
-        """Lets a group wait for another source, or ends it if no source can send the rest."""
+        """Handles the failure of a source. The group waits for another source, or ends if no source
+        can send the remaining KV."""
         incoming.handoff = incoming.task = None
         incoming.kept_tokens = kept_tokens
         if group.key not in self._state.groups:

@@ -2,7 +2,7 @@
 faster than computing them.
 
 Each of these three places is a `KvSource` (`worker/host_tier.py`, `worker/disk_tier.py`,
-`worker/peer_fetch.py`). For each prompt, `KvSources` gets a plan from each source once and runs the
+`worker/peer_fetch.py`). For each prompt, `KvSources` gets one plan from each source and runs the
 plan that saves most time. It reserves pages, lets the source fill them, and adds the verified
 blocks to the prefix cache. A prompt waits no longer than computing the same tokens would take.
 After that time, or when the prompt is cancelled, the restore is cancelled. Blocks that have arrived
@@ -46,18 +46,19 @@ _RESTORED: dict[Origin, tuple[str, str]] = {
 
 @plain
 class RestoreQuery:
-    """Describes a prompt to the sources of KV, which report what they can restore for the prompt.
+    """Describes a prompt to the sources of KV, so that each source can plan what it would restore
+    for the prompt.
 
     Attributes:
-        chain: Names of the prompt's blocks in order, without the block of the last token, which
-            must be computed.
+        chain: Hashes of the prompt's blocks in order. The block of the last token is excluded,
+            because this token must be computed.
         known: For each rank, the number of leading blocks of `chain` that are in pages already.
         ahead_tokens: Number of tokens of other prompts that will be computed before this prompt.
-        peer: Worker that may hold the blocks according to the router; None if the router names no
-            worker.
+        peer: Worker that holds the blocks according to the router's estimate; None if the router
+            knows of no worker.
         peer_tokens: Number of the prompt's tokens that `peer` probably caches.
         only: Rank to restore to; None allows every rank.
-        instead: The work that a restore replaces: computing the tokens or receiving their KV.
+        instead: The alternative to a restore: computing the tokens or receiving their KV.
     """
 
     chain: Chain
@@ -81,13 +82,15 @@ class RestorePlan:
     Attributes:
         source: Source that copies the blocks.
         rank: Data-parallel rank to whose pages the blocks are copied.
-        chain: Names of the prompt's first blocks, up to the last block that the source restores.
+        chain: Hashes of the prompt's first blocks, up to the last block that the source restores.
         tokens: Number of tokens of `chain` that are not in pages.
-        moved_tokens: Number of tokens that the source must copy, which determines the duration.
+        moved_tokens: Number of tokens that the source must copy or send, which determines the
+            duration.
         ahead_tokens: Number of tokens of other prompts that are computed while the restore runs.
+            The prompt would have to wait for them anyway.
         peer: Worker to fetch from; None if the source is local.
         snapshot: Whether the source also restores the snapshot at the end of `chain`.
-        instead: The work that the restore replaces: computing the tokens or receiving their KV.
+        instead: The alternative to the restore: computing the tokens or receiving their KV.
     """
 
     source: "KvSource"
@@ -102,7 +105,7 @@ class RestorePlan:
 
     @property
     def patience_seconds(self) -> float | None:
-        """Longest time that the prompt waits; None means no limit."""
+        """Longest time in seconds that the prompt waits for the restore; None means no limit."""
         tokens = self.tokens + self.ahead_tokens
         return self.source.prices.patience_seconds(tokens, self.instead)
 
@@ -121,11 +124,11 @@ class Restore:
         origins: Origin (name of the source) of each verified block, by its index in the plan's
             chain.
         moved_tokens: Number of tokens copied, which the source records in its `prices`.
-        place: Assigns pages (or a state slot, as one page) to the restored snapshot after a number
-            of tokens, instead of those of an earlier call. Returns None if there is no room. None
-            if no snapshot is restored.
-        snapshot: Snapshot that the source must not evict during the restore.
-        restored: Whether the snapshot is verified and in its place.
+        place: Function that assigns pages (or a state slot, as one page) to the restored snapshot,
+            given its number of tokens. They replace those of an earlier call. Returns None if there
+            is no room. The attribute is None if no snapshot is restored.
+        snapshot: Snapshot that the source must not evict during the restore, or None.
+        restored: Whether the snapshot is verified and in its pages or slot.
         task: Task that runs the restore.
         closing: Functions that keep background work of the source from writing to the pages.
     """
@@ -145,14 +148,14 @@ class Restore:
 
     @property
     def blocks(self) -> int:
-        """Number of leading blocks of the plan's chain that are in pages now."""
+        """Number of leading blocks of the prompt that are in pages now."""
         count = self.first
         while count in self.origins:
             count += 1
         return count
 
     def stop(self) -> None:
-        """Ends the restore before its owner's pages are reused. Writes nothing more to the
+        """Ends the restore before its owner's pages are reused. Nothing more is written to the
         pages."""
         self.owner = -1
         for close in self.closing:
@@ -168,8 +171,8 @@ class KvSource(Protocol):
         name: Name of the source in usage reports and metrics.
         prices: Measured durations of restores from this source.
         most_restores: Largest number of simultaneous restores from this source.
-        most_seconds: Longest duration of a restore while the speed of computing is unmeasured; None
-            is no limit.
+        most_seconds: Longest duration of a restore in seconds while the speed of computing is not
+            measured yet; None means no limit.
     """
 
     name: Origin
@@ -183,19 +186,25 @@ class KvSource(Protocol):
         ...
 
     def holding(self, restore: Restore) -> AbstractContextManager[None]:
-        """Returns a context in which the blocks of a restore are not evicted. The context is
-        entered before pages are reserved, because evicted pages may be copied to the source."""
+        """Returns a context in which the blocks of a restore are not evicted. It must be entered
+        before pages are reserved, because reserving may evict blocks to this source."""
         return contextlib.nullcontext()
 
     async def bring(self, restore: Restore) -> str:
-        """Fills the pages of a restore and records each verified block in `restore.origins`.
-        Returns "", or the cause if fewer blocks than planned arrived. Writes no more pages after a
-        cancellation. Raises JdisaggError if the mesh failed."""
+        """Fills the pages of a restore and records each verified block in `restore.origins`. Writes
+        no more pages after a cancellation.
+
+        Returns:
+            "", or the cause if fewer blocks than planned arrived.
+
+        Raises:
+            JdisaggError: The mesh failed.
+        """
         ...
 
     def failed(self, cause: str) -> None:
-        """Counts a restore that ended early. `cause` is "room", "late", "unwanted", "reset",
-        "failed" or a cause that `bring` returned."""
+        """Counts a restore that ended early. `cause` is "room" (no free pages), "late", "unwanted"
+        (cancelled), "reset" (the cache was reset), "failed", or a cause that `bring` returned."""
         ...
 
     @property
@@ -210,18 +219,20 @@ class KvSource(Protocol):
         """Records that a prompt used these blocks, which are in pages of `rank`."""
 
     def clear(self, cause: str) -> int:
-        """Drops all blocks and returns their number. Called before the pages are cleared."""
+        """Drops all blocks and returns their number. Called before the blocks in pages are
+        dropped."""
         return 0
 
     async def erase(self) -> None:
-        """Deletes blocks dropped by `clear` from durable storage. Raises UnavailableError if the
-        next run of the worker would still find them."""
+        """Deletes the blocks that `clear` dropped from durable storage. Raises UnavailableError if
+        the next run of the worker would still find them."""
 
     def expire(self, now: float) -> None:
         """Drops blocks whose lifetime has ended at time `now`."""
 
     def stats(self) -> tuple[KeptTier, ...]:
-        """Returns the fill level of the source's tiers; empty if it stores no blocks."""
+        """Returns the used and available bytes of the source's tiers; empty if it stores no
+        blocks."""
         return ()
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
@@ -233,8 +244,8 @@ class KvSource(Protocol):
 
 
 class RestoredBlocks:
-    """Records the origins of the blocks that were restored for one prompt. All other cached blocks
-    of the prompt count as found in pages."""
+    """Records from which source the blocks of one prompt were restored. All other cached blocks of
+    the prompt count as found in pages."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -245,8 +256,8 @@ class RestoredBlocks:
         self._origins.update({(rank, index): origin for index, origin in origins.items()})
 
     def split(self, rank: int, tokens: int) -> CachedTokens:
-        """Returns the number of the prompt's first `tokens` positions that came from each
-        origin."""
+        """Returns, for the prompt's first `tokens` positions, the number of positions that were
+        restored from each source or found in pages."""
         if not self._origins:
             return CachedTokens(pages=tokens)
         size = self._block_tokens
@@ -266,8 +277,9 @@ class KvSources:
         sources: The worker's sources. If plans save equal time, an earlier source is preferred.
 
     Attributes:
-        may_take: Returns whether a restore may reserve a number of pages of a rank.
-        ready: Returns whether the programs of restores are loaded. Otherwise nothing is restored.
+        may_take: Function that returns whether a restore may reserve a number of pages of a rank.
+        ready: Function that returns whether the programs of restores are loaded. Until they are,
+            nothing is restored.
     """
 
     def __init__(
@@ -307,14 +319,14 @@ class KvSources:
     def begin(
         self, plan: RestorePlan, restored: RestoredBlocks, done: Callable[[], None]
     ) -> "asyncio.Task[None]":
-        """Starts a restore for a prompt. `done` is called once: when the restore has ended, or when
-        it has taken as long as computing would. `done` is not called if the returned task is
-        cancelled."""
+        """Starts a restore for a prompt. `done` is called once, when the restore has ended or has
+        reached its time limit (`RestorePlan.patience_seconds`). It is not called if the returned
+        task is cancelled."""
         return self._tasks.spawn(self._restore_in_time(plan, restored, done))
 
     def begin_in(self, restore: Restore, restored: RestoredBlocks) -> "asyncio.Task[None]":
         """Starts a restore to pages that `restore.owner` holds. The returned task ends with the
-        restore, or when the restore has taken as long as the work that it replaces."""
+        restore, or at the restore's time limit (`RestorePlan.patience_seconds`)."""
         work = self._restore_in_time(restore.plan, restored, lambda: None, restore)
         restore.task = self._tasks.spawn(work)
         return restore.task
@@ -346,7 +358,7 @@ class KvSources:
         restored: RestoredBlocks | None = None,
         restore: Restore | None = None,
     ) -> None:
-        """Runs a plan to its end. Records in `restored` the blocks that arrived."""
+        """Runs a plan to its end. Records the origins of the blocks that arrived in `restored`."""
         if restore is None:
             restore = Restore(plan, self.kept.match(plan.rank, plan.chain))
         with plan.source.holding(restore):
@@ -355,7 +367,8 @@ class KvSources:
             plan.source.failed(cause)
 
     async def _fill(self, restore: Restore, restored: RestoredBlocks | None) -> str:
-        """Fills a restore's pages and caches its blocks. Returns why blocks are missing, or ""."""
+        """Fills a restore's pages and caches its blocks. Returns the cause if blocks are missing,
+        or ""."""
         kept, plan, source, cause = self.kept, restore.plan, restore.plan.source, ""
         guest = None
         if restore.owner is None and (guest := self._reserve(restore)) is None:
@@ -368,7 +381,7 @@ class KvSources:
             cause = await source.bring(restore)
         except JdisaggError:
             cause = "failed"
-        except Exception:  # the prompt is computed, whatever failed
+        except Exception:  # after any failure, the prompt is computed
             _log.exception("a restore from %s failed; the blocks are computed", source.name)
             cause = "failed"
         finally:
@@ -413,7 +426,8 @@ class KvSources:
             self._counters.add(tokens, count * self.kept.block_tokens)
 
     def computed_in(self, tokens: int, seconds: float, instead: Instead = "compute") -> None:
-        """Records in the prices of all sources how long computing (or receiving) took."""
+        """Records in the prices of all sources how long computing (or receiving) `tokens` tokens
+        took."""
         for source in self._sources:
             source.prices.computed_in(tokens, seconds, instead)
 

@@ -1,19 +1,19 @@
 """Shares the link from one sending worker fairly among the hand-offs that receive from it.
 
-Pulls begin in turns, which rotate among the hand-offs, so that a short prompt does not wait behind
-all blocks of a long one. The number of pulls in flight is high on a fast link, because each pull
-costs a round trip. After a slow pull this number is halved, because concurrent pulls on a slow link
-only delay each other."""
+Pulls begin in turns that rotate among the hand-offs, so that a short prompt does not wait behind
+all blocks of a long one. On a fast link many pulls are in flight, because each pull costs a round
+trip. After a slow pull their number is halved, because concurrent pulls on a slow link only delay
+each other."""
 
 import asyncio
 from collections import deque
 
 MOST_PULLS = 64
-SLOW, FAST = 1 / 2, 1 / 8  # of the time limit of a pull
+SLOW, FAST = 1 / 2, 1 / 8  # limits of slow and fast pulls, as parts of the time limit
 
 
 class LinkShare:
-    """The pulls from one sender. Used on the event loop only."""
+    """Schedules the pulls from one sender. Used on the event loop only."""
 
     def __init__(self) -> None:
         self.most = MOST_PULLS
@@ -21,15 +21,16 @@ class LinkShare:
         self._waiting: dict[int, deque[asyncio.Future[None]]] = {}  # by hand-off, in rotation
 
     def took(self, seconds: float, limit_seconds: float) -> None:
-        """Records that a pull of a computed block took `seconds`. `limit_seconds` is the time limit
-        of the pull."""
+        """Adapts the number of simultaneous pulls to the time that a pull of a computed block took.
+        `limit_seconds` is the time limit of the pull."""
         if seconds > SLOW * limit_seconds:
             self.most = max(1, min(self.most, self._running) // 2)
         elif seconds < FAST * limit_seconds:
             self.most = min(MOST_PULLS, self.most + 1)
 
     async def begin_turn(self, handoff: int) -> None:
-        """Waits for a turn of the hand-off. The caller ends the turn with `end_turn`."""
+        """Waits until the hand-off may begin a pull. The caller must call `end_turn` when the pull
+        has ended."""
         if self._running < self.most and not self._waiting:
             self._running += 1
             return
@@ -39,7 +40,7 @@ class LinkShare:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was given at the same time
+            if turn.done() and not turn.cancelled():  # the turn began at the same time
                 self._running -= 1
             self._give_turns()
             raise
@@ -54,7 +55,7 @@ class LinkShare:
             turns = self._waiting.pop(handoff)
             turn = turns.popleft()
             if turns:
-                self._waiting[handoff] = turns  # behind the others
+                self._waiting[handoff] = turns  # after the other hand-offs
             if not turn.done():
                 self._running += 1
                 turn.set_result(None)

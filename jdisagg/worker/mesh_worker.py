@@ -1,10 +1,10 @@
 """The base class of prefill and decode workers: step loop, outgoing KV, restores of cached KV,
 leases, drain.
 
-A worker gets commands from its scheduler, runs them and reports results. Only schedulers decide
-about pages and batches. State changes only on the event loop and between awaits, so that every
-method sees a consistent state. A background task periodically ends expired leases and detects a
-mesh that hangs."""
+A worker gets commands from its scheduler, runs them and reports results. Only schedulers assign
+pages and choose batches. State changes only on the event loop and between awaits, so every method
+sees a consistent state. A background task periodically ends expired leases and detects a mesh that
+hangs."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -52,20 +52,23 @@ from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """The parameters of one run of a worker that come neither from its mesh nor from its
+    """The parameters of one run of a worker that depend neither on its mesh nor on its
     configuration.
 
     Attributes:
         ids: Generator of fresh random 64-bit numbers.
         address: Address for other workers; empty if they find this worker by name in the same
             process.
-        loading_seconds: Estimated seconds until all compiled programs are loaded; requests are
-            served meanwhile.
-        names: Computes the names of cached blocks; None disables the prefix cache.
+        loading_seconds: Function that returns the estimated seconds until all compiled programs are
+            loaded. Requests are already served during this time.
+        names: Object that computes the hashes (names) of cached blocks; None disables the prefix
+            cache.
         tiers: Capacity of the host-memory and disk tiers, which hold cached blocks of a prefill
             worker or swapped-out sequences of a decode worker.
-        kv_channels: Returns the data-plane connections that the worker's status reports.
-        times: Returns the measured times of the mesh's programs, or None if they are not measured.
+        kv_channels: Function that returns the data-plane connections that the worker's status
+            reports.
+        times: Function that returns the measured times of the mesh's programs, or None if they are
+            not measured.
         kernels: Text "NAME: reason" for each kernel that failed its check at the start.
         readiness: Optional capabilities whose programs are loaded.
         weights: The weights that the worker serves.
@@ -174,8 +177,9 @@ class MeshWorker(ABC):
         await self._calls.stop()
 
     async def drain(self, deadline_seconds: float | None = None) -> None:
-        """Refuses new requests and returns when all work has ended or migrated. Work left at the
-        deadline ends with UnavailableError, so that the router retries it on another worker."""
+        """Refuses new requests and returns when all work has finished or migrated. Work that is
+        left at the deadline ends with UnavailableError, so that the router retries it on another
+        worker."""
         self._draining = True
         try:
             async with asyncio.timeout(deadline_seconds):
@@ -239,12 +243,12 @@ class MeshWorker(ABC):
 
     @property
     def kept_scheme(self) -> KeptScheme | None:
-        """Description of block names for routers; None without a prefix cache."""
+        """Parameters of block names, for routers; None without a prefix cache."""
         return self._kept.scheme
 
     def kept_news(self, mark: KeptMark) -> KeptNews | None:
-        """Returns the changes of the prefix cache after the log position `mark` of a router, or
-        None without changes."""
+        """Returns the changes of the prefix cache since a router's log position `mark`, or None if
+        nothing changed."""
         return self._kept.log.news(self.name, mark)
 
     def report_kept(self, pending: Callable[[], None]) -> KeptEvents | None:
@@ -279,7 +283,8 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _plan(self, step: int) -> StepCommand | None:
-        """Returns the next command, which gets number `step`, or None if no work is ready."""
+        """Returns the next command, or None if no work is ready. The command must have the number
+        `step`."""
 
     @abstractmethod
     def _apply(self, command: StepCommand, result: StepResult) -> None:
@@ -287,7 +292,7 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _status(self) -> WorkerStatus:
-        """Returns the status without the fields that are the same for both kinds of workers."""
+        """Returns the part of the status that differs between the two kinds of workers."""
 
     @abstractmethod
     def _requests_running(self) -> list[Request]:
@@ -295,7 +300,7 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _busy(self) -> bool:
-        """Whether any work is left that a drain must wait for."""
+        """Returns whether any work is left that a drain must wait for."""
 
     @abstractmethod
     def _end_everything(self, error: UnavailableError) -> None:
@@ -303,12 +308,12 @@ class MeshWorker(ABC):
 
     @abstractmethod
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        """Called when a KV transfer from this worker has ended. `error` is None after success."""
+        """Called when a KV transfer from this worker has ended. `error` is None if it succeeded."""
 
     @abstractmethod
     def _end_old(self, keep: bool) -> None:
-        """Ends sequences with KV of earlier weights, so that other attempts compute it again. With
-        `keep`, sequences that decode continue."""
+        """Ends sequences with KV of earlier weights as preempted, so that later attempts recompute
+        it. If `keep` is set, sequences that decode continue."""
 
     @abstractmethod
     def _hand_on(self) -> None:
@@ -332,8 +337,8 @@ class MeshWorker(ABC):
 
         Args:
             kept: Prefix cache of the mesh's pages.
-            peers: Returns the port to a worker from which blocks are fetched; None disables
-                fetching.
+            peers: Function that returns the port to a worker from which blocks are fetched; None
+                disables fetching.
             room: Capacity of the host-memory and disk tiers.
             most_writing: Limit of the blocks that are being copied to host memory.
         """
@@ -343,7 +348,7 @@ class MeshWorker(ABC):
         self._host.ready = self._tiers_ready
         self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
         sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
-        # without these, there is no place for the windows or the state that come with blocks
+        # without these, windows or state that arrive with blocks could not be stored
         has_place = not mesh.ring_pages and (kept.snapshots or not mesh.kv_spec.has_state)
         if peers is not None and kept.on and has_place:
             fetch = PeerFetch(
@@ -367,8 +372,8 @@ class MeshWorker(ABC):
         return self._ready(Capability.TIERS)
 
     def _kept_tiers(self, *spilled: KeptTier) -> tuple[KeptTier, ...]:
-        """Returns the fill level of each tier for the status. Swapped-out sequences (`spilled`) are
-        part of host memory."""
+        """Returns, for the status, the used and available bytes of each cache tier. Swapped-out
+        sequences (`spilled`) are part of host memory."""
         kept, mesh = self._kept, self._mesh
         if not kept.on:
             return spilled
@@ -413,7 +418,7 @@ class MeshWorker(ABC):
         self, kept: Residency, rank: int, chain: Chain, tokens: int, slot: int
     ) -> None:
         """Copies the snapshot after `tokens` cached positions to a sequence's state slot, if the
-        model keeps state. Called when the sequence gets pages, before the snapshot may be
+        model keeps state. Must be called when the sequence gets pages, before the snapshot can be
         evicted."""
         if kept.snapshots:
             (source,) = kept.use_snapshot(rank, chain, tokens)
@@ -421,8 +426,8 @@ class MeshWorker(ABC):
             self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
 
     def _forget_kept(self, rank: int | None, cause: str) -> int:
-        """Drops the cached blocks in pages of a rank (None: all ranks) and in all tiers. Files on
-        disk are not deleted yet. Returns the number of dropped blocks."""
+        """Drops the cached blocks in pages of a rank, or of all ranks if `rank` is None, and in all
+        tiers. Files on disk are not deleted yet. Returns the number of dropped blocks."""
         elsewhere = self._sources.clear(cause)
         blocks = self._kept.clear(rank)
         self._forgotten += blocks
@@ -431,10 +436,14 @@ class MeshWorker(ABC):
         return blocks + elsewhere
 
     async def _compiled(self, request: Request, seconds: float, computes: bool = True) -> None:
-        """Compiles the request's grammar, if any. Waits for the programs that the request needs:
-        those for grammars, and those for images if this mesh `computes` the prompt. Raises
-        InvalidRequestError if the grammar fails, and UnavailableError if the programs fail or the
-        worker sleeps."""
+        """Compiles the request's grammar, if any, and waits for the programs that the request
+        needs. These are the programs for grammars, and those for images if this mesh `computes` the
+        prompt.
+
+        Raises:
+            InvalidRequestError: The grammar cannot be compiled.
+            UnavailableError: The programs cannot be loaded, or the worker sleeps.
+        """
         self._check_awake()
         if computes and request.images:
             await self._context.readiness.wait(Capability.IMAGES)
@@ -471,8 +480,8 @@ class MeshWorker(ABC):
             )
 
     def _check_images(self, request: Request, computes: bool) -> None:
-        """Raises InvalidRequestError if this worker does not read the request's images. Without
-        `computes` another worker prefills the prompt, and the request has no pixels."""
+        """Raises InvalidRequestError if this worker does not read the request's images. If
+        `computes` is not set, another worker prefills the prompt, and the request has no pixels."""
         form = self._mesh.images
         if not request.images:
             return
@@ -503,7 +512,7 @@ class MeshWorker(ABC):
             try:
                 self._sweep(self._clock.now())
             except Exception as error:
-                self._loop.break_down(error)  # without sweeps no lease would end
+                self._loop.break_down(error)  # without sweeps no lease would expire
                 return
 
     def _break_down(self, error: UnavailableError) -> None:
@@ -512,8 +521,8 @@ class MeshWorker(ABC):
 
 
 class Attempts:
-    """Stores the number of the latest attempt of each (request, child), so that calls of earlier
-    attempts can be refused. An entry expires when no earlier attempt can hold a lease any more."""
+    """Stores the latest attempt number of each (request, child), so that calls of earlier attempts
+    can be refused. An entry expires when no earlier attempt can hold a lease any more."""
 
     def __init__(self) -> None:
         # least recently seen first

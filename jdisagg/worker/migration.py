@@ -1,12 +1,12 @@
-"""Migrates running sequences to other decode workers: sends most KV while a sequence runs, then
-stops it and sends the rest.
+"""Migrates running sequences to other decode workers. Most KV is sent while the sequence runs; then
+the sequence is stopped and the rest is sent.
 
 A migration is one KV transfer (hand-off), whose id the router passes to another worker. When that
 worker connects, written KV is extracted and offered while decoding continues. When few positions
-are left, the sequence is frozen (runs no more steps) and its steps in flight are awaited. Then the
-remaining KV is offered, and the last message contains all generated tokens. When the receiver has
-acknowledged all blocks, the sequence ends on this worker as moved. After a failed migration the
-sequence continues on this worker.
+are left, the sequence is frozen, which means that it runs no more steps, and its steps in flight
+are awaited. Then the remaining KV is offered. The last message contains all generated tokens. When
+the receiver has acknowledged all blocks, the sequence ends on this worker as moved. After a failed
+migration the sequence continues on this worker.
 
 Invariant: an extraction is issued after the steps that wrote its positions, because only positions
 whose tokens were read back are offered."""
@@ -70,7 +70,8 @@ class MigrationSender:
         self._changed = asyncio.Event()
 
     def movable(self, group: SequenceGroup) -> bool:
-        """Returns whether a group can migrate: it has one child, and all its KV has arrived."""
+        """Returns whether a group can migrate: it is not migrating yet, has one child, and all its
+        KV has arrived."""
         return (
             group.key not in self._migrations
             and len(group.children) == 1
@@ -101,7 +102,9 @@ class MigrationSender:
             self._outgoing.end(migration.handoff, HandoffError(reason))
 
     def ended(self, key: int, error: JdisaggError | None) -> bool:
-        """Ends the migration of group `key`. Returns False if the sequence had already ended."""
+        """Handles the end of a migration's KV transfer. After success, the sequence ends on this
+        worker as moved. After an `error`, it runs decode steps on this worker again. Returns False
+        if the sequence had finished or was cancelled before the transfer ended."""
         migration = self._migrations.pop(key)
         if migration.task is not asyncio.current_task():
             migration.task.cancel()
@@ -134,13 +137,13 @@ class MigrationSender:
                 )
                 while not handoff.over:
                     await self._heartbeat(handoff, handoff.acknowledgements)
-        except Exception as error:  # a sequence must not stay frozen, whatever the error was
+        except Exception as error:  # after any error, the sequence must not stay frozen
             text = f"hand-off {handoff.handoff_id}: the sequence could not be moved: {error!r}"
             self._outgoing.end(handoff, HandoffError(text))
 
     async def _offer_while_it_runs(self, child: Sequence, handoff: OutgoingHandoff) -> int:
-        """Offers the KV written so far in a few rounds, while the sequence runs. Returns the number
-        of positions offered."""
+        """Offers the KV that the sequence has written, in a few rounds while the sequence continues
+        to run. Returns the number of positions offered."""
         sent = 0
         for _ in range(MOST_ROUNDS):
             whole = child.position - child.position % self._state.limits.granule_tokens
@@ -176,8 +179,8 @@ class MigrationSender:
         await asyncio.gather(*waiting)
 
     async def _offer_whole(self, child: Sequence, handoff: OutgoingHandoff) -> None:
-        """Offers positions inside sliding windows, and recurrent state. Both change with each step,
-        so they are sent only after the sequence was stopped."""
+        """Offers the positions inside sliding windows, and the recurrent state. Both change with
+        each step, so they are sent only after the sequence was stopped."""
         limits, key, rank = self._state.limits, self._checksum_key, child.rank
         slot = self._state.states.slot(rank, child.key)
         for offer in snapshot_offers(limits, rank, child.position, self._ids):

@@ -1,5 +1,5 @@
-"""Plans decode steps that run together with a prefill chunk of the same mesh. Also measures all
-decode steps, and counts their forced tokens and drafts."""
+"""Plans decode steps that run together with a prefill chunk of the same mesh. Also measures the
+times of all decode steps, and counts the tokens that grammars forced and the drafts."""
 
 import msgspec
 
@@ -13,7 +13,8 @@ from jdisagg.worker.own_prefills import OwnPrefills
 
 
 class MixedSteps:
-    """Plans the mixed steps of one decode mesh, and measures its steps."""
+    """Plans the mixed steps of one decode mesh (decode steps with a prefill chunk), and measures
+    all its steps."""
 
     def __init__(
         self, state: DecodeState, batches: DecodeBatches, prefills: OwnPrefills, counters: Counters
@@ -23,8 +24,8 @@ class MixedSteps:
         self._times = MixedTimes(prefills.beside(), state.limits.batch_buckets)
 
     def seen(self, snapshot: StepSnapshot) -> StepSnapshot:
-        """Returns the snapshot with the measured times from which the policy chooses mixed
-        steps, and whether prompts wait for other prompts."""
+        """Completes a snapshot for the step policy. Adds the measured times from which the policy
+        chooses mixed steps, and whether prompts wait for other prompts."""
         if snapshot.prompts_queued and self._prefills.gathering:
             return msgspec.structs.replace(snapshot, gathering=True)
         mixes = snapshot.prompts_queued and bool(self._times.chunks)
@@ -41,8 +42,8 @@ class MixedSteps:
         )
 
     def joined(self, steps: DecodeSteps, chunk_tokens: int) -> DecodeSteps:
-        """Returns the decode step `steps` with the next chunk added, of at most `chunk_tokens`
-        tokens."""
+        """Adds the next prefill chunk, of at most `chunk_tokens` tokens, to the decode step
+        `steps`. Returns the combined command."""
         for progress in self._state.news:
             # The plan of the step may have preempted a sequence whose prompt is queued.
             if progress.group_key not in self._state.groups:

@@ -1,9 +1,9 @@
-"""Tracks the KV that a worker sends: for each transfer (hand-off), the offered blocks, those not
-acknowledged, and the lease.
+"""Tracks the KV that a worker sends: for each transfer (hand-off), the offered blocks, the
+unacknowledged blocks, and the lease.
 
-`OutgoingHandoff` is one hand-off. Its receiver reads all messages from the first message on, even
-if it connects late. `OutgoingKv` holds all hand-offs of a worker and answers their receivers.
-Prefill workers send prompts; decode workers send running sequences and cached blocks.
+`OutgoingHandoff` is one hand-off. Its receiver reads all messages from the first one on, even if it
+connects late. `OutgoingKv` holds all hand-offs of a worker and answers their receivers. Prefill
+workers send prompts; decode workers send running sequences and cached blocks.
 
 The lease of a hand-off begins when all blocks are offered. Acknowledgements renew the lease, up to
 the request's deadline. After a receiver has connected, the lease is short, because receivers send
@@ -74,8 +74,8 @@ class OutgoingHandoff:
         return self._handoff.state.final
 
     def advance(self, event: HandoffEvent, deadline: float | None = None) -> None:
-        """Changes the hand-off's state by `event`. `deadline` is the time by which the new state
-        must be left; None keeps the old deadline."""
+        """Changes the hand-off's state by `event`. `deadline` is the deadline of the new state;
+        None keeps the old deadline."""
         until = self._handoff.deadline if deadline is None else min(deadline, self.until)
         self._handoff = self._handoff.advance(event, until)
 
@@ -83,8 +83,8 @@ class OutgoingHandoff:
         """Publishes offers to the receiver.
 
         Args:
-            weight_tokens: Number of tokens that each offer adds to the unfetched tokens; 0 means
-                the offer's own tokens times layer groups.
+            weight_tokens: Number of unfetched tokens that each offer counts as. 0 means the offer's
+                own tokens times its layer groups.
         """
         for offer in offers:
             tokens = weight_tokens or offer.groups * offer.block_tokens
@@ -99,7 +99,8 @@ class OutgoingHandoff:
         self._changed.set()
 
     def finish(self, end: Callable[[int], HandoffEnd], deadline: float) -> None:
-        """Publishes the last message, which `end` builds from the number of offers."""
+        """Publishes the last message to the receiver. `end` builds the message from the number of
+        offers."""
         self._messages.append(end(self._offers))
         self._changed.set()
         self.advance(HandoffEvent.ALL_OFFERED, deadline)
@@ -107,7 +108,8 @@ class OutgoingHandoff:
             self._advance_if_fetched()
 
     def acknowledge(self, offer_ids: tuple[int, ...], deadline: float) -> tuple[int, ...]:
-        """Records acknowledgements. Returns the ids not acknowledged before."""
+        """Records acknowledgements, which renew the lease until `deadline`. Returns the ids that
+        were not acknowledged before."""
         self.acknowledgements += 1
         fetched = tuple([offer_id for offer_id in offer_ids if self._take(offer_id)])
         if fetched or not offer_ids:
@@ -116,7 +118,8 @@ class OutgoingHandoff:
         return fetched
 
     def abort(self, error: JdisaggError) -> tuple[int, ...]:
-        """Ends the hand-off with an error for the receiver. Returns the ids of open offers."""
+        """Ends the hand-off with an error for the receiver. Returns the ids of unacknowledged
+        offers."""
         self.advance(HandoffEvent.ABORT)
         self.error = error
         self._changed.set()
@@ -131,7 +134,8 @@ class OutgoingHandoff:
 
     async def message(self, number: int) -> PeerMessage:
         """Waits for message `number`, counted from 0, and returns it. Raises the error that aborted
-        the hand-off. Supports one reader at a time; `sweep` bounds the wait."""
+        the hand-off. Supports one reader at a time. The wait has no time limit of its own, because
+        `sweep` ends expired hand-offs."""
         while True:
             if self.error is not None:
                 raise self.error
@@ -154,7 +158,8 @@ class OutgoingKv:
     """All hand-offs that one worker sends.
 
     Args:
-        ended: Called once for each hand-off that ends, with the error that aborted it or None.
+        ended: Function that is called once for each hand-off that ends. Its arguments are the
+            hand-off and the error that aborted it, or None.
     """
 
     def __init__(
@@ -183,8 +188,8 @@ class OutgoingKv:
         return len(self._handoffs)
 
     def introduce(self, hello: PeerHello) -> None:
-        """Replaces the hello of this worker, whose weights have changed. Peers are compared
-        again."""
+        """Replaces the hello of this worker, whose weights have changed. Later hellos of peers are
+        compared with the new one."""
         self._hello = hello
         self._greeted.clear()
 
@@ -276,8 +281,8 @@ class OutgoingKv:
             self.end(handoff, HandoffError(f"hand-off {handoff_id} was aborted: {reason}"))
 
     async def _await_opening(self, handoff_id: int) -> OutgoingHandoff:
-        """Waits until the prefill call of this hand-off arrives, because the receiver may connect
-        earlier."""
+        """Waits until this hand-off is opened, because the receiver may connect before the prefill
+        call arrives."""
         name = self._hello.worker
         if handoff_id in self._over:
             raise HandoffError(f"worker {name!r}: hand-off {handoff_id} is over")
@@ -352,14 +357,16 @@ def offers_of_pages(
 def window_offers(
     limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
 ) -> Iterator[Offer]:
-    """Yields offers of positions inside sliding windows, if these layers are sent separately."""
+    """Yields offers of the positions inside sliding windows. Yields nothing if sliding-window
+    layers are not sent separately."""
     if not limits.windows_apart:
         return
     yield from offers_of_pages(limits, rank, limits.seen_from(end), end, new_id, KvKind.WINDOW)
 
 
 def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tuple[Offer, ...]:
-    """Returns the offers of a sequence's recurrent state; empty if the model has none."""
+    """Returns the offers of a sequence's recurrent state. Empty if the model has no recurrent
+    state."""
     if not limits.kv_spec.has_state:
         return ()
     return (
@@ -378,14 +385,15 @@ def snapshot_offers(
 
 
 def offer_weight(limits: MeshLimits, offer: Offer) -> int:
-    """Returns the size of an offer in transfer (`OutgoingHandoff.announce`); 0 is that of its
-    tokens."""
+    """Returns the number of unfetched tokens that an offer counts as, for
+    `OutgoingHandoff.announce`. Returns 0 for all offers without recurrent state, because their own
+    tokens are counted."""
     return state_weight(limits) if offer.kind is KvKind.STATE else 0
 
 
 def state_weight(limits: MeshLimits) -> int:
-    """Returns the size of a recurrent state as an equivalent number of KV tokens, multiplied by the
-    number of layer groups like the weight of other offers."""
+    """Returns the size of a recurrent state as an equivalent number of KV tokens times layer
+    groups, comparable with the weights of other offers."""
     spec = limits.kv_spec
     return limits.layer_groups * -(-spec.state.bytes_per_token // spec.bytes_per_token)
 
@@ -393,8 +401,8 @@ def state_weight(limits: MeshLimits) -> int:
 def extraction(
     step: int, offer: Offer, pages: Sequence[int], page_size: int, checksum_key: int
 ) -> ExtractBlock:
-    """Returns the command that copies an offer's KV out of `pages` for sending. For recurrent
-    state, `pages` is the state slot."""
+    """Returns the command that copies the KV of an offer from `pages` into a block for sending. For
+    recurrent state, `pages` has only the state slot."""
     covered = pages_for(offer.start + offer.valid_tokens, page_size)
     return ExtractBlock(
         step=step,

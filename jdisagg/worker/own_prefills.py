@@ -1,5 +1,6 @@
-"""Queues the prompts that a decode mesh computes itself. In modes CHUNKED and UNIFIED these are all
-prompts. In mode DISAGGREGATED they are the uncached ends of prompts with a cached prefix."""
+"""Queues the prompts that a decode mesh computes itself. In modes CHUNKED and UNIFIED it computes
+all prompts. In mode DISAGGREGATED it computes the last, uncached tokens of prompts with a cached
+prefix."""
 
 from collections.abc import Callable
 
@@ -41,15 +42,17 @@ class OwnPrefills:
         self._steps_waited = 0  # decode steps since the last chunk, with a prompt queued
 
     def beside(self) -> tuple[int, ...]:
-        """Returns the sizes of the chunks that may run together with a decode step; none with
-        `grid_tokens`, which requires that a KV block is always computed by the same programs."""
+        """Returns the sizes of the chunks that may run together with a decode step. Empty if
+        `grid_tokens` is set, because then a KV block must always be computed by the same
+        programs."""
         on_grid = self._state.residency.on and not self._state.residency.keeps_answers
         return () if on_grid else self._batches.beside(self._state.limits.mixed_buckets)
 
     @property
     def gathering(self) -> bool:
-        """Whether the queued prompts wait for prompts of other dp ranks (`gather_steps`). They do
-        only while each rank decodes a sequence, because a chunk costs the other ranks less."""
+        """Whether the queued prompts wait until prompts of other dp ranks arrive (`gather_steps`).
+        They wait only while each rank decodes a sequence, because each rank then has work in the
+        meantime."""
         steps = self._state.limits.gather_steps
         return self._steps_waited < steps and self._batches.gathers() and all(self._state.running)
 
@@ -57,31 +60,32 @@ class OwnPrefills:
         return bool(self._batches)
 
     def add(self, group: SequenceGroup) -> int:
-        """Queues the uncached tokens of a group, which has pages. Returns their number."""
+        """Queues the uncached tokens of a group that has pages. Returns the number of these
+        tokens."""
         known, cached = group.known_tokens, group.cached_tokens
         self._batches.add(self._state.prefill_job(group))
-        group.request = group.request.without_pixels()  # the job has them until it is computed
+        group.request = group.request.without_pixels()  # only the job needs the pixels
         self.backlog.add(group.key, len(known), cached, group.request.priority)
         if (key := self._keys.get(group.key)) is not None:
             self.waits.began(key, group.rank)
         return len(known) - cached
 
     def expect(self, ticket: int, key: int) -> None:
-        """Records the key under which the request with this ticket is registered in `waits`. The
+        """Records that the request with this ticket is registered in `waits` under `key`. The
         ticket later becomes the key of the request's group."""
         self._keys[ticket] = key
 
     def forget(self, key: int) -> None:
-        """Removes a group that has ended. Idempotent."""
+        """Removes a group that has finished or was aborted. Idempotent."""
         self._batches.remove(key)
         self.backlog.forget(key)
         if (waits := self._keys.pop(key, None)) is not None:
             self.waits.end(waits)
 
     def next_chunk(self, step: int, beside: tuple[int, ...] = ()) -> PrefillChunk | None:
-        """Returns the next chunk. With `beside` it runs together with a decode step
-        (`PrefillBatches.next_chunk`). Its blocks are cached at once, because commands run in
-        order."""
+        """Returns the next chunk, or None if there is none. If `beside` is not empty, the chunk
+        runs together with a decode step (`PrefillBatches.next_chunk`). The chunk's blocks are
+        cached immediately, because commands run in order."""
         chunk = self._batches.next_chunk(step, beside=beside)
         if chunk is None:
             return None
@@ -101,7 +105,7 @@ class OwnPrefills:
         return [self._batches.queued_tokens(rank) for rank in range(self._state.limits.ranks)]
 
     def computed(self, chunk: PrefillChunk) -> float:
-        """Records the end of a chunk. Returns its duration, without the time of earlier
+        """Records the end of a chunk. Returns its duration in seconds, without the time of earlier
         commands."""
         for row in chunk.rows:
             self.backlog.computed(row.sequence, len(row.tokens))
@@ -110,6 +114,6 @@ class OwnPrefills:
         return self._times.computed(chunk.chunk_tokens, self._now())
 
     def step_ended(self) -> None:
-        """Records that the mesh has finished a command and may begin the next one."""
+        """Records that the mesh has finished a command and can begin the next one."""
         self._steps_waited = self._steps_waited + 1 if self._batches else 0
         self._times.command_ended(self._now())

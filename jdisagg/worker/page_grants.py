@@ -1,10 +1,10 @@
 """Gives the pages of a decode worker to waiting and swapped-out sequences, and preempts sequences
 for requests of higher priority.
 
-`scheduler/reservations.py` and `scheduler/priorities.py` make the decisions; this module swaps
-sequences out and in (`worker/spilled_kv.py`). If a sequence cannot be swapped out, because host
-memory is off or full or recomputing is faster, it ends as preempted and another attempt recomputes
-it. In both cases its stream continues at the next token."""
+`scheduler/reservations.py` and `scheduler/priorities.py` make the decisions, and
+`worker/spilled_kv.py` swaps sequences out and in. A sequence cannot be swapped out if host memory
+is off or full, or if recomputing is faster. It then ends as preempted, and another attempt
+recomputes it. In both cases its stream continues at the next token."""
 
 from collections.abc import Callable, Mapping
 
@@ -22,7 +22,7 @@ Granted = Callable[[SequenceGroup], None]
 
 
 class PageGrants:
-    """Grants and withdraws the pages of one decode mesh.
+    """Assigns the pages of one decode mesh to sequences, and preempts sequences.
 
     Args:
         now: Clock in seconds.
@@ -47,11 +47,11 @@ class PageGrants:
         self._counters = counters
 
     def give_free(self, lease_seconds: float, granted: Granted) -> None:
-        """Gives free pages to swapped-out and waiting sequences, in their order.
+        """Gives free pages to swapped-out sequences and waiting requests, in their common order.
 
         Args:
             lease_seconds: Duration of a new reservation.
-            granted: Called with each request that got pages.
+            granted: Callback that gets each request that received pages.
         """
         spills, lease_until = self._spilled.spills, self._now() + lease_seconds
         while (spill := spills.next()) is not None:
@@ -71,8 +71,8 @@ class PageGrants:
 
     def make_room(self, lease_seconds: float, granted: Granted) -> None:
         """Preempts sequences for ready sequences that lack a slot, and for waiting requests that
-        lack pages. If too many copies are in flight, the next call continues. The arguments are
-        those of `give_free`."""
+        lack pages. Preempts no more if too many copies are in flight; then the next call continues.
+        The arguments are those of `give_free`."""
         ready = self._state.ready and not self._state.one_priority
         for last in self._batches.yielding_slots() if ready else ():
             if not self._preempt(last):
@@ -80,7 +80,7 @@ class PageGrants:
         while (waiting := self._reservations.pressing()) is not None:
             spill = self._spilled.spills.next()
             if spill is not None and spill.child.group.request.priority >= waiting.priority:
-                return  # this sequence needs the room before
+                return  # this sequence gets room first
             group = self._reservations.grant_one(waiting, self._now() + lease_seconds)
             if group is not None:
                 granted(group)
@@ -90,8 +90,8 @@ class PageGrants:
                 return
 
     def _preempt(self, child: Sequence) -> bool:
-        """Withdraws slot and pages of a sequence. Returns False if the sequence must keep them for
-        now, because too many copies are in flight."""
+        """Takes the slot and pages from a sequence. Returns False if too many copies are in flight,
+        so that the sequence must keep them for now."""
         self._migration.abort(child.group.key, "the sequence yields to a higher priority")
         if child.stage is Stage.RESERVED:
             self._counters.add("sequences_yielded", len(child.group.alive))
@@ -106,7 +106,7 @@ class PageGrants:
         return True
 
     def loads(self, queued: Mapping[int, int]) -> tuple[PriorityLoad, ...]:
-        """Returns the worker's load by priority. `queued`: Number of queued prompt tokens by
+        """Returns the worker's load by priority. `queued` is the number of queued prompt tokens by
         priority."""
         held, waiting = self._state.priorities(), self._reservations.priorities()
         for spill in self._spilled.spills:

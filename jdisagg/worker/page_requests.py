@@ -1,4 +1,5 @@
-"""The requests of a decode worker that wait for pages: each `reserve` call waits for its grant.
+"""The requests of a decode worker that wait for pages. Each `reserve` call waits until its request
+has pages.
 
 `scheduler/reservations.py` decides which requests get pages and identifies them by tickets. This
 module maps tickets to the waiting calls."""
@@ -31,10 +32,10 @@ class PageRequests:
 
     Args:
         worker: Name of the worker, for error messages.
-        limit: Largest number of waiting requests of at least the new request's priority. All
-            requests together may be twice as many.
-        drop: Function that is called with the ticket of an abandoned request, which may already
-            have pages.
+        limit: Largest number of waiting requests of the new request's priority or higher. The
+            number of all waiting requests may be twice as large.
+        drop: Function that is called with the ticket of an abandoned request. The request may
+            already have pages.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class PageRequests:
         self._tickets: dict[int, asyncio.Future[SequenceGroup]] = {}
 
     def check(self, call: ReserveCall) -> None:
-        """Raises InvalidRequestError if the request can never fit, OverloadedError if too many
-        requests wait."""
+        """Raises InvalidRequestError if even an idle worker has no room for the request, and
+        OverloadedError if too many requests wait."""
         self._reservations.check(call.request, _children(call))
         waiting, before = len(self._reservations), self._reservations
         if before.waiting_with(call.request.priority) >= self._limit or waiting >= 2 * self._limit:
@@ -61,8 +62,8 @@ class PageRequests:
     def enqueue(
         self, call: ReserveCall, arrival: float
     ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
-        """Queues a request that arrived at time `arrival`. Returns its ticket, and the future of
-        its pages."""
+        """Queues a request that arrived at time `arrival`. Returns its ticket, and a future that
+        `grant` sets."""
         ticket = self._reservations.enqueue(
             call.request, call.attempt, _children(call), arrival, call.whole, call.computes
         )
@@ -90,11 +91,12 @@ class PageRequests:
             raise
 
     def grant(self, group: SequenceGroup) -> None:
-        """Ends the wait of the request whose pages `group` holds."""
+        """Ends the wait of a request, which now has pages in `group`."""
         self._tickets.pop(group.key).set_result(group)
 
     def supersede(self, request: Request, indices: set[int], attempt: int) -> int:
-        """Ends waiting earlier attempts of the same request and children. Returns their number."""
+        """Ends waiting requests that a new attempt replaces: those of earlier attempts for the same
+        request and children. Returns their number."""
         tickets = self._reservations.earlier(request, indices, attempt)
         for ticket in tickets:
             self._reservations.withdraw(ticket)
@@ -120,7 +122,7 @@ def _children(call: ReserveCall) -> tuple[tuple[int, tuple[int, ...]], ...]:
 
 
 def overdue_error(group: SequenceGroup) -> JdisaggError:
-    """Returns the error of a group that was not continued before its deadline."""
+    """Returns the error for a group whose state has exceeded its deadline."""
     if reason := _OVERDUE.get(group.handoff.state):
         return HandoffError(f"reservation {group.key}: {reason}")
     return DeadlineExceededError(

@@ -1,9 +1,10 @@
 """Fetches cached KV blocks from other workers. The serving side is `worker/given_kv.py`.
 
-The router names a worker that may hold the blocks. The request to that worker lists block names,
-and the reply is the number of blocks that it sends. The blocks are received by an ordinary KV
-transfer (`worker/incoming_handoff.py`), so the other worker may use another page size or sharding.
-Lossy compression is not used. Failures are counted (`peer_fetch_failed`, by cause)."""
+For each prompt, the router identifies a worker that may hold the blocks. The request to that worker
+lists block names, and the reply is the number of blocks that it sends. The blocks are received by
+an ordinary KV transfer (`worker/incoming_handoff.py`), so the other worker may use another page
+size or sharding. Lossy compression is not used. Failures are counted (`peer_fetch_failed`, by
+cause)."""
 
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from jdisagg.worker.peers import Peers
 from jdisagg.worker.sender_line import SenderLine
 from jdisagg.worker.step_loop import StepLoop
 
-MOST_FETCHES = 4  # restores at a time; their blocks in flight take room beside the pages
+MOST_FETCHES = 4  # simultaneous restores; their blocks in flight need memory besides the pages
 
 
 class PeerFetch(KvSource):
@@ -118,7 +119,8 @@ class PeerFetch(KvSource):
         return "gone" if blocks < len(restore.plan.chain) else ""
 
     async def _begin_hand_off(self, restore: Restore) -> IncomingHandoff | None:
-        """Requests the missing blocks. Returns None if the other worker caches none of them."""
+        """Requests the missing blocks and returns the transfer that receives them. Returns None if
+        the other worker caches none of them."""
         plan, size, source = restore.plan, self._kept.block_tokens, restore.plan.peer
         assert source is not None, "`worth` plans with a peer only"
         peer = self._peers.find(source)
@@ -161,7 +163,8 @@ class PeerFetch(KvSource):
         return IncomingHandoff(self._loop, line, to, self._limits, self._counters, self._now)
 
     def _snapshot_tokens(self, end: int) -> int:
-        """Returns the number of tokens whose KV is as large as a snapshot after `end` tokens."""
+        """Returns the size of a snapshot after `end` tokens, as the number of tokens whose KV has
+        as many bytes."""
         mesh = self._mesh
         seen, spec = end - mesh.seen_from(end), mesh.kv_spec.windowed
         windows = seen * spec.bytes_per_token // mesh.sent.bytes_per_token

@@ -1,12 +1,12 @@
 """Connects a worker to the workers that send KV to it (peers), and checks that both are compatible.
 
 Workers exchange a hello before any other message. A hello contains a random id of the worker's
-current run (boot id), by which a restarted peer is detected. A connection is reused as long as KV
-transfers name the same boot id. A peer is disconnected when it has restarted or was not used for
-long.
+current run (boot id), by which a restart of the peer is detected. A connection is reused as long as
+KV transfers have the same boot id. A peer is disconnected when it has restarted or has not been
+used for a long time.
 
-Page size and layout may differ between two workers. Protocol, model, KV spec with dtype, block
-sizes and data-plane transports must be equal."""
+Page size and layout may differ between two workers. Protocol, model, weights, KV spec with dtype,
+block sizes and data-plane transports must be equal."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -37,9 +37,10 @@ _COMPARED = (
     "weights",
 )
 
-# Noticeable change of a link: a share, and for its latency additional seconds.
+# A change of a link is noticeable if it exceeds this share; for the latency, by these seconds, too.
 CHANGE, LEAST_SECONDS = 0.25, 1e-3
-# Time per byte while all blocks had the same size, so that it cannot be measured.
+# Assumed time per byte. It is used while all blocks had the same size, because it cannot be
+# measured then.
 ASSUMED_BYTE_SECONDS = 1e-9
 
 PeerResolver = Callable[[HandoffSource], PeerPort]
@@ -70,7 +71,7 @@ class _Connected:
 
 
 class LinkMeter:
-    """Measures the links from peers to this worker, from the blocks that arrive. A link is reported
+    """Measures the links from peers to this worker by the blocks that arrive. A link is reported
     again only after a noticeable change, because each report makes the router recompute its
     costs."""
 
@@ -108,7 +109,8 @@ class Peers:
     """Connections of one worker to the workers that send KV to it.
 
     Args:
-        find: Returns the port to a source worker. Raises HandoffError if it is unknown.
+        find: Function that returns the port to a source worker. It raises HandoffError if the
+            worker is unknown.
         hello: Hello of this worker.
         codec: Codec by which peers compress the blocks that they send.
         calls: Background sender of acknowledgements and aborts.
@@ -149,15 +151,16 @@ class Peers:
         return self._hello.worker
 
     def share(self, worker: str) -> LinkShare:
-        """Returns the `LinkShare` of all hand-offs from a worker."""
+        """Returns the `LinkShare` of all hand-offs from one sender."""
         return self._shares.setdefault(worker, LinkShare())
 
     async def greet(self, source: HandoffSource, port: PeerPort) -> PeerLink:
-        """Exchanges hellos and connects.
+        """Exchanges hellos with a peer and connects to it. Returns the connection, which is reused
+        if the peer has not restarted.
 
         Raises:
-            IncompatiblePeerError: The workers are not compatible; the message names the field that
-                differs.
+            IncompatiblePeerError: The workers are not compatible. The message has the name of the
+                field that differs.
             HandoffError: The peer does not answer.
         """
         ours = self._hello.weights
@@ -192,8 +195,8 @@ class Peers:
         return self._connect(source, theirs)
 
     def sweep(self, now: float, in_use: Collection[str] = ()) -> None:
-        """Disconnects peers that were not used for long. Peers named in `in_use` have running KV
-        transfers and stay connected."""
+        """Disconnects peers that have not been used for a long time. Peers in `in_use` have running
+        KV transfers and stay connected. `now` is the present time."""
         for key, connected in list(self._connected.items()):
             if connected.link.peer in in_use:
                 connected.used_at = now
@@ -251,8 +254,8 @@ def hello_of(
 
 
 def check_hello(ours: PeerHello, theirs: PeerHello) -> None:
-    """Raises IncompatiblePeerError, with both values, if a field that must be equal differs, or if
-    the protocol versions do not work together."""
+    """Raises IncompatiblePeerError if two workers are not compatible: a field that must be equal
+    differs, or the protocol versions are not compatible. The message has both values."""
     ranges = [(one.protocol, one.oldest_protocol or one.protocol) for one in (ours, theirs)]
     if not compatible(*ranges):
         raise IncompatiblePeerError(
@@ -272,7 +275,7 @@ def check_hello(ours: PeerHello, theirs: PeerHello) -> None:
 
 
 def peer_name(hello: PeerHello) -> str:
-    """Returns a peer's name in step commands, which differs for each run of a worker."""
+    """Returns a peer's name in step commands. A worker has another name after each restart."""
     return f"{hello.worker}#{hello.boot_id:x}"
 
 

@@ -1,15 +1,15 @@
 """The prefill worker: computes prompts on one mesh and sends their KV to decode workers.
 
-A prompt whose first blocks are worth restoring waits for the restore (`worker/kv_sources.py`), then
-queues. Admission (`scheduler/prefill_admission.py`) gives it pages for all of its positions. The
-pages are read by its later chunks and, with the prefix cache (`scheduler/residency.py`), by later
-prompts. A chunk's KV is offered to the decode worker as soon as the chunk is issued. It is kept
-until it is acknowledged or until the lease ends. Cached positions that the decode worker lacks are
-extracted from pages after the last chunk, so that this work does not delay the first token. A
-decode worker that fetches slowly delays only its own prompts.
+If the first blocks of a prompt are worth restoring (`worker/kv_sources.py`), the prompt waits for
+them before it is queued. Admission (`scheduler/prefill_admission.py`) gives it pages for all its
+positions. Its later chunks read these pages, and so do later prompts through the prefix cache
+(`scheduler/residency.py`). A chunk's KV is offered to the decode worker as soon as the chunk is
+issued. It is kept until it is acknowledged or the lease ends. Cached positions that the decode
+worker lacks are extracted from pages after the last chunk, so that this work does not delay the
+first token. A decode worker that fetches slowly delays only its own prompts.
 
 Blocks are cached when the chunk that computes them is issued, because commands run in order. A
-prompt that shares a prefix with an earlier one waits for the earlier one's blocks if that is faster
+prompt that shares a prefix with an earlier one waits for that prompt's blocks if this is faster
 (`scheduler/shared_prompts.py`)."""
 
 import asyncio
@@ -88,8 +88,8 @@ class PrefillWorker(MeshWorker):
     """Implements `PrefillPort`.
 
     Args:
-        peers: Returns the port to a worker from which cached blocks are fetched. None disables
-            fetching.
+        peers: Function that returns the port to a worker whose cached blocks are fetched. None
+            disables fetching.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PrefillWorker(MeshWorker):
         peers: PeerResolver | None = None,
     ) -> None:
         mesh = executor.limits
-        depth = mesh.stages + 1  # one chunk per stage, and one that waits for the first stage
+        depth = mesh.stages + 1  # one chunk per stage, and one in the queue
         super().__init__(context, executor, config, limits, limits.handoff_lease_seconds, depth)
         self._ledgers = [PageLedger(mesh.pages_per_rank) for _ in range(mesh.ranks)]
         self._room = PromptRoom(mesh)
@@ -228,7 +228,7 @@ class PrefillWorker(MeshWorker):
             promised = sum([self._tasks[one].prompt.states for one, on in later if on == rank])
             windows = room.begin_windows(kept, rank, key, chain, tokens, cached, promised)
             if room.windows[rank].repeats(key):
-                self._seek_again(self._shared.stall(key))  # few of its blocks serve as hits
+                self._seek_again(self._shared.stall(key))  # few of its blocks can be reused
         else:
             room.states.take(rank, key)
             slot = room.states.slot(rank, key)
@@ -286,7 +286,7 @@ class PrefillWorker(MeshWorker):
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
     def _look(self) -> None:
-        """Schedules a run of the step loop if any work waits."""
+        """Wakes the step loop if any work waits."""
         if self._waiting or self._extracts or self._batches:
             self._loop.wake()
 
@@ -394,7 +394,7 @@ class PrefillWorker(MeshWorker):
 
     def _seek(self, task: PrefillTask) -> None:
         """Lets a prompt wait for blocks that another prompt computes or a slower tier restores, if
-        that is faster than computing them. Otherwise queues the prompt."""
+        that is faster than computing them. Queues the prompt if it need not wait."""
         prompt = task.prompt
         if self._follow(task):
             return
@@ -428,8 +428,8 @@ class PrefillWorker(MeshWorker):
         return True
 
     def _seek_again(self, keys: tuple[int, ...], ended: bool = False) -> None:
-        """Continues with prompts that waited for another prompt, which computed their blocks or
-        has `ended`."""
+        """Continues with prompts whose wait for another prompt is over. `ended`: the other prompt
+        has ended."""
         for key in keys:
             task = self._tasks[key]
             self._look_up(task)
@@ -486,7 +486,7 @@ class PrefillWorker(MeshWorker):
             self._outgoing.finish(task.handoff, task.end)
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
-        """Releases a prompt's pages. The blocks named in `chain` stay cached."""
+        """Releases a prompt's pages. The blocks of `chain` stay cached."""
         key = task.prompt.key
         if self._computing.pop(key, None) is not None:
             self._batches.remove(key)
@@ -550,7 +550,7 @@ class PrefillWorker(MeshWorker):
         return len(self._outgoing) > 0
 
     def _end_old(self, keep: bool) -> None:
-        """Does nothing: sequences ended with their hand-offs."""
+        """Does nothing, because sequences have already ended with their hand-offs."""
 
     def _hand_on(self) -> None:
         """Does nothing, because a running prefill is not worth moving."""

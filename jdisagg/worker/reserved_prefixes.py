@@ -1,10 +1,10 @@
 """Restores cached blocks of a request to the pages that a decode worker has reserved for it.
 
 Blocks in host memory, on disk or on another worker are restored (`worker/kv_sources.py`) if this is
-faster than the work that it replaces. If this mesh computes the rest of the prompt, a restore
-replaces computing the tokens. If a prefill worker sends KV, it replaces receiving their KV, of
-which only the part that does not overlap with the prefill counts. The reservation is reported when
-the restore has ended. If the request ends earlier, nothing more is written to its pages."""
+faster than the alternative. If this mesh computes the rest of the prompt, the alternative is
+computing the tokens. If a prefill worker sends KV, the alternative is receiving it. Of that time,
+only the part after the end of the prefill counts. `reserve` returns when the restore has ended. If
+the request ends earlier, nothing more is written to its pages."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ class ReservedPrefixes:
         return len(self._running)
 
     async def restore(self, group: SequenceGroup, call: ReserveCall) -> RestoredBlocks:
-        """Restores blocks of a group, which has pages, if that is worthwhile. Updates the group's
+        """Restores blocks of a group that has pages, if that is worthwhile. Updates the group's
         number of cached tokens. Returns the origins of the restored blocks."""
         restored = RestoredBlocks(self._kept.block_tokens)
         query = self._query(group, call) if group.chain else None
@@ -71,13 +71,15 @@ class ReservedPrefixes:
         return RestoreQuery(chain, tuple(known), 0, call.peer, hinted, group.rank, instead)
 
     def forget(self, key: int) -> None:
-        """Ends the restore of a group that has ended, before its pages are reused. Idempotent."""
+        """Cancels the restore of a group that has finished or was aborted, before its pages are
+        reused. Idempotent."""
         restore = self._running.pop(key, None)
         if restore is not None:
             restore.stop()
 
     def used(self, group: SequenceGroup, restored: RestoredBlocks) -> CachedTokens:
-        """Records that a group uses cached blocks. Returns its cached tokens by origin."""
+        """Records that a group uses its cached blocks. Returns the number of its cached tokens by
+        origin."""
         cached, size = group.cached_tokens, self._kept.block_tokens
         if cached:
             self._sources.used(group.rank, group.chain[: cached // size])

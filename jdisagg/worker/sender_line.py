@@ -2,8 +2,8 @@
 heartbeats, aborts.
 
 Messages are sent in the background. A lost acknowledgement is repeated after the next answered
-heartbeat, because a migration waits for all acknowledgements. An abort is repeated until the sender
-has received it or its lease has ended."""
+heartbeat, because a migration waits for all acknowledgements. An abort is repeated a limited number
+of times until the sender has received it."""
 
 from collections.abc import AsyncIterator
 
@@ -49,18 +49,18 @@ class SenderLine:
         self._meter.add(self.source.worker, size_bytes, seconds)
 
     def acknowledge(self, offer_id: int) -> None:
-        """Acknowledges a block. One message is in flight at a time, and the next message contains
-        all acknowledgements since."""
+        """Acknowledges a block. One message is in flight at a time; the next message contains all
+        acknowledgements made in the meantime."""
         self._unsent.append(offer_id)
         self._send_next()
 
     def acknowledge_all(self, offer_ids: tuple[int, ...]) -> None:
-        """Repeats all acknowledgements at the end of the hand-off. Without them a migration, or a
-        hand-off that sent no blocks, would not end at its sender."""
+        """Repeats all acknowledgements at the end of the hand-off. If one of them was lost, a
+        migration, or a hand-off that sent no blocks, would otherwise not end at its sender."""
         self._calls.send(lambda: self.peer.acknowledge(self.source.handoff_id, offer_ids))
 
     async def heartbeat(self) -> None:
-        """Renews the sender's lease. Raises if the sender does not answer."""
+        """Renews the sender's lease. Raises JdisaggError if the sender does not answer."""
         await self.peer.acknowledge(self.source.handoff_id, ())
         if self._unsent:
             self._send_next()

@@ -1,5 +1,5 @@
-"""Lets requests of a worker that prefills and decodes wait for blocks that an earlier prompt
-computes (`scheduler/shared_prompts.py`). A request waits before pages are reserved for it."""
+"""Lets requests wait for blocks that an earlier prompt computes, on a worker that prefills and
+decodes (`scheduler/shared_prompts.py`). A request waits before pages are reserved for it."""
 
 import asyncio
 import contextlib
@@ -13,11 +13,11 @@ from jdisagg.telemetry import Counters
 
 
 class SharedWaits:
-    """The prompts of one mesh that are not computed yet.
+    """Lets the prompts of one mesh that are not computed yet wait for each other's blocks.
 
     Args:
-        queued: Function that returns, for each rank, the number of tokens of begun prompts that are
-            in no issued chunk.
+        queued: Function that returns, for each rank, the number of queued prompt tokens that are in
+            no issued chunk.
         times: Measured durations of the mesh's chunks.
     """
 
@@ -44,8 +44,8 @@ class SharedWaits:
         return len(self._waiting)
 
     async def join(self, call: ReserveCall, arrival: float) -> int:
-        """Registers a prompt, and waits for blocks of other prompts while that is faster than
-        computing them. Returns the prompt's key."""
+        """Registers a prompt and returns its key. If other prompts compute blocks of this prompt,
+        waits for these blocks as long as that is faster than computing them."""
         kept, request, accepted = self._kept, call.request, call.children[0].accepted
         tokens = request.prompt_token_ids + accepted
         chain, key = kept.chain(request, tokens), self._last_key + 1
@@ -69,7 +69,8 @@ class SharedWaits:
         return key
 
     def _leader(self, key: int, useful: Chain, tokens: int) -> Leader | None:
-        """Returns the prompt to wait for, or None if computing immediately is faster."""
+        """Returns the prompt to wait for, or None if the prompt should be computed without
+        waiting."""
         kept = self._kept
         known = max([kept.match(rank, useful) for rank in range(len(self._queued()))])
         reuse = kept.usable_tokens(known * kept.block_tokens, to_compute=True)
@@ -102,7 +103,7 @@ class SharedWaits:
         self._wake(self._shared.reached(key, blocks))
 
     def end(self, key: int) -> None:
-        """Removes a prompt that was computed or has ended. Idempotent."""
+        """Removes a prompt that was computed or cancelled. Idempotent."""
         self._orphans.discard(key)
         self._left.pop(key, None)
         self._ranks.pop(key, None)
@@ -111,7 +112,7 @@ class SharedWaits:
         self._wake(free)
 
     def end_all(self) -> None:
-        """Ends all waits."""
+        """Wakes all waiting requests, which then continue without the blocks."""
         self._wake(tuple(self._waiting))
 
     def _wake(self, keys: tuple[int, ...]) -> None:

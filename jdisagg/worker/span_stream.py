@@ -2,8 +2,9 @@
 of one child.
 
 The queue is bounded by the requested number of tokens, so a slow reader delays no other work. The
-stream ends when every child has ended, or with an error. `next` needs no timeout, which would be
-expensive for each token, because the worker periodically ends expired groups."""
+stream ends when every child has ended, or with an error. `next` has no timeout, because a timeout
+for each token would be expensive. It cannot wait forever, because the worker periodically ends
+expired groups."""
 
 import asyncio
 
@@ -71,7 +72,7 @@ class SpanStream:
                 self._spans.put_nowait(None)
 
     def announce(self, lost: SourceLost | None = None, moving: HandoffSource | None = None) -> None:
-        """Queues a notice that the source of KV was lost or that the sequence migrates."""
+        """Queues a notice that the source of KV was lost, or that the sequence migrates."""
         self._spans.put_nowait(Span(-1, 0, (), lost=lost, moving=moving))
 
     def fail(self, error: JdisaggError) -> None:
@@ -79,7 +80,8 @@ class SpanStream:
         self._spans.put_nowait(error)
 
     async def next(self) -> Span | None:
-        """Waits for the next span; None at the end. Raises the error that ended the stream."""
+        """Waits for the next span and returns it. Returns None at the end of the stream. Raises the
+        error that ended the stream."""
         item = await self._spans.get()
         if isinstance(item, JdisaggError):
             raise item

@@ -1,12 +1,12 @@
-"""Swaps the KV of preempted and suspended sequences out to host memory and back in, including
-sequences that are preempted for a request of higher priority.
+"""Swaps the KV of preempted and suspended sequences out to host memory and back in.
 
 `scheduler/spills.py` decides which sequences are swapped; this module issues the copy commands. The
-last positions are copied first: their copy is queued on the mesh when the sequence loses its pages,
-so these pages can be reused at once. The other positions follow in batches, and their pages are
-kept until they are copied. A sequence continues from the last token that was read back; results of
-steps in flight are dropped, unless layers keep recurrent state or ring buffers, which are copied
-after these steps. Checksums are compared when the KV is back in pages.
+last positions are copied first. Their copy is queued on the mesh when the sequence loses its pages,
+so these pages can be reused immediately. The other positions follow in batches, and their pages are
+kept until they are copied. A sequence continues from the last token that was read back, and results
+of steps in flight are dropped. If layers keep recurrent state or ring buffers, these are copied
+after the steps in flight, and the results are accepted. Checksums are compared when the KV is back
+in pages.
 
 If a checksum differs, a copy is lost, or no page becomes free in time, the sequence ends as
 preempted and is recomputed by another attempt. These failures never change tokens."""
@@ -38,7 +38,8 @@ class SpilledKv:
     """Swaps the sequences of one decode mesh out and in.
 
     Args:
-        changed: Called when pages became free, or a sequence ended or became ready.
+        changed: Function that is called when pages became free, or when a sequence ended or became
+            ready.
         most_seconds: Longest time that a swapped-out sequence may wait for pages.
     """
 
@@ -63,7 +64,8 @@ class SpilledKv:
         self._changed = changed
         self._most_seconds = most_seconds
         self._pieces = HostPieces(loop, mesh.page_size, context.ids() >> 1)
-        # takes this number of bytes of host memory from cached blocks; False if they are not free
+        # reserves this number of bytes of host memory for swapped-out sequences, which evicts
+        # cached blocks; returns False if cached blocks still use some of these bytes
         self.lend: Callable[[int], bool] = lambda nbytes: True
         self._suspended: dict[int, SequenceGroup] = {}
         self._moving: dict[int, asyncio.Task[None]] = {}
@@ -78,7 +80,7 @@ class SpilledKv:
         return self._tasks.quiet
 
     def stats(self) -> tuple[KeptTier, ...]:
-        """Returns the fill level of host memory; empty if the tier is off."""
+        """Returns the used and available bytes of host memory; empty if the tier is off."""
         spills = self.spills
         if not spills.room_bytes:
             return ()
@@ -86,7 +88,8 @@ class SpilledKv:
         return (KeptTier("host", pieces, spills.bytes, spills.room_bytes),)
 
     def coming_pages(self) -> tuple[int, ...]:
-        """Returns, for each rank, the number of pages held until they are copied."""
+        """Returns, for each rank, the number of pages that become free when copies in flight have
+        ended."""
         pages = [0] * self._mesh.ranks
         for spill in self.spills:
             if spill.guest:
@@ -99,7 +102,8 @@ class SpilledKv:
     # ---- suspended requests
 
     def suspend(self, group: SequenceGroup, until: float | None) -> None:
-        """Pauses a group and keeps its KV until time `until`. With None, resumes the group."""
+        """Pauses a group and keeps its KV until time `until`. If `until` is None, resumes the
+        group."""
         group.suspended_until = until
         if until is None:
             self._suspended.pop(group.key, None)
@@ -111,8 +115,8 @@ class SpilledKv:
                 spill.until = until
 
     def rest(self) -> None:
-        """Swaps out sequences of paused requests whose KV has all arrived, a few at a time. Ends
-        sequences that do not fit into host memory."""
+        """Swaps out the sequences of paused requests whose KV has all arrived, a few at a time.
+        Ends those that do not fit into host memory."""
         for key, group in list(self._suspended.items()) if self._suspended else ():
             if key not in self._state.groups:
                 del self._suspended[key]
@@ -133,7 +137,8 @@ class SpilledKv:
     # ---- out
 
     def take(self, child: Sequence) -> bool:
-        """Swaps a sequence out. Returns False if it should be recomputed later instead."""
+        """Swaps a sequence out. Returns False if the sequence should be recomputed later
+        instead."""
         ready = self._context.readiness.ready(Capability.TIERS)
         works = self._loop.failure is None and ready
         cause = self.spills.refusal(child) if works else "off"
@@ -182,7 +187,7 @@ class SpilledKv:
         ]
         until = child.group.suspended_until or self._context.clock.now() + self._most_seconds
         if child.yielded_at is not None:
-            until = max(until, child.group.until)  # higher priorities may last as long
+            until = max(until, child.group.until)  # requests of higher priority may run that long
         offers = snapshot_offers(mesh, child.rank, tokens, self._context.ids)
         whole = tuple(map(HostPiece, offers))
         nbytes = self.spills.bytes_of([*batches, whole])
@@ -208,7 +213,7 @@ class SpilledKv:
         self, spill: Spill, copies: "list[asyncio.Future[StepResult]]", pages: tuple[int, ...]
     ) -> None:
         """Copies a sequence's KV to host memory in batches, so that little device memory is needed
-        for staging. Pages become free after each batch."""
+        for the copies. Pages become free after each batch."""
         for number, batch in enumerate(spill.batches):
             try:
                 if number:
@@ -230,7 +235,8 @@ class SpilledKv:
         self._changed()
 
     def _let_go(self, spill: Spill, pages: int) -> None:
-        """Releases the pages held for copies, except the first `pages` pages."""
+        """Releases the pages that are held until they are copied, apart from the first `pages`
+        pages."""
         ledger, before = self._state.ledgers[spill.rank], spill.guest
         if before:
             spill.guest = self._state.residency.guest() if pages else 0
@@ -241,8 +247,8 @@ class SpilledKv:
     # ---- back
 
     def bring_back(self, spill: Spill, pages: tuple[int, ...], cached_tokens: int) -> None:
-        """Swaps a sequence in: copies its KV from host memory to `pages`. The first `cached_tokens`
-        positions are in `pages` already."""
+        """Swaps a sequence in: copies its KV from host memory to `pages`. The KV of the first
+        `cached_tokens` positions is already in `pages`."""
         returning = self._tasks.spawn(self._back(spill, pages, cached_tokens))
         self._moving[spill.child.key] = returning
 
@@ -253,7 +259,8 @@ class SpilledKv:
                 missing = [piece for piece in batch if piece.offer.start >= cached_tokens]
                 intact = intact and await self._pieces.bring_back(missing, child.rank, pages)
             slot = self._state.states.slot(child.rank, child.key)
-            # results of steps in flight came before those of copies, which were issued later
+            # the results of steps in flight arrive before those of the copies, which were issued
+            # later
             assert child.position == spill.tokens or child.stage is Stage.ENDED
             for piece in spill.whole:
                 beside = self._beside(piece, spill, slot)
@@ -277,8 +284,8 @@ class SpilledKv:
     # ---- gone
 
     def settle(self) -> bool:
-        """Drops the swapped-out KV of ended sequences, before their pages are reused. Returns
-        whether any sequence is still swapped out."""
+        """Drops the swapped-out KV of sequences that were cancelled or expired, before their pages
+        are reused. Returns whether any sequence is still swapped out."""
         if not len(self.spills):
             return False
         for spill in self.spills.ended():
@@ -290,7 +297,7 @@ class SpilledKv:
         return len(self.spills) > 0
 
     def sweep(self, now: float) -> None:
-        """Ends sequences that waited for pages, or were paused, beyond their deadline."""
+        """Ends sequences that have waited for pages, or were paused, until after their deadline."""
         for spill in self.spills:
             if spill.child.stage is Stage.SPILLED and spill.until < now:
                 late = spill.child.group.suspended_until is None

@@ -3,7 +3,7 @@
 The loop runs when the result of a planned command (prefill or decode) has arrived and when `wake`
 was called. It processes finished results and plans commands until `depth` of them are in flight.
 Other commands (pulls, inserts, copies, releases) are issued by `submit` and `fire`, which append
-them to the mesh's queue before returning."""
+them to the mesh's queue before they return."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ from jdisagg.messages.step_commands import (
 from jdisagg.scheduler.executor import Executor
 
 DEPTH = 2
-PATCHES = 2048  # for which a command may take another `limits.step_seconds`
+PATCHES = 2048  # image patches for which a command gets `limits.step_seconds` more time
 _IN_BACKGROUND = frozenset(
     (PullBlock, ReadAdapter, ReadWeights, OfferWeights, SleepMesh, WakeMesh, *get_args(DiskCommand))
 )
@@ -41,9 +41,10 @@ class StepLoop:
     """Issues commands to one executor until it is stopped or the mesh fails.
 
     Args:
-        plan: Given a command number, returns the next command, or None if no work is ready.
-        apply: Called with each command from `plan` and its result, in order of issue.
-        failed: Called once, when the mesh has failed.
+        plan: Function that returns the next command, given its number, or None if no work is ready.
+        apply: Function that is called with each command from `plan` and its result, in the order in
+            which the commands were issued.
+        failed: Function that is called once, when the mesh has failed.
         now: Clock in seconds.
         depth: Largest number of commands from `plan` in flight.
 
@@ -101,7 +102,7 @@ class StepLoop:
         return self._steps
 
     def runs(self, kind: type) -> bool:
-        """Returns whether a planned command of this kind is in flight, and the oldest planned
+        """Returns whether a planned command of this kind is in flight while the oldest planned
         command has no result yet."""
         flight = self._flight
         if flight and not flight[0][1].done():
@@ -141,8 +142,9 @@ class StepLoop:
         return future
 
     def break_if_stalled(self, seconds: float) -> None:
-        """Declares the mesh failed if one command runs for more than `seconds`, or longer if it has
-        images (`patience`). Time in which the command waits for earlier commands does not count."""
+        """Declares that the mesh has failed if one command runs for more than `seconds`. A command
+        with images may run longer (`patience`). Time in which the command waits for earlier
+        commands does not count."""
         self._forget_done()
         if not self._running:
             return
@@ -155,7 +157,8 @@ class StepLoop:
             )
 
     def behind(self, instant: float) -> bool:
-        """Returns whether a command issued at or before time `instant` is unfinished."""
+        """Returns whether a command that was issued at or before time `instant` has not
+        finished."""
         self._forget_done()
         return bool(self._running) and self._running[0][0] <= instant
 
@@ -167,7 +170,8 @@ class StepLoop:
             self._ended_at = self._now()
 
     def fire(self, command: StepCommand) -> None:
-        """Issues a command whose result is not needed. If it fails, the mesh counts as failed."""
+        """Issues a command whose result is not needed. If the command fails, the mesh counts as
+        failed."""
         if self.failure is None:
             try:
                 future = self.submit(command)
@@ -179,7 +183,7 @@ class StepLoop:
                 self.break_down(error)
 
     def break_down(self, error: BaseException) -> None:
-        """Declares the mesh failed, because its contents may be wrong."""
+        """Declares that the mesh has failed, because its contents may be wrong."""
         if self.failure is not None:
             return
         text = (
@@ -192,7 +196,7 @@ class StepLoop:
 
     def _came_back(self, future: "asyncio.Future[StepResult]") -> None:
         if not future.cancelled():
-            future.exception()  # marks it as retrieved; the turn raises it
+            future.exception()  # marks the error as retrieved; the turn raises it
         self._take_turn()
 
     def _check(self, future: "asyncio.Future[StepResult]") -> None:
@@ -214,8 +218,8 @@ class StepLoop:
                 self.break_down(error)
 
     def _share_time(self) -> None:
-        """Sets `took` for the oldest result. The time of results that arrive together is divided
-        among them."""
+        """Sets `took` for the oldest result. If several results arrive together, their time is
+        divided equally among them."""
         now, (_, _, issued_at) = self._now(), self._flight[0]
         if now > self._applied_at:
             one = len(self._flight) == 1
@@ -234,8 +238,8 @@ class StepLoop:
 
 
 def patience(command: StepCommand) -> float:
-    """Returns the time limit of a command in units of `limits.step_seconds`: 1, plus 1 for each
-    `PATCHES` patches of images that the vision encoder computes in the command."""
+    """Returns the time limit of a command in units of `limits.step_seconds`. It is 1, and 1 more
+    for each `PATCHES` image patches that the vision encoder computes in the command."""
     chunk = command.chunk if isinstance(command, DecodeSteps) else command
     if not isinstance(chunk, PrefillChunk):
         return 1.0

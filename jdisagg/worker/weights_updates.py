@@ -1,8 +1,9 @@
 """Updates the weights of a running worker, and lets it sleep. Implements `WeightsPort`.
 
-New weights are read while the mesh serves, and replace the old ones by a command in the mesh's
-order. Without an await in between, sequences that must not mix weights end as preempted, cached KV
-is dropped in all tiers, and later KV gets other names. So no step is planned in between."""
+New weights are read while the mesh serves. A command in the mesh's order then replaces the old
+weights. In the same turn of the event loop, sequences that must not mix weights end as preempted,
+cached KV is dropped in all tiers, and the names of later KV change. So no step is planned between
+these changes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -37,7 +38,8 @@ from jdisagg.worker.step_loop import StepLoop
 
 LOOK_SECONDS = 0.01
 MAX_VERSION_BYTES = 128
-# Lease of staged weights, in times the deadline of their call: reading and drain may each take it.
+# Lease of staged weights, as a multiple of the time limit of the call that staged them. Reading and
+# the drain may each take up to this limit.
 STAGED_TIMES = 3
 SLEEP_LEVELS = (1, 2)
 MAX_LEASE_SECONDS, OFFER_SECONDS = 3600.0, 30.0
@@ -45,7 +47,7 @@ MAX_LEASE_SECONDS, OFFER_SECONDS = 3600.0, 30.0
 
 @dataclass(slots=True)
 class ServedWeights:
-    """The weights that a worker serves. A role change keeps them.
+    """The weights that a worker serves. They stay the same when the worker changes its role.
 
     Attributes:
         identity: Identity of the weights; "" for the initial weights.
@@ -67,21 +69,21 @@ class _Staged:
 
 
 class WorkerOfWeights(Protocol):
-    """The part of a worker that updates of weights and sleep use."""
+    """The interface of a worker that weight updates and sleep need."""
 
     name: str
 
     def forget_weights(self, keep: bool, identity: str) -> None:
-        """Ends sequences and hand-offs, drops cached KV, and names later KV by `identity`. With
-        `keep`, sequences that decode continue."""
+        """Ends sequences and hand-offs, drops cached KV, and uses `identity` in the names of later
+        KV. If `keep` is set, sequences that decode continue."""
         ...
 
     def at_rest(self) -> bool:
-        """Whether no sequence, hand-off or copy of KV is left."""
+        """Returns whether no sequence, hand-off or copy of KV is left."""
         ...
 
     def may_sleep(self) -> str:
-        """Returns why the worker cannot sleep now, or ""."""
+        """Returns the reason why the worker cannot sleep now, or "" if it can."""
         ...
 
     async def status(self) -> WorkerStatus: ...
@@ -154,7 +156,7 @@ class WeightsUpdates:
 
     async def drop_weights(self) -> None:
         if self._reading:
-            self._drop()  # the reading ends, and with it its call
+            self._drop()  # this also ends the call that reads
         async with self._changing:
             if self._staged is not None:
                 self._staged = None
@@ -199,8 +201,13 @@ class WeightsUpdates:
             return OfferName(result.names[0].decode())
 
     async def _read(self, folder: str, seconds: float) -> tuple[int, str, int]:
-        """Reads weights. Returns the number of the `ReadWeights` command, the fingerprint of the
-        content and the bytes; or, without room, "" and the missing bytes."""
+        """Reads weights into device memory, beside the served weights.
+
+        Returns:
+            The number of the `ReadWeights` command, the fingerprint of the content, and the number
+                of bytes. If a device lacks memory, the fingerprint is "" and the bytes are the
+                missing bytes.
+        """
         number = self._loop.next_number()
         reading = self._loop.submit(ReadWeights(number, number, folder))
         self._reading = True

@@ -1,1 +1,2 @@
-"""Role changes of workers: the inputs of the elastic controller, and the role change itself."""
+"""Role changes of workers: the inputs of the elastic controller, and the execution of role
+changes."""

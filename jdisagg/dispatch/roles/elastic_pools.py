@@ -1,9 +1,9 @@
 """Runs the elastic controller: samples the workers, stores the controller's advice on pool sizes,
-and makes the role changes that it decides.
+and makes the role changes that it recommends.
 
-With `acts` False the controller only gives advice, and roles change only on an operator's request
-(`switch`). After each role change the controller starts a new observation window. The live router
-and the simulator run the same class with different clocks and ports."""
+If `acts` is False, the controller only gives advice, and roles change only when an operator
+requests it (`switch`). After each role change the controller starts a new observation window. The
+live router and the simulator run the same class with different clocks and ports."""
 
 import asyncio
 import logging
@@ -36,10 +36,10 @@ class ElasticPools:
 
     Args:
         controller: The elastic controller.
-        switcher: Makes role changes.
-        statuses: Returns the last status of each worker.
+        switcher: Object that makes role changes.
+        statuses: Function that returns the last status of each worker.
         acts: Whether to make the role changes that the controller recommends.
-        say: Called with a text about each role change.
+        say: Function that is called with a text about each role change, such as a logger.
         held: Function that returns the number of requests that wait at the router.
     """
 

@@ -25,7 +25,7 @@ class OutcomeTap:
 
     Args:
         clock: Clock of the request path.
-        tell: Called with each outcome as soon as it is known.
+        tell: Function that is called with each outcome as soon as it is determined.
     """
 
     def __init__(self, clock: Clock, tell: Callable[[EndedRequest], None]) -> None:

@@ -1,10 +1,10 @@
-"""Role changes at a router: one worker at a time, with a report of the outcome.
+"""Changes the roles of workers for a router, one worker at a time, and reports the outcome.
 
 The switcher refuses to change the role of the last worker of a role, because a worker cannot check
 this itself. It then calls the worker and polls it until one of three outcomes: the worker serves in
-its new role and this router places requests on it, the worker is back in its old role, or its
+its new role and this router places requests on it, the worker serves in its old role again, or its
 process restarted in the role of its command line. A worker does not answer while it changes its
-role, so the switcher tolerates silence until the deadline."""
+role, so the switcher tolerates missing answers until the deadline."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 
 class Workers(Protocol):
-    """The part of `Membership` that the switcher uses."""
+    """The interface of `Membership` that the switcher uses."""
 
     def statuses(self) -> tuple[WorkerStatus, ...]: ...
     def cards(self) -> tuple[WorkerCard, ...]: ...
@@ -37,8 +37,8 @@ class RoleSwitcher:
 
     Args:
         workers: The router's workers.
-        open_port: Opens the role port of the worker at an address.
-        new_id: Generates ids of role changes.
+        open_port: Function that opens the role port of the worker at an address.
+        new_id: Function that returns a new id for a role change.
     """
 
     def __init__(
@@ -67,8 +67,9 @@ class RoleSwitcher:
         """Changes a worker's role and waits for the outcome.
 
         Args:
-            layout: Layout in the new role (None: the layout of most workers with `role`).
-            seconds: Time limit of the change (None: `timeouts.role_change_seconds`).
+            layout: Layout in the new role. None means the most common layout of workers with
+                `role`.
+            seconds: Time limit of the change. None means `timeouts.role_change_seconds`.
 
         Returns:
             A report with state DONE or FAILED.
