@@ -111,10 +111,12 @@ class RequestTimeouts(_Part):
     resumption_seconds: float = 8.0
     grammar_seconds: float = 5.0
 
-    # Freeing at a worker that has just failed: another one waits to take over.
+    # Limit of freeing resources at a worker that has just failed. It is short, because the next
+    # attempt waits for it.
     failed_close_seconds = _Times("close_seconds", 0.1)
     status_seconds = _Times("close_seconds", 1.0)
-    # The admission queue is also served by events. Changes within the pause are handled together.
+    # The admission queue is polled in addition to events. Changes within the pause are handled
+    # together.
     queue_look_seconds = 0.05
     absent_look_seconds = 0.1  # a placed request looks for workers again while a role has none
     queue_pause_seconds = 0.002
@@ -147,10 +149,10 @@ class MembershipTimeouts(_Part):
     call_seconds = _Times("gone_seconds", 2 / 3)  # each call of a worker to the registry
     reach_seconds = _Times("gone_seconds", 1 / 2)  # for a registering worker to answer the router
     refused_seconds = _Times("gone_seconds", 2 / 3)  # before a refused worker registers again
-    # A dead owner of a name is forgotten before a new owner of the name gives up.
+    # A crashed worker is removed before a new worker with the same name stops trying to register.
     name_taken_seconds = _Times("gone_seconds", 2.0)
     role_uncertain_seconds = _Times("gone_seconds", 10.0)  # for a silent worker in a role change
-    absent_seconds = _Times("gone_seconds", 1 / 3)  # a sweep this late: the router was stopped
+    absent_seconds = _Times("gone_seconds", 1 / 3)  # a sweep this late: the router was suspended
     settle_seconds = 0.02  # a status this soon after a placement may not include it yet
     sweep_seconds = 0.25  # interval of the search for workers that are gone
     role_look_seconds = 0.1
@@ -296,8 +298,8 @@ class ProcessTimeouts(_Part):
 
     @property
     def long_life_seconds(self) -> float:
-        """Run time after which the end of a process counts as a first failure, so that it is
-        restarted after the shortest wait."""
+        """Run time after which the failures of a process are counted from zero again. If it then
+        ends, it is restarted after the shortest wait."""
         return 3 * self.restart.most_seconds
 
 
