@@ -158,8 +158,8 @@ class Engine:
             The prompt's cache on the mesh: keys and values [K, T, H] of each layer.
 
         Raises:
-            InvalidRequestError: The prompt is empty, too long or not a prompt, or an option is out
-                of range.
+            InvalidRequestError: The prompt is empty, too long, or neither a text nor token ids. Or
+                an option is out of range.
             LayoutError: The model cannot be sharded by the layout, or there are too few devices.
         """
         sampling = SamplingParams(1, temperature, top_k, top_p, seed=seed)
