@@ -53,7 +53,7 @@ class ModelConfig:
             none.
 
     Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
+        ConfigError: A field is invalid. The message names the field and its value.
     """
 
     directory: str = ""
@@ -128,7 +128,7 @@ class InstanceConfig:
             weights can be loaded while requests run (docs/weights.md).
 
     Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
+        ConfigError: A field is invalid. The message names the field and its value.
     """
 
     layout: Layout = Layout()
@@ -217,7 +217,7 @@ class RoutingConfig:
             in the decode worker's rack. 0 decides by predicted times only.
 
     Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
+        ConfigError: A field is invalid. The message names the field and its value.
     """
 
     ttft_slo_seconds: float | None = None
@@ -303,7 +303,7 @@ class ServiceConfig:
             unavailable.
 
     Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
+        ConfigError: A field is invalid. The message names the field and its value.
     """
 
     host: str = "127.0.0.1"

@@ -32,7 +32,7 @@ class LimitsConfig:
         timeouts: All other waits, heartbeats and retries.
 
     Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
+        ConfigError: A field is invalid. The message names the field and its value.
     """
 
     max_waiting_requests: int = 256

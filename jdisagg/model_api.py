@@ -77,8 +77,8 @@ class Shards:
     adapters: AdapterRows | None = None
 
     def of_rows(self, rows_R: jax.Array | None) -> "Shards":
-        """Returns these shards for a computation on the tokens `rows_R` only. None means all
-        tokens."""
+        """Returns a copy for a computation on the tokens with the indices `rows_R` only, with the
+        adapter slots of these tokens. None means all tokens."""
         if self.adapters is None or rows_R is None:
             return self
         return replace(self, adapters=self.adapters.of_rows(rows_R))

@@ -45,7 +45,7 @@ class PrefixConfig:
         events_topic: Topic of the published batches.
 
     Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
+        ConfigError: A field is invalid. The message names the field and its value.
     """
 
     reuse: bool | None = None

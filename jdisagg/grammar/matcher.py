@@ -33,7 +33,8 @@ class Endings:
 
 
 class TokenMatcher:
-    """The state of one sequence in its grammar.
+    """The grammar state of one sequence. `consume` appends tokens, and `fill` writes the mask of
+    the tokens that may come next.
 
     Args:
         inner: llguidance's matcher, which no other sequence uses.

@@ -178,14 +178,14 @@ _FORMATS: dict[str, Callable[[_Rules, Json, str], str]] = {
 
 
 def regex_literal(pattern: str) -> str:
-    """Returns a regular expression as Lark writes it."""
+    """Converts a regular expression to the syntax of a Lark literal."""
     # An unescaped slash would end the expression.
     escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern.replace("\n", "\\n"))
     return f"/{escaped}/"
 
 
 def quoted(text: str) -> str:
-    """Returns a text as Lark writes it."""
+    """Converts a text to a quoted string of Lark's syntax."""
     return json.dumps(text, ensure_ascii=False)
 
 

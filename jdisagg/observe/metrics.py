@@ -359,7 +359,7 @@ class Metrics(NoRouterEvents):
 
 
 def _samples(counter: Counter) -> list[float]:
-    """Returns the value of a counter for each combination of labels."""
+    """Returns the values of a counter, one for each combination of labels."""
     return [
         sample.value
         for family in counter.collect()

@@ -77,7 +77,7 @@ class GrpcServer:
         config: Address, limits, TLS and drain time.
         boot_id: Random number of this process, drawn at its start. Calls that contain another boot
             id, from before a restart, are refused.
-        refused: Called for each refused call (see `Guard`).
+        refused: Callback for each call that fails before it reaches its service (see `Guard`).
         timeouts: Time limits of the steps of a shutdown.
     """
 
@@ -239,7 +239,8 @@ def read_tokens(path: str) -> tuple[str, ...]:
 
 def read_clients(path: str) -> tuple[str, ...]:
     """Returns the lines of a token file, each with a token and optionally its tenant and limits
-    (`service/bearer.py`). Returns and raises as `read_tokens`."""
+    (`service/bearer.py`). Returns an empty tuple if `path` is empty. Raises ConfigError as
+    `read_tokens`."""
     if not path:
         return ()
     tokens = tuple(

@@ -260,8 +260,8 @@ def offered_tools(fields: Fields) -> OfferedTools:
 
 
 def chosen_tools(fields: Fields, tools: tuple[ChatTool, ...], *, nested: bool) -> OfferedTools:
-    """Reads the field `tool_choice` and applies it to `tools`. `nested` is whether the name of a
-    function is in a nested object `function`, as in the chat API."""
+    """Reads the field `tool_choice` and applies it to `tools`. `nested` is True for the chat API,
+    where the name of a function is in a nested object `function`."""
     chosen = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
     kind = chosen.get("type", "function") if isinstance(chosen, dict) else chosen
     if isinstance(kind, str) and kind in _CHOICES:

@@ -170,7 +170,8 @@ async def connected(
 
 
 class _Remote:
-    """Class of the clients. `client` adds one method for each method of the port."""
+    """Class of the objects that `client` returns. `client` adds one method for each method of the
+    port."""
 
 
 @dataclass(frozen=True, slots=True)
