@@ -162,6 +162,6 @@ async def within(future: "asyncio.Future[T]", seconds: float) -> T:
 
 
 def _seen(future: "asyncio.Future[T]") -> None:
-    """Reads a future's error, so that asyncio does not log it as an error that nobody read."""
+    """Reads a future's error, so that asyncio does not log the error as unread."""
     if not future.cancelled():
         future.exception()

@@ -13,7 +13,8 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Counters:
-    """Counters that only grow. The first `add` for a name creates its counter."""
+    """The counters of one component, by name. Counters only grow. The first `add` for a name
+    creates its counter."""
 
     def __init__(self) -> None:
         self._values: dict[str, int] = {}

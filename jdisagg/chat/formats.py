@@ -88,7 +88,7 @@ class AnswerFormat:
             template: Chat template, or None.
             tool_parser: Name of the format of tool calls. "auto" detects it, and "none" disables
                 parsing.
-            reasoning_parser: The same for reasoning.
+            reasoning_parser: Name of the format of reasoning, "auto" or "none".
 
         Raises:
             ConfigError: A name is unknown.

@@ -35,7 +35,7 @@ def with_thought_and_calls(
     are returned unchanged.
 
     Args:
-        marks: Lark expressions of the markers around reasoning, or None if the model writes no
+        marks: Lark expressions of the markers around reasoning, or None if the model generates no
             reasoning.
         begun: Whether the prompt ends within reasoning.
         calls: Lark expressions of tool calls, which may replace the content.

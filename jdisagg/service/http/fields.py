@@ -176,7 +176,7 @@ class Fields:
         self, name: str, most: int = MAX_PARTS, text_field: str = ""
     ) -> "list[Fields] | None":
         """Returns the fields of each object in a list, or None if the list is absent. If the list
-        has more than `most` objects, raises InvalidRequestError before decoding them.
+        has more than `most` objects, raises InvalidRequestError before decoding the objects.
 
         Args:
             text_field: If set, a string in the list is accepted in place of an object with this

@@ -275,8 +275,8 @@ def _without_answer(event: StreamEvent) -> StreamEvent:
 
 
 async def _made(choices: Sequence[ReplyChoice], make: Callable[[], bytes]) -> bytes:
-    """Calls `make`, which encodes the reply for `choices`. If the choices have many prompt
-    log-probabilities, calls it in a thread, so that it does not delay other streams."""
+    """Returns the result of `make`, which encodes the reply for `choices`. If the choices have many
+    prompt log-probabilities, `make` runs in a thread, so that it does not delay other streams."""
     numbers = [len(choice.prompt_logprobs) for choice in choices if choice.prompt_logprobs]
     return await asyncio.to_thread(make) if sum(numbers) > THREAD_ABOVE_TOKENS else make()
 
