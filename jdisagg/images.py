@@ -62,7 +62,7 @@ class PromptImage:
         return cls(start, length, grid, pixels, image_digest(pixels, grid), file)
 
     def without_pixels(self, keep_file: bool = False) -> Self:
-        """Returns the image without its pixels, and without its file unless `keep_file`."""
+        """Returns a copy without the pixels. `keep_file` is whether the copy has the image file."""
         return replace(self, pixels=b"", file=self.file if keep_file else b"")
 
     @property

@@ -105,11 +105,11 @@ class Index(NamedTuple):
     Token t attends to the `top` positions with the largest scores of those up to its own. Heads are
     not sharded, so that the selection does not depend on the layout.
 
-    Otherwise (MiniMax M3; see `ops/block_attention.py`) each kv head selects blocks of `block`
-    positions by the head of `queries_THD` with the same index, and `weights_TH` is None. The score
-    of a block is the largest `queries_THD[t, h] . keys[s]` of its positions s up to t's own. Token
-    t attends to the `top` blocks with the largest scores. The last `local` blocks up to its own are
-    always among these.
+    With `block` above 0 (MiniMax M3; see `ops/block_attention.py`) each kv head selects blocks of
+    `block` positions, by the query head of `queries_THD` with its index. `weights_TH` is None. The
+    score of a block is the largest `queries_THD[t, h] . keys[s]` of its positions s up to t's own.
+    Token t attends to the `top` blocks with the largest scores. The last `local` blocks up to its
+    own are always among these.
 
     Of equal scores, the one at the smallest position is selected. `keys_T1D` are the indexer's keys
     of all tokens, which are cached. Queries and weights have the same tokens as the `q_TNH` of

@@ -297,8 +297,8 @@ class Request:
     Attributes:
         sampling: How tokens are chosen. Its `seed` is always set: the API draws one if the client
             gave none.
-        stop_ids: Token ids that end the stream: EOS unless ignored, and the client's stop tokens. A
-            stop token is never delivered.
+        stop_ids: Token ids that end the stream: the client's stop tokens and, without `ignore_eos`,
+            EOS. A stop token is never delivered.
         deadline_seconds: Number of seconds until the deadline, counted from the time when the
             request was sent.
         resumption: Tokens that the client received before its stream broke. The request path

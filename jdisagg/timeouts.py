@@ -170,8 +170,8 @@ class HandoffTimeouts(_Part):
         heartbeat_seconds: Interval of the heartbeats that a receiver sends during a transfer.
         call_seconds: Limit of each acknowledgement, abort and first exchange of two workers.
         pull_tries: Largest number of tries to pull a block.
-        migration_seconds: Time limit for another worker to take over a sequence. The sequence keeps
-            running meanwhile.
+        migration_seconds: Time limit for another worker to take over a running sequence. The
+            sequence keeps running on the old worker during this time.
         spilled_seconds: Longest time that a swapped-out sequence waits for pages. After that it is
             recomputed, possibly on another worker.
     """

@@ -1,8 +1,8 @@
 """Prevents text in clients' messages from being tokenized as an image token.
 
 For each image, a chat template writes a special token, which is replaced by the image's tokens. If
-a message, a tool result or a document contains the text of this token, it must remain text. It
-would otherwise be taken for an image, and the images would be at wrong positions. Before the
+a message, a tool result or a document contains the text of this token, it must remain text. If it
+became the token, it would count as an image, and the images would be at wrong positions. Before the
 template is rendered, such texts are replaced by placeholders that clients cannot guess. In the
 rendered prompt, the texts are restored, and the prompt is split within each of them, so that the
 tokenizer finds no special token."""
