@@ -16,7 +16,7 @@ class Bucket:
     size."""
 
     def __init__(self, now: float) -> None:
-        self._taken = 0.0  # what is missing until the bucket is full
+        self._taken = 0.0  # amount that is missing until the bucket is full
         self._at = now
 
     def wait_seconds(self, amount: float, rate: float, full: float, now: float) -> float:

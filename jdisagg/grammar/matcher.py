@@ -107,7 +107,7 @@ class TokenMatcher:
                 limits.
         """
         words = self._words
-        # The mask is written in place unless the model has fewer ids than its tokenizer.
+        # The mask is written in place. If the model has fewer ids than its tokenizer, it is copied.
         ours = mask if len(mask) >= words else np.empty(words, np.uint32)
         self._inner.unsafe_compute_mask_ptr(ours.ctypes.data, words * ours.itemsize)
         if self._inner.is_error():

@@ -92,7 +92,7 @@ class BroadcastExecutor:
     def _finished(self, number: int, done: "asyncio.Future[StepResult]") -> None:
         entry = self._under_way.get(number)
         if done.cancelled() or entry is None:
-            return  # the instance failed meanwhile
+            return  # the instance has failed
         if error := done.exception():
             del self._under_way[number]
             self._raised.append(number)

@@ -230,7 +230,7 @@ class ClusterPlan:
         mixed = sum([one.role is WorkerRole.MIXED for one in self.instances])
         may = prefills > 1 or (prefills + mixed > 1 or prefills > 0) and self._returns
         asked = prefix.peer_fetch
-        if asked is None:  # workers of several processes fetch only if the user asks for it
+        if asked is None:  # workers of several processes fetch only if the user sets it
             return prefix.reuse is not False and may and self.config.processes == 1
         return prefix.reuse is not False and asked
 

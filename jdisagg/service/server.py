@@ -97,7 +97,8 @@ class GrpcServer:
         self._credentials = server_credentials(config)
         self._drained = False
         self._forced = asyncio.Event()
-        # Requests of routers have the pixels of images, which clients send compressed.
+        # The limit is larger between processes, because routers send the pixels of images, while
+        # clients send compressed images.
         private = all(service.internal for service in self._services)
         most = max(config.max_message_bytes, MAX_MESSAGE_BYTES if private else 0)
         limits = (("grpc.max_receive_message_length", most), ("grpc.max_send_message_length", most))
@@ -138,7 +139,7 @@ class GrpcServer:
             return
         self._drained = True
         self._guard.refuse()
-        # A client that watches health and does not read could block this forever.
+        # A client that watches the health status and does not read could block this call forever.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._health.enter_graceful_shutdown(), self._cleanup_seconds)
         if cut := await self._guard.end(self._config.drain_seconds, self._forced):

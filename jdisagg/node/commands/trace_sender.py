@@ -136,7 +136,7 @@ class ReplayProgress:
     failed: int = 0
     tokens: int = 0
     cut: int = 0
-    lag_seconds: float = 0.0  # largest delay of a sent request
+    lag_seconds: float = 0.0  # largest delay with which a request was sent
 
     def text(self) -> str:
         return (

@@ -60,8 +60,8 @@ class Exchange:
         if self.read_body is not None:
             return self.read_body
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # A web page of another site can send other types without asking (CORS). Programs may omit
-        # the header or send curl's default.
+        # A web page of another site can send other content types without a CORS preflight. Programs
+        # may omit the header or send curl's default.
         if not kind.endswith(("/json", "+json")) and "origin" in self.headers:
             raise HttpRefusal(
                 f"content-type of a web page must be application/json, got {kind[:80]!r}; send the"

@@ -49,7 +49,7 @@ _STRUCTURAL = ("structures", "triggers", "format")
 _CHOICES = FieldKind("a list of strings", msgspec.json.Decoder(list[str]).decode)
 # Kinds by their name in `structured_outputs`, and by their name after `guided_`.
 _KINDS = {"json": GrammarKind.JSON_SCHEMA, "regex": GrammarKind.REGEX, "grammar": GrammarKind.LARK}
-# SGLang's fields beside `response_format`. Its and vLLM's grammars may be in EBNF.
+# SGLang's fields in addition to `response_format`. Grammars of SGLang and vLLM may be in EBNF.
 _OF_SGLANG = {
     "regex": GrammarKind.REGEX,
     "json_schema": GrammarKind.JSON_SCHEMA,
@@ -163,7 +163,7 @@ def _of_text(kind: GrammarKind, text: str) -> Grammar:
     if kind is GrammarKind.LARK and "::=" in text and len(text) <= _LONGEST_EBNF:
         try:
             text = any_to_lark(text)
-        except Exception as error:  # whatever a text that is no grammar does to the converter
+        except Exception as error:  # the converter raises errors of many types for invalid text
             raise InvalidRequestError(
                 f"grammar: the EBNF {text[:64]!r} cannot be converted to Lark: {error}; send Lark"
             ) from None
