@@ -200,9 +200,9 @@ class RoutingConfig:
         hold_seconds: Threshold on the queued work of a prefill worker, in seconds. If all prefill
             workers exceed it, requests wait at the router, which orders them fairly among tenants.
             A worker with several dp ranks gets at least three full chunks of work in any case.
-        local_gain: Fraction in [0, 1). A decode worker that has running streams, or that has little
-            of the prompt cached, computes the prompt itself only if this saves time. The saving
-            must exceed this fraction of the predicted time of prefill and hand-off together.
+        local_gain: Fraction in [0, 1). A decode worker that has running streams, or that does not
+            have most of the prompt cached, computes the prompt itself only if this saves time. The
+            saving must exceed this fraction of the predicted time of prefill and hand-off together.
         far_link: Name (costs/hardware.py) of the link between workers in different racks.
         output_quantile: Quantile in (0, 1) of recent output lengths that the router takes as the
             predicted length of an answer. None predicts max_tokens.

@@ -250,7 +250,7 @@ class WorkerRuntime:
     @property
     def _host_bytes(self) -> int:
         """Number of bytes of host memory for KV. 0 for prefill workers without a prefix cache,
-        because only decode workers swap out sequences."""
+        which would not use it."""
         prefix = self._config.prefix
         unused = self._state.spec.role is WorkerRole.PREFILL and not prefix.reuse
         return 0 if unused else prefix.host_bytes
