@@ -11,7 +11,7 @@ from jdisagg.application import folder
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):  # until the command installs its own
+    for number in (signal.SIGTERM, signal.SIGINT):  # until the command installs its own handlers
         signal.signal(number, lambda number, _: os._exit(128 + number))
     sys.path.insert(0, str(folder()))
     runpy.run_module("launch", run_name="__main__")

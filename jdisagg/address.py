@@ -10,12 +10,13 @@ from jdisagg.errors import ConfigError
 
 _HOST_PORT = re.compile(r"(?:\[([^\[\]/]+)\]|([^\[\]:/,]+)):([0-9]{1,5})")
 
-# Addresses that mean every interface of a host, each with the one at which its processes reach it.
+# Wildcard addresses (every interface of a host), each with the loopback address for calls from the
+# same host.
 EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def host_port(host: str, port: int) -> str:
-    """Joins host and port, with brackets around an IPv6 address."""
+    """Returns host:port as text, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -42,8 +43,8 @@ def parse_host_port(text: str, subject: str) -> tuple[str, int]:
 def canonical(target: str) -> str:
     """Returns host:port with an IPv6 address in its shortest form, and other targets unchanged.
 
-    gRPC compares the text of a target's address with the short form of the addresses in a
-    certificate, so that it refuses a valid certificate for [fd00:0::1]:8700.
+    gRPC compares a target's address as text with the addresses of a certificate in short form.
+    Without this change, it would refuse a valid certificate for the target [fd00:0::1]:8700.
     """
     found = _HOST_PORT.fullmatch(target)
     if found is None or not found[1]:
@@ -55,8 +56,16 @@ def canonical(target: str) -> str:
 
 
 def check_host(name: str, host: str, wildcard: bool) -> None:
-    """Raises ConfigError if a host has a port or brackets, or, without `wildcard`, if it means
-    every interface. `name` is the field with the host."""
+    """Checks the form of a host in the configuration.
+
+    Args:
+        name: Name of the configuration field that contains the host, for the error message.
+        host: Host name or IP address.
+        wildcard: Whether an address for every interface, such as 0.0.0.0, is allowed.
+
+    Raises:
+        ConfigError: The host has a port or brackets, or is a wildcard that is not allowed.
+    """
     if not wildcard and host in EVERY_INTERFACE:
         raise ConfigError(
             f"{name}={host} means every interface, and other processes cannot call it; give one"
@@ -73,7 +82,7 @@ def check_host(name: str, host: str, wildcard: bool) -> None:
 
 
 def is_local(host: str) -> bool:
-    """Returns whether a network interface of this machine has the address of `host`."""
+    """Returns whether `host` is an address, or the name of an address, of this machine."""
     try:
         _listen(host, 0, 1).close()
     except OSError:
@@ -82,8 +91,8 @@ def is_local(host: str) -> bool:
 
 
 def numeric(host: str, purpose: str) -> str:
-    """Looks up a host's name, and returns its first IPv4 address, or else its first IPv6 address.
-    Returns an address unchanged.
+    """Resolves a host name to its first IPv4 address, or to its first IPv6 address if it has no
+    IPv4 address. An IP address is returned unchanged.
 
     Args:
         host: Name or address of a host.
@@ -110,8 +119,14 @@ def numeric(host: str, purpose: str) -> str:
 
 
 def listening_socket(host: str, port: int, remedy: str, backlog: int = 1) -> socket.socket:
-    """Opens a listening TCP socket. On failure raises ConfigError, whose message ends with
-    `remedy`."""
+    """Opens a listening TCP socket.
+
+    Args:
+        remedy: Advice to the user, with which the error message ends.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
     try:
         return _listen(host, port, backlog)
     except OSError as error:
@@ -119,8 +134,11 @@ def listening_socket(host: str, port: int, remedy: str, backlog: int = 1) -> soc
 
 
 def is_free(host: str, port: int) -> bool:
-    """Returns whether a server could listen on the port. Raises OSError if no port of the host is
-    usable."""
+    """Returns whether a server could listen on the port now.
+
+    Raises:
+        OSError: The host itself is unusable, for example because its name has no address.
+    """
     try:
         _listen(host, port, 1).close()
     except OSError as error:
@@ -131,8 +149,8 @@ def is_free(host: str, port: int) -> bool:
 
 
 def _listen(host: str, port: int, backlog: int) -> socket.socket:
-    """Listens on the first IPv4 address of a host, or else on its first IPv6 address. "::" includes
-    IPv4, as in gRPC."""
+    """Listens on the first IPv4 address of a host, or on its first IPv6 address if it has no IPv4
+    address. "::" also accepts IPv4 connections, as in gRPC."""
     both = host == "::" and socket.has_dualstack_ipv6()
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = min(found, key=lambda entry: entry[0] is not socket.AF_INET)
@@ -140,7 +158,8 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def cannot_listen(host: str, port: int, error: Exception, remedy: str) -> ConfigError:
-    """Returns the error of a server that could not bind its address."""
+    """Returns the error to raise when a server cannot bind its address. `error` is the cause, and
+    the message ends with `remedy`, an advice to the user."""
     reason = str(error)
     if isinstance(error, OSError):
         if error.errno == errno.EADDRINUSE:

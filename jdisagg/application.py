@@ -1,8 +1,9 @@
-"""Finds the folders `models`, `launch` and `configs`. They form the application on top of this
-package. To avoid an upward import, this package loads their modules by name.
+"""Finds and imports the folders `models`, `launch` and `configs`.
 
-In a checkout the three folders are at the top level. A wheel has them in `jdisagg/_app`, so that it
-installs no packages with such general names. Imports nothing heavy."""
+These folders use this package. To avoid a static import in the other direction, this package loads
+their modules by name. In a checkout the three folders are at the top level. A wheel has them in
+`jdisagg/_app`, so that it installs no packages with such general names. This module imports only
+the standard library and `jdisagg.errors`."""
 
 import importlib
 import sys
@@ -20,11 +21,14 @@ def folder() -> Path:
 
 
 def load(name: str) -> Any:
-    """Imports a module of the application, such as "launch.model". Appends the application's folder
-    to the module search path, so that modules of the caller with the same names take precedence.
+    """Imports a module of the folders `models`, `launch` or `configs`, such as "launch.model".
+
+    Appends the parent of these folders to the end of the module search path, so that a module of
+    the caller is never hidden.
 
     Raises:
-        ConfigError: The process has another module with the name `models`, `launch` or `configs`.
+        ConfigError: The process finds another module with the name `models`, `launch` or `configs`
+            first.
     """
     if str(folder()) not in sys.path:
         sys.path.append(str(folder()))

@@ -1,9 +1,9 @@
 """Builds workers and connects their calls, in the same way for every kind of cluster.
 
 `build_worker` builds a worker for a role. Worker processes, embedded clusters, the simulator and
-tests all use it. `LocalCluster` connects the workers of one process: it finds a worker by name,
-wraps the worker's interfaces (ports) with middleware, and can simulate the sudden death of a
-worker. The caller provides executors, channels and the request path. Imports neither JAX nor
+tests all use it. `LocalCluster` connects the workers of one process. It finds a worker by name,
+wraps the worker's interfaces (ports) with middleware, and can simulate a crash of a worker. The
+caller provides executors, channels and the request path. This module imports neither JAX nor
 gRPC."""
 
 import asyncio
@@ -53,10 +53,10 @@ def build_worker(
     """Builds a worker with the given role on one mesh.
 
     Args:
-        peers: Function that returns the interface of another worker, from which the new worker
+        peers: Function that returns the interface of another worker, through which the new worker
             receives KV.
-        mode: Whether and how the decode mesh also computes prompts. Prefill workers ignore it.
-        fetches: Whether the worker may fetch cached KV from peers.
+        mode: Whether and how the decode mesh also runs prefill. Prefill workers ignore it.
+        fetches: Whether the worker may fetch cached KV from other workers.
         decoder: Class to instantiate for a decode worker.
     """
     if role is WorkerRole.PREFILL:
@@ -70,7 +70,7 @@ class LocalCluster:
     Args:
         new_id: Function that returns a new random 64-bit number.
         between: Function that returns the middleware for calls from a caller to a worker.
-        mortal: Whether `kill` can be used, which makes each call slightly slower.
+        mortal: Whether `kill` may be used. If so, each call is slightly slower.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LocalCluster:
         self.clock = clock
         self.limits = limits
         self.new_id = new_id
-        self.workers: dict[str, Worker] = {}  # the latest start under each name
+        self.workers: dict[str, Worker] = {}  # the latest worker of each name
         self._between = between
         self._mortal = mortal
         self._crashes: dict[Worker, Crash] = {}
@@ -123,8 +123,8 @@ class LocalCluster:
         return worker
 
     def peer(self, source: HandoffSource, caller: Worker | None) -> PeerPort:
-        """Returns the interface through which the worker `caller` pulls KV from the worker
-        `source`. Raises HandoffError for an unknown worker."""
+        """Returns the interface through which the worker `caller` pulls KV from the worker that
+        `source` identifies. Raises HandoffError for an unknown worker."""
         worker = self.workers.get(source.worker)
         if worker is None:
             known = ", ".join(self.workers) or "none"
@@ -141,8 +141,8 @@ class LocalCluster:
         return WorkerPorts(decode=decode, weights=worker.weights)
 
     def cluster_ports(self) -> ClusterPorts:
-        """Returns the interfaces of all current workers, for a request path whose workers do not
-        change."""
+        """Returns the interfaces of all current workers, for a request path with a fixed set of
+        workers."""
         prefill: dict[str, PrefillPort] = {}
         decode: dict[str, DecodePort] = {}
         for name in self.workers:
@@ -160,7 +160,8 @@ class LocalCluster:
             await worker.start()
 
     async def drain(self) -> None:
-        """Refuses new requests and returns when all running requests have ended."""
+        """Makes all workers refuse new requests, and returns when the running requests have
+        finished."""
         for worker in reversed(self.workers.values()):
             await worker.drain()
 
@@ -170,7 +171,7 @@ class LocalCluster:
             await worker.stop()
 
     async def kill(self, name: str, lost: Callable[[], None]) -> None:
-        """Simulates the sudden death of a worker: from now on, all calls to and from it fail.
+        """Simulates the crash of a worker. From then on, all calls to and from the worker fail.
 
         Args:
             lost: Callback that removes the worker's KV from the transfer channel. It is called
@@ -188,8 +189,8 @@ class LocalCluster:
     def called(
         self, protocol: type[Port], port: Port, worker: Worker, caller: Worker | None
     ) -> Port:
-        """Returns `port` of `worker` as `caller` uses it, wrapped with middleware. `caller` None
-        means the request path."""
+        """Wraps `port`, an interface of `worker`, with the middleware for calls from `caller`. If
+        `caller` is None, the caller is the request path."""
         if self._mortal:
             ends = (worker, caller) if caller else (worker,)
             crashes = (self._crashes[end] for end in ends)
@@ -200,15 +201,15 @@ class LocalCluster:
 
 
 class LocalAffinity:
-    """Index of the KV blocks in the prefix caches of this process's workers. Implements
-    `router.decision.Affinity`.
+    """Index of the KV blocks in the prefix caches of this process's workers, for routing by cached
+    prefix. Implements `router.decision.Affinity`.
 
-    Uses the same index as a router in a separate process (`router/known_blocks.py`). That router
-    updates the index with each heartbeat. This class updates the index before each placement, so it
-    is never stale.
+    The index is the one that a router in a separate process uses (`router/known_blocks.py`). Such a
+    router updates the index with each heartbeat. This class updates the index before each
+    placement, so that the index is never stale.
 
     Args:
-        secret: Key with which the workers hash block names.
+        secret: Key of the keyed hash with which the workers compute block names.
     """
 
     def __init__(self, workers: Sequence[Worker], secret: bytes) -> None:
@@ -236,19 +237,19 @@ class LocalAffinity:
 
 
 class Crash:
-    """Flag of a simulated process, which is set when the process dies."""
+    """Flag of a simulated process. The flag is set when the process crashes."""
 
     def __init__(self) -> None:
         self.dead = asyncio.Event()
 
 
 class Crashable:
-    """Middleware that simulates the death of processes. Calls to and from a dead process fail, also
-    calls in progress, and its replies are dropped.
+    """Middleware that simulates crashes of processes. Calls to and from a crashed process fail,
+    including calls in progress. Replies of a crashed process are dropped.
 
     Args:
-        crashes: `Crash` flags of the called worker and, if the caller is a worker too, of the
-            caller.
+        crashes: `Crash` flag of the called worker. If the caller is a worker too, also the
+            caller's flag.
     """
 
     def __init__(self, *crashes: Crash) -> None:
@@ -285,8 +286,8 @@ class Crashable:
                 await close_stream(items)
 
     async def _during(self, call: Awaitable[T]) -> T:
-        """Returns the result of `call`. Raises UnavailableError if the calling or called process
-        dies first."""
+        """Returns the result of `call`. Raises UnavailableError if the calling or the called
+        process crashes before `call` returns."""
         task = asyncio.ensure_future(call)
         deaths = [asyncio.ensure_future(crash.dead.wait()) for crash in self._crashes]
         try:

@@ -1,8 +1,9 @@
-"""Identity of the caller of the current call, derived from the bearer token only.
+"""Identity of the client of the current call, derived from its bearer token only.
 
-An endpoint's guard stores the identity in a context variable, and the code that builds a request
-reads it. Cached KV is shared only within a scope, which consists of the identity and of fields of
-the request. A client can therefore narrow the scope of its requests but never widen it."""
+The code that authenticates a call stores the identity in a context variable. The code that builds a
+request reads the variable. Cached KV is shared only within a scope. The scope consists of the
+identity and of fields of the request. A client can therefore narrow the scope of its requests but
+never widen it."""
 
 import json
 from collections.abc import Iterator
@@ -13,12 +14,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Limits of one bearer token, at all routers together. None means no limit.
+    """Rate limits of one bearer token, summed over all routers. None means no limit.
 
     Attributes:
-        streams: Number of streams that may run at the same time.
+        streams: Largest number of streams that may run at the same time.
         requests_per_second: Highest mean rate of requests.
-        tokens_per_second: Highest mean rate of tokens, prompts and answers together.
+        tokens_per_second: Highest mean rate of prompt and answer tokens together.
     """
 
     streams: int | None = None
@@ -34,9 +35,9 @@ class Caller:
         tenant: Tenant of the token, or empty if the token file names none.
         token: Digest of the token if it has no tenant, so that each such token has its own cache
             scope. Empty if the token has a tenant, or if tokens are not required.
-        key: Digest of the token, or empty if tokens are not required. Like `limits`, it is no part
-            of the identity.
-        limits: Limits of the token.
+        key: Digest of the token, or empty if tokens are not required. `key` and `limits` are not
+            part of the identity: two callers that differ only in these compare equal.
+        limits: Rate limits of the token.
     """
 
     tenant: str = ""
@@ -45,13 +46,20 @@ class Caller:
     limits: KeyLimits = field(default=KeyLimits(), compare=False)
 
     def tenant_of(self, said: str) -> str:
-        """Returns the tenant of the token, or `said`, the tenant field of the request, if the token
-        has no tenant."""
+        """Returns the tenant of the token. If the token has no tenant, returns `said`, the tenant
+        field of the request."""
         return self.tenant or said
 
     def cache_scope(self, said: str, salt: str) -> str:
-        """Returns the scope, within the tenant, in which cached KV is shared. The scope is JSON, so
-        that different parts never give the same text."""
+        """Returns the name of the scope, within the tenant, in which cached KV is shared.
+
+        The name is JSON text, so that two scopes with different parts never have equal names. It is
+        empty if all requests of the tenant share their KV.
+
+        Args:
+            said: Tenant field of the request.
+            salt: Cache salt of the request.
+        """
         sub_tenant = said if self.tenant and said != self.tenant else ""
         parts = (self.token, sub_tenant, salt)
         return json.dumps(parts) if any(parts) else ""

@@ -8,15 +8,15 @@ output is a stream of `StreamEvent`s. Errors are raised as jdisagg's own types.
 Needs gRPC, but neither JAX nor the router. A call waits up to `connect_seconds` for the server to
 become reachable. If the connection of a stream breaks, or the server shuts down, the client repeats
 the request for up to `resume_seconds` and the stream continues at the next token. The caller gets
-one stream with each token once. Calls other than `generate` and `complete` are never sent again if
-they may have reached the server.
+one stream with each token once. All other calls are sent again only if the first call certainly did
+not reach the server.
 
 A `target` may name several servers ("ipv4:10.0.0.1:8700,10.0.0.2:8700"). Over TLS, such a target
 has no host name that gRPC could verify. Then give `Credentials` a `server_name` that the
 certificates of all servers contain.
 
-`AsyncClient` is the implementation. `Client` runs the coroutines of `AsyncClient` over gRPC's
-blocking calls, so that they never suspend."""
+`AsyncClient` is the implementation. `Client` runs the coroutines of `AsyncClient` with gRPC's
+blocking stubs. These coroutines never suspend, so that no event loop is needed."""
 
 import asyncio
 import contextlib
@@ -79,7 +79,7 @@ MAX_MESSAGE_BYTES = 32 << 20
 
 Arguments = ParamSpec("Arguments")
 Reply = TypeVar("Reply")
-# A draining server reports NOT_SERVING to gRPC's health checks, and the client leaves it.
+# A draining server reports NOT_SERVING to gRPC's health checks. The client then calls another one.
 SERVICE_CONFIG = json.dumps(
     {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
 )
@@ -136,8 +136,8 @@ class AsyncClient(WeightsCalls):
             **options: Options of `GenerateOptions`.
 
         Returns:
-            The events of all children (the n answers of the request), in order for each child. The
-                last event has usage and timings.
+            The events of all children (the n answers of the request). The events of one child are
+                in order. The last event of the stream has usage and timings.
 
         Raises:
             InvalidRequestError: An argument cannot be sent, or the server rejects it.
@@ -177,7 +177,8 @@ class AsyncClient(WeightsCalls):
 
         Args:
             prompt: Text to tokenize.
-            messages: Chat to tokenize instead of a text. The model's template renders it first.
+            messages: Chat to tokenize instead of `prompt`. The model's chat template is applied
+                first.
 
         Raises:
             JdisaggError: As in `generate`.
@@ -189,6 +190,9 @@ class AsyncClient(WeightsCalls):
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
         """Returns the text of token ids.
+
+        Args:
+            skip_special_tokens: Whether the text omits special tokens, such as the end token.
 
         Raises:
             JdisaggError: As in `generate`.
@@ -215,8 +219,12 @@ class AsyncClient(WeightsCalls):
         return tuple(map(wire.worker_status_from_proto, reply.workers))
 
     async def routing(self) -> RoutingStatus:
-        """Returns the router's latest placement decisions with reasons, and the work sent to each
-        worker."""
+        """Returns the router's latest placement decisions with their reasons, and the load that the
+        router sent to each worker.
+
+        Raises:
+            JdisaggError: As in `generate`.
+        """
         reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
         return wire_generation.routing_from_proto(reply)
 
@@ -224,18 +232,19 @@ class AsyncClient(WeightsCalls):
         """Clears the prefix caches of all workers and returns the number of dropped blocks.
 
         Raises:
-            UnauthenticatedError: The token belongs to a tenant, which may not clear caches of
-                others.
-            UnavailableError: A worker did not answer, and its prefix cache may not be cleared.
+            UnauthenticatedError: The token belongs to a tenant. A tenant may not clear the caches
+                of other tenants.
+            UnavailableError: A worker did not answer. Its prefix cache is possibly not cleared.
         """
         return (await self._unary(self._stub.ResetCache, pb.ResetCacheRequest())).blocks
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
-        """Offers a LoRA adapter, which requests then name as `model`.
+        """Offers a LoRA adapter under a name, which requests then give as `model`.
 
         Args:
             path: Folder in PEFT's format, on the hosts of the server and of all workers.
-            replace: Whether the name may have an adapter already.
+            replace: Whether an existing adapter of this name is replaced. If False, a name in use
+                is an error.
 
         Raises:
             InvalidRequestError: The adapter cannot be served, or the name is taken.
@@ -245,8 +254,11 @@ class AsyncClient(WeightsCalls):
         await self._unary(self._stub.LoadAdapter, request)
 
     async def unload_adapter(self, name: str) -> None:
-        """Removes the name of an adapter. Running requests end with their adapter. Raises
-        InvalidRequestError for an unknown name."""
+        """Stops offering an adapter. Running requests keep using the adapter until they finish.
+
+        Raises:
+            InvalidRequestError: The name is unknown.
+        """
         await self._unary(self._stub.UnloadAdapter, pb.UnloadAdapterRequest(name=name))
 
     async def adapters(self) -> tuple[Adapter, ...]:
@@ -257,16 +269,18 @@ class AsyncClient(WeightsCalls):
     async def suspend(
         self, request_id: str, *, keep_seconds: float | None = None, tenant: str = ""
     ) -> None:
-        """Suspends a request whose stream is open. Its slots and pages become free for other
-        requests, and its stream pauses until `resume`. Its deadline does not change. A repeated
-        call is harmless.
+        """Suspends a request whose stream is open.
+
+        The request's decode slots and KV pages become free for other requests, and its stream
+        pauses until `resume`. The request's deadline does not change. A repeated call has no
+        effect.
 
         Args:
             request_id: Id given with the request, or reported by its first event.
             keep_seconds: Seconds for which the KV stays in host memory, if host memory has room.
-                After this time, `resume` recomputes the KV. None keeps the KV until the request's
+                After this time, `resume` recomputes the KV. None means until the request's
                 deadline.
-            tenant: Tenant of the request.
+            tenant: Tenant that was given with the request.
 
         Raises:
             InvalidRequestError: The server does not stream a request with this id.
@@ -364,7 +378,8 @@ def _result(coroutine: Coroutine[Any, Any, Reply]) -> Reply:
 def _blocking(
     method: Callable[Concatenate[AsyncClient, Arguments], Coroutine[Any, Any, Reply]],
 ) -> "Callable[Concatenate[Client, Arguments], Reply]":
-    """Creates a method of `Client` with signature and docstring of `AsyncClient`'s method."""
+    """Creates a method of `Client` from a method of `AsyncClient`, with the same signature and
+    docstring."""
 
     @functools.wraps(method)
     def blocking(self: "Client", *args: Arguments.args, **named: Arguments.kwargs) -> Reply:
@@ -454,8 +469,8 @@ def _each(events: AsyncGenerator[StreamEvent, None]) -> Generator[StreamEvent, N
 
 
 class _AsyncioCalls:
-    """Channel operations of the async client: waits for a connection and reads replies. `ready`
-    returns False if the server is not reachable within the time limit."""
+    """Channel operations of the async client. `ready` waits for a connection, and returns False if
+    the server is not reachable within the time limit."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
@@ -518,11 +533,11 @@ _Calls = _AsyncioCalls | _BlockingCalls
 def _channel_options(max_message_bytes: int, credentials: Credentials) -> Options:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
-        # Unanswered pings reveal a server that vanished.
+        # Pings detect a server whose host or network failed without closing the connection.
         ("grpc.keepalive_time_ms", 3_000),
         ("grpc.keepalive_timeout_ms", 3_000),
         ("grpc.http2.ping_timeout_ms", 3_000),
-        # Of several servers, calls go to those that do not drain.
+        # Of several servers, calls go only to those that are not draining.
         ("grpc.service_config", SERVICE_CONFIG),
         *RECONNECT_OPTIONS,
         *credentials.options(),

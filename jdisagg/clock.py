@@ -1,8 +1,8 @@
-"""Clock interface. This is the only module that reads the machine's clock; the simulator replaces
-it.
+"""Interface of a monotonic clock, with helpers for waits that have a time limit.
 
-Clocks of different processes are not comparable, so messages contain the number of seconds left
-until a deadline. Times read from the clock never leave the process."""
+Components read the time through `Clock` only, so that the simulator can replace it. Clocks of
+different processes are not comparable. Times read from the clock therefore never leave the process,
+and messages contain the number of seconds left until a deadline instead."""
 
 import asyncio
 import contextlib
@@ -32,9 +32,10 @@ class MonotonicClock:
 
 
 class limit:
-    """`with limit(seconds): await ...` raises TimeoutError if the block takes longer. Nearly every
-    call between workers uses `limit`. It is cheaper than `asyncio.timeout`, because entry and exit
-    are not coroutines."""
+    """Context manager that raises TimeoutError if its block takes longer than `seconds`.
+
+    `with limit(seconds): await ...` is cheaper than `asyncio.timeout`, because entry and exit are
+    not coroutines. Nearly every call between workers uses `limit`."""
 
     __slots__ = ("_seconds", "_task", "_cancelling", "_timer", "_passed")
 
@@ -67,10 +68,13 @@ class limit:
 
 @contextlib.asynccontextmanager
 async def turn(lock: asyncio.Lock, seconds: float, what: str) -> AsyncIterator[None]:
-    """Holds `lock` within the context.
+    """Context manager that holds `lock`, and waits at most `seconds` for it.
+
+    Args:
+        what: Name of the operation that needs the lock. The error message begins with it.
 
     Raises:
-        DeadlineExceededError: Others held the lock for `seconds`.
+        DeadlineExceededError: Other tasks held the lock for `seconds`.
     """
     try:
         with limit(seconds):
@@ -87,7 +91,8 @@ async def turn(lock: asyncio.Lock, seconds: float, what: str) -> AsyncIterator[N
 
 
 async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[asyncio.Task[T]]":
-    """Waits until all tasks are done, but at most `seconds`. Returns the unfinished tasks."""
+    """Waits until all tasks are done, but at most `seconds`. Returns the tasks that are not done
+    then."""
     left = {task for task in tasks if not task.done()}
     if left:
         loop = asyncio.get_running_loop()
@@ -115,8 +120,8 @@ async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[a
 
 
 async def to_the_end(clean_up: Coroutine[object, object, None]) -> None:
-    """Runs the coroutine `clean_up` to its end. If the calling task is cancelled meanwhile, raises
-    CancelledError after the clean-up."""
+    """Runs the coroutine `clean_up` to its end, even if the calling task is cancelled. In this
+    case, raises CancelledError after the clean-up."""
     task, cancelled = asyncio.create_task(clean_up), False
     while not task.done():
         try:
@@ -157,6 +162,6 @@ async def within(future: "asyncio.Future[T]", seconds: float) -> T:
 
 
 def _seen(future: "asyncio.Future[T]") -> None:
-    """Reads a future's error, because asyncio would log an error that was never read."""
+    """Reads a future's error, so that asyncio does not log the error as unread."""
     if not future.cancelled():
         future.exception()

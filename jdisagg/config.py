@@ -1,9 +1,9 @@
 """Configuration as a tree of frozen dataclasses.
 
-Recipes in `configs/` return a configuration, and command-line flags override its fields by path.
-Each component receives only its own part. No environment variable changes behaviour. The reference
-table in docs/ is generated from the `Attributes:` sections, which have one entry per field. The
-name or the description of a field states its unit."""
+Functions in `configs/` return a configuration. Command-line flags then override its fields by path.
+Each component receives only its own part of the tree. No environment variable changes behaviour.
+The reference table in docs/ is generated from the `Attributes:` sections, which have one entry per
+field. The name or the description of a field states its unit."""
 
 import dataclasses
 import enum
@@ -53,7 +53,7 @@ class ModelConfig:
             none.
 
     Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
+        ConfigError: A field is invalid. The message names the field and its value.
     """
 
     directory: str = ""
@@ -94,25 +94,26 @@ class InstanceConfig:
         min_chunk_tokens: Size of the smallest prefill chunk, in tokens.
         gather_steps: Approximate number of decode steps for which prompts wait, in modes chunked
             and unified, until each dp rank has one. All ranks take part in each chunk, so that a
-            chunk with prompts of all ranks costs little more than one with a single prompt. 0: they
-            do not wait.
-        layer_groups: Number of groups of layers, each a program, into which the prefill of a chunk
-            is divided. The KV of one group is sent while the next group computes. Prefill and
-            decode instances need the same value. None derives it from the model's bytes, or, with
-            pipeline stages, takes two for each stage (engine/limits.py).
+            chunk with prompts of all ranks costs little more than one with a single prompt. With 0,
+            prompts do not wait.
+        layer_groups: Number of groups of layers into which the prefill of a chunk is divided. Each
+            group is one program. The KV of one group is sent while the next group computes. Prefill
+            and decode instances need the same value. None derives the number from the model's
+            bytes, or takes two for each pipeline stage (engine/limits.py).
         block_bytes: Smallest KV block to send, in bytes. If the blocks of a short prompt are
             smaller, the blocks of several layer groups are merged. Prefill and decode instances
             need the same value. 0 never merges. None means 4 MiB, or 0 if `layer_groups` is set.
-        steps_per_dispatch: Number of decode steps in one command. The host reads their tokens at
-            the end of the command.
+        steps_per_dispatch: Number of decode steps that the host submits as one command. The host
+            reads the tokens of all these steps at the end of the command.
         stream_tokens: Number of new tokens of a sequence that are sent together. The first token is
             sent at once. Values above 1 save host work and make streams less smooth.
         speculate: Source of draft tokens, which change no stream (docs/speculation.md): the
             checkpoint's next-token layer (mtp), the EAGLE-3 head of `model.draft` (eagle), the
             sequence's own tokens (ngram), the first available of eagle, mtp and ngram (auto), or
-            none (off). Drafts are made while they save time.
+            none (off). Tokens are drafted only while this saves time.
         queue_limit: Number of requests that may wait at this instance.
-        growth_tokens: Number of future tokens for which a decoding sequence gets pages ahead.
+        growth_tokens: Number of future tokens for which pages are allocated to a decoding sequence
+            in advance.
         ahead_sequences: Number of sequences without a slot that may hold pages, so that a sequence
             is ready when a slot becomes free. None takes a quarter of the slots.
         codec: Compression of the KV that this instance receives (transfer/codec.py).
@@ -123,11 +124,11 @@ class InstanceConfig:
         adapters: Number of slots for LoRA adapters (docs/adapters.md). 0 serves the model alone.
         adapter_rank: Largest rank of an adapter. Each slot has memory for this rank.
         adapter_experts: Whether adapters may change routed experts, whose slots take most memory.
-        stage_weights: Whether memory is kept free for a second copy of the weights, so that new
-            weights are read while requests run (docs/weights.md).
+        stage_weights: Whether memory is reserved for a second copy of the weights, so that new
+            weights can be loaded while requests run (docs/weights.md).
 
     Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
+        ConfigError: A field is invalid. The message names the field and its value.
     """
 
     layout: Layout = Layout()
@@ -187,8 +188,9 @@ class InstanceConfig:
 class RoutingConfig:
     """Placement and admission at the router.
 
-    Predicted times need `hardware` or measured times of every worker. Without them the router
-    chooses the least loaded workers and refuses no request for its latency.
+    The router can predict times only if every worker has `hardware` or measured times. If a worker
+    has neither, the router chooses the least loaded workers and refuses no request because of its
+    latency.
 
     Attributes:
         ttft_slo_seconds: Highest predicted time to first token at which a request is admitted, in
@@ -197,17 +199,17 @@ class RoutingConfig:
             worker, in seconds. None sets no bound.
         hold_seconds: Threshold on the queued work of a prefill worker, in seconds. If all prefill
             workers exceed it, requests wait at the router, which orders them fairly among tenants.
-            Workers with several dp ranks get at least three full chunks of work.
-        local_gain: Fraction in [0, 1). A decode worker with running streams, or without most of the
-            prompt cached, computes the prompt itself only if this shortens the predicted time of
-            prefill and hand-off together by more than this fraction.
+            A worker with several dp ranks gets at least three full chunks of work in any case.
+        local_gain: Fraction in [0, 1). A decode worker that has running streams, or that does not
+            have most of the prompt cached, computes the prompt itself only if this saves time. The
+            saving must exceed this fraction of the predicted time of prefill and hand-off together.
         far_link: Name (costs/hardware.py) of the link between workers in different racks.
-        output_quantile: Quantile in (0, 1) of recent output lengths that predicts the length of an
-            answer. None predicts max_tokens.
+        output_quantile: Quantile in (0, 1) of recent output lengths that the router takes as the
+            predicted length of an answer. None predicts max_tokens.
         tenant_weights: Shares under load, as "name=number,name=number". The default share is 1.
         tenant_quotas: Tokens per second, as "name=number,name=number". Other tenants have no quota.
-        quota_burst_seconds: Size of the burst that a tenant may use at once, as seconds of its
-            quota.
+        quota_burst_seconds: Size of the burst that a tenant may use at once, in seconds of its
+            quota. A value of 10 allows ten seconds' worth of tokens.
         peer_fetch: Whether prefill workers fetch cached KV from other workers. None means yes for a
             router of worker processes.
         fetch_from_decode: Whether `peer_fetch` also fetches from decode workers.
@@ -215,7 +217,7 @@ class RoutingConfig:
             in the decode worker's rack. 0 decides by predicted times only.
 
     Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
+        ConfigError: A field is invalid. The message names the field and its value.
     """
 
     ttft_slo_seconds: float | None = None
@@ -294,14 +296,14 @@ class ServiceConfig:
             on a host of several interfaces or with a translated address. The port is the same.
         kv_host: Address of the interface for KV from and to other hosts, to which other workers
             connect. Empty means `advertise_host` if it is an address of this machine, else `host`.
-        kv_channel: Channel for KV from other processes. "auto" uses CUDA IPC between GPUs of one
-            host (JAX 0.11 refuses it), else shared memory on one host, else NIXL if both sides
-            have it with RDMA, or else JAX's transfer engine. "engine" never uses NIXL or CUDA IPC,
-            "nixl" always uses NIXL. "cuda" is "auto", and gives the reason where CUDA IPC is
+        kv_channel: Channel for KV from other processes. "auto" takes the first available of: CUDA
+            IPC between GPUs of one host (JAX 0.11 refuses it), shared memory on one host, NIXL if
+            both sides have it with RDMA, and JAX's transfer engine. "engine" never uses NIXL or
+            CUDA IPC. "nixl" always uses NIXL. "cuda" is "auto", and also reports why CUDA IPC is
             unavailable.
 
     Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
+        ConfigError: A field is invalid. The message names the field and its value.
     """
 
     host: str = "127.0.0.1"
@@ -378,12 +380,14 @@ class ServiceConfig:
         return self.advertise_host or self.host
 
     def at(self, host: str) -> "ServiceConfig":
-        """Returns the configuration for one address at which a process listens and is called."""
+        """Returns a copy in which `host` is the address of the server, of its callers and of the KV
+        transfers."""
         return replace(self, host=host, advertise_host="", kv_host="")
 
     @property
     def alone(self) -> "ServiceConfig":
-        """The configuration of the only server of a cluster, which keeps responses by default."""
+        """The configuration of a server that is the only one of its cluster. Such a server stores
+        responses of /v1/responses by default."""
         if self.kept_responses_mib is not None:
             return self
         return replace(self, kept_responses_mib=KEPT_RESPONSES_MIB)
@@ -474,8 +478,8 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class _Change:
-    """One assignment of `override`: sets the field at the path `names` to the value that `text`
-    spells. `path` is the path as the user wrote it, for error messages."""
+    """One assignment of `override`: the field at the path `names` is set to the parsed `text`.
+    `path` is the path as the user wrote it, for error messages."""
 
     names: tuple[str, ...]
     text: str

@@ -1,8 +1,8 @@
 """Errors of jdisagg. Each message names what is wrong, the rule, the value found and a remedy.
 
-`status` is the name of the gRPC status code that the server returns for an error. This module does
-not import gRPC, so `status` is text that `service/` maps. `assert` is reserved for programming
-errors in jdisagg."""
+`status` is the name of the gRPC status code that the server returns for an error. It is text, which
+`service/` maps to the code, because this module does not import gRPC. `assert` is reserved for
+programming errors in jdisagg."""
 
 from typing import ClassVar
 
@@ -75,7 +75,7 @@ class DeadlineExceededError(JdisaggError):
 
 
 class CancelledError(JdisaggError):
-    """The client disconnected or cancelled."""
+    """The client disconnected or cancelled the request."""
 
     status = "CANCELLED"
 
@@ -120,8 +120,8 @@ class HandoffError(UnavailableError):
 
 
 class IncompatiblePeerError(JdisaggError):
-    """Two workers differ in protocol version, model or KV geometry. The message names the field and
-    both values."""
+    """Two workers cannot exchange KV, because they differ in protocol version, model or KV
+    geometry. The message names the field and both values."""
 
     status = "FAILED_PRECONDITION"
 
@@ -134,7 +134,7 @@ class NameTakenError(JdisaggError):
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Returns the first error in a group of errors, which may contain further groups."""
+    """Returns the first single error in a group of errors. Nested groups are searched in order."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,13 +1,13 @@
 """Images in a prompt: their pixels and place in a request, and the positions of their tokens.
 
-An image takes a run of consecutive prompt tokens. In this run, each token with the id of the
-model's image token stands for one row of the vision encoder's output, in order. Other tokens of the
-run, such as row breaks, are ordinary tokens. Pixels are already resized; the encoder normalises
-them.
+An image takes consecutive tokens of the prompt. Among these, each token with the id of the model's
+image token is a placeholder for one row of the vision encoder's output, in order. The others, such
+as row breaks, are ordinary tokens. Pixels are already resized. The encoder normalises them.
 
 With rotary positions in three dimensions (mrope), an image token has a time, a row and a column.
-Text after an image continues after the largest of these, so that the positions of later tokens
-differ from their indices by a `shift`. Pure."""
+The position of the text after an image continues after the largest of these. The positions of later
+tokens therefore differ from their indices in the prompt. This difference is called `shift`. The
+functions of this module have no side effects."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.plain import plain
 
 DIGEST_BYTES = 32
-# Changes with every change of the pixels that the processor makes of an image.
+# Version of the image processor. It changes whenever the processor's pixels for an image change.
 PROCESSOR = "1"
 
 Grid = tuple[int, int, int]
@@ -43,9 +43,9 @@ class PromptImage:
         start: Index in the prompt of the image's first token.
         length: Number of tokens of the image, row breaks included.
         grid: Size in patches before they are merged: time, height and width.
-        pixels: uint8 [height, width, 3], row by row.
+        pixels: Bytes of a uint8 array [height, width, 3], row by row.
         digest: Hash of pixels, grid and version of the processor (`image_digest`).
-        file: The image as the client sent it, from which a router computes the pixels again.
+        file: The image file as the client sent it, from which a router can recompute the pixels.
             Workers never receive it.
     """
 
@@ -62,7 +62,7 @@ class PromptImage:
         return cls(start, length, grid, pixels, image_digest(pixels, grid), file)
 
     def without_pixels(self, keep_file: bool = False) -> Self:
-        """Returns the image without its pixels, and without its file unless `keep_file`."""
+        """Returns a copy without the pixels. `keep_file` is whether the copy has the image file."""
         return replace(self, pixels=b"", file=self.file if keep_file else b"")
 
     @property
@@ -77,13 +77,13 @@ class PromptImage:
 
 @plain
 class ImageFormat:
-    """The form of the images that a model reads.
+    """How a model represents images in a prompt.
 
     Attributes:
         token: Id of the image token.
         patch: Height and width of a patch in pixels.
         merge: Number of patches along each side of the square that forms one token.
-        spatial: Whether tokens have rotary positions in three dimensions.
+        spatial: Whether image tokens have rotary positions in three dimensions (mrope).
         most_patches: Largest number of patches of an image.
     """
 
@@ -108,8 +108,16 @@ class ImageFormat:
         return max(image.grid[0], *(size // self.merge for size in image.grid[1:])) - image.length
 
     def check(self, image: PromptImage, tokens: Sequence[int], pixels: bool = True) -> None:
-        """Raises InvalidRequestError unless an image of the prompt `tokens` has this form. With
-        `pixels`, checks the pixels too."""
+        """Checks that an image of a prompt fits the model.
+
+        Args:
+            image: Image to check.
+            tokens: Token ids of the whole prompt.
+            pixels: Whether the number of pixels is checked too.
+
+        Raises:
+            InvalidRequestError: The grid, the pixels or the image's tokens do not fit.
+        """
         time, height, width = image.grid
         if time != 1 or height % self.merge or width % self.merge:
             raise InvalidRequestError(
@@ -155,8 +163,8 @@ def scoped(images: Sequence[PromptImage], *scope: str) -> tuple[PromptImage, ...
 
 
 def check_images(images: Sequence[PromptImage], tokens: int) -> None:
-    """Raises InvalidRequestError unless images follow each other within a prompt of `tokens`
-    tokens."""
+    """Raises InvalidRequestError if images overlap, are not in order, or exceed the prompt.
+    `tokens` is the number of tokens of the prompt."""
     end = 0
     for image in images:
         if min(image.grid) < 1 or len(image.digest) != DIGEST_BYTES:
@@ -173,8 +181,8 @@ def check_images(images: Sequence[PromptImage], tokens: int) -> None:
 
 
 def shift_before(index: int, images: Sequence[PromptImage], form: ImageFormat | None) -> int:
-    """Returns the difference of position and index for the token `index`, which is outside of all
-    images."""
+    """Returns the position minus the index of a token that is outside of all images. `index` is the
+    token's index in the prompt. `form` is None if the model reads no images."""
     if form is None:
         return 0
     return sum([form.shift(image) for image in images if image.end <= index])
@@ -193,12 +201,12 @@ def spatial_positions(
     Args:
         start: Index of the first token.
         count: Number of tokens.
-        shift: Difference of position and index before the first of `images`.
+        shift: Position minus index of the tokens before the first of `images`.
         images: Images with tokens among the `count` tokens, in order.
-        form: Form of the model's images.
+        form: How the model represents images.
 
     Returns:
-        int32 [count, 3]: time, row and column of each token; all are equal in text.
+        int32 [count, 3]: time, row and column of each token. The three are equal for a text token.
     """
     index_T = np.arange(start, start + count, dtype=np.int32)
     positions_T3 = np.repeat(index_T[:, None], 3, axis=1) + np.int32(shift)
@@ -215,8 +223,14 @@ def spatial_positions(
 
 
 def rows_of_image(image: PromptImage, first: int, last: int, form: ImageFormat) -> np.ndarray:
-    """Returns, for each of the prompt's tokens [first, last), all in `image`, the row of the
-    encoder's output that it stands for: int32 [last - first], -1 for row breaks."""
+    """Returns the row of the encoder's output that each token of an image is replaced with.
+
+    Args:
+        first, last: Indices in the prompt of a range [first, last) of tokens, all within `image`.
+
+    Returns:
+        int32 [last - first]: index of the row, or -1 for a row break.
+    """
     columns = image.grid[2] // form.merge
     at = np.arange(first - image.start, last - image.start, dtype=np.int32)
     row, column = np.divmod(at, form.stride(image))
@@ -224,9 +238,11 @@ def rows_of_image(image: PromptImage, first: int, last: int, form: ImageFormat) 
 
 
 def block_content(images: Sequence[PromptImage], start: int, stop: int) -> bytes:
-    """Returns the bytes that a name of the tokens [start, stop) must cover in addition to their
-    ids. For each image among the tokens: its place, the index within the image of its first token
-    here, and its digest."""
+    """Returns the bytes that identify the images among the tokens [start, stop). The hash of a KV
+    block must include them in addition to the token ids.
+
+    The bytes contain for each image its offset from `start`, the index within the image of its
+    first token in the range, and its digest."""
     parts = []
     for image in within(images, start, stop):
         first = max(image.start, start)

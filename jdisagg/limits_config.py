@@ -20,7 +20,7 @@ class LimitsConfig:
             decoded.
         default_deadline_seconds: Deadline of requests that set none, in seconds.
         handoff_lease_seconds: Time for which a worker keeps the state of a KV hand-off without a
-            message from the other worker, in seconds. Heartbeats of the receiver renew this lease.
+            message from the other worker, in seconds. Each heartbeat of the receiver renews it.
         reservation_lease_seconds: Time for which a decode worker keeps reserved pages that their
             sequence does not yet use, in seconds.
         max_attempts: Number of attempts for each sequence of a request.
@@ -32,7 +32,7 @@ class LimitsConfig:
         timeouts: All other waits, heartbeats and retries.
 
     Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
+        ConfigError: A field is invalid. The message names the field and its value.
     """
 
     max_waiting_requests: int = 256

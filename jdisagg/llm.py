@@ -105,8 +105,8 @@ class LLM:
     async def _all(
         self, prompts: Sequence[Prompt], options: SamplingOptions, bar: tqdm
     ) -> list[Completion]:
-        """Runs all prompts. At most twice as many requests as decode slots run at a time, so that a
-        long list does not exceed the router's limits."""
+        """Runs all prompts and returns their outputs in order. At most twice as many requests as
+        there are decode slots run at the same time, so that the router refuses none."""
         config = self._deployment.config
         slots = config.decode.slots_per_rank * config.decode.layout.dp
         places = asyncio.Semaphore(min(2 * slots, config.limits.max_waiting_requests))

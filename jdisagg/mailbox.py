@@ -1,7 +1,7 @@
-"""An unbounded queue with one reader, which is cheaper than asyncio's queue for many readers.
+"""An unbounded queue with one reader, which is cheaper than `asyncio.Queue`.
 
-`put` never waits. Invariant: each item is returned once, in insertion order, even if a `get` was
-cancelled."""
+`put_nowait` never waits. Invariant: each item is returned exactly once, in insertion order, even if
+a `get` was cancelled."""
 
 import asyncio
 from collections import deque

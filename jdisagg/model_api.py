@@ -1,9 +1,12 @@
 """The Protocol that a served model implements, so that compiled programs never depend on `models/`.
 
 A model is a stem (embedding, final norm, head) and a list of layers. Each is a Flax NNX module
-whose parameters carry logical axes. All calls work on LOCAL shards inside `shard_map`, where
-`Shards` names the mesh axes, or on whole arrays if `Shards()` has no axes. The sizes of the local
-shard follow from the weights. Activations are flattened tokens, `x_TD`, replicated over tp."""
+whose parameters have logical axes. Inside `shard_map`, all calls work on local shards, and `Shards`
+names the mesh axes. If `Shards` has no axes, they work on whole arrays. The sizes of the local
+shard follow from the weights. Activations `x_TD` are replicated over tp.
+
+Suffixes of array names give the dimensions: T tokens of a step, R rows, D model width, N query
+heads, K kv heads, H head width, V vocabulary, E experts. In shapes, r is the rank of an adapter."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,16 +49,16 @@ class AdapterRows(NamedTuple):
     alike: bool = False
 
     def of_rows(self, rows_R: jax.Array) -> "AdapterRows":
-        """Returns the slots of the tokens with the indices `rows_R`, where -1 is padding."""
+        """Returns the slots of the tokens with the indices `rows_R`. An index of -1 is padding."""
         return self if self.alike else AdapterRows(jnp.take(self.slot_T, rows_R, mode="clip"))
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Names of the mesh axes inside `shard_map`, and the platform, by which each op chooses its
+    """Names of the mesh axes inside `shard_map`, with the platform for which each op chooses its
     implementation.
 
-    Without axes there is one device and no collectives.
+    If all axes are empty, there is one device and no collective.
 
     Attributes:
         tp: Axes that split heads, ffn and vocabulary.
@@ -74,8 +77,8 @@ class Shards:
     adapters: AdapterRows | None = None
 
     def of_rows(self, rows_R: jax.Array | None) -> "Shards":
-        """Returns these shards for a computation on the tokens `rows_R` only. None means all
-        tokens."""
+        """Returns a copy for a computation on the tokens with the indices `rows_R` only, with the
+        adapter slots of these tokens. None means all tokens."""
         if self.adapters is None or rows_R is None:
             return self
         return replace(self, adapters=self.adapters.of_rows(rows_R))
@@ -84,10 +87,11 @@ class Shards:
 class Latent(NamedTuple):
     """Matrices that map the cached vector of multi-head latent attention to keys and values.
 
-    The vector has [rank + rope] values. A local head's key has nope + rope values: the first `rank`
-    values times the head's matrix in `keys_NRH` [N, rank, nope], then the rope values unchanged.
-    The head's value is the first `rank` values times its matrix in `values_NRH` [N, rank, value].
-    See `ops/latent_attention.py`."""
+    The vector has rank + rope numbers: a compressed part of size `rank`, and a part of size `rope`
+    to which rotary positions are applied. The key of a local head has nope + rope numbers: the
+    compressed part times the head's matrix in `keys_NRH` [N, rank, nope], then the rope part
+    unchanged. The head's value is the compressed part times its matrix in `values_NRH` [N, rank,
+    value]. See `ops/latent_attention.py`."""
 
     keys_NRH: jax.Array
     values_NRH: jax.Array
@@ -101,14 +105,15 @@ class Index(NamedTuple):
     Token t attends to the `top` positions with the largest scores of those up to its own. Heads are
     not sharded, so that the selection does not depend on the layout.
 
-    Otherwise (MiniMax M3; see `ops/block_attention.py`) each kv head selects blocks of `block`
-    positions by the head of `queries_THD` with the same index, and `weights_TH` is None. The score
-    of a block is the largest `queries_THD[t, h] . keys[s]` of its positions s up to t's own. Token
-    t attends to the `top` blocks with the largest scores. The last `local` blocks up to its own are
-    always among these.
+    With `block` above 0 (MiniMax M3; see `ops/block_attention.py`) each kv head selects blocks of
+    `block` positions, by the query head of `queries_THD` with its index. `weights_TH` is None. The
+    score of a block is the largest `queries_THD[t, h] . keys[s]` of its positions s up to t's own.
+    Token t attends to the `top` blocks with the largest scores. The last `local` blocks up to its
+    own are always among these.
 
-    Ties go to the smallest position. `keys_T1D` are the keys of all tokens, which are cached.
-    Queries and weights are of the tokens that `q_TNH` has."""
+    Of equal scores, the one at the smallest position is selected. `keys_T1D` are the indexer's keys
+    of all tokens, which are cached. Queries and weights have the same tokens as the `q_TNH` of
+    `Attend`."""
 
     queries_THD: jax.Array
     keys_T1D: jax.Array
@@ -119,11 +124,12 @@ class Index(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Number of positions up to which a token attends to all positions."""
+        """Number of positions that a token can select. Shorter sequences are attended to in
+        full."""
         return self.top * max(1, self.block)
 
     def of_queries(self, change: Callable[[jax.Array], jax.Array]) -> "Index":
-        """Returns the inputs with `change` applied to queries and weights."""
+        """Returns a copy with `change` applied to the queries and the weights."""
         weights = None if self.weights_TH is None else change(self.weights_TH)
         return self._replace(queries_THD=change(self.queries_THD), weights_TH=weights)
 
@@ -132,7 +138,7 @@ class AttendOptions(TypedDict, total=False):
     """How a layer computes attention.
 
     Attributes:
-        scale: Factor of the attention scores.
+        scale: Number by which the attention scores are multiplied.
         window: Number of positions that a token attends to, including its own. None means all.
         cap: Soft cap of the scaled scores by a tanh (Gemma 2). 0 means no cap.
         sinks_N: One attention sink per local head: a score in the softmax without a value
@@ -152,7 +158,7 @@ class AttendOptions(TypedDict, total=False):
 
 
 class Attend(Protocol):
-    """Attention of one layer over the KV cache: writes k and v to the cache and returns the
+    """Attention of one layer over the KV cache: writes keys and values to the cache and returns the
     attention output.
 
     Args:
@@ -180,9 +186,9 @@ class Runs(NamedTuple):
     index `first_R[r]` on. Token t is token number `index_T[t]` of row `row_T[t]`. It is padding if
     `row_T[t]` is -1. Rows start at multiples of `grain` tokens, a power of two.
 
-    `stop_R[r]` requests the state after the first `stop_R[r]` tokens of row r. The value is a
-    multiple of `grain`, or `count_R[r]`, or 0 to request no state. None if no row requests a
-    state."""
+    `stop_R` requests the recurrent state at a second place of a row: after the first `stop_R[r]`
+    tokens of row r. The value is a multiple of `grain`, or `count_R[r]`, or 0 to request no state.
+    `stop_R` is None if no row requests a state."""
 
     row_T: jax.Array
     index_T: jax.Array
@@ -267,14 +273,17 @@ class Stem(Protocol):
 
 
 class DraftLayer(Protocol):
-    """A layer that drafts tokens: it predicts the token after the next one. It uses the model's
-    embedding. A checkpoint's own layer (multi-token prediction) also uses the model's head.
+    """A layer that drafts tokens for speculative decoding: it predicts the token after the next
+    one.
+
+    The layer uses the model's embedding. A checkpoint's own layer (multi-token prediction) also
+    uses the model's head.
 
     Attributes:
-        source: Name of the drafts in metrics.
-        taps: Indices of model layers. The hidden state that the layer starts from is the
-            concatenation of the activations before these layers. If empty, it is the activations
-            after the final norm.
+        source: Name of this kind of draft in metrics.
+        taps: Indices of model layers. The input hidden state of the draft layer is the
+            concatenation of the activations before these layers. If `taps` is empty, the input is
+            the model's activations after the final norm.
     """
 
     source: str
@@ -314,19 +323,20 @@ class DraftLayer(Protocol):
         ...
 
 
-# Creates the stack of one factor of all adapter slots, with the logical axes of its dimensions.
+# Creates the array that holds one LoRA matrix (A or B) of all adapter slots, from its shape and the
+# logical axes of its dimensions.
 MakeStack = Callable[[tuple[int, ...], tuple[LogicalAxis, ...]], object]
 # Path of an adapter's module in its layer, such as ("mlp", "gate", "adapter").
 ModulePath = tuple[str, ...]
 
 
 class AdapterSize(NamedTuple):
-    """Room for LoRA adapters.
+    """Size of the memory for LoRA adapters on a mesh.
 
     Attributes:
-        slots: Number of adapters; 0 means no room.
+        slots: Number of adapters that are in memory at the same time. 0 means no memory.
         rank: Largest rank of an adapter.
-        experts: Whether the matrices of routed experts have room, too.
+        experts: Whether adapters may also change the matrices of routed experts.
     """
 
     slots: int = 0
@@ -339,8 +349,8 @@ class AdapterContent(NamedTuple):
 
     Attributes:
         digest: Hash of the adapter's files.
-        layers: For each layer of the model, the two factors of each adapted module: A [in, r] and B
-            [r, out]. B includes the adapter's scale. Factors of experts have a leading dimension
+        layers: For each layer of the model, the two LoRA matrices of each adapted module: A [in, r]
+            and B [r, out]. B includes the LoRA scale. Matrices of experts have a leading dimension
             [E].
     """
 
@@ -350,10 +360,12 @@ class AdapterContent(NamedTuple):
 
 class Vision(Protocol):
     """A vision encoder, which maps the patches of an image to activations of the text model
-    (`executor/image_programs.py`). The modules `patches`, `blocks` and the mergers are called as in
-    `models/vision.py`. `deep_mergers[n]` maps the output of block `deep_after[n]` to activations
-    that are added after layer n of the text model. An instance keeps the activations of `kept_rows`
-    image tokens on each device."""
+    (`executor/image_programs.py`).
+
+    The modules `patches`, `blocks` and the mergers are called as in `models/vision.py`. `format` is
+    how the model represents images in a prompt. `deep_mergers[n]` maps the output of block
+    `deep_after[n]` to activations that are added after layer n of the text model. An instance
+    caches the activations of `kept_rows` image tokens on each device."""
 
     @property
     def patches(self) -> object: ...
@@ -372,11 +384,13 @@ class Vision(Protocol):
 
 
 class Model(Protocol):
-    """An NNX module that can be served. `vocabulary` is the unpadded size. `context_tokens` is the
-    longest sequence that the model supports. `head` is the stem with final norm and head: `stem`
-    itself, unless the weights are loaded for several pipeline stages. `next_token` is the layer
-    that drafts tokens, or None. Its KV is then the last entry of `kv_spec`. `vision` is None if the
-    model reads no images."""
+    """An NNX module that can be served.
+
+    `vocabulary` is the unpadded size. `context_tokens` is the length of the longest sequence that
+    the model supports. `head` is the stem with final norm and head. It differs from `stem` only if
+    the weights are loaded for several pipeline stages. `next_token` is the layer that drafts
+    tokens, or None without such a layer. The KV of this layer is the last entry of `kv_spec`.
+    `vision` is None if the model reads no images."""
 
     @property
     def stem(self) -> Stem: ...
@@ -398,13 +412,15 @@ class Model(Protocol):
     def context_tokens(self) -> int: ...
 
     def adapted_layers(self, adapters: AdapterSize, make: MakeStack) -> Sequence[Layer]:
-        """Returns the layers with room for adapters. They share the arrays of `layers`. Beside each
-        adapted matrix is a module whose name ends with "adapter", with the parameters `a` [in,
-        slots, rank] and `b` [slots, rank, out], which `make` creates. Those of experts have a
-        leading dimension [E]."""
+        """Returns copies of `layers` that also have memory for LoRA adapters.
+
+        The copies share the weights of `layers`. Beside each weight matrix that an adapter may
+        change is a module whose name ends with "adapter". `make` creates its parameters `a` [in,
+        slots, rank] and `b` [slots, rank, out]. The parameters of experts have a leading dimension
+        [E]."""
         ...
 
     def read_adapter(self, directory: Path, adapters: AdapterSize) -> AdapterContent:
-        """Reads an adapter from a folder. Raises `InvalidRequestError` if it cannot be served with
-        the slots of `adapters`."""
+        """Reads an adapter from a folder. Raises `InvalidRequestError` if its rank or its modules
+        do not fit the slots that `adapters` describes."""
         ...

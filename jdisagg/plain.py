@@ -1,8 +1,8 @@
 """Helpers to declare plain data that is cheap to create: dataclasses with slots.
 
-`dataclass(frozen=True)` sets each field through `object.__setattr__`, at ten times the cost of an
-assignment, and a request creates about seventy such objects. Immutability is therefore checked by
-the type checker only. Instances compare by value and are hashable if their fields are."""
+`dataclass(frozen=True)` sets each field through `object.__setattr__`, which costs ten times as much
+as an assignment. A request creates about seventy such objects. Immutability is therefore checked by
+the type checker only. Instances compare by value, and are hashable if their fields are hashable."""
 
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform
@@ -19,6 +19,7 @@ def plain(cls: type[T]) -> type[T]:
 
 class Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False, tag=True):
     """Base of plain data that processes send to each other: frozen, cheap to create, and encoded by
-    msgpack (`messages/packed.py`). Fields are encoded by position, so a new field comes last and
-    has a default. A `Message` is not a dataclass: use `msgspec.structs.replace`, `asdict` and
-    `fields`."""
+    msgpack (`messages/packed.py`).
+
+    Fields are encoded by position. A new field must therefore be the last one and have a default.
+    A `Message` is not a dataclass. Use `msgspec.structs.replace`, `asdict` and `fields`."""

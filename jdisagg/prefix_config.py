@@ -18,15 +18,15 @@ class PrefixConfig:
     Attributes:
         reuse: Whether KV is cached for later requests. None means yes.
         grain_tokens: Block size of the cache, in tokens, the same on all workers.
-        grid_tokens: Token multiple at which prefill chunks are cut and computing resumes after a
-            cache hit. None uses `grain_tokens`. With the value of `chunk_tokens` a hit runs the
-            programs of a miss on the same rows and gives the same bits in bfloat16. With any value,
-            the KV of answers is not cached, because decode steps round differently.
+        grid_tokens: Prefill chunks end, and prefill resumes after a cache hit, at multiples of this
+            number of tokens. None uses `grain_tokens`. With the value of `chunk_tokens`, a cache
+            hit gives the same bits as a miss in bfloat16. If a value is set, the KV of answers is
+            not cached, because decode steps round differently.
         host_gib: Host memory of each worker, in GiB, for swapped-out sequences and, with `reuse`,
             for blocks evicted from pages. 0 disables it. None means a share of the memory that is
             free when the process starts (0.2, divided among the workers of the host).
-        restores: When KV is restored from host memory or disk: "priced", if that was measured to be
-            faster than computing or receiving it, or "always".
+        restores: When cached KV is restored from host memory or disk. "priced" restores it only if
+            this was measured to be faster than computing or receiving it. "always" always does.
         disk_dir: Folder in which workers of this host store blocks that were used twice. Blocks
             pass through host memory in both directions. Empty disables the disk tier.
         disk_gib: Disk space of each worker in `disk_dir`, in GiB.
@@ -45,7 +45,7 @@ class PrefixConfig:
         events_topic: Topic of the published batches.
 
     Raises:
-        ConfigError: A field breaks its rule; the message contains the field and its value.
+        ConfigError: A field is invalid. The message names the field and its value.
     """
 
     reuse: bool | None = None
@@ -63,8 +63,8 @@ class PrefixConfig:
     events_topic: str = ""
 
     def of_worker(self, index: int) -> "PrefixConfig":
-        """Returns the configuration of worker number `index` on a host: its event ports are higher
-        by `index`."""
+        """Returns the configuration of worker number `index` on a host, whose event ports are
+        higher by `index`."""
         if not self.events:
             return self
         events, replay = _port_after(self.events, index), _port_after(self.events_replay, index)
@@ -84,17 +84,18 @@ class PrefixConfig:
         return int(self.disk_gib * (1 << 30))
 
     def start_tokens(self, page_size: int) -> int:
-        """Returns the number of tokens at whose multiples prefill may resume after a cache hit."""
+        """Returns the number of tokens of which prefill may resume at each multiple, after a cache
+        hit."""
         return math.lcm(self.grain_tokens, page_size, self.grid_tokens or self.grain_tokens)
 
     def host_tokens(self, page_size: int) -> int:
-        """Returns the number of tokens of a block in host memory, or 0 without a host tier."""
+        """Returns the block size of the host tier in tokens, or 0 if there is no host tier."""
         keeps = self.reuse and self.host_bytes
         return math.lcm(self.grain_tokens, page_size) if keeps else 0
 
     def peer_tokens(self, page_size: int) -> int:
-        """Returns the number of tokens of a block fetched from another worker, or 0 without such
-        fetches."""
+        """Returns the size in tokens of a block that is fetched from another worker, or 0 if
+        workers do not fetch from each other."""
         return math.lcm(self.grain_tokens, page_size) if self.reuse and self.peer_fetch else 0
 
     def __post_init__(self) -> None:
@@ -174,8 +175,8 @@ NO_PREFIX = PrefixConfig(reuse=False)
 
 
 def _port_after(address: str, index: int) -> str:
-    """Returns a ZeroMQ address with its port increased by `index`. Addresses of other kinds get
-    `index` as a suffix."""
+    """Returns a ZeroMQ address with its TCP port increased by `index`. An ipc or inproc address
+    gets `index` as a suffix. Other addresses are returned unchanged."""
     host, _, port = address.rpartition(":")
     if address.startswith("tcp:") and port.isdecimal() and int(port):
         return f"{host}:{int(port) + index}"

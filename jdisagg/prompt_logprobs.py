@@ -1,8 +1,8 @@
 """Log-probabilities of the tokens of a prompt, in packed arrays to save memory.
 
 Each token but the first has a log-probability given the tokens before it, a rank in the vocabulary,
-and the most likely tokens at its position. The values are the model's own, before bias, penalties,
-grammar, temperature and filters, which apply to answers only."""
+and the most likely tokens at its position. The values are those of the model itself. Bias,
+penalties, grammar, temperature and filters apply to answers only."""
 
 import math
 from array import array
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from jdisagg.plain import Message
 
-# Cap on the entries of one prompt, each token's own included. At 8 bytes each they stay well below
-# the message limit.
+# Cap on the log-probabilities of one prompt, including each token's own. With 8 bytes each, the
+# message that contains them stays well below its size limit.
 MAX_PROMPT_LOGPROBS = 1 << 20
 
 
 class PromptToken(NamedTuple):
-    """One prompt token. Its `rank` is 1 if the model rates it the most likely. `top` holds (token
-    id, log-probability) of the most likely tokens, most likely first."""
+    """Log-probability of one prompt token. `rank` is 1 if the token is the most likely one at its
+    position. `top` has (token id, log-probability) of the most likely tokens, most likely first."""
 
     logprob: float
     rank: int
@@ -26,9 +26,11 @@ class PromptToken(NamedTuple):
 
 
 class PromptLogprobs(Message, frozen=True):
-    """Log-probabilities of consecutive prompt tokens, the prompt's first token excluded, as packed
-    float32 and int32 numbers. The most likely tokens are in arrays of shape [tokens, top].
-    Iteration omits impossible tokens (-inf)."""
+    """Log-probabilities of consecutive prompt tokens, without the prompt's first token.
+
+    The fields are packed float32 and int32 numbers. `top_ids` and `top_logprobs` are arrays of
+    shape [tokens, top]. Iteration yields one `PromptToken` for each token, and omits entries of
+    `top` with the log-probability -inf."""
 
     top: int
     logprobs: bytes = b""
@@ -38,7 +40,7 @@ class PromptLogprobs(Message, frozen=True):
 
     @classmethod
     def of(cls, top: int, tokens: Iterable[PromptToken]) -> "PromptLogprobs":
-        """Packs `tokens`. Pads the list of most likely tokens of each to length `top`."""
+        """Packs `tokens`. The most likely tokens of each are padded to `top` entries with -inf."""
         logprobs, ranks = array("f"), array("i")
         top_ids, top_logprobs = array("i"), array("f")
         for token in tokens:
@@ -68,8 +70,8 @@ class PromptLogprobs(Message, frozen=True):
         return len(self.logprobs) // 4
 
     def __bool__(self) -> bool:
-        """Always True, even without entries, so that the empty report of a one-token prompt differs
-        from None."""
+        """Returns True, even without entries. A one-token prompt has an empty report, which must
+        differ from None (no report)."""
         return True
 
     def __iter__(self) -> Iterator[PromptToken]:

@@ -34,7 +34,8 @@ Identity = tuple[str, str, int]
 
 
 def _is_number(value: float) -> bool:
-    """Whether the value is a number. NaN counts as a number, and later fails every range check."""
+    """Returns whether the value is an int or a float, and not a bool. NaN is accepted here, and
+    fails every range check."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -45,8 +46,8 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
 
 
 def foreign_token(token_ids: Sequence[object], vocabulary: int) -> int | None:
-    """Returns the index of the first entry that is not a token id below `vocabulary`, or None if
-    all are."""
+    """Returns the index of the first entry that is not an int in [0, `vocabulary`), or None if all
+    entries are valid token ids."""
     for index, token_id in enumerate(token_ids):
         if not isinstance(token_id, int) or not 0 <= token_id < vocabulary:
             return index
@@ -69,10 +70,12 @@ class FinishReason(enum.Enum):
 
 
 class GrammarKind(enum.Enum):
-    """Kinds of grammar, and the text that each kind expects. `JSON_SCHEMA`: a JSON Schema. `REGEX`:
-    an expression that matches the whole answer. `CHOICE`: a JSON array of possible answers.
-    `JSON_OBJECT`: empty text; any JSON object is allowed. `LARK`: llguidance's Lark dialect, with
-    embedded JSON schemas (%json) and regular expressions.
+    """Kinds of grammar, with the text that each kind expects.
+
+    `JSON_SCHEMA`: a JSON Schema. `REGEX`: a regular expression that matches the whole answer.
+    `CHOICE`: a JSON array of possible answers. `JSON_OBJECT`: empty text. Any JSON object is
+    allowed as the answer. `LARK`: llguidance's Lark dialect, with embedded JSON schemas (%json) and
+    regular expressions.
     """
 
     JSON_SCHEMA = "json_schema"
@@ -129,8 +132,8 @@ class SamplingParams:
     penalties follow OpenAI (over generated tokens), the repetition penalty follows Hugging Face
     (over prompt and generated tokens). `include_stop_str_in_output` and `skip_special_tokens`
     affect the text only. `logprobs` and `prompt_logprobs` are the numbers of most likely tokens to
-    report for each answer token and each prompt token. When `grammar` allows only the end, the
-    answer ends despite min_tokens and ignore_eos."""
+    report for each answer token and each prompt token. If `grammar` allows no further token, the
+    answer ends, whatever min_tokens and ignore_eos are."""
 
     max_tokens: int = 256
     temperature: float = 1.0
@@ -217,8 +220,8 @@ class SamplingParams:
 
     @property
     def shaped(self) -> bool:
-        """Whether sampling needs the slower program, which applies penalties, bias and grammars and
-        reports log-probabilities."""
+        """Whether sampling needs the slower compiled program, which applies penalties, bias and
+        min_tokens, and reports log-probabilities."""
         return (
             self.penalised
             or bool(self.logit_bias)
@@ -259,7 +262,8 @@ class AcceptedChild:
 class Resumption:
     """A client's new call that resumes a broken stream of a request.
 
-    The stream continues at the next token of each child. Children that had ended are not repeated.
+    The stream continues at the next token of each child (answer). Nothing is sent for children that
+    had finished.
 
     Attributes:
         number: Number of this resumption, counted from 1.
@@ -277,8 +281,8 @@ class Adapter:
     Attributes:
         name: Name under which it is served.
         path: Folder of the adapter, on the hosts of all workers.
-        digest: Hash of its content. Cached KV is identified by the digest, so that KV of other
-            content under the same name is never used.
+        digest: Hash of the adapter's content. The hashes of cached KV blocks include the digest, so
+            that KV of another adapter is never used, even if it had the same name.
     """
 
     name: str
@@ -293,14 +297,15 @@ class Request:
     Attributes:
         sampling: How tokens are chosen. Its `seed` is always set: the API draws one if the client
             gave none.
-        stop_ids: Token ids that end the stream: EOS unless ignored, and the client's stop tokens. A
-            stop token is never delivered.
-        deadline_seconds: Number of seconds left until the deadline, when the request was sent.
+        stop_ids: Token ids that end the stream: the client's stop tokens and, without `ignore_eos`,
+            EOS. A stop token is never delivered.
+        deadline_seconds: Number of seconds until the deadline, counted from the time when the
+            request was sent.
         resumption: Tokens that the client received before its stream broke. The request path
             converts them to accepted tokens. Workers never receive this field.
-        life: Random number by which the client identifies this stream, equal in all calls that
-            resume the stream. A client that reuses a request id draws a new number, so that it does
-            not receive the earlier stream.
+        life: Random number by which the client identifies this stream. All calls that resume the
+            stream have the same number. A client that reuses a request id for a new request draws a
+            new number, so that it does not receive the earlier stream.
         cache_scope: Scope within the tenant in which cached KV is shared, computed by the API.
         adapter: LoRA adapter that is applied to the model, or None.
         images: Images of the prompt, in order. `prompt_token_ids` already holds their tokens.
@@ -333,17 +338,18 @@ class Request:
 
     @property
     def identity(self) -> Identity:
-        """Returns a key that identifies the stream and is the same for all attempts at it."""
+        """Key that identifies the stream. All attempts to serve the stream have the same key."""
         return self.tenant, self.request_id, self.life
 
     @property
     def scoped_images(self) -> tuple[PromptImage, ...]:
-        """Returns the images with the digests under which a mesh stores them, which differ between
-        tenants and cache scopes."""
+        """The images with the digests under which a mesh caches their activations. These digests
+        differ between tenants and cache scopes."""
         return scoped(self.images, self.tenant, self.cache_scope) if self.images else ()
 
     def without_pixels(self) -> "Request":
-        """Returns the request for a worker that does not compute its prompt."""
+        """Returns the request without the pixels of its images, for a worker that does not compute
+        the prompt."""
         if not self.images:
             return self
         return replace(self, images=tuple([image.without_pixels() for image in self.images]))
@@ -354,8 +360,8 @@ class Request:
         return min(self.sampling.max_tokens, context_tokens - len(self.prompt_token_ids))
 
     def end_at(self, index: int, token_id: int, context_tokens: int) -> "FinishReason | None":
-        """Returns why a child ends at generated token number `index`, or None if it continues. Both
-        worker and request path use this rule."""
+        """Returns why a child (answer) ends at the generated token with the index `index`, or None
+        if it continues. Both the worker and the request path apply this rule."""
         if token_id in self.stop_ids and (
             index >= self.sampling.min_tokens or self.sampling.grammar is not None
         ):
@@ -365,9 +371,15 @@ class Request:
     def end_among(
         self, first_index: int, token_ids: tuple[int, ...], context_tokens: int
     ) -> "tuple[int, FinishReason | None]":
-        """Returns the number of leading `token_ids` that belong to the child's answer, and the
-        reason why the answer ends after them, or None if it continues. `first_index` is the index
-        of the first of `token_ids` among the generated tokens."""
+        """Finds the end of an answer within new tokens.
+
+        Args:
+            first_index: Index of the first of `token_ids` among the generated tokens of the child.
+
+        Returns:
+            The number of leading `token_ids` that belong to the answer, and the reason why the
+                answer ends after them. The reason is None if the answer continues.
+        """
         left = max(1, self.most_tokens(context_tokens) - first_index)
         if self.stop_ids:
             for count, token_id in enumerate(token_ids[:left], 1):
@@ -379,8 +391,9 @@ class Request:
 
 
 class TokenLogprobs(Message, frozen=True):
-    """Natural-log probabilities of one token and of the most likely tokens at its position. They
-    follow the model's distribution after penalties and bias, before temperature and filters."""
+    """Natural logarithms of the probabilities of one token and of the most likely tokens at its
+    position. The distribution is the model's after penalties and bias, and before temperature and
+    filters."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -388,9 +401,11 @@ class TokenLogprobs(Message, frozen=True):
 
 @plain
 class Timings:
-    """Timings of one request in seconds. `kv_bytes_moved` counts bytes from the prefill mesh to the
-    decode mesh. `exposed_transfer_seconds` is the part of the KV transfer time after the end of the
-    prefill.
+    """Timings of one request in seconds.
+
+    `kv_bytes_moved` is the number of bytes of KV sent from the prefill mesh to the decode mesh.
+    `exposed_transfer_seconds` is the part of the KV transfer that the prefill does not overlap,
+    that is the time after the end of the prefill.
     """
 
     queue_seconds: float = 0.0
@@ -404,9 +419,10 @@ class Timings:
 
 
 class CachedTokens(Message, frozen=True):
-    """Number of prompt tokens with cached KV, by the tier where the KV was when the request
-    arrived: device pages, host memory, disk or another worker (peer). KV of the other tiers was
-    copied into device pages for this request."""
+    """Numbers of prompt tokens with cached KV, by the tier of the cache.
+
+    The tier is the place of the KV when the request arrived: device pages, host memory, disk or
+    another worker (peer). KV that was not in device pages was copied into them for this request."""
 
     pages: int = 0
     host: int = 0
@@ -454,8 +470,8 @@ class Usage:
 
 @plain
 class ToolCallDelta:
-    """New part of tool call number `index`. The first part has the call's id and name. Later parts
-    have pieces of the arguments, which together are the text of a JSON object."""
+    """New part of the tool call with the number `index`. The first part has the call's id and name.
+    Later parts have pieces of the arguments. All pieces together are the text of a JSON object."""
 
     index: int
     id: str = ""
@@ -465,8 +481,8 @@ class ToolCallDelta:
 
 @plain
 class StreamEvent:
-    """One message of a stream to the client: new tokens of answer number `child`. `first_index` is
-    the index of the first new token in that answer.
+    """One message of a stream to the client: new tokens of the answer with the number `child`.
+    `first_index` is the index of the first new token in that answer.
 
     A parsed chat answer has `text`, `reasoning` and `tool_calls`. `finish_reason` is set on a
     child's last event, and `stop_string` with it if a stop string ended the answer. `usage` and

@@ -1,6 +1,8 @@
-"""The research API (docs/research.md). `open_engine(devices=8)` opens a checkpoint and gives access
-to KV caches as Python values. `open_cluster(config)` opens a cluster that serves on the caller's
-event loop. Layouts may be given as text such as "tp=2"."""
+"""The research API (docs/research.md).
+
+`open_engine(devices=8)` opens a checkpoint and gives access to KV caches as Python values.
+`open_cluster(config)` creates a cluster that serves on the caller's event loop. Layouts may be
+given as text such as "tp=2"."""
 
 from dataclasses import replace
 
@@ -49,7 +51,14 @@ def open_engine(
     Args:
         directory: Checkpoint directory. None means the model that comes with jdisagg.
         devices: Number of virtual devices on CPU.
-        kv_dtype: Data type of the KV cache: "fp8", or "" for the same as `dtype`.
+        dtype: Data type of weights and KV: "float32" or "bfloat16".
+        kv_dtype: Data type of the KV cache: "fp8", or "" for the value of `dtype`.
+        page_size: Number of tokens per KV page.
+        chunk_tokens: Size of the largest prefill chunk, in tokens.
+        sessions_per_rank: Number of sequences of full context length for which each dp rank has
+            pages.
+        context_tokens: Longest sequence, in tokens. None uses the model's own limit.
+        compilation_cache: Folder of the persistent cache of compiled programs.
     """
     directory = directory or load("launch.shipped").SHIPPED_MODEL
     prepare_runtime(devices, compilation_cache)
@@ -62,17 +71,19 @@ def open_engine(
 
 
 def open_cluster(config: EngineConfig) -> EmbeddedCluster:
-    """Returns a cluster in this process that runs on the notebook's own event loop:
-    `await cluster.start()`, `cluster.stream(request)`, `cluster.kept_blocks()`,
-    `await cluster.stop()`.
+    """Returns a cluster in this process that runs on the caller's event loop, such as a notebook's.
+
+    Its main methods are `await cluster.start()`, `cluster.stream(request)`,
+    `cluster.kept_blocks()` and `await cluster.stop()`.
 
     Args:
         config: Configuration of the cluster. Without `model.directory`, the cluster serves the
             model that comes with jdisagg.
 
     Returns:
-        The cluster, not yet started. On CPU, the call creates the virtual devices that the layouts
-        need. It must then precede the first use of JAX, unless JAX already has as many devices.
+        The cluster, not yet started. On CPU, this call creates the virtual devices that the layouts
+            need. It must then be made before the first use of JAX, unless JAX already has enough
+            devices.
 
     Raises:
         ConfigError: JAX has fewer devices than the layouts need, or the configuration is invalid.

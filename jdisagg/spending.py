@@ -1,10 +1,11 @@
-"""What clients with quotas have spent at all routers. Pure: times are arguments.
+"""Rate limits and quotas of clients that hold across several routers.
 
-Each limit of a rate is a token bucket with a name. Routers do not call each other: workers pass the
-totals of each router on to the others (service/internal/registry.py). A router takes the increase
-of another router's totals from its own buckets. A client of several routers therefore gets its rate
-only once, except for amounts that it spends before the other routers are notified. A router that
-has just started does not receive amounts that were spent before."""
+Each limit is a token bucket with a name. A router reports the total amount that it has taken from
+each bucket. Routers do not call each other: workers pass the totals of each router on to the others
+(service/internal/registry.py). A router takes the increase of another router's totals from its own
+buckets. A client of several routers therefore gets its rate only once, except for amounts that it
+spends before the other routers are notified. A router that has just started takes no account of
+amounts that were spent before its start. The caller passes the current time."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 from jdisagg.messages.registry import RouterUse
 from jdisagg.token_bucket import Bucket
 
-IDLE_SECONDS = 60.0  # a total that did not change for this long is left out and begins at 0 again
+IDLE_SECONDS = 60.0  # a total that did not change for this long is removed and restarts at 0
 FORGET_SECONDS = 30.0  # after which a silent router counts as new; must be less than IDLE_SECONDS
 PRESENT_SECONDS = 5.0  # after which the streams of a silent router no longer count
-CALLS_PER_SECOND = 20.0  # most exchanges of one router
-SOONEST_SECONDS = 0.25
+CALLS_PER_SECOND = 20.0  # largest rate of exchanges at one router
+SOONEST_SECONDS = 0.25  # shortest interval between exchanges with one worker
 
 
 @dataclass(slots=True)
@@ -29,10 +30,10 @@ class _OtherRouter:
 
 
 class Spending:
-    """The buckets of one router, its own totals and the latest ones of other routers.
+    """The token buckets of one router, its own totals, and the latest totals of other routers.
 
     Args:
-        router: Random number of this router process.
+        router: Random number that identifies this router process.
     """
 
     def __init__(self, router: int = 0) -> None:
@@ -49,8 +50,8 @@ class Spending:
         return self._bucket(name, now).wait_seconds(amount, rate, full, now)
 
     def take(self, name: str, amount: float) -> None:
-        """Takes an amount from a bucket for which `wait_seconds` was called before. A negative
-        amount is put back."""
+        """Takes an amount from the bucket `name`, and adds it to this router's total. A negative
+        amount is put back. Has no effect if `wait_seconds` was never called for the bucket."""
         if name in self._buckets:
             self._buckets[name].take(amount)
             self._totals[name] = self._totals.get(name, 0.0) + amount
@@ -61,7 +62,7 @@ class Spending:
         self._buckets.pop(name, None)
 
     def begin(self, name: str) -> None:
-        """Counts a running stream until `end`."""
+        """Counts one more running stream of the client `name`, until `end` is called."""
         self._streams[name] += 1
 
     def end(self, name: str) -> None:
@@ -70,17 +71,17 @@ class Spending:
             del self._streams[name]
 
     def streams(self, name: str, now: float) -> int:
-        """Returns the number of streams that run at all routers."""
+        """Returns the number of streams of the client `name` that run at all routers together."""
         present = (other for other in self._others.values() if _age(other, now) < PRESENT_SECONDS)
         return self._streams[name] + sum(other.streams.get(name, 0) for other in present)
 
     def exchange(self, uses: Sequence[RouterUse], now: float, workers: int) -> RouterUse:
-        """Receives totals of other routers, and returns those of this one.
+        """Receives totals of other routers, and returns the totals of this router.
 
         Args:
-            uses: Latest totals of other routers. Older ones than before are ignored.
-            workers: Number of workers that exchange totals with this router, which spread their
-                calls over time.
+            uses: Totals of other routers. Totals older than those already received are ignored.
+            workers: Number of workers that exchange totals with this router. The more workers, the
+                longer the interval that each is asked to wait until its next exchange.
         """
         for router, other in list(self._others.items()):
             if _age(other, now) > FORGET_SECONDS:

@@ -1,10 +1,10 @@
-"""Named counters. Each component owns its counters, and metrics and logs read them.
+"""Named counters of events. Each component owns its counters. Metrics and logs read them.
 
 There is no global registry. Each worker or request path receives its own `Counters`, so that
 several clusters or tests in one process do not mix their counts. Names are `noun_verb` in the past
 tense (`leases_expired`), and values only grow. A count may have labels, such as cause="checksum"
-for `retries`. Label values come from small fixed sets, never from requests. Reading a counter by
-name returns the sum over its labels.
+for `retries`. The possible values of a label are a small fixed set, and never come from requests.
+Reading a counter by name returns the sum over its labels.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,8 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Counters:
-    """Counters that only grow. The first `add` for a name creates its counter."""
+    """The counters of one component, by name. Counters only grow. The first `add` for a name
+    creates its counter."""
 
     def __init__(self) -> None:
         self._values: dict[str, int] = {}

@@ -111,10 +111,12 @@ class RequestTimeouts(_Part):
     resumption_seconds: float = 8.0
     grammar_seconds: float = 5.0
 
-    # Freeing at a worker that has just failed: another one waits to take over.
+    # Limit of freeing resources at a worker that has just failed. It is short, because the next
+    # attempt waits for it.
     failed_close_seconds = _Times("close_seconds", 0.1)
     status_seconds = _Times("close_seconds", 1.0)
-    # The admission queue is also served by events. Changes within the pause are handled together.
+    # The admission queue is polled in addition to events. Changes within the pause are handled
+    # together.
     queue_look_seconds = 0.05
     absent_look_seconds = 0.1  # a placed request looks for workers again while a role has none
     queue_pause_seconds = 0.002
@@ -144,13 +146,16 @@ class MembershipTimeouts(_Part):
     gone_seconds: float = 3.0
     role_change_seconds: float = 300.0
 
-    call_seconds = _Times("gone_seconds", 2 / 3)  # each call of a worker to the registry
-    reach_seconds = _Times("gone_seconds", 1 / 2)  # for a registering worker to answer the router
-    refused_seconds = _Times("gone_seconds", 2 / 3)  # before a refused worker registers again
-    # A dead owner of a name is forgotten before a new owner of the name gives up.
+    call_seconds = _Times("gone_seconds", 2 / 3)  # limit of each call of a worker to the registry
+    # Limit for a registering worker to answer the router's test call.
+    reach_seconds = _Times("gone_seconds", 1 / 2)
+    refused_seconds = _Times("gone_seconds", 2 / 3)  # pause before a refused worker tries again
+    # A crashed worker is removed before a new worker with the same name stops trying to register.
     name_taken_seconds = _Times("gone_seconds", 2.0)
-    role_uncertain_seconds = _Times("gone_seconds", 10.0)  # for a silent worker in a role change
-    absent_seconds = _Times("gone_seconds", 1 / 3)  # a sweep this late: the router was stopped
+    # Limit on the silence of a worker during a role change.
+    role_uncertain_seconds = _Times("gone_seconds", 10.0)
+    # If a sweep is late by this time, the router's own process was suspended.
+    absent_seconds = _Times("gone_seconds", 1 / 3)
     settle_seconds = 0.02  # a status this soon after a placement may not include it yet
     sweep_seconds = 0.25  # interval of the search for workers that are gone
     role_look_seconds = 0.1
@@ -168,8 +173,8 @@ class HandoffTimeouts(_Part):
         heartbeat_seconds: Interval of the heartbeats that a receiver sends during a transfer.
         call_seconds: Limit of each acknowledgement, abort and first exchange of two workers.
         pull_tries: Largest number of tries to pull a block.
-        migration_seconds: Time limit for another worker to take over a sequence. The sequence keeps
-            running meanwhile.
+        migration_seconds: Time limit for another worker to take over a running sequence. The
+            sequence keeps running on the old worker during this time.
         spilled_seconds: Longest time that a swapped-out sequence waits for pages. After that it is
             recomputed, possibly on another worker.
     """
@@ -181,15 +186,18 @@ class HandoffTimeouts(_Part):
     spilled_seconds: float = 10.0
 
     hello_seconds = _Times("call_seconds", 1.0)
-    resume_seconds = _Times("call_seconds", 1.0)  # for a new source, after the old one failed
-    frozen_seconds = _Times("heartbeat_seconds", 3.0)  # silence after which a frozen sequence runs
-    receiver_silence_seconds = _Times("heartbeat_seconds", 3.5)  # the receiver will not return
+    resume_seconds = _Times("call_seconds", 1.0)  # wait for a new source after the old one failed
+    # Silence of the receiver after which a sequence that was frozen for a migration runs again.
+    frozen_seconds = _Times("heartbeat_seconds", 3.0)
+    # Silence of the receiver after which it counts as lost.
+    receiver_silence_seconds = _Times("heartbeat_seconds", 3.5)
     least_lease_seconds = _Times("heartbeat_seconds", 1.5)  # a lease outlasts one late heartbeat
-    sweep_seconds = _Times("heartbeat_seconds", 0.5)  # longest interval of the search for leases
+    # Longest interval between searches for leases that have ended.
+    sweep_seconds = _Times("heartbeat_seconds", 0.5)
     heartbeats_missed = 2  # failed heartbeats in a row after which a receiver gives up
     abort_tries = 10
     abort_pause_seconds = 1.0
-    peer_idle_seconds = 600.0  # an unused peer is forgotten
+    peer_idle_seconds = 600.0  # after which an unused peer is removed
 
     def __post_init__(self) -> None:
         _Part.__post_init__(self)
@@ -221,7 +229,7 @@ class TransferTimeouts(_Part):
     pulled_seconds = 0.05  # arrivals within this time are reported together
     tick_seconds = 0.25  # polling of the sender's postings
     link_pause_seconds = 0.05
-    link_idle_seconds = 60.0  # an unused link is closed
+    link_idle_seconds = 60.0  # after which an unused link is closed
     suspect_seconds = 60.0  # two errors of a connection within this time close it
 
 
@@ -238,14 +246,15 @@ class CallTimeouts(_Part):
     call_seconds: float = 5.0
     status_seconds: float = 3.0
 
-    span_stream_seconds = _Times("call_seconds", 1.0)  # for a worker's token stream to open
-    report_seconds = _Times("call_seconds", 0.4)  # for the report of a role change
+    span_stream_seconds = _Times("call_seconds", 1.0)  # limit for a worker's token stream to open
+    report_seconds = _Times("call_seconds", 0.4)  # limit for the report of a role change
     # A call outlasts the deadline in its arguments, so that the other end reports the reason.
     slack_seconds = _Times("call_seconds", 0.2)
-    unread_seconds = _Times("call_seconds", 0.2)  # for a client that does not read the stream's end
-    cleanup_seconds = _Times("call_seconds", 0.2)  # each step of a server's shutdown after drain
-    last_words_seconds = 0.25  # after a drain, the last messages of streams are still on their way
-    peer_idle_seconds = 3600.0  # unused ports are closed. Longer than any hand-off
+    # Margin after a request's deadline in which its client must read the end of the stream.
+    unread_seconds = _Times("call_seconds", 0.2)
+    cleanup_seconds = _Times("call_seconds", 0.2)  # limit of each shutdown step after the drain
+    last_words_seconds = 0.25  # pause after a drain, in which streams send their last messages
+    peer_idle_seconds = 3600.0  # after which unused ports are closed; longer than any hand-off
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +275,13 @@ class InstanceTimeouts(_Part):
     starting_silence_seconds: float = 600.0
     start_seconds: float = 120.0
 
-    connect_seconds = _Times("start_seconds", 1 / 4)  # for a follower to reach its leader
-    join_seconds = _Times("start_seconds", 1 / 12)  # for a follower's first message
-    # JAX's own heartbeat ends processes that the beats above did not.
+    connect_seconds = _Times("start_seconds", 1 / 4)  # limit for a follower to reach its leader
+    join_seconds = _Times("start_seconds", 1 / 12)  # limit for a follower's first message
+    # JAX's own heartbeat ends a process that the heartbeats above did not end.
     jax_heartbeat_seconds = _Times("start_seconds", 1 / 4)
     jax_shutdown_seconds = _Times("start_seconds", 1 / 12)
-    hang_up_seconds = _Times("silence_seconds", 1.0)  # for followers to end at a stop
-    exit_seconds = _Times("silence_seconds", 0.5)  # for a last message of a failed instance
+    hang_up_seconds = _Times("silence_seconds", 1.0)  # limit for followers to end at a stop
+    exit_seconds = _Times("silence_seconds", 0.5)  # time for the last message of a failed instance
     look_seconds = 0.1
 
     def __post_init__(self) -> None:
@@ -296,8 +305,8 @@ class ProcessTimeouts(_Part):
 
     @property
     def long_life_seconds(self) -> float:
-        """Run time after which the end of a process counts as a first failure, so that it is
-        restarted after the shortest wait."""
+        """Run time after which the failures of a process are counted from zero again. If it then
+        ends, it is restarted after the shortest wait."""
         return 3 * self.restart.most_seconds
 
 

@@ -11,17 +11,28 @@ def retry_after(seconds: float) -> float:
 
 
 class Bucket:
-    """A token bucket. It starts full, refills by `rate` per second, and its level may become
-    negative. Amounts may be taken before its rate and size are known."""
+    """A token bucket. It starts full and refills by `rate` per second. Its level may become
+    negative. Amounts may be taken before the first call of `wait_seconds`, which gives rate and
+    size."""
 
     def __init__(self, now: float) -> None:
-        self._taken = 0.0  # what is missing until the bucket is full
+        self._taken = 0.0  # amount that is missing until the bucket is full
         self._at = now
 
     def wait_seconds(self, amount: float, rate: float, full: float, now: float) -> float:
         """Returns the seconds until `amount` is available, or until the bucket is full if `amount`
-        exceeds its size. 0 means now. Other values are clamped to a range that is reasonable for
-        clients."""
+        exceeds its size.
+
+        Args:
+            amount: Amount that the caller wants to take.
+            rate: Amount by which the bucket refills per second.
+            full: Size of the bucket.
+            now: Current time in seconds.
+
+        Returns:
+            0 if the amount is available now. Other values are clamped (`retry_after`), because
+                clients receive them as retry times.
+        """
         self._taken, self._at = max(0.0, self._taken - (now - self._at) * rate), now
         missing = min(amount, full) - (full - self._taken)
         return retry_after(missing / rate) if missing > 0 else 0.0

@@ -17,7 +17,7 @@ _HEADERS = ("traceparent", "tracestate")
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
-    """Returns the trace headers to send with a call. They are empty if no trace is active."""
+    """Returns the trace headers to send with a call, or no headers if no trace is active."""
     if not trace.get_current_span().get_span_context().is_valid:
         return ()
     headers: dict[str, str] = {}

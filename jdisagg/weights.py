@@ -8,9 +8,9 @@
 
 `tensors` has the names and shapes of the served checkpoint, with arrays in any sharding on any
 devices of this process. Workers read only the parts that their shards need. `layout.reshard_plan`
-plans each read over the boxes that the arrays' devices hold, so that a byte is copied once for each
-distinct shard that needs it. Arrays are converted and quantized like a checkpoint. In a trainer of
-several processes, each process makes an offer, and the update lists the names of all offers,
+plans from which device of the trainer each part is read, so that a byte is copied once for each
+distinct shard that needs it. Arrays are converted and quantized like a checkpoint. If the trainer
+has several processes, each process makes an offer. The update then lists the names of all offers,
 separated by commas."""
 
 import contextlib
@@ -34,18 +34,21 @@ def offer(
     lease_seconds: float = LEASE_SECONDS,
     service: ServiceConfig | None = None,
 ) -> OfferedWeights:
-    """Offers arrays to workers.
+    """Offers arrays to workers, as new weights of the served model.
 
     Args:
-        tree: Arrays of JAX or numpy by the names of the checkpoint's tensors. Nested mappings are
-            joined with dots.
-        lease_seconds: Seconds after which workers may no longer read.
+        tree: Arrays of JAX or numpy by the names of the checkpoint's tensors. Names in nested
+            mappings are joined with dots.
+        lease_seconds: Seconds after which workers may no longer read the arrays.
         service: Address at which workers of other processes read, with the cluster's TLS files and
             `cluster_token_file`. None offers to workers of this process only.
 
+    Returns:
+        The offer, with the name that an update needs. Closing it ends the offer.
+
     Raises:
-        InvalidRequestError: There are no arrays, or devices of other processes hold a part and
-            there is no `service`.
+        InvalidRequestError: There are no arrays. Or an array has a part on devices of another
+            process, and `service` is None.
         ConfigError: The address cannot be bound.
     """
     tensors = dict(_flat(tree))
@@ -69,11 +72,15 @@ def offer(
 def opened(
     name: str, service: ServiceConfig | None = None, check: Callable[[], None] | None = None
 ) -> "Iterator[OfferedWeights | RemoteWeights | None]":
-    """Opens the offer that an update names, or yields None for a folder.
+    """Context manager that opens the source of a weights update.
+
+    Yields the offer with the given name, or None if the name is a folder.
 
     Args:
+        name: Name of an offer, or path of a checkpoint folder.
         service: Credentials for offers of other processes.
-        check: Called while bytes of another process are awaited. Raises to end the reading.
+        check: Function that is called while the worker waits for bytes of another process. It
+            raises an error to stop the reading.
 
     Raises:
         InvalidRequestError: The offer is unknown, closed, or its lease has ended.

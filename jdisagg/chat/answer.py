@@ -1,16 +1,16 @@
 """Incremental parsing of a chat answer into content, reasoning and tool calls.
 
 An `AnswerParser` is a state machine over text. Its total output depends only on the text so far,
-not on how the text was split into pieces, so a resumed stream continues correctly. A parser never
-raises: malformed tool calls are returned as content. `Collected` joins the parts that a parser
-finds."""
+and not on how the text was split into pieces. A resumed stream therefore continues correctly. A
+parser raises no errors. It returns malformed tool calls as content. `Collected` joins the parts
+that a parser finds."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from jdisagg.request import ToolCallDelta
 
-LONGEST_SPACE = 256  # characters of white space to hold back until other text follows
+LONGEST_SPACE = 256  # most white space characters that are held back until other text follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class AnswerDelta:
 
 
 class AnswerParser(Protocol):
-    """Parses one answer. Push its text in order. Do not use the parser after `finish`."""
+    """Parses one answer. `push` takes the next text and returns the parts that it completes.
+    `finish` returns the remaining parts. Do not use the parser after `finish`."""
 
     def push(self, text: str) -> AnswerDelta: ...
     def finish(self) -> AnswerDelta: ...
@@ -31,13 +32,15 @@ class AnswerParser(Protocol):
 
 @dataclass(slots=True)
 class Collected:
-    """Parts that a parser found since the last `take`. White space before a tool call is not part
-    of the content, so up to `LONGEST_SPACE` characters are held back until other content
-    follows.
+    """Collects the parts that a parser finds until the next `take`.
+
+    White space before a tool call is not part of the content. Up to `LONGEST_SPACE` characters of
+    white space are therefore held back until other content follows.
 
     Attributes:
-        before_call: In the content that `take` returned last, the number of characters before the
-            first call. None if the first call did not begin in this part of the answer.
+        calls_begun: Number of tool calls of the answer so far.
+        before_call: Number of characters before the answer's first tool call, in the content that
+            `take` returned last. None if the first call did not begin in this part of the answer.
     """
 
     calls_begun: int = 0
@@ -70,8 +73,8 @@ class Collected:
             self._calls.append(ToolCallDelta(self.calls_begun - 1, arguments=text))
 
     def take(self, *, last: bool = False) -> AnswerDelta:
-        """Returns all parts and clears them. `last`: Whether the text has ended. Held white space
-        then becomes content."""
+        """Returns all parts and clears them. `last` is whether the answer has ended. White space
+        that was held back then becomes content, unless the answer has tool calls."""
         if last and not self.calls_begun:
             self._content.append(self._space)
         delta = AnswerDelta("".join(self._content), calls=joined_calls(self._calls))
@@ -82,7 +85,8 @@ class Collected:
 
 
 def beginning_held(text: str, *markers: str) -> int:
-    """Returns how many characters at the end of `text` may be the beginning of one of `markers`."""
+    """Returns the number of characters at the end of `text` that may be the beginning of one of
+    `markers`. A parser holds them back until more text arrives."""
     longest = max(map(len, markers)) - 1
     tail = text[-longest:]
     if not any(marker[0] in tail for marker in markers):
@@ -94,7 +98,7 @@ def beginning_held(text: str, *markers: str) -> int:
 
 
 def joined_calls(calls: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Joins the deltas of each tool call into one."""
+    """Joins consecutive deltas of the same tool call."""
     joined: list[ToolCallDelta] = []
     for call in calls:
         if joined and joined[-1].index == call.index:

@@ -1,8 +1,9 @@
-"""Types of arguments that a model writes as text: which JSON types a tool's schema allows, and the
-conversion of a text to JSON of such a type.
+"""Converts tool arguments that a model generates as plain text to JSON of the type that the tool's
+schema requires.
 
-The schema is read as a whole: types and lists of types, `nullable`, constants and enumerations,
-references, and combinations of schemas. A text may be JSON or the text of a Python literal."""
+The module first determines which JSON types the schema allows for an argument. It evaluates types
+and lists of types, `nullable`, constants and enumerations, references, and combinations of schemas.
+The text of an argument may be JSON or a Python literal."""
 
 import ast
 import json
@@ -20,7 +21,7 @@ from jdisagg.json_pointer import referred
 Types = frozenset[str]
 TEXT: Types = frozenset({"string"})
 _NAMES = ("string", "integer", "number", "boolean", "object", "array", "null")
-# Names in schemas that are not JSON Schema's.
+# Type names that schemas contain, with the JSON Schema type of each.
 _ALIASES = {
     **{name: "string" for name in ("str", "text", "char", "varchar")},
     **{name: "integer" for name in ("int", "uint", "long", "short")},
@@ -49,7 +50,7 @@ _BY_FIRST = {
 _WORDS = {"true": True, "false": False, "null": None}
 _INTEGER = re.compile(r"-?\d+")
 _PADDED = re.compile(r"[+-]?0\d+", re.ASCII)  # an integer with leading zeros
-# Bounds of the work, because references may form circles.
+# Limits on the number and depth of visited schemas, because references may be circular.
 _MOST_SCHEMAS, _DEEPEST = 1000, 40
 _LONGEST_PYTHON = 64 << 10
 _CONTAINERS: Types = frozenset({"object", "array"})
@@ -64,7 +65,8 @@ class Allowed:
 
     Attributes:
         types: JSON types, or None for any type.
-        texts: Strings among the constants to which the schema limits the argument.
+        texts: Strings among the constants (`const`, `enum`) of the schema. If there are any, other
+            strings are not allowed.
     """
 
     types: Types | None = None
@@ -94,13 +96,13 @@ ANY = Allowed()
 
 
 def allowed_of(parameters: Mapping[str, object], key: str) -> Allowed:
-    """Returns the types and values that a tool's schema allows for its argument `key`.
-    `parameters`: The tool's JSON schema."""
+    """Returns the types and values that a tool allows for an argument. `parameters` is the tool's
+    JSON schema, and `key` is the argument's name."""
     return _Schemas(parameters).argument(key)
 
 
 def as_json(text: str, allowed: Allowed) -> str:
-    """Returns an argument's text as JSON. Text that is JSON of an allowed type is returned
+    """Converts an argument's text to JSON. Text that already is JSON of an allowed type is returned
     unchanged. A Python literal of an allowed type is converted to JSON. Any other text becomes a
     JSON string."""
     bare, types = text.strip(), allowed.types
@@ -118,7 +120,7 @@ def as_json(text: str, allowed: Allowed) -> str:
 
 
 def _read(bare: str, types: Types | None) -> str | None:
-    """Returns the text as JSON of one of the types, or None if the text is not a value of these
+    """Converts a text to JSON of one of the types. Returns None if the text has no value of these
     types."""
     kind = _json_type(bare)
     if kind is not None and (types is None or _fits(kind, types)):
@@ -131,8 +133,8 @@ def _read(bare: str, types: Types | None) -> str | None:
 
 
 def _with_breaks(bare: str) -> str | None:
-    """Returns JSON of an object or a list with unescaped line breaks or tabs in its strings, which
-    models write, or None for any other text."""
+    """Converts an object or a list with unescaped line breaks or tabs in its strings, which models
+    generate, to valid JSON. Returns None for any other text."""
     try:
         made = _dumped(_lenient(bare))
         _skip(made)
@@ -142,7 +144,7 @@ def _with_breaks(bare: str) -> str | None:
 
 
 def _json_type(bare: str) -> str | None:
-    """Returns the type of a JSON text, or None if the text is not JSON."""
+    """Returns the JSON type of a text, or None if the text is not JSON."""
     try:
         _skip(bare)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
@@ -163,9 +165,10 @@ def _unquoted(bare: str) -> str | None:
 
 
 def from_python(bare: str, types: Types | None) -> str | None:
-    """Converts a Python literal of one of the types to JSON. Returns None for other text. If any
-    type is allowed, only containers and constants are converted, because other literals are
-    probably meant as text."""
+    """Converts a Python literal of one of the types to JSON. Returns None for any other text.
+
+    `types` is None if every type is allowed. Only containers, True, False and None are then
+    converted, because other literals are probably meant as text."""
     if len(bare) > _LONGEST_PYTHON or not bare:
         return None
     only_case = bare.lower()
@@ -193,7 +196,7 @@ def from_python(bare: str, types: Types | None) -> str | None:
 
 
 def _value(node: ast.expr) -> object:
-    """Returns the value of an expression of literals. Raises ValueError for any other
+    """Evaluates a Python expression that consists of literals. Raises ValueError for any other
     expression."""
     match node:
         case ast.Constant(value=str() | int() | None):
@@ -248,7 +251,7 @@ def _dumped(value: object) -> str:
 
 
 class _Schemas:
-    """Reads the schema `root` and the schemas within it."""
+    """Determines allowed types from the JSON schema `root` and the schemas within it."""
 
     def __init__(self, root: Mapping[str, object]) -> None:
         self._root = root
@@ -262,7 +265,8 @@ class _Schemas:
         return self._any_of(found, 0)
 
     def _properties(self, schema: object, key: str, depth: int) -> list[object]:
-        """Returns the schemas of the property `key` in an object's schema and its parts."""
+        """Returns the schemas of the property `key` in the schema of an object, including combined
+        and referenced schemas."""
         if not isinstance(schema, Mapping) or not self._spend(depth):
             return []
         properties = schema.get("properties")

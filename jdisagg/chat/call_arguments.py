@@ -1,7 +1,8 @@
-"""Arguments of the tool calls in a conversation's history, as objects for the chat template.
+"""Converts the arguments of tool calls in a conversation's history to objects for the chat
+template.
 
-A client sends back the text that the model wrote. This text may be no JSON object, for example if
-the length limit cut the answer off. Any text is therefore converted to an object."""
+A client sends back the text that the model generated. This text may not be a JSON object, for
+example if the length limit cut the answer off. Any text is therefore converted to an object."""
 
 import json
 import re
@@ -19,9 +20,11 @@ _decoder = json.JSONDecoder(strict=False)
 
 
 def arguments_object(text: str) -> Json:
-    """Returns the arguments of a call as an object. An empty text and null give no arguments. Text
-    after the object is dropped. An object that was cut off keeps its complete members. Any other
-    value becomes the only argument, named `arguments`."""
+    """Converts the arguments of a tool call to an object. Raises no error.
+
+    An empty text and null become an empty object. Text after the object is dropped. An object that
+    was cut off keeps its complete members. Any other value becomes the only argument, named
+    `arguments`."""
     value = _read(text.strip())
     if isinstance(value, str) and isinstance(inner := _read(value.strip()), dict | None):
         value = inner  # JSON within a JSON string
@@ -31,7 +34,8 @@ def arguments_object(text: str) -> Json:
 
 
 def _read(text: str) -> object:
-    """Returns the JSON value of the text, or the text itself if it is not JSON."""
+    """Returns the value of a JSON text or of a Python dict. Returns the text itself if it is
+    neither, and None if it is empty."""
     if not text:
         return None
     try:
@@ -46,7 +50,8 @@ def _read(text: str) -> object:
 
 
 def _completed(text: str) -> Json:
-    """Returns the object whose text was cut off, without members that cannot be completed."""
+    """Returns the object of a JSON text that was cut off. Members that cannot be completed are
+    omitted."""
     open_ends: list[str] = []
     cuts: deque[tuple[str, str]] = deque(maxlen=_MOST_CUTS)  # text up to a member, and its end
     in_string = escaped = False
@@ -83,7 +88,7 @@ def _end(open_ends: list[str]) -> str:
 
 
 def _encodable(value: Json) -> Json:
-    """Replaces unpaired surrogates, which UTF-8 cannot encode."""
+    """Replaces unpaired surrogates by "?", because UTF-8 cannot encode them."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()

@@ -14,13 +14,13 @@ _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def call_id(form: str | None, name: str, number: int, identity: str) -> str:
-    """Returns the id of a call.
+    """Returns the id of a tool call.
 
     Args:
-        form: Format of the model's calls, one of `formats.TOOL_FORMS`.
-        name: The tool.
-        number: Number of the call within the conversation, which Kimi K2's ids contain.
-        identity: Text that differs between calls.
+        form: Format of the model's calls, one of `formats.TOOL_FORMS`, or None.
+        name: Name of the tool.
+        number: Index of the call within the conversation, which Kimi K2's ids contain.
+        identity: Text that differs between calls. The ids of other formats are its hash.
     """
     if form == KIMI:
         return f"functions.{name}:{number}"
@@ -31,9 +31,11 @@ def call_id(form: str | None, name: str, number: int, identity: str) -> str:
 
 
 def with_ids(messages: Sequence[ChatMessage], form: str | None) -> Sequence[ChatMessage]:
-    """Returns the messages with call ids, for a template that requires ids. Adds an id to each call
-    without one. For Mistral, also replaces ids of another length than Mistral's. A result without
-    an id belongs to the earliest call without a result."""
+    """Adds ids to the tool calls of a conversation, for a chat template that requires ids.
+
+    Each call without an id gets one. For Mistral, ids in another form are replaced. A tool result
+    without an id gets the id of the earliest call without a result. If the template of the format
+    `form` requires no ids, returns the messages unchanged."""
     if form not in (MISTRAL, KIMI):
         return messages
     made: list[ChatMessage] = []

@@ -1,23 +1,24 @@
-"""Names of tool calls: finds the tool that a model means by the name that it wrote."""
+"""Finds the tool that a model means by the name in its tool call."""
 
 import re
 from collections.abc import Collection, Iterator
 
-# What models write around the names of tools, such as functions.NAME:0 or functions_NAME_1.
+# Text that models add to the names of tools, such as functions.NAME:0 or functions_NAME_1.
 _BEFORE = re.compile(r"(?:functions?|tools?|default_api|namespace)[._:/-]+")
 _BEHIND = re.compile(r"[._:#/-]+\d+$")
 
 
 def resolved(name: str, tools: Collection[str]) -> str:
-    """Returns the tool of `tools` that a model means by `name`, or "" if there is none. If `tools`
-    is empty, every name counts as the name of a tool."""
+    """Returns the name in `tools` that a model means by `name`, or "" if there is no such tool. If
+    `tools` is empty, returns `name`."""
     if not tools:
         return name
     return next((one for one in _variants(name) if one in tools), "")
 
 
 def _variants(name: str) -> Iterator[str]:
-    """Yields the name itself, and the name without a trailing number or a leading word."""
+    """Yields the name, and the name without a trailing number, without leading words such as
+    "functions.", and without both."""
     while True:
         yield name
         yield _BEHIND.sub("", name)

@@ -1,8 +1,9 @@
-"""Answers that must be tool calls: the grammar that enforces the calls, and the parser.
+"""Answers that must be tool calls (`tool_choice` "required"): the grammar that enforces the calls,
+and the parser of the answer.
 
-A forced answer is a JSON array of objects with a name and arguments, even if the model's own format
-for calls is another. The arguments follow the schema of the tool. Between JSON tokens at most one
-blank is allowed, because some models otherwise generate white space without end."""
+A forced answer is a JSON array of objects with a name and arguments, whatever the model's own
+format for tool calls is. The arguments follow the schema of the tool. Between JSON tokens at most
+one space is allowed, because some models otherwise generate white space without end."""
 
 import json
 from collections.abc import Mapping
@@ -16,9 +17,9 @@ from jdisagg.request import Grammar, GrammarKind
 
 
 def forced_calls(prompt: ChatPrompt) -> Grammar | None:
-    """Returns the grammar that forces the tool calls, or None if the prompt requires no call.
-    `prompt` must have been validated. Raises InvalidRequestError if a schema is nested too deeply.
-    """
+    """Returns the grammar that forces the answer to be tool calls. Returns None if the prompt does
+    not require a call. `prompt` must be validated. Raises InvalidRequestError if a schema is nested
+    too deeply."""
     if prompt.tool_choice is not ToolChoice.REQUIRED:
         return None
     called = [tool for tool in prompt.tools if prompt.tool_name in ("", tool.name)]
@@ -49,7 +50,7 @@ def forced_calls(prompt: ChatPrompt) -> Grammar | None:
 
 
 class ForcedParser:
-    """An `AnswerParser` of forced tool calls. It never returns content."""
+    """An `AnswerParser` for forced tool calls. It returns no content."""
 
     def __init__(self) -> None:
         self._calls = MistralParser()
@@ -68,8 +69,8 @@ def _object(value: object) -> Json:
 
 
 def _moved(schema: object, where: str) -> object:
-    """Returns a copy of a JSON schema for use inside another schema at the path `where`. References
-    within the schema (`$ref`) are adapted to the path."""
+    """Returns a copy of a JSON schema that is to be put into another schema, at the path `where`.
+    References within the schema (`$ref`) are adapted to the path."""
     if isinstance(schema, list):
         return [_moved(one, where) for one in schema]
     if not isinstance(schema, Mapping):

@@ -1,8 +1,8 @@
-"""The formats in which models write tool calls and reasoning, and their parsers. A format is
-selected by name or guessed from the chat template.
+"""The formats in which models generate tool calls and reasoning, and their parsers.
 
-Formats have the names of vLLM's flags if vLLM has the format. To guess a format, the module
-searches the chat template for the markers of tool calls and reasoning."""
+A format is selected by name, or detected from the chat template by the markers of tool calls and
+reasoning that the template contains. The name of a format is that of vLLM's flag value, if vLLM
+supports the format."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -30,7 +30,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "qwen3_coder": QwenCoderParser,
     "seed_oss": SeedParser,
 }
-# One parser separates both calls and reasoning, and either name selects it.
+# gpt-oss's parser separates both calls and reasoning. Either of these names selects it.
 HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
 TOOL_FORMS = (*TOOL_PARSERS, HARMONY)
 _THINK = Marks("<think>", "</think>")
@@ -43,8 +43,8 @@ REASONING: dict[str, Marks] = {
     HARMONY_REASONING: HARMONY_MARKS,
     "seed_oss": Marks("<seed:think>", "</seed:think>"),
 }
-# The first entry whose marker occurs in the template wins. Markers that are part of others come
-# last.
+# Markers in chat templates, with the format of each. The first entry whose marker occurs in the
+# template is selected. Markers that are part of other markers are therefore last.
 _TOOL_SIGNS = (
     (CHANNEL, HARMONY),
     ("<｜tool▁call", "deepseek_v3"),
@@ -66,12 +66,12 @@ _REASONING_SIGNS = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """The formats in which a model writes tool calls and reasoning.
+    """The formats in which a model generates tool calls and reasoning.
 
     Attributes:
-        tools: One of `TOOL_FORMS`, or None if the model writes no tool calls.
-        reasoning: A key of `REASONING`, or None if the model writes no reasoning.
-        shows_tools: Whether the chat template shows tools to the model.
+        tools: One of `TOOL_FORMS`, or None if the model generates no tool calls.
+        reasoning: A key of `REASONING`, or None if the model generates no reasoning.
+        shows_tools: Whether the chat template puts descriptions of tools into the prompt.
     """
 
     tools: str | None = None
@@ -82,8 +82,17 @@ class AnswerFormat:
     def of(
         cls, template: str | None, tool_parser: str = AUTO, reasoning_parser: str = AUTO
     ) -> "AnswerFormat":
-        """Returns the format for a chat template. "auto" guesses the parser, and "none" disables
-        it. Raises ConfigError with the field's name for an unknown parser."""
+        """Returns the formats for a chat template.
+
+        Args:
+            template: Chat template, or None.
+            tool_parser: Name of the format of tool calls. "auto" detects it, and "none" disables
+                parsing.
+            reasoning_parser: Name of the format of reasoning, "auto" or "none".
+
+        Raises:
+            ConfigError: A name is unknown.
+        """
         template = template or ""
         shows_tools = "tools" in template
         tools = _chosen("service.tool_parser", tool_parser, TOOL_FORMS)
@@ -102,13 +111,14 @@ class AnswerFormat:
 
     @property
     def call_mark(self) -> str:
-        """The text with which calls begin, or "" without calls, or if they begin in a header."""
+        """The marker with which tool calls begin. "" if the model generates no calls, or if they
+        begin in a header (gpt-oss)."""
         parser = TOOL_PARSERS.get(self.tools or "")
         return "" if parser is None else parser.first_mark
 
     @property
     def plain_calls(self) -> bool:
-        """Whether calls may be JSON without a mark."""
+        """Whether a tool call may be a JSON object without a marker."""
         return self.tools == "llama3_json"
 
     @property
@@ -117,14 +127,15 @@ class AnswerFormat:
         return self.tools == HARMONY or self.reasoning == HARMONY_REASONING
 
     def takes_apart(self, tools: Schemas) -> bool:
-        """Returns whether answers to a chat with the tools `tools` need a parser."""
+        """Returns whether answers to a chat with these tools must be parsed into content, reasoning
+        and tool calls."""
         return self.marks is not None or bool(self.tools and tools)
 
     def parser(self, tools: Schemas, *, thinking: bool) -> AnswerParser | None:
-        """Returns the parser of one answer, or None if the whole answer is content.
+        """Returns a parser for one answer, or None if the whole answer is content.
 
         Args:
-            tools: Schemas of the tools that the model may call, by name.
+            tools: JSON schemas of the tools that the model may call, by name.
             thinking: Whether the prompt ends within reasoning.
         """
         if self.in_headers:
@@ -137,12 +148,13 @@ class AnswerFormat:
 
 
 class _ReasoningAndCalls:
-    """An `AnswerParser` that separates reasoning first, and then tool calls from the content. A
-    call that begins within the reasoning ends it: all that follows is content and calls.
+    """An `AnswerParser` that first separates the reasoning, and then the tool calls from the
+    content. A tool call that begins within the reasoning ends the reasoning. All text after it is
+    content and calls.
 
     Args:
         reasoning: Parser of the reasoning.
-        make: Returns a parser of calls.
+        make: Function that returns a new parser of tool calls.
     """
 
     def __init__(self, reasoning: ReasoningParser, make: Callable[[], ToolParser]) -> None:
@@ -172,7 +184,8 @@ class _ReasoningAndCalls:
         )
 
     def _taken(self, thought: AnswerDelta, ended: bool) -> AnswerDelta:
-        """Separates calls from reasoning and content. `ended`: Whether the reasoning has ended."""
+        """Separates tool calls from the reasoning and content in `thought`. `ended` is whether the
+        reasoning has ended."""
         if self._called:
             return self._calls.push(thought.reasoning + thought.content)
         within, reasoning = self._within, thought.reasoning

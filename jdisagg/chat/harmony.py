@@ -1,15 +1,14 @@
-"""Parser of answers in the format of gpt-oss (OpenAI's "harmony"), in which every part names its
-channel.
+"""Parser for answers in the format of gpt-oss (OpenAI's "harmony"), in which every part of an
+answer has a header with its channel.
 
     <|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>commentary
     to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
 
-The prompt ends within the first header. The channel `analysis` is reasoning. `final`, and
-`commentary` without a recipient, are content. A message to `functions.NAME` is a call if there is
-such a tool. Channel and recipient may come in either order. Successive parts of the same kind are
-joined with newlines. Text without a header is content. A message to a recipient that is not one of
-the tools is content, too, unless its channel is `analysis`. Then it is reasoning: the model
-addresses a tool that it does not have."""
+The prompt ends within the first header. A part in the channel `analysis` is reasoning. Parts in
+other channels (`final`, `commentary`) are content. A part with the recipient `functions.NAME` is a
+tool call if there is such a tool. If there is none, the channel decides, as for a part without a
+recipient. Channel and recipient may be in either order. Successive parts of the same kind are
+joined with newlines. Text without a header is content."""
 
 import re
 from collections.abc import Callable, Collection
@@ -20,7 +19,7 @@ from jdisagg.chat.reasoning import Marks
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-# How the template writes reasoning, which a prompt may end within.
+# Markers around reasoning in the chat template's text. A prompt may end between them.
 MARKS = Marks(f"{CHANNEL}analysis{MESSAGE}", END)
 LONGEST_HEADER = 512
 
@@ -33,10 +32,10 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*analysis\b")
 
 
 class HarmonyParser:
-    """An `AnswerParser` of gpt-oss's format. It separates content, reasoning and tool calls.
+    """An `AnswerParser` for gpt-oss's format. It separates content, reasoning and tool calls.
 
     Args:
-        tools: Names of the tools that the model may call. Without tools, no message is a call.
+        tools: Names of the tools that the model may call. If it is empty, no part is a tool call.
         thinking: Whether the prompt ends within reasoning.
     """
 
@@ -82,7 +81,7 @@ class HarmonyParser:
         return AnswerDelta(found.content, reasoning, found.calls)
 
     def _beginning(self) -> bool:
-        """Reads the rest of the header that began in the prompt; a recipient may come first."""
+        """Reads the rest of the header that began in the prompt. It may begin with a recipient."""
         text = self._text.lstrip(" ")
         if len(self._text) - len(text) <= LONGEST_HEADER and _TO.startswith(text[: len(_TO)]):
             if len(text) < len(_TO):
@@ -157,8 +156,8 @@ class HarmonyParser:
 
     def _until(self, markers: tuple[str, ...]) -> tuple[str, str]:
         """Consumes the text up to and including the first marker. Returns the text before the
-        marker, and the marker, which is "" if none has arrived. The end of the text is not consumed
-        if it may begin a marker."""
+        marker, and the marker. If no marker has arrived, the marker is "", and an end of the text
+        that may be the beginning of a marker is not consumed."""
         found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
         at, marker = min(
             found, default=(len(self._text) - beginning_held(self._text, *markers), "")

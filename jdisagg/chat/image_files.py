@@ -25,13 +25,13 @@ from jdisagg.errors import InvalidRequestError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# A progressive JPEG is decoded once per scan, and a scan may be as short as a few bytes. Encoders
-# write about 10.
+# Limit on the scans of a progressive JPEG. The file is decoded once per scan, and a scan may have
+# only a few bytes. Encoders write about 10.
 MAX_SCANS = 100
 _SCAN = b"\xff\xda"
 _ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)  # orientations that exchange width and height
-# `PIL.Image.Transpose` by orientation: what makes the image upright.
+# The value of `PIL.Image.Transpose` that makes an image upright, by orientation.
 _TRANSPOSES = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 
 
@@ -81,8 +81,8 @@ class ImageFile:
         self.height, self.width = (width, height) if turned else (height, width)
 
     def pixels(self) -> np.ndarray:
-        """Decodes the image, once. Returns uint8 [height, width, 3]. Raises InvalidRequestError if
-        the file is damaged."""
+        """Decodes the image to RGB pixels, uint8 [height, width, 3]. May be called only once.
+        Raises InvalidRequestError if the file is damaged."""
         with _reading(self.where), contextlib.closing(self._opened):
             self._opened.load()
             decoded = _rgb(self._upright())
@@ -121,7 +121,7 @@ def check_bytes(where: str, image: ChatImage, limits: LimitsConfig) -> None:
 
 
 def _rgb(image: "Image") -> np.ndarray:
-    """Returns the pixels as uint8 [height, width, 3]."""
+    """Converts a decoded image of any mode to RGB pixels, uint8 [height, width, 3]."""
     if image.mode.startswith("I"):
         grey = (np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)

@@ -1,10 +1,11 @@
-"""Protects prompts from the texts of image tokens in clients' messages.
+"""Prevents text in clients' messages from being tokenized as an image token.
 
-A chat template writes a special token for each image, and this token is replaced by the image's
-tokens. The same text in a message, a tool's result or a document must remain text. Otherwise it
-would count as an image, and the images would be in wrong places. Before the template is rendered,
-such texts are replaced by placeholders that clients cannot guess. The rendered prompt is split
-within each restored text, so that the tokenizer finds no special token."""
+For each image, a chat template writes a special token, which is replaced by the image's tokens. If
+a message, a tool result or a document contains the text of this token, it must remain text. If it
+became the token, it would count as an image, and the images would be at wrong positions. Before the
+template is rendered, such texts are replaced by placeholders that clients cannot guess. In the
+rendered prompt, the texts are restored, and the prompt is split within each of them, so that the
+tokenizer finds no special token."""
 
 import re
 import secrets
@@ -15,10 +16,11 @@ Value = TypeVar("Value")
 
 
 class HiddenMarks:
-    """Replaces the texts of image tokens in the values of one chat.
+    """Hides the texts of image tokens in the messages of one chat, and restores them in the
+    rendered prompt.
 
     Args:
-        marks: Texts of the tokens.
+        marks: Texts of the image tokens.
     """
 
     def __init__(self, marks: Sequence[str]) -> None:
@@ -28,7 +30,8 @@ class HiddenMarks:
         self._name = re.compile(rf"<{self._key}-(\d+)>")
 
     def hide(self, value: Value) -> Value:
-        """Returns a JSON value with placeholders instead of the marks in its texts and keys."""
+        """Returns a copy of a JSON value in which placeholders replace the image tokens' texts, in
+        strings and in keys."""
         return self._hide(value)  # type: ignore[return-value]
 
     def _hide(self, value: object) -> object:
@@ -44,8 +47,8 @@ class HiddenMarks:
         return f"<{self._key}-{self._marks.index(found[0])}>"
 
     def pieces(self, text: str) -> list[str]:
-        """Returns the parts of a rendered prompt, which must be tokenized separately. Joined, they
-        are the prompt with the original texts."""
+        """Restores the texts in a rendered prompt. Returns the parts of the prompt, which must be
+        tokenized separately."""
         first, *others = self._name.split(text)
         pieces = [first]
         for number, after in zip(others[::2], others[1::2], strict=True):

@@ -1,8 +1,8 @@
-"""Images in messages, in the form in which clients send them, and their place in a prompt.
+"""Images of chat messages, in the form in which clients send them.
 
-An image is an encoded file: the bytes, or the base64 text of a data: URL, which is decoded when the
-image is read (`image_files`), in a worker thread. Other URLs are refused. If the server fetched
-them, clients could reach addresses that only the server can reach."""
+An image is the content of an image file: its bytes, or the base64 text of a data: URL. The base64
+text is decoded in a worker thread, when the image is read (`image_files`). Other URLs are refused.
+If the server fetched them, clients could access addresses that only the server can reach."""
 
 import base64
 import binascii
@@ -51,8 +51,8 @@ class ChatImage:
 
     @classmethod
     def of(cls, image: "bytes | str | os.PathLike[str] | _Picture") -> "ChatImage":
-        """Returns the image of a file's content, of a file of this process's host (a path), or of a
-        `PIL.Image.Image`. Raises InvalidRequestError if the file cannot be read."""
+        """Creates a `ChatImage` from the content of an image file, from the path of a file on this
+        host, or from a `PIL.Image.Image`. Raises InvalidRequestError if the file cannot be read."""
         if isinstance(image, bytes):
             return cls(image)
         if isinstance(image, str | os.PathLike):
@@ -69,7 +69,8 @@ class ChatImage:
 
     @property
     def most_bytes(self) -> int:
-        """The size of the file in bytes; for base64 text an upper bound, at most 3 too large."""
+        """Upper bound on the size of the file in bytes. It is exact for bytes, and at most 3 too
+        large for base64 text."""
         return len(self.data) if isinstance(self.data, bytes) else len(self.data) // 4 * 3 + 3
 
     @property
@@ -81,8 +82,8 @@ class ChatImage:
         return f"data:{self.mime};base64,{text}"
 
     def content(self, where: str) -> bytes:
-        """Returns the file's bytes. Raises InvalidRequestError, which begins with `where`, for
-        invalid base64."""
+        """Returns the bytes of the image file. Raises InvalidRequestError for invalid base64.
+        `where` is the image's name, with which the message begins."""
         if isinstance(self.data, bytes):
             return self.data
         try:
@@ -94,8 +95,8 @@ class ChatImage:
 
 
 def _decoded(text: str) -> bytes:
-    """Decodes base64 text, which may contain white space and lack padding. Decodes in pieces,
-    because decoding a piece holds the interpreter lock."""
+    """Decodes base64 text, which may contain white space or have no padding. The text is decoded in
+    pieces, because each call of the decoder holds the interpreter lock."""
     if any(space in text for space in " \t\r\n"):
         text = "".join(text.split())
     text = text.rstrip("=")
@@ -105,8 +106,8 @@ def _decoded(text: str) -> bytes:
 
 
 def image_of_url(where: str, url: str) -> ChatImage:
-    """Returns the image of a data: URL. Raises InvalidRequestError, which begins with `where`, for
-    other URLs and for media types that are not supported."""
+    """Returns the image of a data: URL. Raises InvalidRequestError for other URLs and for
+    unsupported media types. `where` is the field's name, with which the message begins."""
     beginning, comma, text = url[:_HEADER_CHARACTERS].partition(",")
     if not beginning[:5].lower() == "data:":
         raise InvalidRequestError(
@@ -123,8 +124,8 @@ def image_of_url(where: str, url: str) -> ChatImage:
 
 
 def stated_image(where: str, data: bytes | str, mime: str) -> ChatImage:
-    """Returns an image whose media type the client states. Raises InvalidRequestError for media
-    types that are not supported."""
+    """Returns an image whose media type the client has given. Raises InvalidRequestError for an
+    unsupported media type. `where` is the field's name, with which the message begins."""
     if mime.lower() not in _MEDIA_TYPES:
         raise InvalidRequestError(
             f"{where}: media type {mime[:_SHOWN]!r} is not supported; send a PNG, JPEG, WebP or GIF"
@@ -135,12 +136,12 @@ def stated_image(where: str, data: bytes | str, mime: str) -> ChatImage:
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """The size of an image in a prompt.
+    """The size of an image for the model, and its tokens in the prompt.
 
     Attributes:
-        height, width: Pixels after the image is resized.
+        height, width: Size in pixels after the image is resized.
         grid: Number of patches in time, height and width, before patches are merged to tokens.
-        token_ids: The prompt's tokens that stand for the image.
+        token_ids: Tokens of the prompt that represent the image.
     """
 
     height: int

@@ -1,7 +1,7 @@
-"""Reads JSON that a model writes, one character at a time. Finds the end of a value, and reads
-objects that contain a call's name and arguments.
+"""Incremental readers of JSON that a model generates, one character at a time. `JsonValue` finds
+the end of a value. `CallObject` reads an object with the name and arguments of a tool call.
 
-The readers do not validate JSON: they track only brackets and strings."""
+The readers do not validate JSON. They track only brackets and strings."""
 
 from collections.abc import Callable
 
@@ -17,9 +17,10 @@ _decode = msgspec.json.Decoder().decode
 
 
 class JsonValue:
-    """Finds the end of a JSON value that begins with the first character given. The end of a
-    number, `true`, `false` or `null` is known only when the next character arrives. `broken`:
-    Whether brackets do not match."""
+    """Finds the end of a JSON value that begins with the first character that is read.
+
+    The end of a number, `true`, `false` or `null` is known only when the next character arrives.
+    The attribute `broken` is True if brackets do not match."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -50,15 +51,15 @@ class JsonValue:
         return False
 
     def written(self, character: str) -> str:
-        """Returns the next character as JSON writes it. Models leave line breaks and tabs in
-        strings unescaped, which JSON forbids."""
+        """Returns the next character, escaped if JSON requires this. Models leave line breaks and
+        tabs in strings unescaped, which JSON does not allow."""
         if not self._in_string or character >= " ":
             return character
         return ("\\" if self._escaped else "") + _encode(character).decode()[1:-1]
 
     def read(self, text: str) -> tuple[str, str, bool]:
-        """Reads the next text. Returns the part of it that belongs to the value, as JSON writes it,
-        the rest of the text, and whether the value has ended."""
+        """Reads the next text. Returns the part of the text that belongs to the value, escaped as
+        JSON requires, the rest of the text, and whether the value has ended."""
         written: list[str] = []
         for at, character in enumerate(text):
             piece = self.written(character)
@@ -76,18 +77,19 @@ class JsonValue:
 
 
 class CallObject:
-    """Reads an object such as {"name": "f", "arguments": {"x": 1}}. Passes the name to `begin`, and
-    the arguments to `add` while they arrive.
+    """Reads a tool call in the form of an object such as {"name": "f", "arguments": {"x": 1}}.
+    Passes the name to `begin`, and the arguments to `add` while they arrive.
 
-    The object is not a call if no call has `begun` when the object has `ended` or is `broken`. The
-    arguments may precede the name. They may also be a string that contains JSON.
+    The arguments may precede the name. They may also be a string that contains JSON. If `begun` is
+    False when the object has `ended` or is `broken`, the object was not a tool call.
 
     Args:
-        begin: Called with the call's name.
-        add: Called with each piece of the arguments.
-        resolve: Returns the tool for a name, or "" if the object is not a call of a tool.
-        doubtful: Whether an object without arguments, or with keys that calls do not have, is not a
-            call.
+        begin: Callback with the call's name.
+        add: Callback with each piece of the arguments.
+        resolve: Function that returns the tool for a name, or "" if there is no such tool. The
+            object is then not a call.
+        doubtful: Whether to be strict: an object without arguments, or with keys that calls do not
+            have, is then not a call.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class CallObject:
         self._resolve = resolve
         self._doubtful = doubtful
         self._name = self._key = ""
-        self._arguments: list[str] | None = None  # not yet passed on; None before the key
+        self._arguments: list[str] | None = None  # not yet passed to `add`; None before the key
         self._streams = False  # whether the current value is the arguments object
         self._text: list[str] = []  # text of the current value
         self._value: JsonValue | None = None

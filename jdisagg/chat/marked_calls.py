@@ -1,4 +1,5 @@
-"""Parsers of tool calls with a marker between name and JSON arguments: DeepSeek V3 and Kimi K2."""
+"""Parsers for tool calls that have a marker between name and JSON arguments: the formats of
+DeepSeek V3 and Kimi K2."""
 
 import re
 from collections.abc import Collection
@@ -8,8 +9,9 @@ from jdisagg.chat.tool_parsers import LONGEST_NAME, SteppedParser
 
 
 class MarkedParser(SteppedParser):
-    """Parses SECTION CALL head SEPARATOR arguments END ... SECTION_END, in which the head contains
-    the call's name. If the head names no tool, the text of the call becomes content."""
+    """Parser for calls of the form SECTION CALL head SEPARATOR arguments END ... SECTION_END, where
+    upper-case words are markers. The head contains the name of the tool. If it has no tool's name,
+    the text of the call becomes content."""
 
     SECTION = SECTION_END = CALL = SEPARATOR = END = ""
 
@@ -44,8 +46,8 @@ class MarkedParser(SteppedParser):
         return True
 
     def _name(self, before: str, after: str) -> str:
-        """Returns the tool name that the model wrote, from the text before and after the separator,
-        or "" if the name is invalid."""
+        """Returns the tool name that the model generated, or "" if it is invalid. `before` and
+        `after` are the texts before and after the separator."""
         raise NotImplementedError
 
     def _arguments(self) -> bool:
@@ -79,8 +81,8 @@ class MarkedParser(SteppedParser):
 
 
 class DeepSeekParser(MarkedParser):
-    """Parser of DeepSeek's formats. V3 and R1 write the type, the name, and the arguments in a code
-    fence. V3.1 and later write name SEPARATOR arguments."""
+    """Parser for DeepSeek's formats. V3 and R1 generate the type, the name, and the arguments in a
+    code fence. V3.1 and later versions generate name SEPARATOR arguments."""
 
     SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     CALL, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -93,7 +95,7 @@ class DeepSeekParser(MarkedParser):
 
 
 class KimiParser(MarkedParser):
-    """Parser of Kimi K2's format, in which the head is the call's id, such as functions.NAME:0."""
+    """Parser for Kimi K2's format, in which the head is the call's id, such as functions.NAME:0."""
 
     SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     CALL, END = "<|tool_call_begin|>", "<|tool_call_end|>"

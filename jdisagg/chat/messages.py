@@ -1,9 +1,9 @@
 """Conversations in the form in which clients send them, and their conversion for chat templates.
 
-Templates expect the form of OpenAI's messages and tools, with the arguments of earlier calls as
-objects rather than JSON text. This module rejects invalid conversations with an error that names
-the field. The model's template may reject more conversations. Tool calls in the history are never
-rejected, because they contain the model's own text."""
+Chat templates expect the form of OpenAI's messages and tools, with the arguments of earlier calls
+as objects instead of JSON text. This module rejects invalid conversations with an error that names
+the field. The model's template may reject further conversations. The arguments of tool calls in the
+history are never rejected, because they are text that the model generated."""
 
 import enum
 import re
@@ -26,8 +26,10 @@ Content = str | tuple[str | ChatImage, ...] | None
 
 
 class ToolChoice(enum.Enum):
-    """Whether the model may call tools. With NONE the prompt does not contain the tools. With
-    REQUIRED the model must call a tool, which a grammar enforces (`jdisagg.chat.forced_calls`)."""
+    """Whether the model may call tools.
+
+    AUTO: the model may call tools. NONE: it may not. REQUIRED: it must call a tool, which a grammar
+    enforces (`jdisagg.chat.forced_calls`)."""
 
     AUTO = "auto"
     NONE = "none"
@@ -36,8 +38,8 @@ class ToolChoice(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that the assistant made. `arguments` is the text that the model wrote, which should be
-    a JSON object."""
+    """A tool call of the assistant. `arguments` is the text that the model generated, which should
+    be a JSON object."""
 
     name: str
     arguments: str
@@ -49,7 +51,7 @@ class ChatMessage:
     """One message of a conversation.
 
     Attributes:
-        role: system, user, assistant, tool, or another role that the model's template displays.
+        role: system, user, assistant, tool, or another role that the model's chat template has.
         content: The text, a tuple of parts (texts and images), or None.
         reasoning: The assistant's reasoning before the content.
         tool_calls: The assistant's tool calls.
@@ -75,8 +77,8 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatTool:
-    """A function that the model may call. `parameters` is a JSON schema, and `returns` describes
-    the result, for templates that display it."""
+    """A function that the model may call. `parameters` is the JSON schema of its arguments.
+    `returns` describes its result, for chat templates that include this in the prompt."""
 
     name: str
     description: str = ""
@@ -131,8 +133,8 @@ class ChatPrompt:
 
 
 def check_chat(prompt: ChatPrompt) -> None:
-    """Makes the checks of a chat that need neither the model nor the router's limits. Raises
-    InvalidRequestError, which names the field."""
+    """Validates a chat as far as possible without the model and the router's limits. Raises
+    InvalidRequestError, which names the invalid field."""
     if not prompt.messages:
         raise InvalidRequestError("chat messages are empty; send at least one")
     for index, message in enumerate(prompt.messages):
@@ -211,7 +213,7 @@ def _shown(message: ChatMessage) -> Json:
 
 
 def texts_of(prompt: ChatPrompt) -> list[tuple[str, str]]:
-    """Returns each text that the client wrote, with the name of its field."""
+    """Returns the texts of a chat, each with the name of its field."""
     texts: list[tuple[str, str]] = []
     for index, message in enumerate(prompt.messages):
         where = f"messages[{index}]"
@@ -236,7 +238,7 @@ def texts_of(prompt: ChatPrompt) -> list[tuple[str, str]]:
 
 
 def images_of(prompt: ChatPrompt) -> list[tuple[str, ChatImage]]:
-    """Returns each image that the client sent, with the name of its field."""
+    """Returns the images of a chat, each with the name of its field."""
     return [
         (f"messages[{index}].content[{at}]", part)
         for index, message in enumerate(prompt.messages)
@@ -247,8 +249,8 @@ def images_of(prompt: ChatPrompt) -> list[tuple[str, ChatImage]]:
 
 
 def json_bytes(name: str, value: object) -> int:
-    """Returns a value's size as JSON, in bytes. Raises InvalidRequestError if it has no JSON
-    form."""
+    """Returns the size of a value's JSON text in bytes. Raises InvalidRequestError, which begins
+    with `name`, if JSON cannot represent the value."""
     try:
         return len(msgspec.json.encode(value))
     except (TypeError, ValueError, RecursionError) as error:

@@ -18,9 +18,14 @@ class Marks:
 
 
 class ReasoningParser:
-    """An `AnswerParser` of reasoning followed by content. Reasoning may begin in the prompt
-    (`begun`), at the start of the answer, or not at all. Line breaks around the reasoning are
-    dropped."""
+    """An `AnswerParser` for an answer that may begin with reasoning, followed by content. Line
+    breaks around the reasoning are dropped.
+
+    Args:
+        marks: Markers around the reasoning.
+        begun: Whether the prompt ends within reasoning. If not, the answer has reasoning only if it
+            begins with the marker.
+    """
 
     def __init__(self, marks: Marks, *, begun: bool) -> None:
         self._marks = marks

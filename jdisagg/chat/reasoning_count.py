@@ -1,11 +1,12 @@
-"""Counts the tokens of an answer that are reasoning, including the markers around it."""
+"""Counts the reasoning tokens of an answer, including the markers around the reasoning. Also splits
+the text of an answer by tokens, for this count."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from jdisagg.chat.answer import AnswerDelta, AnswerParser, joined_calls
 
-_REACH = 8  # characters to search ahead after a token without text of its own
+_REACH = 8  # most characters of tokens without own text that may precede a token's text
 
 
 @runtime_checkable
@@ -24,9 +25,11 @@ class Thinker(Protocol):
 
 
 class CountingParser:
-    """Counts reasoning tokens: wraps a parser, passes it the text of one token at a time, and
-    counts the token if the parser is inside reasoning. A token that may begin reasoning is counted
-    once the parser has decided."""
+    """Wraps a parser and counts the reasoning tokens of the answer.
+
+    The parser gets the text of one token at a time. The token is counted if the parser is then
+    inside reasoning. While the parser has not decided whether reasoning begins, tokens are counted
+    later. `tokens` is the count, or None if the parser does not report reasoning."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self.parser = parser
@@ -59,10 +62,16 @@ class CountingParser:
 
 
 def token_places(pieces: Sequence[str], text: str) -> list[tuple[int, int]]:
-    """Returns the start and end of each token's text in `text`, the text of all tokens decoded
-    together. `pieces` are the texts of the tokens, each decoded alone. A token without text of its
-    own (a special token, or part of a character) gets an empty range at the start of the next
-    token."""
+    """Finds the text of each token in the text of an answer.
+
+    Args:
+        pieces: Texts of the tokens, each decoded alone.
+        text: Text of all tokens, decoded together.
+
+    Returns:
+        Start and end of each token's text in `text`, in characters. A token without text of its own
+            (a special token, or a part of a character) has an empty range.
+    """
     places: list[tuple[int, int]] = []
     at = 0
     for piece in pieces:
@@ -74,8 +83,9 @@ def token_places(pieces: Sequence[str], text: str) -> list[tuple[int, int]]:
 
 
 def cut_by_token(pieces: Sequence[str], text: str) -> list[str]:
-    """Splits `text` into one part per token. `pieces` are the texts of the tokens, each decoded
-    alone. Text at the end that matches no token belongs to the last token."""
+    """Splits `text`, the text of all tokens decoded together, into one part per token. `pieces` are
+    the texts of the tokens, each decoded alone. Text at the end that matches no token is in the
+    part of the last token."""
     if len(pieces) <= 1:
         return [text] * len(pieces)
     ends = [end for _, end in token_places(pieces, text)[:-1]]

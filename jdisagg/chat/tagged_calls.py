@@ -1,9 +1,9 @@
-"""Parsers of tool calls with tags around each argument and without JSON: the formats of GLM 4.5,
+"""Parsers for tool calls that have tags around each argument and no JSON: the formats of GLM 4.5,
 Qwen3-Coder, Seed-OSS and MiniMax M2.
 
-The parsers convert the arguments to JSON. An argument that the tool's schema declares as a string
-is emitted while its text arrives. Any other argument is emitted when it is complete, as JSON of a
-type that the schema allows (`argument_types`)."""
+The parsers convert the arguments to JSON. If the tool's schema declares an argument as a string,
+the argument is emitted while its text arrives. Any other argument is emitted when it is complete,
+as JSON of a type that the schema allows (`argument_types`)."""
 
 import json
 from collections.abc import Mapping
@@ -16,8 +16,9 @@ Schemas = Mapping[str, Mapping[str, object]]
 
 
 class TaggedParser(SteppedParser):
-    """Parses CALL name NAME_END (KEY key KEY_END VALUE value VALUE_END)* END, within OUTER and
-    OUTER_END if set. `tools` are the JSON schemas of the tools' parameters, by tool name."""
+    """Parser for calls of the form CALL name NAME_END (KEY key KEY_END VALUE value VALUE_END)* END,
+    where upper-case words are markers. If OUTER and OUTER_END are set, they enclose the calls.
+    `tools` are the JSON schemas of the tools' parameters, by tool name."""
 
     OUTER = OUTER_END = ""
     CALL = NAME_END = KEY = KEY_END = VALUE = VALUE_END = END = ""
@@ -27,8 +28,8 @@ class TaggedParser(SteppedParser):
         self._schemas = tools or {}
         self._name = ""
         self._count = 0  # arguments so far
-        self._allowed: Allowed = ANY  # what the argument may be
-        self._ends: tuple[str, ...] = ()  # what may end the argument
+        self._allowed: Allowed = ANY  # types and values of the argument
+        self._ends: tuple[str, ...] = ()  # texts that may end the argument
         self._pieces: list[str] = []  # pieces of an argument that need not be a string
         self._passed = False  # whether part of the argument was emitted
 
@@ -97,8 +98,9 @@ class TaggedParser(SteppedParser):
         return True
 
     def _ends_of(self, schema: Mapping[str, object]) -> tuple[str, ...]:
-        """Returns the texts that end an argument. Models forget VALUE_END: then a line that begins
-        another argument of the tool, or that ends the call, ends the argument as well."""
+        """Returns the texts that end an argument. Models sometimes omit VALUE_END. A line that
+        begins another argument of the tool, or that ends the call, therefore also ends the
+        argument."""
         properties = schema.get("properties")
         keys = properties if isinstance(properties, Mapping) else ()
         end = f"\n{self.END}" + (f"\n{self.OUTER_END}" if self.OUTER else "")
@@ -123,8 +125,9 @@ class TaggedParser(SteppedParser):
         return True
 
     def _pass_on(self) -> None:
-        """Emits the received part of a string value. Holds back its end if it may be the beginning
-        of what ends it, or a line break before VALUE_END."""
+        """Emits the received part of a string argument. Holds back its end if this may be the
+        beginning of a text that ends the argument, or a line break before VALUE_END. Parts of other
+        arguments are stored until the argument is complete."""
         certain = len(self._text) - beginning_held(self._text, *self._ends)
         certain = len(self._text[:certain].removesuffix("\n"))
         text, rest = self._text[:certain], self._text[certain:]
@@ -153,8 +156,8 @@ class TaggedParser(SteppedParser):
 
 
 class GlmParser(TaggedParser):
-    """Parses GLM 4.5's calls: <tool_call>f with a line for each <arg_key>x</arg_key> and
-    <arg_value>1</arg_value>."""
+    """Parser for GLM 4.5's calls: <tool_call>f, and then <arg_key>x</arg_key> and
+    <arg_value>1</arg_value> for each argument, on lines of their own."""
 
     CALL, NAME_END, END = "<tool_call>", "\n", "</tool_call>"
     first_mark = CALL
@@ -163,8 +166,8 @@ class GlmParser(TaggedParser):
 
 
 class QwenCoderParser(TaggedParser):
-    """Parses Qwen3-Coder's calls: <tool_call> <function=f> <parameter=x> 1 </parameter> </function>
-    </tool_call>, with tags and values on lines of their own."""
+    """Parser for Qwen3-Coder's calls: <tool_call> <function=f> <parameter=x> 1 </parameter>
+    </function> </tool_call>, with tags and values on lines of their own."""
 
     OUTER, OUTER_END = "<tool_call>", "</tool_call>"
     first_mark = OUTER
@@ -177,14 +180,14 @@ class QwenCoderParser(TaggedParser):
 
 
 class SeedParser(QwenCoderParser):
-    """Parses Seed-OSS's calls: Qwen3-Coder's format with another outer tag."""
+    """Parser for Seed-OSS's calls, which have Qwen3-Coder's format with another outer tag."""
 
     OUTER, OUTER_END = "<seed:tool_call>", "</seed:tool_call>"
     first_mark = OUTER
 
 
 class MiniMaxParser(QwenCoderParser):
-    """Parses MiniMax M2's calls: Qwen3-Coder's format with other tags."""
+    """Parser for MiniMax M2's calls, which have Qwen3-Coder's format with other tags."""
 
     OUTER, OUTER_END = "<minimax:tool_call>", "</minimax:tool_call>"
     first_mark = OUTER
@@ -193,7 +196,7 @@ class MiniMaxParser(QwenCoderParser):
 
 
 def _bare(name: str) -> str:
-    """Returns a name without the space and the quotation marks around it."""
+    """Returns a name without white space and quotation marks around it."""
     return name.strip().strip("\"'")
 
 

@@ -1,9 +1,9 @@
-"""Parsers of tool calls in JSON, in the formats of Hermes and Qwen, Llama 3, and Mistral.
+"""Parsers for tool calls in JSON, in the formats of Hermes and Qwen, Llama 3, and Mistral.
 
-Each class is an `AnswerParser`. The parser holds back the text from a call's marker until the
-call's name and the beginning of its arguments have arrived. If the held text is not a call of one
-of the tools, it becomes content. Once a call has begun, its arguments are emitted as the model
-writes them."""
+Each class is an `AnswerParser`. From the marker of a call on, the parser holds back the text until
+the call's name and the beginning of its arguments have arrived. If this text is not a call of one
+of the tools, it becomes content. If it is, the arguments are emitted as the model generates
+them."""
 
 from collections.abc import Callable, Collection
 from typing import ClassVar
@@ -16,8 +16,11 @@ LONGEST_NAME = 256  # characters of a tool's name, including the text around it
 
 
 class ToolParser:
-    """Base class of the parsers of tool calls. It stores text that was not parsed yet, from which
-    `_step` consumes as much as possible. `tools`: Names of the available tools.
+    """Base class of the parsers for tool calls. It stores text that is not yet parsed, and `_step`
+    consumes as much of it as possible.
+
+    Args:
+        tools: Names of the tools that the model may call.
 
     Attributes:
         first_mark: Marker with which the calls of an answer begin.
@@ -42,22 +45,23 @@ class ToolParser:
 
     @property
     def words_before_call(self) -> int | None:
-        """Number of characters of the latest delta's content that precede the answer's first call,
-        or None if the first call did not begin in it."""
+        """Number of characters before the answer's first call, in the content of the latest delta.
+        None if the first call did not begin in this delta."""
         return self._found.before_call
 
     def _resolved(self, name: str) -> str:
         return resolved(name, self._tools)
 
     def _step(self) -> bool:
-        """Consumes some of the text. Returns whether calling `_step` again may consume more."""
+        """Consumes some of the stored text. Returns whether another call may consume more."""
         raise NotImplementedError
 
     def _end(self) -> None:
         self._found.say(self._text)
 
     def _after_space(self, space: str | None = None) -> str | None:
-        """Returns the text after leading white space, or None if the white space is too long."""
+        """Returns the text after leading white space, or after leading characters of `space`.
+        Returns None if there are more than `LONGEST_SPACE` of them."""
         text = self._text.lstrip(space)
         return text if len(self._text) - len(text) <= LONGEST_SPACE else None
 
@@ -77,9 +81,11 @@ class ToolParser:
 
 
 class SteppedParser(ToolParser):
-    """A `ToolParser` for formats in which a call is enclosed in markers, and a section of calls
-    possibly in further markers. `_step_now` is the method that reads the next text. `_held` is the
-    text of markers that were read; it becomes content if no call follows."""
+    """A `ToolParser` for formats in which markers enclose each call, and possibly also a section of
+    calls.
+
+    `_step_now` is the method that reads the next text. `_held` is the text of the markers that were
+    read. It becomes content if no call follows."""
 
     def __init__(self, tools: Collection[str] = ()) -> None:
         super().__init__(tools)
@@ -94,8 +100,9 @@ class SteppedParser(ToolParser):
         raise NotImplementedError
 
     def _call_or_end(self, call: str, begin: Callable[[], bool], end: str) -> bool:
-        """Reads the next marker within a section: `call`, after which `begin` reads the call, or
-        `end`, which ends the section."""
+        """Reads the next marker within a section of calls. After the marker `call`, `begin` reads
+        the call. The marker `end` ends the section. Any other text ends it too. Returns as
+        `_step`."""
         text = self._after_space()
         space = self._text[: len(self._text) - len(text or "")]
         for marker, step in ((call, begin), (end, self._words)):
@@ -124,15 +131,17 @@ class JsonToolParser(ToolParser):
         self._raw: list[str] = []
 
     def _expect_object(self, raw: str, *, certain: bool = True) -> None:
-        """Starts to read a JSON object. `certain`: Whether a marker announced it as a call."""
+        """Starts to read a JSON object. `raw` is the text before it that becomes content if the
+        object is not a call. `certain` is whether a marker before the object identifies it as a
+        call."""
         self._raw = [raw]
         self._object = CallObject(
             self._found.begin_call, self._found.add_arguments, self._resolved, doubtful=not certain
         )
 
     def _read_object(self) -> bool | None:
-        """Reads the current object. Returns None until the object has ended, and then whether it
-        was a call. The text of an object that is not a call becomes content."""
+        """Reads the current object. Returns None if the object has not ended, and else whether it
+        is a call. The text of an object that is not a call becomes content."""
         one = self._object
         assert one is not None
         for at, character in enumerate(self._text):
@@ -156,7 +165,7 @@ class JsonToolParser(ToolParser):
 
 
 class HermesParser(JsonToolParser):
-    """Parses <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>, any number of them
+    """Parser for any number of calls <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>
     (Hermes 2 and 3, Qwen 2.5 and 3)."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -204,8 +213,9 @@ class HermesParser(JsonToolParser):
 
 
 class LlamaParser(JsonToolParser):
-    """Parses {"name": "f", "parameters": {"x": 1}} as the whole answer, or anywhere after
-    <|python_tag|>, several joined by ; (Llama 3.1 to 3.3)."""
+    """Parser for calls {"name": "f", "parameters": {"x": 1}} (Llama 3.1 to 3.3). They may be at the
+    beginning of the answer, or anywhere after the marker <|python_tag|>. Several calls are
+    separated by ";"."""
 
     TAG = "<|python_tag|>"
     first_mark = TAG
@@ -249,13 +259,13 @@ class LlamaParser(JsonToolParser):
 
 
 class MistralParser(JsonToolParser):
-    """Parses [TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, ...] and, since version 11 of the
-    tokenizer, [TOOL_CALLS]f[ARGS]{"x": 1} with one marker per call (Mistral)."""
+    """Parser for Mistral's calls: [TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, ...]. Models
+    with version 11 of the tokenizer or later generate [TOOL_CALLS]f[ARGS]{"x": 1} for each call."""
 
     OPEN, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
     first_mark = OPEN
     _in_list = False
-    _called = False  # the marker was seen
+    _called = False  # whether the marker was read
     _held = ""  # text that becomes content if no call follows
     _value: JsonValue | None = None
 
@@ -331,8 +341,9 @@ class MistralParser(JsonToolParser):
         return True
 
     def _hold_space(self, characters: str) -> str | None:
-        """Consumes leading `characters` (white space, separators) once another character follows
-        them. Returns the remaining text, or None if there are too many of them."""
+        """Consumes leading `characters` (white space, separators) if another character follows
+        them. Returns the text after them, which is "" if no other character has arrived. Returns
+        None if there are too many leading characters."""
         body = self._after_space(characters)
         if body:
             if self._held:

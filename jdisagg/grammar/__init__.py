@@ -1,2 +1,2 @@
-"""Structured output: compiles grammars for a tokenizer, and tracks the state of each sequence in
-its grammar. Does not use JAX."""
+"""Structured output: compiles grammars for a tokenizer, and computes which tokens the grammar of
+each sequence allows next. Does not use JAX."""

@@ -1,11 +1,12 @@
-"""Grammars of chat answers that may think first, and may call tools instead.
+"""Extends the grammar of a chat answer by reasoning and tool calls.
 
-The grammar of a request (`response_format`) restricts the content of an answer. A model that thinks
-writes its reasoning before the content. A model with tools may call them, in its own format,
-instead of writing content. Both are outside the request's grammar, as in OpenAI's API.
+The grammar of a request (`response_format`) restricts the content of an answer. A reasoning model
+generates its reasoning before the content. A model with tools may call them, in its own format,
+instead of generating content. Reasoning and tool calls are not restricted by the request's grammar,
+as in OpenAI's API.
 
-A marker that the tokenizer has as a token is matched as this token, because llguidance matches
-text by ordinary tokens only."""
+If a marker is a single token of the tokenizer, the grammar matches this token, because llguidance
+matches text by ordinary tokens only."""
 
 import json
 from collections.abc import Sequence
@@ -15,25 +16,26 @@ from jdisagg.grammar.schema_forms import schema_for_llguidance
 from jdisagg.grammar.structural_tags import TEXT, quoted, regex_literal
 from jdisagg.request import Grammar, GrammarKind
 
-# Identifies these grammars, since a stream must know whether to parse its answer.
+# Beginning of these grammars, by which the answer parser recognizes them.
 _HEAD = "%llguidance {}\nstart: chat_thought chat_answer\n"
 _BLANKS = r"/\n{0,2}/"
 
 
 def may_think_or_call(grammar: Grammar | None) -> bool:
-    """Returns whether the grammar was made by `with_thought_and_calls`."""
+    """Returns whether the grammar is a result of `with_thought_and_calls`, so that the answer may
+    contain reasoning or tool calls."""
     return grammar is not None and grammar.text.startswith(_HEAD)
 
 
 def with_thought_and_calls(
     grammar: Grammar, marks: tuple[str, str] | None, begun: bool, calls: Sequence[str]
 ) -> Grammar:
-    """Returns a grammar of answers that allows reasoning before, and tool calls instead of, content
-    that follows `grammar`. A Lark grammar, and a schema that cannot be read, are returned
-    unchanged.
+    """Returns a grammar that also allows reasoning before the content, and tool calls instead of
+    the content. `grammar` is the grammar of the content. A Lark grammar and an unreadable schema
+    are returned unchanged.
 
     Args:
-        marks: Lark expressions of the markers around reasoning, or None if the model writes no
+        marks: Lark expressions of the markers around reasoning, or None if the model generates no
             reasoning.
         begun: Whether the prompt ends within reasoning.
         calls: Lark expressions of tool calls, which may replace the content.
@@ -45,7 +47,7 @@ def with_thought_and_calls(
     lines = [f"chat_answer: {' | '.join((content, *calls))}"]
     if marks is not None:
         begin, end = marks
-        # Text up to a marker that is text itself ends at its first occurrence.
+        # If the end marker is text and not a token, the reasoning ends at its first occurrence.
         lazy = "[lazy]" if end.startswith('"') else ""
         lines.append(f"chat_reasoning{lazy}: TEXT {end}")
         thought = f"chat_reasoning {_BLANKS}"
@@ -55,7 +57,8 @@ def with_thought_and_calls(
 
 
 def marker(text: str, token_id: int | None) -> str:
-    """Returns the Lark expression of a marker. `token_id`: The token of this text, if any."""
+    """Returns the Lark expression of a marker. `token_id` is the token with this text, or None if
+    there is no such token."""
     return quoted(text) if token_id is None else f"<[{token_id}]>"
 
 
@@ -65,8 +68,8 @@ def marked_call(mark: str) -> str:
 
 
 def plain_call(names: Sequence[str]) -> str:
-    """Returns the Lark expression of a tool call that is a bare JSON object, without a marker. It
-    calls one of the tools `names`."""
+    """Returns the Lark expression of a tool call that is a JSON object without a marker. `names`
+    are the names of the tools that it may call."""
     schema = {
         "type": "object",
         "properties": {"name": {"enum": [*names]}, "parameters": {"type": "object"}},

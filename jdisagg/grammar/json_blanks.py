@@ -1,4 +1,5 @@
-"""Limits white space between JSON tokens, by llguidance options inside a JSON schema."""
+"""Limits the white space between the JSON tokens of an answer, by llguidance options in the JSON
+schema."""
 
 import json
 from collections.abc import Mapping
@@ -12,20 +13,22 @@ _NONE = f'"{OPTIONS}":{{"whitespace_flexible":false}}'
 
 
 def says_itself(schema: str) -> bool:
-    """Returns whether the text of a JSON schema contains llguidance options already."""
+    """Returns whether the text of a JSON schema already contains llguidance options."""
     return f'"{OPTIONS}"' in schema
 
 
 def with_few(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the text of a JSON schema with white space limited to `WHITESPACE`, unless the schema
-    already has llguidance options."""
+    """Adds llguidance options to a JSON schema, so that answers have at most 16 white space
+    characters between JSON tokens (`WHITESPACE`). Returns the schema unchanged if it already has
+    llguidance options."""
     few = {OPTIONS: {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}}
     return schema if says_itself(json.dumps(schema)) else {**schema, **few}
 
 
 def without(schema: str) -> str:
-    """Returns the text of a JSON schema with white space forbidden. Text that is not a JSON object,
-    or contains llguidance options already, is returned unchanged."""
+    """Adds llguidance options to the text of a JSON schema, so that answers have no white space
+    between JSON tokens. Text that is not a JSON object, or that already contains llguidance
+    options, is returned unchanged."""
     head, brace, rest = schema.partition("{")
     if head.strip() or not brace or says_itself(schema):
         return schema

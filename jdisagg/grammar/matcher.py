@@ -1,7 +1,7 @@
 """The grammar state of one sequence, which determines the tokens that may come next.
 
-The state depends only on the compiled grammar and the accepted ids, so another worker restores the
-state by consuming the same ids.
+The state depends only on the compiled grammar and the accepted token ids. Another worker therefore
+restores the state by consuming the same ids.
 
 A stop id is allowed at every position where the text may end. If `ignore_eos` or `min_tokens`
 forbid the end, stop ids are masked out as long as any other token is allowed. When the grammar
@@ -33,7 +33,8 @@ class Endings:
 
 
 class TokenMatcher:
-    """The state of one sequence in its grammar.
+    """The grammar state of one sequence. `consume` appends tokens, and `fill` writes the mask of
+    the tokens that may come next.
 
     Args:
         inner: llguidance's matcher, which no other sequence uses.
@@ -50,7 +51,7 @@ class TokenMatcher:
         self._min_tokens = sampling.min_tokens
         self._generated = 0
         self._ended = False
-        # Ids to mask out while the request must continue, or None.
+        # Masks of the ids that are forbidden while the answer must continue, or None.
         self._at_first = _bits(endings.stop_ids, words) if sampling.min_tokens else None
         self._always = _bits(endings.eos_ids, words) if sampling.ignore_eos else None
         self._stop_ids = frozenset(endings.stop_ids)
@@ -62,8 +63,8 @@ class TokenMatcher:
         return other
 
     def consume(self, token_ids: Iterable[int]) -> None:
-        """Appends ids to the sequence. Ignores ids after a stop id: a mesh may generate such ids,
-        because it runs steps ahead of this check."""
+        """Appends token ids to the sequence. Ids after a stop id are ignored. A mesh may generate
+        such ids, because it runs decode steps in advance of this check."""
         for token_id in token_ids:
             if self._ended or token_id < 0:
                 return
@@ -74,16 +75,16 @@ class TokenMatcher:
                 self._inner.consume_token(token_id)
 
     def forced(self, most: int, vocabulary: int) -> list[int]:
-        """Consumes the ids that the grammar forces: ids are appended as long as exactly one id is
-        possible and it is not a stop id.
+        """Appends the token ids that the grammar determines, which need no decode step. Stops when
+        more than one id is allowed, or when the allowed id is a stop id.
 
         Args:
-            most: Cap on the number of consumed ids.
-            vocabulary: Size of the model's vocabulary. A forced id that is not in the vocabulary is
-                not consumed, nor is any after it.
+            most: Largest number of ids to append.
+            vocabulary: Size of the model's vocabulary. An id of this size or more also ends the
+                search.
 
         Returns:
-            The consumed ids. For each of them, `fill` would allow this id only
+            The appended ids. For each of them, `fill` would allow no other id
                 (tests/end_to_end/test_schemas.py).
         """
         found: list[int] = []
@@ -106,7 +107,7 @@ class TokenMatcher:
                 limits.
         """
         words = self._words
-        # The mask is written in place unless the model has fewer ids than its tokenizer.
+        # The mask is written in place. If the model has fewer ids than its tokenizer, it is copied.
         ours = mask if len(mask) >= words else np.empty(words, np.uint32)
         self._inner.unsafe_compute_mask_ptr(ours.ctypes.data, words * ours.itemsize)
         if self._inner.is_error():
@@ -122,12 +123,12 @@ class TokenMatcher:
 
     @property
     def error(self) -> str:
-        """The reason why no id can come next, or ""."""
+        """The reason why the grammar allows no token id any more, or "" if there is no error."""
         return self._inner.get_error() if self._inner.is_error() else ""
 
 
 def _keep_out(endings: np.ndarray, mask: np.ndarray) -> None:
-    """Removes the ids in `endings` from the mask, unless the mask would then be empty."""
+    """Removes the ids in `endings` from the mask. Does nothing if the mask has no other ids."""
     others = mask & ~endings
     if others.any():
         mask[:] = others

@@ -1,10 +1,10 @@
-"""Rewrites JSON schemas for llguidance. llguidance refuses some keywords that have no effect, and
-some that can be written in another form. Keywords that it cannot enforce remain, and llguidance
-refuses them by name.
+"""Rewrites JSON schemas so that llguidance accepts them.
 
-Pydantic, OpenAPI and Zod write such keywords: formats that are only annotations, `uniqueItems:
-false`, `nullable`, `propertyNames`. The order of properties does not change, because answers follow
-this order."""
+llguidance refuses some keywords that have no effect, and some that can be written in another form.
+Pydantic, OpenAPI and Zod generate such keywords: formats that are only annotations, `uniqueItems:
+false`, `nullable`, `propertyNames`. This module removes or rewrites them. Keywords that llguidance
+cannot enforce remain, and llguidance refuses them by name. The order of properties does not change,
+because answers follow this order."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from jdisagg.json_pointer import referred
 
 Json = dict[str, object]
-# Formats that llguidance enforces. Any other is an annotation.
+# Formats that llguidance enforces. Any other format is only an annotation.
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
@@ -25,7 +25,7 @@ _OF_ONE = (
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas")
 _NAMES_ONLY = frozenset(("type", "title", "description", "$comment"))
 _EMPTY: tuple[object, ...] = (True, {})
-# Values of a keyword with which it limits nothing.
+# Values with which a keyword has no effect.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "uniqueItems": (False,),
     "not": (False,),
@@ -37,7 +37,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "propertyNames": _EMPTY,
     "nullable": (False,),
 }
-# Keywords that mean nothing without one of others.
+# Keywords that have no effect without one of the keywords on the right.
 _NEEDS = {
     "if": ("then", "else"),
     "then": ("if",),
@@ -97,14 +97,15 @@ def _without_effect(name: str, schema: Json) -> bool:
 
 
 def _contained(schema: Json, root: Mapping[str, object]) -> None:
-    """Removes `contains` if `minContains` is 0: such a list may contain anything."""
+    """Removes `contains` if `minContains` is 0 and there is no `maxContains`, because `contains`
+    then has no effect."""
     if schema.get("minContains") == 0 and "maxContains" not in schema:
         del schema["minContains"], schema["contains"]
 
 
 def _evaluated(schema: Json, root: Mapping[str, object]) -> None:
-    """Replaces `unevaluated...` by `additional...`, which is the same if the schema combines no
-    other schemas."""
+    """Replaces `unevaluatedProperties` by `additionalProperties`, and `unevaluatedItems` by
+    `items`. Does nothing if the schema combines other schemas, because the two then differ."""
     if any(name in schema for name in _COMBINING):
         return
     if "additionalProperties" not in schema and "unevaluatedProperties" in schema:
@@ -114,7 +115,8 @@ def _evaluated(schema: Json, root: Mapping[str, object]) -> None:
 
 
 def _named(schema: Json, root: Mapping[str, object]) -> None:
-    """Replaces `propertyNames` by properties, if it lists names or has a pattern."""
+    """Replaces `propertyNames` by `properties` if it lists names, or by `patternProperties` if it
+    has a pattern."""
     names = schema.get("propertyNames")
     while isinstance(names, dict) and set(names) - _NAMES_ONLY == {"$ref"}:
         names, before = referred(root, names["$ref"]), names

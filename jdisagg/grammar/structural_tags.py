@@ -1,14 +1,15 @@
-"""Converts structural tags, in the form of vLLM and xgrammar, to a Lark grammar. A structural tag
-allows free text, in which certain texts (triggers) force the model to continue in a certain form.
+"""Converts structural tags, in the form of vLLM and xgrammar, to a Lark grammar.
+
+A structural tag allows free text. Certain texts, called triggers, force the model to continue in a
+certain form.
 
     {"triggers": ["<function="],
      "structures": [{"begin": "<function=f>", "schema": {...}, "end": "</function>"}]}
 
 The newer form is {"format": F}, in which F consists of the types in `_FORMATS`. A trigger is
-matched as text. A special token with the same text does not match; the model must write the text
-with ordinary tokens. Free text ends where a trigger or the end of the enclosing tag is complete
-(llguidance's `lazy`). Free text must therefore be last, or be followed by a trigger or the end of a
-tag."""
+matched as text of ordinary tokens. A special token with this text does not match. Free text ends
+where a trigger or the end of the enclosing tag is complete (llguidance's `lazy`). Free text must
+therefore be last, or be followed by a trigger or the end of a tag."""
 
 import json
 import re
@@ -26,7 +27,8 @@ MOST_PARTS = 512
 
 
 def structural_lark(tag: Json) -> str:
-    """Returns a tag's Lark grammar. Raises InvalidRequestError, which names the invalid part."""
+    """Returns the Lark grammar of a structural tag. Raises InvalidRequestError, which names the
+    invalid part."""
     rules = _Rules()
     try:
         if "format" in tag:
@@ -45,8 +47,13 @@ class _Rules:
         self._parts = 0
 
     def of(self, part: object, where: str, *, ends: str | None = None) -> str:
-        """Returns the Lark expression of one format. `ends` is the text that follows the format, if
-        known. The expression of free text includes `ends`."""
+        """Returns the Lark expression of one format.
+
+        Args:
+            part: The format as a JSON object.
+            where: Path of the format, for error messages.
+            ends: Text that follows the format, or None. The expression includes this text.
+        """
         self._parts += 1
         if self._parts > MOST_PARTS:
             raise InvalidRequestError(f"{where}: more than {MOST_PARTS} parts; simplify it")
@@ -99,7 +106,8 @@ class _Rules:
         return f"({' | '.join(found)})"
 
     def tag(self, part: Json, where: str, begun: str = "") -> str:
-        """Returns a tag's Lark expression. `begun`: Part of its `begin` that is already matched."""
+        """Returns the Lark expression of a tag. `begun` is the part of the tag's `begin` that a
+        trigger has already matched."""
         begin, end = _text(part, "begin", where), _text(part, "end", where, empty=True)
         content = part.get("content")
         if content is None and "schema" in part:
@@ -170,14 +178,14 @@ _FORMATS: dict[str, Callable[[_Rules, Json, str], str]] = {
 
 
 def regex_literal(pattern: str) -> str:
-    """Returns a regular expression as Lark writes it."""
-    # An unescaped slash would end it.
+    """Converts a regular expression to the syntax of a Lark literal."""
+    # An unescaped slash would end the expression.
     escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern.replace("\n", "\\n"))
     return f"/{escaped}/"
 
 
 def quoted(text: str) -> str:
-    """Returns a text as Lark writes it."""
+    """Converts a text to a quoted string of Lark's syntax."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -1,12 +1,14 @@
-"""Script that `compiler.py` runs in a separate process to compile one grammar. It reads a line of
-JSON with the vocabulary (`vocabulary_of`) and then the grammar in llguidance's form from standard
-input, and prints a description of the error, if any.
+"""Script that `compiler.py` runs in a separate process to validate one grammar.
+
+The script reads from standard input a line of JSON with the vocabulary (`vocabulary_of`), and then
+the grammar in llguidance's form. It compiles the grammar and prints a description of the error, if
+any.
 
 llguidance recurses over rules, and a grammar may take unbounded time. A hostile grammar that
 exceeds the limits of stack, memory or time ends only this process. The vocabulary contains only the
-special tokens, which a grammar may name, and the tokens of one byte. Other tokens hardly change the
-cost of a grammar, and reading them would take a quarter of a second. Imports only the standard
-library and llguidance, so that the process starts fast.
+special tokens, which a grammar may use, and the tokens of one byte. Other tokens hardly change the
+cost of a grammar, and reading them would take a quarter of a second. The script imports only the
+standard library and llguidance, so that the process starts fast.
 """
 
 import json
@@ -18,7 +20,8 @@ import threading
 
 import llguidance
 
-# Below the default stack of threads, so that a grammar that passes this test compiles in them.
+# Less than the default stack size of threads, so that a grammar that compiles here also compiles in
+# a thread of the server.
 STACK_BYTES = 1 << 20
 MEMORY_BYTES = 256 << 20
 PROCESSOR_SECONDS = 0.8
@@ -52,7 +55,8 @@ def vocabulary_of(tokenizer: llguidance.LLTokenizer) -> bytes:
 
 
 class _Vocabulary:
-    """A tokenizer in the form that `LLTokenizer` takes, from the text of `vocabulary_of`."""
+    """A tokenizer with the interface that `LLTokenizer` requires, read from a result of
+    `vocabulary_of`."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -66,8 +70,8 @@ class _Vocabulary:
         self._ids = {byte: int(token_id) for token_id, byte in read["single"].items()}
         for token_id, text in read["special"].items():
             self.tokens[int(token_id)] = text.encode("latin-1")
-        # The model writes other bytes within longer tokens. Ids of such tokens stand for them here,
-        # because llguidance tokenizes text that a grammar forces.
+        # Some bytes occur only within longer tokens. Ids of such tokens represent them here,
+        # because llguidance must be able to tokenize any text that a grammar determines.
         taken = {*self.special_token_ids, *self._ids.values()}
         free = (token_id for token_id in range(read["ids"]) if token_id not in taken)
         missing = (byte for byte in range(256) if byte not in self._ids)
@@ -84,7 +88,8 @@ class _Vocabulary:
 
 
 def fault(tokenizer: llguidance.LLTokenizer, text: str) -> str:
-    """Compiles a grammar and computes some masks. Returns a description of the error, or ""."""
+    """Compiles a grammar and computes the masks along a random answer. Returns a description of the
+    error, or "" if there is none."""
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits())
     draw, ends = random.Random(0), frozenset(tokenizer.eos_tokens)
     for _ in range(WALK_TOKENS):
@@ -111,7 +116,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
-    # Start the timer after the imports, so that a slow machine rejects no more than a fast one.
+    # The timer starts after the imports, so that a slow machine does not reject more grammars.
     signal.setitimer(signal.ITIMER_PROF, PROCESSOR_SECONDS)
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(fault(tokenizer, text)))

@@ -1,3 +1,4 @@
-"""Runs one instance (one engine on one device mesh) in several processes. Process 0, the leader,
-broadcasts commands to the other processes, its followers. Covers joining, detection of failures,
-and stopping."""
+"""Runs one instance (one model replica on one device mesh) in several processes.
+
+Process 0, the leader, broadcasts commands to the other processes, its followers. The modules
+implement how processes join, how failures are detected, and how the instance stops."""

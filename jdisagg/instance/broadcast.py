@@ -2,10 +2,11 @@
 followers and to its own part of the mesh.
 
 Results are read in the leader process only, because tokens and checksums are replicated over the
-mesh. Pulls of KV and disk commands are an exception: each process pulls, writes or reads its part,
-so bytes are summed and one error fails the command. When a process fails, falls silent or ends, all
-current and future commands raise `UnavailableError`. The leader's programs may then hang in a
-collective, so the leader must exit at once without waiting for them."""
+mesh. KV pulls and disk commands are an exception. Each process pulls, writes or reads its part. The
+bytes of all parts are summed, and an error of one part fails the command. If a process fails, ends
+or sends no messages, all current and future commands raise `UnavailableError`. The leader's
+programs may then hang in a collective. The leader must therefore exit at once and not wait for
+them."""
 
 import asyncio
 import dataclasses
@@ -30,8 +31,15 @@ from jdisagg.scheduler.executor import Executor, MeshLimits
 
 @dataclasses.dataclass
 class _UnderWay:
-    """A running command, with the processes that have not reported its end, and the reports
-    received so far."""
+    """A running command.
+
+    Attributes:
+        future: Future of the command's result.
+        missing: Indices of the followers whose report is still missing.
+        own: Result of the leader's part, or None while it runs.
+        parts: Reports of followers received so far.
+        failed: Error of a follower for a command that must not fail on a follower alone.
+    """
 
     future: asyncio.Future[StepResult]
     missing: set[int]
@@ -41,8 +49,13 @@ class _UnderWay:
 
 
 class BroadcastExecutor:
-    """Runs commands on `local` (the leader's own executor) and on all followers. `end` is the
-    leader's endpoint for KV transfers."""
+    """Runs each command on all processes of the instance.
+
+    Args:
+        local: The leader's own executor.
+        followers: The followers, which must have joined.
+        end: The leader's endpoint for KV transfers, or None.
+    """
 
     def __init__(self, local: Executor, followers: Followers, end: KvEnd | None = None) -> None:
         self.limits: MeshLimits = local.limits
@@ -50,7 +63,8 @@ class BroadcastExecutor:
         self._local = local
         self._followers = followers
         self._under_way: dict[int, _UnderWay] = {}
-        # Commands that this mesh refused. The same error on all processes is no failure.
+        # Commands that failed in this process. If they fail in all processes, the instance is not
+        # broken.
         self._raised: deque[int] = deque(maxlen=1024)
         followers.when_told(self._told)
         followers.when_failed(self._fail_all)
@@ -71,14 +85,14 @@ class BroadcastExecutor:
 
     def close(self) -> None:
         """Frees the mesh's memory. Call after `Followers.stop`, on any thread. Does nothing if the
-        instance failed, because freeing the memory may then hang."""
+        instance has failed, because freeing the memory could hang."""
         if not self._followers.failure:
             self._local.close()
 
     def _finished(self, number: int, done: "asyncio.Future[StepResult]") -> None:
         entry = self._under_way.get(number)
         if done.cancelled() or entry is None:
-            return  # the instance failed meanwhile
+            return  # the instance has failed
         if error := done.exception():
             del self._under_way[number]
             self._raised.append(number)
@@ -121,7 +135,8 @@ class BroadcastExecutor:
         try:
             result = _whole(entry.own, entry.parts)
         except Exception as error:
-            # No caller awaits this task, so an error fails the instance and thereby the command.
+            # No caller would receive an error that is raised here. The instance fails instead, and
+            # with it the command.
             self._under_way[number] = entry
             self._followers.fail(f"command {number}: its parts do not fit: {error!r}")
             return
@@ -136,9 +151,11 @@ class BroadcastExecutor:
 
 
 def _whole(own: StepResult, others: list[PullResult | DiskResult]) -> StepResult:
-    """Combines the results of all processes: for a pull or a disk command the sum of bytes, the
-    first error, the blocks that all processes found, and the most missing room if only room is
-    missing; for other commands the leader's own result."""
+    """Combines the results of all processes to the result of a command.
+
+    For a KV pull or a disk command, the result has the sum of the bytes and the first error. For a
+    disk command, it also has the blocks that all processes found. If all errors are a lack of disk
+    space, it has the largest lack. For other commands, it is the leader's own result."""
     if not isinstance(own, PullResult | DiskResult):
         return own
     parts = [own, *others]
@@ -151,7 +168,7 @@ def _whole(own: StepResult, others: list[PullResult | DiskResult]) -> StepResult
         for part in parts
         if part.error
     ]
-    # A worker makes room only if nothing else is wrong in any of its processes.
+    # The worker frees disk space only if no process has an error of another kind.
     skipped = ((NO_ROOM, max(missing)),) if missing and all(missing) else own.skipped
     found = [set(part.names) for part in others if isinstance(part, DiskResult)]
     kept = [

@@ -1,10 +1,10 @@
 """The main loop of a follower, a process that runs the leader's commands in order on its own part
 of the mesh.
 
-Imports only asyncio; `LeaderLink` carries the messages. The follower makes no decisions. The loop
-returns when the leader stops the follower. It raises `UnavailableError` when the leader ends or
-falls silent, or when a command breaks the mesh; the process must then exit at once, because
-programs may hang in a collective."""
+The follower makes no decisions. The loop returns when the leader stops the follower. It raises
+`UnavailableError` if the leader ends or sends no messages, or if a command breaks the mesh. The
+process must then exit at once, because programs may hang in a collective. `LeaderLink` transports
+the messages, so that this module needs only asyncio."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ class LeaderLink(Protocol):
     """The follower's end of the bidirectional stream to the leader."""
 
     def send(self, message: FollowerMessage) -> None:
-        """Queues a message; never blocks."""
+        """Queues a message for the leader. Never blocks."""
         ...
 
     def received(self) -> AsyncIterator[LeaderMessage]:
@@ -53,8 +53,19 @@ async def run_follower(
     clock: Clock,
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
 ) -> None:
-    """Joins the leader, awaits `prepare`, then runs commands until the leader stops this follower.
-    `prepare` compiles programs and must run the same collectives as in the other processes."""
+    """Joins the leader, awaits `prepare`, and then runs commands until the leader stops this
+    follower.
+
+    Args:
+        link: Stream to the leader.
+        join: First message, which identifies this process.
+        executor: Executor of this process's part of the mesh.
+        prepare: Function that compiles the programs. It must run the same collectives in all
+            processes of the instance.
+
+    Raises:
+        UnavailableError: The instance failed. The process must exit at once.
+    """
     await _Follower(link, executor, clock, timeouts).run(join, prepare)
 
 

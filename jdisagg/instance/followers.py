@@ -1,10 +1,10 @@
-"""Tracks for the leader which follower processes have joined, are ready and are alive. A follower's
-failure fails the whole instance.
+"""The leader's bookkeeping of its follower processes: which have joined, are ready and are alive.
+The failure of one follower fails the whole instance.
 
-Imports only asyncio; each follower's stream is a `FollowerSession` on any transport. Invariants:
-every follower receives every command, in the same order. A follower cannot join twice, after the
-start, or without the secret. After the first failure no command is sent, and `failure` has the
-reason."""
+Each follower's stream is a `FollowerSession` on any transport, so that this module needs only
+asyncio. Invariants: every follower receives every command, in the same order. A follower cannot
+join twice, after the start, or without the secret. After the first failure, no command is sent, and
+`failure` has the reason."""
 
 import asyncio
 import contextlib
@@ -67,13 +67,16 @@ class FollowerSession:
                 )
 
     def ended(self, reason: str) -> None:
-        """Fails the instance, because the follower ended its stream."""
+        """Called when the follower's stream has ended. Fails the instance for this reason."""
         self._membership.fail(f"process {self.process}: {reason}")
 
 
 class Followers:
-    """The followers of one instance. Use on one event loop only. `processes` is the number of
-    processes, including the leader (process 0)."""
+    """The followers of one instance. Use it on one event loop only.
+
+    Args:
+        processes: Number of processes of the instance, including the leader (process 0).
+    """
 
     def __init__(
         self, processes: int, clock: Clock, timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance
@@ -119,8 +122,9 @@ class Followers:
         return session
 
     async def all_ready(self, timeout_seconds: float) -> None:
-        """Waits until every follower has joined and compiled its programs, then starts all
-        followers. Raises `UnavailableError` on a failure or timeout."""
+        """Waits until every follower has joined and compiled its programs. Then sends `Begin` to
+        all followers. Raises `UnavailableError` if the instance fails, or if a follower is not
+        ready within `timeout_seconds`."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 while len(self._sessions) < self.processes - 1 and not self.failure:
@@ -141,28 +145,30 @@ class Followers:
         self._send_all(Begin())
 
     def ends(self, own: KvEnd | None) -> tuple[KvEnd, ...]:
-        """Returns all processes' KV endpoints by process index, or () if any process has none.
-        `own`: the leader's endpoint."""
+        """Returns the KV endpoints of all processes, in the order of their index. Returns () if a
+        process has none. `own` is the leader's endpoint."""
         ends = [own, *(self._sessions[number].end for number in sorted(self._sessions))]
         return tuple(end for end in ends if end) if all(ends) else ()
 
     def order(self, command: StepCommand) -> int:
-        """Sends a command to every follower. Returns the command's number."""
+        """Sends a command to every follower. Returns the number that reports about the command
+        have."""
         self._number += 1
         self._send_all(Ordered(self._number, command))
         return self._number
 
     def when_told(self, callback: Callable[[int, Reported | Failed], None]) -> None:
-        """Sets the callback that receives followers' reports as (process index, message)."""
+        """Sets the callback for reports of followers. Its arguments are the process index and the
+        report."""
         self._on_told = callback
 
     def when_failed(self, callback: Callable[[UnavailableError], None]) -> None:
-        """Sets the callback that is called at the instance's first failure."""
+        """Adds a callback for the first failure of the instance."""
         self._on_failure.append(callback)
 
     async def failed(self) -> UnavailableError:
-        """Waits until the instance fails. All its processes must then exit, because collectives may
-        hang."""
+        """Waits until the instance fails, and returns the error. All processes must then exit,
+        because collectives may hang."""
         await self._failed.wait()
         assert self.failure
         return self.failure
@@ -172,7 +178,8 @@ class Followers:
             self._on_told(process, message)
 
     def fail(self, why: str) -> None:
-        """Fails the instance for the reason `why`. Idempotent: only the first reason is stored."""
+        """Fails the instance for the reason `why`. Has no effect if the instance has already failed
+        or stopped."""
         if self.failure or self._stopped:
             return
         self.failure = UnavailableError(

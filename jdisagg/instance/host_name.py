@@ -1,8 +1,8 @@
-"""Checks the name of this host before JAX starts, because JAX would end the process without stating
-the reason.
+"""Checks the name of this host before JAX starts. JAX would end the process without a clear reason
+if the name has no usable address.
 
-JAX's collectives on CPU (gloo) send the address of the host's own name to the other processes. A
-name without an address ends in a traceback of JAX. On Debian and Ubuntu the name is often
+JAX's collectives on CPU (gloo) send the address of the host's own name to the other processes. If
+the name has no address, JAX ends with a traceback. On Debian and Ubuntu the address is often
 127.0.1.1, which no other host can reach."""
 
 import ipaddress
@@ -12,12 +12,15 @@ from jdisagg.errors import ConfigError
 
 
 def check_own_name(host: str, collectives: bool = True) -> None:
-    """Raises ConfigError if the name of this host does not resolve to an address of this host.
+    """Checks that the name of this host resolves to a usable address.
 
     Args:
         host: Address at which other processes reach this one (`--host`).
-        collectives: Whether the processes compute with gloo, as on CPUs, so that the address must
-            be reachable from other hosts.
+        collectives: Whether the processes use gloo's collectives, as on CPUs. If so, other hosts
+            must be able to reach the address, unless `host` is a loopback address.
+
+    Raises:
+        ConfigError: The name has no address, or one that other hosts cannot reach.
     """
     name = socket.gethostname()
     remedy = f'write the line "{host} {name}" to /etc/hosts, before other lines with this name'

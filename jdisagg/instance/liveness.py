@@ -1,16 +1,16 @@
 """Measures the time since the last message of another process, without periods in which this
 process itself was paused.
 
-After a long garbage collection or a paused container, every other process would seem silent. Each
-call of `look` therefore adds at most twice the planned time between calls. Pure: time is an
-argument."""
+After a long garbage collection or a pause of the container, every other process would seem silent.
+Each call of `look` therefore adds at most twice the planned time between calls. The caller passes
+the current time."""
 
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 
 class SilenceWatch:
-    """Measures the silence of one process. Call `heard` at every message and `look` every
-    `look_seconds`."""
+    """Measures the time since the last message of one process. Call `heard` at every message, and
+    `look` every `look_seconds`."""
 
     def __init__(
         self, now: float, look_seconds: float = DEFAULT_TIMEOUTS.instance.look_seconds

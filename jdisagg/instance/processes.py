@@ -34,8 +34,9 @@ class ProcessGroup:
         return self.process == 0
 
     def share(self, text: str) -> str:
-        """Returns process 0's `text` (UTF-8, at most 256 bytes) on every process. Blocks until all
-        processes have called it."""
+        """Broadcasts `text` of process 0 to all processes, and returns it. The text of other
+        processes is ignored. Blocks until all processes have called this method. Raises ConfigError
+        if the text has more than 256 bytes in UTF-8."""
         data = text.encode() if self.leads else b""
         if len(data) > SHARED_BYTES:
             raise ConfigError(
@@ -51,8 +52,9 @@ class ProcessGroup:
         )
 
     def devices(self, count: int) -> list[Device]:
-        """Returns the devices for the mesh: all devices of a single process, or `count` devices
-        with the same number from each of several processes.
+        """Returns the devices for the instance's mesh. In an instance of one process, these are all
+        its devices. In an instance of several processes, these are `count` devices, with an equal
+        number from each process.
 
         Raises:
             ConfigError: The processes have too few devices or cannot share them equally.
@@ -90,13 +92,15 @@ def join_instance(
     SIGABRT with a message on stderr, and the supervisor restarts the process.
 
     Args:
-        coordinator: host:port of process 0. If `coordinator`, `num_processes` and `process_id` are
-            None, the cluster's scheduler (such as Slurm) provides them.
+        coordinator: Address (host:port) of process 0. If `coordinator`, `num_processes` and
+            `process_id` are None, the cluster's scheduler (such as Slurm) provides them.
+        num_processes: Number of processes of the instance.
+        process_id: Index of this process.
         local_device_ids: Ids of the visible devices that this process uses. None means all devices,
             or one device under Slurm and Open MPI.
 
     Raises:
-        ConfigError: Flags contradict each other, or JAX rejects them.
+        ConfigError: The arguments contradict each other, or JAX rejects them.
     """
     given = [value is not None for value in (coordinator, num_processes, process_id)]
     if any(given) and not all(given):
@@ -136,9 +140,9 @@ def join_instance(
 
 
 def exit_soon(status: int, seconds: float = DEFAULT_TIMEOUTS.instance.exit_seconds) -> None:
-    """Ends this process without clean-up after `seconds`, which leave time to send a last message.
-    Used when the instance has failed, because a normal exit would wait for threads that may hang in
-    a collective."""
+    """Schedules the end of this process, without clean-up, after `seconds`. In this time, a last
+    message can be sent. Used when the instance has failed, because a normal exit would wait for
+    threads that may hang in a collective."""
     timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True
     timer.start()

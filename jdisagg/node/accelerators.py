@@ -8,8 +8,12 @@ from jdisagg.node.tpus import chips_of_host
 
 
 class HostAccelerators(NamedTuple):
-    """Accelerators that this process may use: GPUs by index or UUID, or else TPU chips by index.
-    `kind` is empty without any."""
+    """Accelerators that this process may use.
+
+    Attributes:
+        kind: "gpu" or "tpu", or "" if there are none.
+        devices: Indices or UUIDs of the GPUs, or indices of the TPU chips.
+    """
 
     kind: Literal["", "gpu", "tpu"]
     devices: tuple[int | str, ...]

@@ -1,10 +1,10 @@
-"""Runs a cluster on one host. Routers and workers are child processes. Their output goes to one
-log, below which a live table shows their state.
+"""Runs a cluster on one host, with routers and workers as child processes.
 
-A worker that crashes is restarted under the same name and address. If a worker exits because its
+The output of all processes is written to one log, below which a live table shows their state. A
+worker that crashes is restarted under the same name and address. If a worker exits because its
 configuration is invalid, the cluster stops. On the first SIGTERM or SIGINT, the routers refuse new
-requests and wait for running requests, and then the workers stop. On the second signal, all
-processes stop at once. The child processes are killed if this process dies."""
+requests and wait for running requests. Then the workers stop. On the second signal, all processes
+stop at once. If this process dies, its child processes are killed."""
 
 import asyncio
 import contextlib
@@ -38,8 +38,16 @@ _COMPILED = re.compile(r"compiled (\d+) of (\d+) programs")
 
 class Cluster:
     """Starts the processes of a plan, monitors them through the router's status, and stops them in
-    order. The constructor must run on the event loop. Raises ConfigError if a configured file of
-    secrets is invalid. `start_child` starts a process."""
+    order. The constructor must run on the event loop.
+
+    Args:
+        plan: Processes of the cluster.
+        log: Log and process table.
+        start_child: Function that starts one process.
+
+    Raises:
+        ConfigError: A configured token file or certificate is invalid.
+    """
 
     def __init__(
         self, plan: ClusterPlan, log: ClusterLog, start_child: StartMember = start_here
@@ -56,7 +64,7 @@ class Cluster:
         self._failed: str | None = None
         self._force = asyncio.Event()
         self._signals = StopSignals(self._force.set)
-        # Start phase that each process last reported; "" once it serves.
+        # Startup phase that each process last reported, or "" once the process serves.
         self._phases: dict[str, str] = {}
         self._routers = [self._group(spec) for spec in plan.routers()]
         self._workers = [self._group(spec) for spec in plan.workers()]
@@ -93,8 +101,8 @@ class Cluster:
         )
 
     def _take_line(self, name: str, line: str) -> None:
-        """Writes an output line of a child process to the log. If the line reports a phase of the
-        process's start, the table shows this phase."""
+        """Writes an output line of a child process to the log. If the line reports a startup phase
+        of the process, the table shows this phase."""
         owner = name if name in self._phases else name.rpartition(".")[0]
         if found := _COMPILED.search(line):
             self._phases[owner or name] = f"compiling {found[1]}/{found[2]}"
@@ -139,8 +147,8 @@ class Cluster:
                 await asyncio.sleep(_POLL_SECONDS)
 
     def _shown(self, group: SupervisedGroup, statuses: dict[str, WorkerStatus]) -> Shown:
-        """Returns a process group's row of the table. Figures are shown only if the group serves,
-        because the router may still report figures from before a restart."""
+        """Returns the table row of a router or worker. Figures are shown only while it serves,
+        because after a restart the router may still report the earlier figures."""
         if group.state is not GroupState.RUNNING:
             self._phases.pop(group.name, None)
             return Shown(group.name, group.state.value, group.restarts, None)

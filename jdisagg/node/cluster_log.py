@@ -1,9 +1,10 @@
-"""Writes the output of all of a cluster's processes to one log on stderr and, if configured, to one
-file for each process.
+"""Writes the output of all processes of a cluster to one log on stderr. If configured, also writes
+one file for each process.
 
-In text format, each line begins with its process's name. In JSON format, each line is an object
-with a `process` field, including lines that are not JSON themselves. On a terminal, the text log
-scrolls above a live table of the processes. Otherwise a line of figures is written periodically."""
+In text format, each line begins with the name of its process. In JSON format, each line is an
+object with a `process` field. A line that is not JSON is put into such an object. On a terminal,
+the text log scrolls above a live table of the processes. Without a terminal, or in JSON format, a
+line with the figures is written periodically in place of the table."""
 
 import json
 import sys
@@ -36,8 +37,17 @@ class Shown:
 
 
 class ClusterLog:
-    """The cluster's log and process table. `close` ends both. Raises ConfigError if `directory`
-    cannot be created."""
+    """The cluster's log and process table. `close` ends both.
+
+    Args:
+        live: Whether to show a live table. It is shown only in text format.
+        directory: Folder for the log files of the processes, or None.
+        title: Title of the table.
+        log_format: "text" or "json".
+
+    Raises:
+        ConfigError: The folder cannot be created.
+    """
 
     def __init__(
         self, live: bool, directory: str | None, title: str, log_format: str = "text"
@@ -88,8 +98,8 @@ class ClusterLog:
 
 
 def json_line(process: str, line: str) -> str:
-    """Returns a JSON object as text, with the field `process`. The object is `line` itself if it is
-    a JSON object, else an object that contains `line` as text."""
+    """Converts an output line to a JSON object, as text, with the field `process`. If `line` is a
+    JSON object, the field is added to it. If not, `line` is the message of a new object."""
     try:
         fields = json.loads(line)
     except ValueError:

@@ -1,5 +1,4 @@
-"""Plans which processes a cluster on one host consists of, and their configurations. Starts no
-process.
+"""Plans the processes of a cluster and their configurations. Starts no process.
 
 Every process has a fixed port, which stays the same after a restart. Only the JAX coordinator of a
 multi-process instance gets a new port at each start, because the old port may still be in use."""
@@ -41,10 +40,18 @@ class ClusterConfig:
     """Configuration of a whole cluster.
 
     Attributes:
+        engine: Configuration of model, instances, router and service.
+        shape: Number of instances of each role.
         model: Directory of the model.
-        processes: Number of processes of each worker.
+        elastic: Thresholds of the controller that advises on role changes.
         changes_roles: Whether the first router changes workers' roles.
-        gpus: Indices or UUIDs of the GPUs, or indices of the TPU chips, to assign to the workers'
+        canary_seconds: Seconds between canary requests of each router.
+        routers: Number of routers.
+        processes: Number of processes of each worker.
+        observe: Metrics, tracing and logging.
+        record_to: Folder for recordings of the workers' commands, or empty.
+        decision_log: File for the first router's placement decisions, or empty.
+        gpus: Indices or UUIDs of the GPUs, or indices of the TPU chips, to assign to the worker
             processes, in order. If empty, none are assigned.
         gpus_per_process: Number of GPUs of each worker process. None selects the number that the
             layout needs.
@@ -81,8 +88,8 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class InstancePlan:
-    """Plan of one instance. The instance has one process for each of `ports`, and `layout` spans
-    all of them."""
+    """Plan of one instance (model replica). The instance has one process for each of `ports`, and
+    its mesh spans all of them."""
 
     name: str
     role: WorkerRole
@@ -101,11 +108,13 @@ class ClusterPlan:
     """All processes of a cluster.
 
     Attributes:
+        config: Configuration of the cluster.
         ports: Port of each router.
+        instances: Instances of all roles.
         folder: Folder of the processes' configuration files, which are written at each start.
         gpus: GPUs by process name. Processes without an entry may use all GPUs.
-        http_ports: HTTP port of each router. Empty without HTTP.
-        router_hosts: Address of each router. Empty: all are on this host.
+        http_ports: HTTP port of each router. Empty if HTTP is off.
+        router_hosts: Address of each router. Empty if all routers are on this host.
     """
 
     config: ClusterConfig
@@ -118,7 +127,7 @@ class ClusterPlan:
 
     @property
     def host(self) -> str:
-        """Address at which processes of this host call each other."""
+        """Host at which processes on this host call each other."""
         host = self.config.engine.service.host
         return EVERY_INTERFACE.get(host, host)
 
@@ -129,13 +138,13 @@ class ClusterPlan:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Address of each router, at which the workers call it."""
+        """Addresses (host:port) at which the workers call the routers."""
         hosts = self.router_hosts or (self.host,) * len(self.ports)
         return tuple(map(host_port, hosts, self.ports))
 
     @property
     def services(self) -> tuple[ServiceConfig, ...]:
-        """Returns the service configuration of each router."""
+        """The service configuration of each router."""
         service, http = self.config.engine.service, self.http_ports or (None,) * len(self.ports)
         service = service if len(self.ports) > 1 else service.alone
         hosts = self.router_hosts or (service.host,) * len(self.ports)
@@ -148,8 +157,8 @@ class ClusterPlan:
         return self.routers()[0]
 
     def routers(self) -> tuple[GroupSpec, ...]:
-        """Returns the process groups of the routers, named router, router-1 and so on. Only the
-        first router has a metrics port and changes roles."""
+        """Returns a group of one process for each router, named router, router-1 and so on. Only
+        the first router has a metrics port and changes roles."""
         names = ["router", *(f"router-{index}" for index in range(1, len(self.ports)))]
         return tuple(
             GroupSpec(name, lambda index=index, name=name: (self._router(name, index),))
@@ -221,14 +230,14 @@ class ClusterPlan:
         mixed = sum([one.role is WorkerRole.MIXED for one in self.instances])
         may = prefills > 1 or (prefills + mixed > 1 or prefills > 0) and self._returns
         asked = prefix.peer_fetch
-        if asked is None:  # workers of several processes fetch only if the user asks for it
+        if asked is None:  # workers of several processes fetch only if the user sets it
             return prefix.reuse is not False and may and self.config.processes == 1
         return prefix.reuse is not False and asked
 
     @property
     def _returns(self) -> bool:
-        """Whether prefill workers also fetch cached KV from decode workers. False if transfers use
-        a codec: the KV of decode workers has then lost precision."""
+        """Whether prefill workers also fetch cached KV from decode workers. False if the decode
+        workers receive KV with a codec, because their KV has then lost precision."""
         engine = self.config.engine
         return engine.routing.fetch_from_decode and engine.decode.codec == "none"
 
@@ -263,7 +272,15 @@ class ClusterPlan:
 
 
 def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
-    """Chooses free ports and returns the plan of a cluster. Raises ConfigError or LayoutError."""
+    """Chooses free ports and returns the plan of a cluster.
+
+    Args:
+        folder: Folder for the processes' configuration files.
+
+    Raises:
+        ConfigError: There are too few GPUs or free ports, or the numbers of processes and devices
+            do not fit.
+    """
     engine, shape, service = config.engine, config.shape, config.engine.service
     layouts = {
         WorkerRole.PREFILL: (shape.prefill, engine.prefill.layout),
@@ -298,8 +315,9 @@ def _router_ports(host: str, first: int, count: int) -> list[int]:
 
 
 def devices_of_process(instance: InstancePlan, instances: Sequence[InstancePlan]) -> int:
-    """Returns the number of devices for each process of an instance. An instance of one process may
-    change its role later, so it gets enough devices for the layouts of both roles."""
+    """Returns the number of devices for each process of an instance. A prefill or decode instance
+    of one process may change its role later. It therefore gets enough devices for the layouts of
+    both roles."""
     alone = len(instance.ports) == 1 and instance.role is not WorkerRole.MIXED
     layouts = [other.layout for other in instances if alone and other.role is not WorkerRole.MIXED]
     return max(
@@ -323,7 +341,16 @@ def plan_instances(
     role: WorkerRole, count: int, layout: Layout, processes: int, host: str
 ) -> tuple[InstancePlan, ...]:
     """Plans `count` instances of a role, with names like "prefill-0" and a free port for each
-    process. Raises ConfigError."""
+    process.
+
+    Args:
+        processes: Number of processes of each instance.
+        host: Host on which the ports must be free.
+
+    Raises:
+        ConfigError: A number is out of range, or the layout's devices cannot be divided evenly
+            among the processes.
+    """
     if count < 0 or processes < 1:
         raise ConfigError(
             f"--{role.value}_workers={count} must not be negative and"
@@ -350,11 +377,12 @@ def plan_instances(
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Returns `count` different ports on which no program listens. Another program may take a port
-    later. Then the process that needs the port fails with an error.
+    """Returns `count` different ports on which no program listens.
 
-    To make this unlikely, ports are drawn at random below the operating system's range of ephemeral
-    ports (from 32768 on Linux). Raises ConfigError if none is free."""
+    If another program binds a port later, the process that needs the port fails with an error. To
+    make this unlikely, ports are drawn at random below the operating system's range of ephemeral
+    ports (from 32768 on Linux). Raises ConfigError if too few ports are free, or if `host` is not
+    an address of this machine."""
     free: list[int] = []
     for port in random.Random().sample(_DRAWN, len(_DRAWN)):
         if len(free) == count:

@@ -1,5 +1,5 @@
-"""Builds an embedded cluster with tokenizer and frontend from a configuration. Used to serve or to
-generate text in one process."""
+"""Builds an embedded cluster (all meshes in one process) with tokenizer and frontend from a
+configuration. Used to serve, or to generate text, in one process."""
 
 import asyncio
 import logging
@@ -48,7 +48,8 @@ from jdisagg.router.cluster_state import Description
 
 _log = logging.getLogger(__name__)
 
-# Reshards a model. Donates its arrays: the given `Loaded` must not be used afterwards.
+# Function that reshards a model to another layout. It donates the arrays of the given `Loaded`, so
+# that this must not be used afterwards.
 Relayout = Callable[[Loaded, Layout, Sequence[Device]], Loaded]
 
 
@@ -57,6 +58,10 @@ class ModelSource:
     """A model checkpoint and the functions that load it.
 
     Attributes:
+        directory: Folder of the checkpoint.
+        name: Name of the model in the APIs.
+        family: Model family.
+        geometry: Sizes of the model, for memory and cost estimates.
         load: Function that loads the weights onto a mesh.
         relayout: Function that reshards loaded weights to another layout.
         grammars: Grammar compiler for the checkpoint's tokenizer. None if there is no tokenizer.
@@ -81,14 +86,17 @@ def prepare_runtime(
     memory_fraction: float | None = None,
     kernels: str = AUTO,
 ) -> None:
-    """Applies the JAX settings that must be made before the first use of a device. Raises
-    ConfigError if a device has been used already.
+    """Applies the JAX settings that must be made before the first use of a device.
 
     Args:
         cpu_devices: Number of virtual CPU devices.
+        compilation_cache: Folder of the persistent cache of compiled programs.
         memory_fraction: Fraction of a GPU's memory that XLA may use. None selects 0.9.
-        kernels: Hand-written kernels to use, as in `EngineConfig.kernels`. The check runs in a
+        kernels: Hand-written kernels to use, as in `EngineConfig.kernels`. They are checked in a
             child process, before this process opens a device.
+
+    Raises:
+        ConfigError: A device has already been used, or `cpu_devices` is below 1.
     """
     if cpu_devices < 1:
         raise ConfigError(f"devices must be at least 1, got {cpu_devices}")
@@ -116,8 +124,8 @@ def prepare_runtime(
 
 
 def prepare_engine(config: EngineConfig, cpu_devices: int | None = None) -> None:
-    """Calls `prepare_runtime` for an embedded cluster. `cpu_devices` defaults to the number of
-    devices that the layouts need."""
+    """Calls `prepare_runtime` for an embedded cluster. If `cpu_devices` is None, it is the number
+    of devices that the layouts need."""
     prepare_runtime(
         cpu_devices or devices_of(config),
         config.compilation_cache,
@@ -127,15 +135,15 @@ def prepare_engine(config: EngineConfig, cpu_devices: int | None = None) -> None
 
 
 def memory_fraction(config: EngineConfig) -> float | None:
-    """Returns the fraction of device memory that this process may use: the largest fraction that
-    one of its meshes is configured with."""
+    """Returns the fraction of device memory that this process may use: the largest
+    `memory_fraction` of its meshes. Returns None if none is configured."""
     given = [side.memory_fraction for side in (config.prefill, config.decode)]
     return max((part for part in given if part is not None), default=None)
 
 
 def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Description]:
-    """Returns the descriptions of the two workers for the router. Each worker has one process.
-    Without a hardware name, the times that the workers measure determine their speeds."""
+    """Returns descriptions of the two workers, from which the router predicts times. If the
+    configuration names no hardware, the router uses times that the workers measure."""
     known: dict[str, Description] = {}
     for name, instance in ((PREFILL, config.prefill), (DECODE, config.decode)):
         hardware = find_accelerator(instance.hardware) if instance.hardware else None
@@ -145,13 +153,20 @@ def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Des
 
 
 class Deployment:
-    """An embedded cluster with tokenizer and frontend. The constructor raises ConfigError if a mesh
-    needs more memory than its devices have.
+    """An embedded cluster with tokenizer and frontend.
 
     Args:
+        config: Configuration of the cluster.
+        model: Checkpoint to serve.
+        tokenizer: Tokenizer of the checkpoint.
+        observer: Metrics and tracing, or None.
         record_to: Folder for recordings of the meshes' commands. If empty, nothing is recorded.
-        tell: Called before allocation, with one line of text for each mesh about the memory that
-            the mesh will use.
+        events: Listener for events of the router.
+        tell: Function that reports the planned memory use. Called before allocation, with one line
+            of text for each mesh.
+
+    Raises:
+        ConfigError: A mesh needs more memory than its devices have.
     """
 
     def __init__(
@@ -224,14 +239,14 @@ class Deployment:
         )
 
     async def start(self, *, at_once: bool = False) -> None:
-        """Warms up and then starts the workers. Shows a progress bar on stderr if warm-up takes
-        long.
+        """Compiles the programs (warm-up) and then starts the workers. Shows a progress bar on
+        stderr if warm-up takes long.
 
         Args:
-            at_once: Whether to start the workers before warm-up is complete: when the programs that
-                every request needs are compiled, or immediately if this machine has compiled all
-                programs of this configuration before. The other programs are loaded while the
-                workers serve.
+            at_once: Whether to start the workers before all programs are loaded. They then start
+                when the programs that every request needs are compiled. If this machine has
+                compiled all programs of this configuration before, they start immediately. The
+                other programs are loaded while the workers serve.
         """
         self._began = time.monotonic()
         if not (at_once and self.config.warm_up):
@@ -251,8 +266,8 @@ class Deployment:
         self._loading = asyncio.create_task(self._load(None if before else warmed))
 
     def about(self) -> tuple[str, ...]:
-        """Returns lines of text that describe the meshes, the prefix cache and the source of
-        predicted times."""
+        """Returns two lines of text for the user, which describe the meshes, the prefix cache and
+        the source of predicted times."""
         config, two = self.config, self.config.mode is Mode.DISAGGREGATED
         meshes = f"decode ({config.decode.layout})"
         if two:
@@ -271,20 +286,21 @@ class Deployment:
         return (self.config.prefill, self.config.decode) if two else (self.config.decode,)
 
     async def stop(self) -> None:
-        """Ends running requests and frees the meshes."""
+        """Ends running requests, stops the workers and frees the memory of the meshes."""
         if self._loading:
             self._loading.cancel()
             await asyncio.wait({self._loading})
         await self.cluster.stop()
 
     async def _load(self, new: WarmedBefore | None) -> None:
-        """Loads all programs that are not loaded yet. A failure is only logged: a request that
-        needs a common program will raise the same error, and the workers can serve without optional
-        capabilities.
+        """Loads all programs that are not loaded yet.
+
+        A failure is only logged. If the program is needed by every request, the request raises the
+        error again. If it belongs to an optional capability, the workers serve without it.
 
         Args:
-            new: Mark to write when all programs are compiled; None if it exists, and no program is
-                loaded yet.
+            new: Mark to write when all programs are compiled. None if the mark exists, in which
+                case no program is loaded yet.
         """
         cluster = self.cluster
         try:

@@ -1,8 +1,8 @@
 """Assigns a host's GPUs to child processes. Each child process receives its GPUs in environment
 variables.
 
-GPUs are named by index or UUID as in CUDA_VISIBLE_DEVICES. Several workers may share a GPU, and
-each then uses a part of its memory. This module imports neither JAX nor CUDA."""
+GPUs are identified by index or UUID, as in CUDA_VISIBLE_DEVICES. If several workers share a GPU,
+each of them uses a part of its memory. This module imports neither JAX nor CUDA."""
 
 import os
 from collections import Counter
@@ -14,7 +14,7 @@ from jdisagg.layout.platforms import DEVICE_FRACTION as DEVICE_FRACTION
 
 VISIBLE, MEMORY = "CUDA_VISIBLE_DEVICES", "XLA_CLIENT_MEM_FRACTION"
 _MEMORY_BEFORE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-# The step's variable comes first, because the job's variable is set in steps too.
+# The variable of a Slurm step is before that of the job, because the latter is set in steps too.
 _LOCAL_SIZES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _LOCAL_RANKS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _GPUS_ON_NODE = "SLURM_GPUS_ON_NODE"
@@ -22,8 +22,16 @@ _UUIDS = ("GPU-", "MIG-")
 
 
 def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]:
-    """Parses a list of GPU indices: "0-3,6" gives 0, 1, 2, 3, 6. If `several` is set, an index may
-    be repeated, so that workers share a GPU. Raises ConfigError with the flag's name."""
+    """Parses a list of GPU indices: "0-3,6" gives 0, 1, 2, 3, 6.
+
+    Args:
+        flag: Name of the flag with the list, for error messages.
+        text: The list.
+        several: Whether an index may be repeated, so that workers share a GPU.
+
+    Raises:
+        ConfigError: The list is invalid.
+    """
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -44,7 +52,8 @@ def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]
 
 
 def may_use(environment: Mapping[str, str], *platforms: str) -> bool:
-    """Returns whether JAX is configured for one of `platforms`, or for no particular platform."""
+    """Returns whether JAX may use one of `platforms`: JAX_PLATFORMS lists one of them, or is not
+    set."""
     configured = environment.get("JAX_PLATFORMS", "")
     return not configured or not set(platforms).isdisjoint(configured.split(","))
 
@@ -53,7 +62,7 @@ def gpus_of_host(
     environment: Mapping[str, str], devices: Path = Path("/dev")
 ) -> tuple[int | str, ...]:
     """Returns the GPUs that this process may use, according to NVIDIA's device files and
-    CUDA_VISIBLE_DEVICES. Returns none if JAX is configured for other platforms."""
+    CUDA_VISIBLE_DEVICES. Returns an empty tuple if JAX is configured for other platforms."""
     if not may_use(environment, "cuda", "gpu"):
         return ()
     visible = environment.get(VISIBLE)
@@ -73,8 +82,14 @@ def gpus_of_host(
 def assign_gpus(
     names: Sequence[str], needs: Sequence[int], gpus: Sequence[int | str]
 ) -> dict[str, tuple[int | str, ...]]:
-    """Assigns GPUs to processes in order. Process i gets the next `needs[i]` GPUs. Raises
-    ConfigError if there are too few GPUs."""
+    """Assigns GPUs to processes in order: process i gets the next `needs[i]` GPUs.
+
+    Returns:
+        The GPUs by process name.
+
+    Raises:
+        ConfigError: There are too few GPUs, or a process would get the same GPU twice.
+    """
     if sum(needs) > len(gpus):
         wanted = ", ".join(f"{name} {need}" for name, need in zip(names, needs, strict=True))
         raise ConfigError(
@@ -105,8 +120,10 @@ def gpu_environment(
     of GPU memory for XLA.
 
     Args:
-        fraction: Fraction of a GPU's memory. It is divided equally among the processes that share
-            the GPU.
+        gpus: GPUs of the process.
+        fraction: Fraction of a GPU's memory for all processes that share the GPU. Each of them gets
+            an equal part.
+        all_gpus: GPUs of all processes, where a shared GPU occurs more than once.
     """
     shared = max((Counter(all_gpus)[gpu] for gpu in gpus), default=1)
     told = {VISIBLE: ",".join(map(str, gpus)), MEMORY: f"{fraction / max(1, shared):.4f}"}
@@ -116,19 +133,24 @@ def gpu_environment(
 
 
 def set_memory_fraction(fraction: float) -> None:
-    """Sets the fraction of GPU memory that XLA may use in this process. Must be called before JAX
-    first uses a device. Does not override a value in the user's environment."""
+    """Sets the fraction of GPU memory that XLA may use in this process. Must be called before the
+    first use of a device. Has no effect if the environment already sets a fraction."""
     if _MEMORY_BEFORE not in os.environ:
         os.environ.setdefault(MEMORY, f"{fraction:.4f}")
 
 
 def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None:
-    """Returns the indices of the visible GPUs for this task of Slurm or Open MPI. Each task gets an
-    equal share of the node's GPUs, or all visible GPUs if the scheduler has bound GPUs to tasks.
-    Returns None without a scheduler, so that JAX uses all GPUs.
+    """Returns the indices of the visible GPUs that this task of Slurm or Open MPI uses.
 
-    This function is needed because jax.distributed.initialize gives each task exactly one device by
-    default.
+    Each task gets an equal share of the node's GPUs. If the scheduler has bound GPUs to tasks, the
+    task gets all GPUs that it can see. This function is needed because jax.distributed.initialize
+    gives each task exactly one device by default.
+
+    Args:
+        gpus: Number of visible GPUs.
+
+    Returns:
+        The indices, or None if the process runs under no scheduler. JAX then uses all GPUs.
 
     Raises:
         ConfigError: The number of GPUs is not a multiple of the number of tasks, or a variable of
@@ -152,8 +174,8 @@ def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None
 
 
 def _number(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int | None]:
-    """Returns the name of the first variable that is set, and the first number in its value: 4 for
-    "4(x2)" and for "4,2"."""
+    """Returns the name of the first of the variables that is set, and the first number in its
+    value, such as 4 for "4(x2)" and for "4,2". Returns "" and None if none is set."""
     name = next((name for name in names if name in environment), "")
     if not name:
         return "", None

@@ -1,8 +1,8 @@
-"""Answers questions of the web page's planning guide by simulation. The simulation runs in a child
-process, so that it does not block the server and can be killed if it takes too long.
+"""Answers questions of the web page's planning guide by simulation.
 
-Only one question is answered at a time. Other questions are rejected meanwhile. The latest answers
-are cached."""
+The simulation runs in a child process, so that it does not block the server and can be killed if it
+takes too long. While a simulation runs, other questions are rejected, unless their answers are
+cached."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,19 @@ from jdisagg.errors import JdisaggError, OverloadedError
 from jdisagg.simulator.planning.guide import GuideQuestion, parse_question
 from jdisagg.simulator.planning.guide_facts import FactsQuestion, facts
 
-SECONDS = 60.0  # the process has the lowest priority and needs about two of processor time
+SECONDS = 60.0  # the process needs about 2 s of processor time, with the lowest priority
 KEPT_ANSWERS = 64
 PROGRAM = (sys.executable, "-m", "jdisagg.simulator.planning.guide")
 
 
 class Guide:
-    """Answers questions of the planning guide. `program` is the command of the child process, which
-    reads a question from stdin and writes the answer to stdout, both as JSON."""
+    """Answers questions of the planning guide.
+
+    Args:
+        program: Command of the child process, which reads a question from stdin and writes the
+            answer to stdout, both as JSON.
+        seconds: Time limit of the child process.
+    """
 
     def __init__(self, program: Sequence[str] = PROGRAM, seconds: float = SECONDS) -> None:
         self._program = program
@@ -40,11 +45,13 @@ class Guide:
 
         Args:
             body: The question, as JSON.
-            crowded: Whether the server is busy. If so, only cached answers are returned.
+            crowded: Whether requests are waiting at the server. If so, only cached answers are
+                returned.
 
         Raises:
-            InvalidRequestError: A field is invalid. The message has the field's name.
-            OverloadedError: Another question is being answered, or the server is busy.
+            InvalidRequestError: A field is invalid. The message names the field.
+            OverloadedError: Another question is being answered, or requests are waiting.
+            JdisaggError: The simulation failed or exceeded the time limit.
         """
         question = parse_question(body, GuideQuestion)
         kept = self._answers.get(question)
@@ -66,9 +73,8 @@ class Guide:
         return answer
 
     def facts(self, body: bytes) -> bytes:
-        """Returns the facts of a model on an accelerator, as JSON. Takes milliseconds for the first
-        question about a model and an accelerator; then the answer is cached. Raises
-        InvalidRequestError for invalid fields."""
+        """Returns facts about a model on an accelerator, as JSON, without a simulation. Answers are
+        cached. Raises InvalidRequestError for invalid fields."""
         question = parse_question(body, FactsQuestion)
         if question not in self._facts:
             self._facts[question] = msgspec.json.encode(facts(question))

@@ -1,6 +1,7 @@
-"""Finds the accelerator description for the configuration field `hardware`. The field is the name
-of a known accelerator (costs/hardware.py), or the path of a JSON file that `jdisagg measure_costs`
-wrote."""
+"""Reads and writes accelerator descriptions, from which the router predicts times.
+
+The configuration field `hardware` is the name of a known accelerator (costs/hardware.py), or the
+path of a JSON file that `jdisagg measure_costs` wrote."""
 
 import dataclasses
 import json
@@ -11,8 +12,9 @@ from jdisagg.errors import ConfigError
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Returns the known accelerator with this name. If the name ends in .json, reads the
-    accelerator from that file."""
+    """Returns the description of an accelerator. `name` is the name of a known accelerator, or the
+    path of a file that ends in .json. Raises ConfigError if neither exists or the file is
+    invalid."""
     if name in HARDWARE or not name.endswith(".json"):
         return accelerator(name)
     try:

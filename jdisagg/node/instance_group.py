@@ -1,7 +1,7 @@
-"""Runs one worker in several processes: one leader, which serves, and followers, which run the same
-programs.
+"""Runs one worker in several processes: one leader and its followers.
 
-Every process calls `join_instance` before the first use of a device. The leader process calls
+The leader serves requests. The followers run the same programs at the same time, on their part of
+the mesh. Every process calls `join_instance` before the first use of a device. The leader calls
 `lead`, builds its executor, warms up and calls `Leading.over`. Each follower builds its executor
 and calls `follow`. All processes must warm up in the same order, because a collective waits for all
 processes."""
@@ -34,9 +34,13 @@ class Leading:
     ready_seconds: float = DEFAULT_TIMEOUTS.instance.starting_silence_seconds
 
     async def over(self, local: Executor, end: KvEnd | None = None) -> BroadcastExecutor:
-        """Waits until the followers are warmed up, and returns an executor that runs commands on
-        all processes. Must be called when this process is warmed up. `local` is this process's
-        executor, `end` the endpoint for KV transfers."""
+        """Waits until the followers are warmed up. Returns an executor that runs each command on
+        all processes of the instance.
+
+        Args:
+            local: Executor of this process, which must be warmed up.
+            end: Endpoint of this process for KV transfers, or None.
+        """
         await self.followers.all_ready(self.ready_seconds)
         return BroadcastExecutor(local, self.followers, end)
 
@@ -53,9 +57,15 @@ async def lead(
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
     exit_status: int = 1,
 ) -> Leading:
-    """Listens for the followers on the service's host, with the service's TLS settings, and sends
-    them the address. Returns before the followers connect. If a process of the instance fails, this
-    process ends with `exit_status` within seconds, even if a thread hangs."""
+    """Starts the server for the followers, and sends its address to them. Returns before they
+    connect. If a process of the instance later fails, this process exits within seconds, even if a
+    thread hangs.
+
+    Args:
+        group: Processes of the instance, connected through JAX.
+        service: Host and TLS settings of the server.
+        exit_status: Exit status of this process after such a failure.
+    """
     followers = Followers(group.processes, clock, timeouts)
     followers.when_failed(lambda error: exit_soon(exit_status, timeouts.exit_seconds))
     service = service or ServiceConfig()
@@ -75,9 +85,19 @@ async def follow(
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
     exit_status: int = 1,
 ) -> None:
-    """Runs a follower on its executor until the leader stops it. Raises UnavailableError if a
-    process of the instance failed. This process then ends with `exit_status` within seconds, even
-    if a thread hangs."""
+    """Runs a follower until the leader stops it.
+
+    Args:
+        executor: Executor of this process, which runs the leader's commands.
+        prepare: Function that warms up the executor.
+        end: Endpoint of this process for KV transfers, or None.
+        service: Host and TLS settings of the worker.
+        exit_status: Exit status after a failure.
+
+    Raises:
+        UnavailableError: A process of the instance failed. This process exits within seconds
+            afterwards, even if a thread hangs.
+    """
     place = LeaderPlace.parse(await asyncio.to_thread(group.share, ""))
     credentials = cluster_credentials(service or ServiceConfig())
     connection = LeaderConnection(place.address, credentials, timeouts.connect_seconds)

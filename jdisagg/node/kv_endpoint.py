@@ -1,6 +1,8 @@
-"""The endpoint for bulk transfers of a process that runs no worker: a link, a gRPC server and a
-channel, on a separate thread with an event loop. Used by trainers that offer weights, and by a
-worker's process while it reads weights from another process."""
+"""The endpoint through which a process sends and receives bulk data, such as weights.
+
+It consists of a control link, a gRPC server and a channel for the data, on a thread with an event
+loop of its own. It is used by trainers that offer weights, and by a worker's process while the
+worker reads weights from another process."""
 
 import asyncio
 import threading
@@ -28,8 +30,8 @@ T = TypeVar("T")
 
 
 def called_address(service: ServiceConfig) -> str:
-    """Returns host:port at which other processes call a server with this configuration. Raises
-    ConfigError if the host means every interface."""
+    """Returns the address (host:port) at which other processes call a server with this
+    configuration. Raises ConfigError if the host means every interface, such as 0.0.0.0."""
     if service.called_host in EVERY_INTERFACE:
         raise ConfigError(
             f"--host={service.host} means every interface, and other workers cannot call it; add"
@@ -39,15 +41,15 @@ def called_address(service: ServiceConfig) -> str:
 
 
 def kv_interface(service: ServiceConfig) -> str:
-    """Returns the address of the network interface that sends and receives KV. (`advertise_host`
-    may be a translated address, which no interface of this machine has.)"""
+    """Returns the address of the network interface that sends and receives KV. `advertise_host` is
+    used only if an interface of this machine has it, because it may be a translated address."""
     called = service.called_host
     return service.kv_host or (called if is_local(called) else service.host)
 
 
 class KvEndpoint:
-    """Serves from construction to `close`. Its methods may be called from any thread except its
-    own.
+    """The endpoint of this process for bulk transfers. It serves from construction to `close`, on a
+    thread of its own.
 
     Args:
         service: Address, TLS, cluster token and KV channel. Port 0 means any free port.
@@ -56,8 +58,8 @@ class KvEndpoint:
             `service.kv_channel`.
 
     Attributes:
-        channel: The channel.
-        end: Endpoint of this process on the KV plane.
+        channel: Channel that transfers the data. Use it on the endpoint's thread.
+        end: Control address and boot id of this process for transfers.
     """
 
     channel: NegotiatedChannel
@@ -81,17 +83,17 @@ class KvEndpoint:
         self._started.result()
 
     def start(self, work: Coroutine[None, None, T]) -> "Future[T]":
-        """Runs a coroutine on the thread's event loop."""
+        """Starts a coroutine on the endpoint's thread, and returns the future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Calls a function on the endpoint's thread after `seconds`, unless the endpoint has
-        closed."""
+        """Schedules `call` on the endpoint's thread after `seconds`. It is not called if the
+        endpoint is closed by then."""
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, call)
 
     def close(self) -> None:
-        """Ends the server, the channel and the thread. If called on that thread, returns before
-        they have ended. Idempotent."""
+        """Stops the server, the channel and the thread, and waits until they have stopped. If
+        called on the endpoint's thread, returns without waiting. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)
             if threading.current_thread() is not self._thread:

@@ -1,10 +1,10 @@
 """Publishes a worker's cached blocks over ZeroMQ, for routers of other projects.
 
 A PUB socket sends each batch of events as three parts: topic, sequence number (8 bytes, big-endian)
-and a batch in msgpack. A subscriber that missed batches sends the first missing number to the
-ROUTER socket. The reply contains all stored batches from this number on, each with its number, and
-at the end the number -1 with an empty batch. The sockets are used on the event loop only, and a
-slow subscriber loses batches instead of delaying the worker."""
+and the batch in msgpack. A subscriber that missed batches sends the first missing number to the
+ROUTER socket. The reply contains all stored batches from this number on, each with its number. At
+the end it has the number -1 with an empty batch. A slow subscriber loses batches and does not delay
+the worker. The sockets are used on the event loop only."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def _endpoint(value: int | bytes) -> str:
-    """Returns a socket's address, as `LAST_ENDPOINT` gives it."""
+    """Decodes the socket option LAST_ENDPOINT, which is the address that a socket is bound to."""
     assert isinstance(value, bytes)
     return value.rstrip(b"\0").decode()
 
@@ -56,7 +56,8 @@ class KvEventPublisher:
         self._encode = msgspec.msgpack.Encoder().encode
         self._events: KeptEvents | None = None
         self._context = zmq.Context()
-        # For its sockets. With it, the address of an IPv4 socket would be given as "::ffff:...".
+        # Applies to all sockets of the context. It is set for IPv6 addresses only, because with it
+        # the address of an IPv4 socket would be reported as "::ffff:...".
         self._context.setsockopt(zmq.IPV6, "[" in address + replay)
         self._again: type[Exception] = zmq.Again
         self._no_block: int = zmq.NOBLOCK
@@ -72,8 +73,8 @@ class KvEventPublisher:
             self._loop.add_reader(self._readable, self._answer)
 
     def watch(self, worker: MeshWorker) -> None:
-        """Publishes the changes of a worker's cache from now on. Has no effect without a prefix
-        cache. A subscriber first gets the event that the cache is empty."""
+        """Starts to publish the changes of a worker's prefix cache. Has no effect if the worker has
+        no prefix cache. The first event reports that the cache is empty."""
 
         def publish_soon() -> None:
             self._loop.call_soon(self._publish)
@@ -83,7 +84,7 @@ class KvEventPublisher:
             self._events.cleared()
 
     def close(self) -> None:
-        """Closes the sockets. Batches that were not sent yet are dropped."""
+        """Closes the sockets. Batches that are not sent yet are dropped."""
         self._events = None
         if self._router is not None:
             self._loop.remove_reader(self._readable)
@@ -114,8 +115,10 @@ class KvEventPublisher:
         self._pub.send_multipart((self._topic, number, data), self._no_block)
 
     def _answer(self) -> None:
-        """Answers the requests of subscribers that missed batches. ZeroMQ signals new requests only
-        once through the socket's descriptor, so each call reads all of them."""
+        """Answers the requests of subscribers that missed batches.
+
+        Called when the socket's file descriptor becomes readable. ZeroMQ signals this only once for
+        several requests. Each call therefore answers all waiting requests."""
         router = self._router
         while router is not None and not router.closed:
             try:
@@ -125,7 +128,7 @@ class KvEventPublisher:
             if len(parts) != 2 or len(parts[1]) != 8:
                 log.warning("KV events: a replay request must be an 8-byte sequence number")
                 continue
-            # A subscriber that stops reading loses the rest; the socket never blocks the worker.
+            # The socket never blocks the worker. A subscriber that stops reading loses the rest.
             with contextlib.suppress(self._again):
                 for number, data in (*self._record, (LAST_NUMBER, b"")):
                     if number >= parts[1]:

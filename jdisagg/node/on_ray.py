@@ -1,17 +1,17 @@
 """Runs the processes of a cluster as Ray actors, one actor for each process (extra `ray`).
 
-Ray chooses the nodes, assigns GPUs or TPU chips, and creates an actor again when its node or its
-process was lost. The actor runs the process as a child process, with the address of its node. The
-driver restarts the processes of a worker together, as on one host (`supervisor/supervisor.py`): a
-process whose actor died counts as killed.
+Ray chooses the nodes and assigns GPUs or TPU chips. If a node or an actor's process is lost, Ray
+creates the actor again. The actor runs the cluster's process as a child process, with the address
+of its node. The driver restarts the processes of a worker together, as on one host
+(`supervisor/supervisor.py`). A process whose actor died counts as killed.
 
 - A prefill and a decode worker with the same number share a placement group, which Ray packs onto
-  one node if there is room. Their KV then stays in the memory of one host.
-- Routers have fixed addresses, so each is bound to one node. Several routers are on different
-  nodes, the first one on the driver's.
-- The packages, the model and files of secrets must have the same paths on all nodes.
+  one node if there is room. Their KV transfers then stay within one host.
+- Routers have fixed addresses. Each router is therefore bound to one node. Several routers are on
+  different nodes, the first one on the driver's node.
+- The packages, the model, token files and certificates must have the same paths on all nodes.
 
-Imported only with `jdisagg cluster --on=ray`."""
+This module is imported only with `jdisagg cluster --on=ray`."""
 
 import asyncio
 import contextlib
@@ -50,9 +50,9 @@ KILL_SECONDS = 10.0
 
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
-    """Context manager that connects to the Ray cluster of RAY_ADDRESS, or to the one of this host.
-    At its end, Ray ends all actors that were made in it. Raises ConfigError if there is no Ray
-    cluster."""
+    """Context manager that connects to the Ray cluster at RAY_ADDRESS. If this is not set, connects
+    to the Ray cluster of this host. At the end of the context, Ray ends all actors that were
+    created in it. Raises ConfigError if there is no Ray cluster."""
     try:
         ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
     except (ConnectionError, RayError) as error:
@@ -67,13 +67,13 @@ def connected() -> Iterator[None]:
 
 
 def node_address() -> str:
-    """Returns the address of this node, as other nodes of the Ray cluster reach it."""
+    """Returns the address at which other nodes of the Ray cluster reach this node."""
     return ray.util.get_node_ip_address()
 
 
 def router_nodes(count: int) -> tuple[tuple[str, str], ...]:
-    """Returns the node id and address of each router: the driver's node first, then the others in
-    turn."""
+    """Chooses a node for each of `count` routers: the driver's node first, then the other nodes in
+    turn. Returns the id and the address of each chosen node."""
     own = ray.get_runtime_context().get_node_id()
     alive = [(node["NodeID"], node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
     alive.sort(key=lambda node: node[0] != own)
@@ -81,13 +81,13 @@ def router_nodes(count: int) -> tuple[tuple[str, str], ...]:
 
 
 class _ProcessActor:
-    """Runs one process at a time on the actor's node."""
+    """Ray actor that runs one process of the cluster at a time, on the actor's node."""
 
     def __init__(self) -> None:
         self._child: ChildProcess | None = None
 
     def coordinator(self) -> str:
-        """Returns an address on this node at which no program listens."""
+        """Returns a free address (host:port) on this node, for the JAX coordinator."""
         host = node_address()
         return host_port(host, free_ports(host, 1)[0])
 
@@ -103,9 +103,10 @@ class _ProcessActor:
             coordinator: Address of the JAX coordinator, if the instance has several processes.
 
         Returns:
-            Each line of the output with None, and then "" with the exit status.
+            An iterator over the output lines, each with None. The last item is "" with the exit
+                status.
         """
-        if self._child is not None:  # left by a driver that gave up waiting
+        if self._child is not None:  # a driver that no longer waited for it has left it
             self._child.kill()
             await self._child.ended()
         self._child = None
@@ -124,7 +125,7 @@ class _ProcessActor:
             yield "", await ending
 
     async def signal(self, number: int) -> None:
-        """Sends a signal to the process. SIGKILL also ends the processes that it started."""
+        """Sends a signal to the process. SIGKILL also kills the processes that it has started."""
         if self._child is None:
             return
         if number == signal.SIGKILL:
@@ -136,7 +137,8 @@ class _ProcessActor:
 def _here(
     command: str, content: bytes, coordinator: str | None
 ) -> RouterProcessConfig | WorkerProcessConfig:
-    """Returns a process's configuration with the addresses of this node."""
+    """Decodes a process's configuration, and replaces the addresses in a worker's configuration by
+    those of this node."""
     if command == "router":
         return msgspec.json.decode(content, type=RouterProcessConfig)
     config = msgspec.json.decode(content, type=WorkerProcessConfig)
@@ -155,7 +157,7 @@ def _here(
 
 
 class RayChild:
-    """A process of an actor, with the interface of `ChildProcess`."""
+    """A process that a Ray actor runs, with the interface of `ChildProcess`."""
 
     def __init__(self, name: str, actor: Any, lines: Any, take_line: TakeLine) -> None:
         self.name, self.status, self.pid = name, None, 0
@@ -163,7 +165,8 @@ class RayChild:
         self._ending = asyncio.create_task(self._read(lines, take_line))
 
     async def _read(self, lines: Any, take_line: TakeLine) -> int:
-        """Passes the output lines on. Returns the exit status."""
+        """Passes the output lines to `take_line` until the process ends. Returns the exit status,
+        or -9 if the actor or its node was lost."""
         ended = KILLED
         try:
             async for reference in lines:
@@ -180,7 +183,8 @@ class RayChild:
         return ended
 
     async def ended(self) -> int:
-        """Waits for the end. Returns the exit status; -9 if the actor or its node was lost."""
+        """Waits until the process ends. Returns the exit status, or -9 if the actor or its node was
+        lost."""
         return await asyncio.shield(self._ending)
 
     def signal(self, number: signal.Signals) -> None:
@@ -188,8 +192,8 @@ class RayChild:
             self._actor.signal.remote(int(number))
 
     def kill(self) -> None:
-        """Ends the process. If its actor does not answer, because it waits for a node or its node
-        is lost, the process counts as ended after some seconds."""
+        """Kills the process. An actor does not answer if Ray has no node for it, or has lost its
+        node. The process then counts as killed after `KILL_SECONDS`."""
         if self.status is None and not self._killed:
             self._killed = True
             self.signal(signal.SIGKILL)
@@ -205,13 +209,13 @@ class RayProcesses:
         nodes: Sequence[tuple[str, str]],
         accelerators_per_process: int | None = None,
     ) -> None:
-        """Creates the actors. Ray starts each when a node has room for it.
+        """Creates the actors. Ray starts each of them when a node has room for it.
 
         Args:
             plan: The cluster.
             nodes: Node id and address of each router.
-            accelerators_per_process: GPUs or TPU chips of each worker process. None: as many as the
-                layout needs.
+            accelerators_per_process: Number of GPUs or TPU chips of each worker process. None
+                selects the number that the layout needs.
         """
         self._per_process = accelerators_per_process
         self._coordinators: dict[str, str] = {}
@@ -225,7 +229,7 @@ class RayProcesses:
             self._place(plan, group)
 
     async def start(self, command: Command, take_line: TakeLine) -> RayChild:
-        """Starts a process on its actor, as `ChildProcess.start` does on this host."""
+        """Starts a process on its actor. The counterpart on one host is `ChildProcess.start`."""
         kind, path = command.arguments[-2], command.arguments[-1].partition("=")[2]
         content, coordinator = Path(path).read_bytes(), None
         if kind == "worker":
@@ -241,15 +245,15 @@ class RayProcesses:
         return RayChild(command.name, actor, lines, take_line)
 
     async def _coordinator(self, name: str) -> str:
-        """Returns an address for the JAX coordinator on the node of a process. Raises OSError if
-        Ray has lost the actor, so that the supervisor tries again."""
+        """Returns an address for the JAX coordinator on the node of the process `name`. Raises
+        OSError if Ray has lost the process's actor, so that the supervisor tries again."""
         try:
             return await self._actors[name].coordinator.remote()
         except RayError as error:
             raise OSError(errno.EAGAIN, f"its Ray actor is not there: {error}") from error
 
     def _place(self, plan: ClusterPlan, instances: Sequence[InstancePlan]) -> None:
-        """Creates the actors of instances in a placement group of their own."""
+        """Creates the actors of `instances`, in one placement group."""
         names = [name for instance in instances for name in instance.process_names]
         bundles = [
             self._bundle(plan, instance) for instance in instances for _ in instance.process_names
@@ -261,7 +265,7 @@ class RayProcesses:
             )
 
     def _bundle(self, plan: ClusterPlan, instance: InstancePlan) -> dict[str, float]:
-        """Returns the resources of one process of an instance."""
+        """Returns the Ray resources (a bundle) that one process of an instance needs."""
         if self._accelerator is None:
             return {"CPU": 1.0}
         devices = self._per_process or devices_of_process(instance, plan.instances)
@@ -284,7 +288,8 @@ class RayProcesses:
 
 
 def _together(instances: Sequence[InstancePlan]) -> list[list[InstancePlan]]:
-    """Groups instances that should share a host: prefill and decode workers in pairs, by number."""
+    """Groups the instances that should share a host: each prefill instance with the decode instance
+    of the same number. A mixed instance is a group of its own."""
     roles = WorkerRole.PREFILL, WorkerRole.DECODE
     sides = [[one for one in instances if one.role is role] for role in roles]
     pairs = [[one for one in pair if one is not None] for pair in itertools.zip_longest(*sides)]

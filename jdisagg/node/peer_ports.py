@@ -1,4 +1,4 @@
-"""Ports by which a worker calls other workers, opened when they are first needed."""
+"""Connections through which a worker calls other workers, opened when they are first needed."""
 
 import asyncio
 
@@ -11,8 +11,11 @@ from jdisagg.timeouts import CallTimeouts
 
 
 class PeerPorts:
-    """Clients of other workers, by address. A worker has the same address after a restart. Clients
-    that are unused for long are closed, because their workers may no longer exist."""
+    """The connections from this worker to other workers, by the other worker's address.
+
+    A worker keeps its address after a restart, and the connection stays usable. A connection that
+    was not used for `timeouts.peer_idle_seconds` is closed, because the other worker may no longer
+    exist."""
 
     def __init__(self, credentials: Credentials, clock: Clock, timeouts: CallTimeouts) -> None:
         self._credentials = credentials

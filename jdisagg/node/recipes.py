@@ -1,10 +1,12 @@
-"""Reads and writes recipes. A recipe is a Python file with a function `get_config()` that returns
-an `EngineConfig`, and optionally a function `get_cluster()` that returns a `ClusterShape`. Or it is
-a YAML or JSON file with the fields of `EngineConfig` that differ from the defaults, and optionally
-the fields of `ClusterShape` under `cluster`. Fields under `instance` apply to both sides.
+"""Reads and writes recipes, which are configuration files in Python, YAML or JSON.
 
-An embedded cluster has one instance of each role. In a multi-process cluster, `ClusterShape` sets
-these numbers. This module starts no process."""
+A Python recipe has a function `get_config()` that returns an `EngineConfig`. It may have a function
+`get_cluster()` that returns a `ClusterShape`. A YAML or JSON recipe has the fields of
+`EngineConfig` that differ from the defaults. Its fields under `cluster` are those of
+`ClusterShape`, and its fields under `instance` apply to both prefill and decode.
+
+A cluster of several processes has the numbers of instances that `ClusterShape` gives. An embedded
+cluster has one instance of each role. This module starts no process."""
 
 import dataclasses
 import importlib.util
@@ -52,8 +54,8 @@ class ClusterShape:
 
 
 def load_recipe(path: str) -> EngineConfig:
-    """Runs or reads a recipe file and returns its configuration. Raises ConfigError if the file is
-    not a recipe or raises an error. The message has the line or the field."""
+    """Returns the configuration of a recipe file. Raises ConfigError if the file is not a recipe,
+    or if its code raises an error. The message has the line or the field."""
     if Path(path).suffix in DATA:
         fields = {name: value for name, value in _data(path).items() if name != "cluster"}
         return _told(path, lambda: override(EngineConfig(), of_both_sides(_assignments(fields))))
@@ -67,9 +69,9 @@ def load_recipe(path: str) -> EngineConfig:
 
 
 def load_shape(path: str, mode: Mode | None = None) -> ClusterShape:
-    """Returns the result of the recipe's `get_cluster()`, or its `cluster` fields. If the recipe
-    has neither, returns one instance of each role of `mode`. If `mode` is None, the recipe's mode
-    is used."""
+    """Returns the numbers of instances of a recipe: the result of `get_cluster()`, or its `cluster`
+    fields. If the recipe has neither, returns one instance of each role that `mode` has. If `mode`
+    is None, the mode is the recipe's. Raises ConfigError for an invalid recipe."""
     if Path(path).suffix in DATA:
         counts = _data(path).get("cluster")
         make = None if counts is None else lambda: _shape(counts)
@@ -125,7 +127,8 @@ def _assignments(fields: Mapping[str, object], prefix: str = "") -> Iterator[str
 
 
 def of_both_sides(assignments: Iterable[str]) -> list[str]:
-    """Replaces each assignment of an `instance.` field by one for prefill and one for decode."""
+    """Replaces each assignment to a field under `instance.` by two assignments, one to the field
+    under `prefill.` and one to the field under `decode.`."""
     found: list[str] = []
     for text in assignments:
         field = text.removeprefix("instance.")
@@ -212,8 +215,8 @@ def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
 
 
 def recipe_text(config: EngineConfig, shape: ClusterShape, docstring: str) -> str:
-    """Returns the text of a recipe file: model, mode, the instance configurations that the mode
-    uses, and the number of instances."""
+    """Returns the text of a Python recipe. It sets the model, the mode, the configurations of the
+    instances that the mode uses, and the number of instances."""
     two = config.mode is Mode.DISAGGREGATED
     parts = [f"model={_call(config.model, ModelConfig())},", f"mode=Mode.{config.mode.name},"]
     parts += [f"prefill={_call(config.prefill, InstanceConfig())},"] if two else []
@@ -241,8 +244,8 @@ def get_cluster() -> ClusterShape:
 
 
 def _call(value: ModelConfig | InstanceConfig, defaults: ModelConfig | InstanceConfig) -> str:
-    """Returns the Python text of a constructor call that creates `value`. Omits arguments that
-    equal the default."""
+    """Returns the Python text of a constructor call that creates `value`. Fields that equal those
+    of `defaults` are omitted."""
     fields = [
         (spec.name, getattr(value, spec.name))
         for spec in dataclasses.fields(value)
@@ -261,12 +264,15 @@ def _layout(layout: Layout) -> str:
 
 
 def for_accelerators(recipe: EngineConfig, devices: int, meshes: int = 2) -> EngineConfig:
-    """Returns a recipe with layouts and sizes for the accelerators of a host. They are divided into
-    meshes of equal size, a power of two: tp of a prefill mesh, dp of a decode mesh. If there are
-    fewer accelerators than meshes, one mesh prefills and decodes in the same steps (mode chunked).
+    """Returns a copy of a recipe with layouts and sizes for the accelerators of a host.
+
+    The accelerators are divided into meshes of equal size, which is a power of two. A prefill mesh
+    uses them as tp, a decode mesh as dp. If there are fewer accelerators than meshes, one mesh runs
+    prefill and decode in the same steps (mode chunked).
 
     Args:
         devices: Number of accelerators, at least 1.
+        meshes: Number of meshes.
     """
     sizes = InstanceConfig(slots_per_rank=32, chunk_tokens=1024, min_chunk_tokens=256)
     each = 1 << (max(1, devices // meshes).bit_length() - 1)

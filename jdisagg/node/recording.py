@@ -1,11 +1,11 @@
-"""Records the commands and results of a mesh's executor to a file, in order. Rebuilds the mesh from
-the file, so that `jdisagg replay` can run the commands again.
+"""Records the commands and results of a mesh's executor to a file, for debugging. `jdisagg replay`
+rebuilds the mesh from the file and runs the commands again.
 
 A file is a magic word followed by records. A record is a byte for its kind, the command's number,
 the payload's length (both little-endian) and the payload. There are four kinds: header (JSON that
 describes the mesh), command and result (both encoded by `packed`), and error (text). Each record is
 flushed at once, so that after a crash the recording ends with the last command before the crash. A
-truncated last record is ignored. Recordings contain prompts and are private."""
+truncated last record is ignored. Recordings contain prompts and must be kept private."""
 
 import asyncio
 import contextlib
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordingHeader:
-    """Description of the recorded mesh. `limits` has the fields of `MeshLimits`, except the KV
-    spec and the form of images, which are derived from the model."""
+    """Description of the recorded mesh. `limits` has the fields of `MeshLimits` without the KV spec
+    and the image format, which are derived from the model."""
 
     name: str
     model: str
@@ -68,8 +68,8 @@ class RecordingHeader:
 
 @dataclasses.dataclass(slots=True)
 class RecordedCommand:
-    """One command with its result or error. Result and error are both unset if the recording ends
-    before the command has completed."""
+    """One command with its result or error. If the recording ends before the command has completed,
+    neither is set."""
 
     number: int
     command: StepCommand
@@ -85,8 +85,9 @@ class Recording:
 
 
 class RecordingExecutor:
-    """Wraps an `Executor` and records all its commands and results. If writing fails, the recording
-    stops and commands continue."""
+    """An `Executor` that passes commands to another one and records them with their results. If
+    writing to the file fails, recording stops and commands continue. Raises ConfigError if the file
+    cannot be created."""
 
     def __init__(self, inner: Executor, path: Path, header: RecordingHeader) -> None:
         self.limits, self.card = inner.limits, inner.card
@@ -141,8 +142,8 @@ class RecordingExecutor:
 
 
 def read_recording(path: Path) -> Recording:
-    """Reads a recording. Raises ConfigError if the file is not a recording, or is of another
-    version."""
+    """Reads a recording. Raises ConfigError if the file is unreadable, damaged or not a recording
+    of this version."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -194,8 +195,8 @@ def record(
     layout: Layout,
     model: ModelConfig,
 ) -> RecordingExecutor:
-    """Returns `executor`, wrapped to record to the file `name`.commands in `folder`. If the file
-    exists, creates a numbered file instead, because the recording before a restart is often useful.
+    """Wraps `executor` to record its commands in the file `name`.commands in `folder`. If the file
+    exists, creates a numbered file instead, so that the recording before a restart is kept.
 
     Args:
         executor: Executor of the mesh. In an instance of several processes, the executor that sends
@@ -236,8 +237,8 @@ def _free(folder: Path, name: str) -> Path:
 
 
 def embedded_recorder(folder: str, model: ModelConfig) -> Record | None:
-    """Returns a function that wraps the executors of an embedded cluster to record them in
-    `folder`. Returns None if `folder` is empty."""
+    """Returns a function that wraps an executor of an embedded cluster to record it in `folder`.
+    Returns None if `folder` is empty."""
 
     def between(name: str, instance: Replica) -> Executor:
         return record(
@@ -250,7 +251,12 @@ def embedded_recorder(folder: str, model: ModelConfig) -> Record | None:
 def rebuild(
     header: RecordingHeader, devices: Sequence[Device], channel: Channel, load: LoadModel
 ) -> MeshExecutor:
-    """Builds a mesh as described by the recording's header, on devices of this process."""
+    """Builds the mesh that a recording's header describes, on devices of this process.
+
+    Args:
+        channel: Channel for the mesh's KV transfers.
+        load: Function that loads the weights.
+    """
     layout = Layout.parse(header.layout)
     fields = {
         key: tuple(value) if isinstance(value, list) else value

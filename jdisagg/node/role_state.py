@@ -1,9 +1,9 @@
-"""Stores the role of a worker process, and the progress of a role change. Implements `RolePort`, by
-which a router requests role changes.
+"""Stores the role of a worker process (prefill or decode), and the progress of a role change.
+Implements `RolePort`, by which a router requests role changes.
 
-A change that is impossible is refused at once, while the worker still serves in the old role. A
-possible change sets the event `asked`. Then worker_process.py ends the worker's current run and
-starts a run in the new role. `RoleState` records each completed phase of the change in a report."""
+An impossible change is refused at once, and the worker continues to serve. A possible change sets
+the event `asked`. Then worker_process.py ends the worker's current run and starts a run in the new
+role. `RoleState` records each completed phase of the change in a report."""
 
 import asyncio
 from dataclasses import dataclass
@@ -18,8 +18,13 @@ from jdisagg.messages.worker_status import WorkerRole
 
 
 def fixed_because(processes: int, told_how: bool) -> str:
-    """Returns the reason why a worker with `processes` processes cannot change its role, and the
-    remedy. Returns "" if the worker can change its role."""
+    """Returns the reason why a worker can never change its role, with a remedy. Returns "" if the
+    worker can change its role.
+
+    Args:
+        processes: Number of processes of the worker's instance.
+        told_how: Whether the worker has a function that reshards its weights.
+    """
     if processes > 1:
         return (
             f"its instance has {processes} processes, and only instances of one process can"
@@ -30,7 +35,7 @@ def fixed_because(processes: int, told_how: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A worker's role and layout. A role change replaces both."""
+    """A worker's role with its layout. A role change replaces both."""
 
     role: WorkerRole
     layout: Layout
@@ -40,8 +45,13 @@ class RoleState:
     """The current role of a worker process, and the role change in progress, if any.
 
     Args:
-        fixed: Reason why this process can never change its role. Empty if it can.
+        name: Name of the worker.
+        now: Role in which the process starts.
         devices: Number of devices of this process.
+        fixed: Reason why this process can never change its role, or empty if it can.
+
+    Attributes:
+        asked: Event that is set while a role change is requested and not yet begun.
     """
 
     def __init__(self, name: str, now: Role, devices: int, clock: Clock, fixed: str = "") -> None:
@@ -59,8 +69,8 @@ class RoleState:
 
     @property
     def changing(self) -> bool:
-        """Whether a role change is in progress, from its request until the worker serves again in
-        the new or the old role."""
+        """Whether a role change is in progress. It is in progress from the request until the worker
+        serves again, in the new role or, after a failure, in the old role."""
         return self._report.state is SwitchState.DRAINING
 
     async def switch_role(self, call: SwitchCall) -> None:
@@ -82,8 +92,8 @@ class RoleState:
         return self._report
 
     def take(self) -> Role | None:
-        """Returns the requested role and clears the request. Returns None if no change was
-        requested."""
+        """Returns the requested role and clears the request, or returns None if there is no
+        request."""
         call, self._wanted = self._wanted, None
         self.asked.clear()
         return Role(call.role, call.layout) if call is not None else None
@@ -105,11 +115,13 @@ class RoleState:
             )
 
     def failed(self, reason: str) -> None:
-        """Records that the role change failed and the worker returns to its old role."""
+        """Records that the role change failed, for the given reason. The worker then returns to its
+        old role."""
         self._report = msgspec.structs.replace(self._report, reason=reason)
 
     def serves(self, boot_id: int, geometry: ModelGeometry) -> None:
-        """Records that the worker now serves in the current role."""
+        """Records that the worker now serves in the current role, with the given boot id. Later
+        requests are checked against `geometry`."""
         self._geometry = geometry
         self._report = msgspec.structs.replace(
             self._report, boot_id=boot_id, role=self.now.role, layout=self.now.layout

@@ -1,6 +1,8 @@
-"""Runs a router process. It serves requests, registers workers, reports readiness, sends canaries
-(small test requests), and runs the elastic controller, which changes workers' roles. The flags are
-read in `launch.router`."""
+"""Runs a router process.
+
+The router serves requests, registers workers and reports readiness. It sends canaries, which are
+small test requests. It also runs the elastic controller, which advises on changes of workers'
+roles. `launch.router` reads the flags."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -44,9 +46,10 @@ from jdisagg.service.internal.role_services import cluster_roles_service, worker
 from jdisagg.service.server import GenerationServer, block_secret, cluster_credentials, read_tokens
 from jdisagg.spending import Spending
 
-# Placeholder for the context until the first worker registers; requests are refused until then.
+# Context length before the first worker registers. Until then, all requests are refused.
 _UNKNOWN_CONTEXT = 1 << 24
-# Readiness ends after this many failed canaries. The first may wait for compilation.
+# Intervals between canaries without a success after which the router is no longer ready. It is
+# several, because the first canary may wait for compilation.
 CANARY_PATIENCE = 4.0
 
 
@@ -60,10 +63,13 @@ class RouterConfig:
     """Configuration of a router.
 
     Attributes:
+        limits: Bounds and time limits of requests.
+        routing: Placement and admission of requests.
+        service: Addresses and credentials of the router.
         elastic: Thresholds of the elastic controller, which advises on role changes.
         changes_roles: Whether the router acts on the controller's advice.
         canary_seconds: Seconds between canaries, which are small requests that test the transfer of
-            KV. 0 disables canaries, and then readiness does not depend on KV transfers.
+            KV. 0 disables canaries. Readiness then does not depend on KV transfers.
         log_requests: Whether to log one line for each request.
     """
 
@@ -102,7 +108,8 @@ class Router:
         self._canary: CanaryRunner | None = None
 
     async def run(self) -> None:
-        """Serves until SIGTERM or SIGINT, then waits for running requests and returns."""
+        """Serves until SIGTERM or SIGINT, then waits for running requests and returns. A second
+        signal ends the wait."""
         observer, limits, service = self._observer, self._config.limits, self._config.service
         known, routing = KnownBlocks(block_secret(service)), self._config.routing
         spending = Spending(random_id())
@@ -195,7 +202,7 @@ class Router:
     def _elastic(
         self, membership: Membership, path: RequestPath
     ) -> tuple[Controller, ElasticPools]:
-        """Returns the elastic controller, and the worker pools whose roles it changes."""
+        """Creates the elastic controller, and the object that applies its advice to the workers."""
         controller = Controller(self._config.elastic)
         switcher = RoleSwitcher(
             membership,
@@ -224,8 +231,8 @@ class Router:
     def _listeners(self, canary: Canary | None) -> list[RouterEvents]:
         observed = [self._observer.metrics] if self._observer else []
         logged = [self._decisions] if self._decisions else []
-        # Clients' hand-offs count as canaries, because a canary may wait behind them and be late
-        # if all workers are busy.
+        # Successful hand-offs of client requests count as canaries, because a canary may be late if
+        # all workers are busy.
         proved = [_HandoversSeen(canary, self._clock)] if canary else []
         return [*observed, *logged, *proved]
 
@@ -256,8 +263,8 @@ class Router:
     async def _watch(
         self, membership: Membership, server: GenerationServer, frontend: Frontend
     ) -> None:
-        """Periodically removes workers that send no heartbeats. Updates the model and the health
-        status that the frontend reports."""
+        """Periodically removes workers that send no heartbeats, and updates the reported model and
+        the health status."""
         ready, said, times = False, "", self._config.limits.timeouts.membership
         due = self._clock.now()
         while True:
@@ -296,19 +303,20 @@ class Router:
                 continue
 
     async def _renew(self, weights: WeightsControl) -> None:
-        """Periodically loads the weights of the last update into workers that lack them."""
+        """Periodically loads the weights of the last update into workers that do not have them,
+        such as workers that registered later."""
         while True:
             await asyncio.sleep(self._config.limits.timeouts.membership.heartbeat_seconds)
             await weights.catch_up()
 
     def _is_ready(self, membership: Membership) -> bool:
-        """Returns whether there are workers for prefill and for decode, and whether KV was
-        transferred recently."""
+        """Returns whether there are workers for prefill and for decode and, with canaries, whether
+        a KV transfer succeeded recently."""
         return membership.ready and (self._canary is None or self._canary.readiness().ready)
 
     def _model_info(self, membership: Membership) -> ModelInfo:
-        """Returns the description of the workers' model. Without workers, returns a description
-        derived from the tokenizer."""
+        """Returns the description of the workers' model. If no worker is registered, returns one
+        that is derived from the tokenizer."""
         model, tokenizer = membership.model, self._tokenizer
         named = self._config.service.served_model_name
         cards = sorted(membership.cards(), key=lambda card: card.name)
@@ -338,7 +346,8 @@ class Router:
         return WorkerPorts(None, worker.decode, worker.close, worker.weights)
 
     async def _reach(self, card: WorkerCard) -> None:
-        """Calls a worker that registers. Raises UnavailableError if it does not answer in time."""
+        """Calls a worker that is registering, to check that the router can reach it. Raises
+        UnavailableError if the worker does not answer in time."""
         ports, seconds = self._open_ports(card), self._config.limits.timeouts.membership
         port = ports.prefill or ports.decode
         assert port is not None
@@ -354,8 +363,8 @@ class Router:
 
 
 class _HandoversSeen(NoRouterEvents):
-    """Reports successful KV hand-offs of clients' requests to the canary, which then needs no test
-    request."""
+    """Reports successful KV hand-offs of client requests to the canary. Each has the effect of a
+    successful test request."""
 
     def __init__(self, canary: Canary, clock: Clock) -> None:
         self._canary = canary

@@ -1,7 +1,7 @@
 """Passes a configuration from a parent process to a child process, in a JSON file.
 
-The JSON has the structure of the configuration's dataclasses, which validate the fields again on
-reading. Files contain paths of secret files, but no secrets."""
+The JSON has the structure of the configuration's dataclasses. They validate the fields again when
+the file is read. The files contain paths of token and key files, but no secrets."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,10 @@ from jdisagg.observe.process import ObserveConfig
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Index of a process in its multi-process instance, and the instance's number of processes. If
-    `count` is 0, the cluster scheduler (such as Slurm) provides both."""
+    """Index of a process in its instance, and the instance's number of processes.
+
+    If `count` is 0, the cluster scheduler (such as Slurm) provides both. `coordinator` is the
+    address of the JAX coordinator, or None for an instance of one process."""
 
     index: int = 0
     count: int = 1
@@ -31,8 +33,15 @@ class WorkerProcessConfig:
     """Configuration of a worker process.
 
     Attributes:
-        devices: Number of virtual CPU devices.
-        place: Location of the worker in the network, as in the worker's card.
+        name: Name of the worker.
+        role: Role in which the worker starts.
+        routers: Addresses of the routers.
+        worker: Configuration of the worker.
+        devices: Number of virtual devices on CPU.
+        place: Location of the worker in the network, as in `WorkerCard`.
+        process: Index of the process in its instance.
+        observe: Metrics, tracing and logging.
+        record_to: Folder for recordings of the worker's commands, or empty.
         sharers: Number of workers on this host that share its memory, including this one.
     """
 
@@ -50,8 +59,8 @@ class WorkerProcessConfig:
 
 @dataclass(frozen=True)
 class RouterProcessConfig:
-    """Configuration of a router process. The router reads only the tokenizer from the directory
-    `model`."""
+    """Configuration of a router process. From the checkpoint folder `model`, the router reads only
+    the tokenizer."""
 
     router: RouterConfig
     model: str
@@ -63,15 +72,15 @@ ProcessConfig = TypeVar("ProcessConfig", WorkerProcessConfig, RouterProcessConfi
 
 
 def write_config(path: Path, config: WorkerProcessConfig | RouterProcessConfig) -> None:
-    """Writes a configuration file atomically, because a child process may read the file again after
-    a restart."""
+    """Writes a configuration file. The file is replaced atomically, because a child process that is
+    restarted may read it at the same time."""
     written = path.with_suffix(".part")
     written.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
     written.replace(path)
 
 
 def read_config(path: str, kind: type[ProcessConfig]) -> ProcessConfig:
-    """Reads a configuration of type `kind`. Raises ConfigError if the file is missing or
+    """Reads a configuration file of type `kind`. Raises ConfigError if the file is missing or
     invalid."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)

@@ -31,12 +31,18 @@ async def serve_until_signalled(
     wait.
 
     Args:
-        ready: Function that is called when the server listens, with the configuration that has the
-            actual ports.
+        ready: Callback when the server listens. Its argument is the configuration with the bound
+            ports.
+        broken: Coroutine function that returns when the engine has failed. Running requests are
+            then ended early, so that clients can resume them on another server.
+        log: Request log.
         observer: Observer whose metrics and request traces the HTTP server publishes, or None.
-        broken: Awaitable that completes when the engine has failed. Running requests are then ended
-            early, so that clients can continue them on another server. The awaitable's result is
-            returned.
+
+    Returns:
+        The result of `broken` if the engine has failed, or None after a signal.
+
+    Raises:
+        ConfigError: An address cannot be bound.
     """
     scrape = observer.metrics.scrape if observer else None
     page = page_sources(observer, config)
@@ -65,15 +71,18 @@ async def serve_until_signalled(
 
 
 def keep_for_good() -> None:
-    """Excludes all existing objects from garbage collection. A full collection of JAX's objects
-    takes 190 ms, during which all streams pause. Must not be called in a process that may free a
-    mesh before its end, such as a worker that can change its role."""
+    """Excludes all existing objects from later garbage collections.
+
+    A full collection of JAX's objects takes 190 ms, during which all streams pause. Must not be
+    called in a process that may free a mesh before it exits, such as a worker that can change its
+    role."""
     gc.collect()
     gc.freeze()
 
 
 def page_sources(observer: Observer | None, config: ServiceConfig) -> PageSources:
-    """Returns the web page's data sources other than the status."""
+    """Returns the sources of the web page's data: the traces of recent requests, the traffic totals
+    and the planning guide. The page reads the cluster's status from the frontend."""
     guide = Guide() if config.http_guide else None
     if observer is None:
         return PageSources(guide=guide)
@@ -91,7 +100,7 @@ def where(service: ServiceConfig) -> str:
 
 def curl(service: ServiceConfig) -> str:
     """Returns a curl command that sends a request to the HTTP API, to print when the server is
-    ready. Returns "" without HTTP. Also returns "" with TLS, because the command then depends on
+    ready. Returns "" if HTTP is off. Also returns "" with TLS, because the command would depend on
     the client's certificates."""
     if service.http_port is None or service.tls_certificate:
         return ""

@@ -1,5 +1,5 @@
-"""Handles SIGTERM and SIGINT. The first signal ends the process gracefully, the second at once.
-While a process is still starting, the first signal ends it at once."""
+"""Handles SIGTERM and SIGINT. The first signal ends the process gracefully. The second signal ends
+it at once. While a process is still starting, the first signal ends it at once."""
 
 import asyncio
 import os
@@ -11,9 +11,10 @@ ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
 def end_at_once() -> None:
-    """Makes SIGTERM and SIGINT end the process silently with status 128 + signal number. Applies
-    until an event loop handles the signals. No exception is raised, because a normal exit would
-    wait for threads that compile. SIGUSR1 is ignored meanwhile."""
+    """Makes SIGTERM and SIGINT end the process silently, with exit status 128 + signal number.
+
+    This applies until an event loop handles the signals. No exception is raised, because a normal
+    exit would wait for threads that compile. SIGUSR1 is ignored."""
 
     def end(number: int, _: FrameType | None) -> None:
         os._exit(128 + number)
@@ -24,8 +25,12 @@ def end_at_once() -> None:
 
 
 class StopSignals:
-    """Handles SIGTERM and SIGINT from its construction on, which must happen on the event loop. The
-    second signal calls `force`."""
+    """Handles SIGTERM and SIGINT of this process from its construction on. Must be constructed on
+    the event loop.
+
+    Args:
+        force: Function that each signal after the first calls.
+    """
 
     def __init__(self, force: Callable[[], None] = lambda: None) -> None:
         self._force = force
@@ -43,11 +48,11 @@ class StopSignals:
         await self._came.wait()
 
     def raise_first(self) -> None:
-        """Has the effect of a first signal."""
+        """Acts as if a first signal had been received."""
         self._came.set()
 
     def release(self) -> None:
-        """Restores the signal handlers that were set before this object was constructed."""
+        """Stops handling the signals. They then have their default effect."""
         for number in ENDS:
             self._loop.remove_signal_handler(number)
 

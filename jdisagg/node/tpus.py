@@ -1,5 +1,5 @@
-"""Assigns a host's TPU chips to child processes by environment variables of libtpu. libtpu gives a
-chip to one process. This module imports neither JAX nor libtpu."""
+"""Assigns a host's TPU chips to child processes by environment variables of libtpu. Only one
+process can use a chip. This module imports neither JAX nor libtpu."""
 
 import importlib.util
 from collections import Counter
@@ -12,13 +12,15 @@ from jdisagg.node.gpus import may_use
 
 
 def has_libtpu() -> bool:
-    """Returns whether libtpu is installed. Other devices use the same device files as TPUs."""
+    """Returns whether libtpu is installed. Device files alone do not show that a host has TPUs,
+    because other devices have files with the same names."""
     return importlib.util.find_spec("libtpu") is not None
 
 
 def chips_of_host(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[int, ...]:
-    """Returns the TPU chips that this process may use, according to the device files and
-    TPU_VISIBLE_CHIPS. Returns none without libtpu, or if JAX is configured for other platforms."""
+    """Returns the indices of the TPU chips that this process may use, according to the device files
+    and TPU_VISIBLE_CHIPS. Returns an empty tuple if libtpu is not installed, or if JAX is
+    configured for other platforms."""
     if not has_libtpu() or not may_use(environment, "tpu"):
         return ()
     if visible := environment.get(TPU_CHIPS):
@@ -32,10 +34,15 @@ def chips_of_host(environment: Mapping[str, str], devices: Path = Path("/dev")) 
 def chip_environment(
     environment: Mapping[str, str], chips: Sequence[int | str], all_chips: Sequence[int | str]
 ) -> dict[str, str]:
-    """Returns `environment` with the variables of one process's chips.
+    """Returns `environment` with the variables that give one process its TPU chips.
+
+    Args:
+        chips: Indices of the process's chips.
+        all_chips: Indices of the chips of all processes.
 
     Raises:
-        ConfigError: libtpu cannot divide a host so, or a chip is given to two processes.
+        ConfigError: libtpu does not support such a division of a host's chips, or a chip is given
+            to two processes.
     """
     shared = [chip for chip, count in Counter(all_chips).items() if count > 1]
     if shared:

@@ -1,11 +1,11 @@
-"""Helpers for warm-up: a progress bar, an estimate of the loading time, the loading of programs
-while a worker serves, and a mark that the programs of a configuration were compiled on this machine
-before.
+"""Helpers for warm-up, which compiles a worker's programs before requests need them.
 
-The mark is a file next to the compilation cache, named by a hash of everything that determines the
-programs: configuration, role, model and versions. It contains the measured times of the programs.
-If the cache was cleared but the mark was not, requests wait until their programs are compiled, as
-without warm-up."""
+The helpers are a progress bar, an estimate of the loading time, the loading of programs while a
+worker serves, and a mark. The mark is a file that records that this machine has compiled all
+programs of a configuration before. It is in the folder of the compilation cache. Its name contains
+a hash of everything that determines the programs: configuration, role, model and versions. Its
+content is the measured times of the programs. If the cache was cleared and the mark was not,
+requests wait until their programs are compiled."""
 
 import contextlib
 import hashlib
@@ -36,9 +36,9 @@ FIRST_GUESS_SECONDS = 5.0  # estimate before the first program has been timed
 
 @contextlib.contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows the progress of warm-up. On a terminal shows a bar on stderr if warm-up takes long,
-    else logs a line every `LOG_SECONDS`. Yields a function, which the caller calls with (done,
-    total)."""
+    """Context manager that shows the progress of warm-up. On a terminal, shows a bar on stderr if
+    warm-up takes long. Without a terminal, logs a line every `LOG_SECONDS`. Yields a function with
+    the arguments (done, total), which the caller calls after each program."""
     logged_at = time.monotonic()
     with tqdm(
         desc=what, unit="program", delay=2, file=sys.stderr, leave=False, disable=None
@@ -57,8 +57,12 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class WarmedBefore:
-    """A mark in the file system that the programs for a configuration and role were compiled on
-    this machine before. With role None, the mark covers all meshes of an embedded cluster."""
+    """The mark that this machine has compiled all programs for a configuration and role before.
+
+    Args:
+        role: Role of the worker. None for all meshes of an embedded cluster.
+        fingerprint: Hash that identifies the model.
+    """
 
     def __init__(
         self, config: WorkerConfig | EngineConfig, role: WorkerRole | None, fingerprint: str
@@ -69,7 +73,7 @@ class WarmedBefore:
                 config,
                 service=ServiceConfig(),
                 limits=LimitsConfig(),
-                # Programs depend on whether there is room in host memory, and not on how much.
+                # Programs depend on whether there is a host tier, and not on its size.
                 prefix=replace(config.prefix, host_gib=config.prefix.host_gib and 1.0),
                 compilation_cache="",
             )
@@ -92,7 +96,8 @@ class WarmedBefore:
         return self._mark is not None and self._mark.exists()
 
     def times(self, mesh: str) -> StepTimes | None:
-        """Returns the times of a mesh's programs that were measured when the mark was written."""
+        """Returns the times of a mesh's programs, which were measured when the mark was written.
+        Returns None if there is no mark, or if it has no times for the mesh."""
         try:
             text = self._mark.read_bytes() if self._mark is not None else b""
             return msgspec.json.decode(text, type=dict[str, StepTimes]).get(mesh)
@@ -111,8 +116,8 @@ class WarmedBefore:
 
 
 class Loading:
-    """Estimates the seconds until all programs are loaded, from the mean loading time of the
-    programs so far."""
+    """Estimates the time until all programs are loaded, from the mean loading time of the programs
+    so far. `now` is the clock, in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -122,8 +127,8 @@ class Loading:
         self._over = False
 
     def resume(self) -> None:
-        """Excludes the time since the last program from the estimate, because it was spent waiting
-        for an idle mesh."""
+        """Called when the loading continues after a wait for an idle mesh. Excludes the time since
+        the last program from the estimate."""
         self._since = self._now()
 
     def progress(self, done: int, total: int) -> None:
@@ -149,8 +154,8 @@ class LaterPrograms:
 
     Args:
         name: Name of the worker.
-        mark: Mark to write when all programs are compiled. None if it exists: then no program is
-            loaded yet, and a request may wait for one.
+        mark: Mark to write when all programs are compiled. None if the mark exists. In this case no
+            program is loaded yet, and a request may wait for its program.
         now: Clock in seconds.
     """
 
@@ -163,8 +168,9 @@ class LaterPrograms:
             self.loading.end()
 
     async def load(self) -> None:
-        """Loads the programs. A failure is only printed: a request that needs a common program will
-        raise the same error, and the worker can serve without optional capabilities."""
+        """Loads the programs. A failure is only printed. If every request needs the program, the
+        request raises the error again. If it belongs to an optional capability, the worker serves
+        without it."""
         began, replicas, loading = self._now(), [self._replica], self.loading
         try:
             if self._mark is None:

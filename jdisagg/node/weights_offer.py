@@ -1,8 +1,9 @@
-"""Serves an offer of weights to workers in other processes: descriptions over gRPC, and bytes over
-the same channels as KV (shared memory on one host, the transfer engine or NIXL between hosts).
+"""Serves an offer of new weights to workers in other processes.
 
-A block of bytes is computed and offered when a worker requests it. It is held until the worker has
-read it or the request's deadline has passed."""
+Descriptions of the arrays are sent over gRPC. The bytes are sent over the channels that also
+transfer KV: shared memory on one host, the transfer engine or NIXL between hosts. A block of bytes
+is prepared when a worker requests it. It is kept until the worker has read it or the request's
+deadline has passed."""
 
 import asyncio
 import secrets
@@ -20,8 +21,9 @@ MOST_HELD_SECONDS = 600.0
 
 
 def serve_offer(offered: OfferedWeights, service: ServiceConfig) -> OfferedWeights:
-    """Serves an offer to workers of other processes until it is closed or its lease ends, and sets
-    its name. Raises ConfigError if the address cannot be bound."""
+    """Starts to serve an offer to workers of other processes, and sets the offer's name. The server
+    stops when the offer is closed or its lease ends. Raises ConfigError if the address cannot be
+    bound."""
     server = OfferServer(offered, service)
     offered.name = server.name
     offered.when_closed(server.close)

@@ -1,8 +1,9 @@
 """Reads weights that other processes offer, with the interface of a checkpoint's tensors.
 
-The caller declares its reads beforehand (`expect`), so that blocks for later reads are transferred
-while earlier ones are converted. Each block is compared with the checksum that its source computed
-before the transfer."""
+The bytes are transferred in blocks, each of which has pieces of one or several tensors. The caller
+declares its reads in advance (`expect`), so that blocks for later reads are transferred while
+earlier ones are converted. Each block is verified with the checksum that its source computed before
+the transfer."""
 
 import asyncio
 import contextlib
@@ -42,31 +43,32 @@ from jdisagg.transfer.channel import Pull, PullTarget
 from jdisagg.transfer.offered_weights import stepped, unreadable, whole_box
 
 BLOCK_BYTES = (8 << 20) - (4 << 10)  # fits, with its header, into a power of two
-AHEAD_BYTES = 32 << 20  # of blocks that are requested and not yet converted
-PULL_SECONDS = 30.0  # without arriving bytes
-CHECK_SECONDS = 1.0  # between questions whether the source lives
-DESCRIBE_SECONDS = 300.0  # the source hashes its arrays
-PULL_TRIES = 3  # a backend that fails is replaced by another one
+AHEAD_BYTES = 32 << 20  # bytes of blocks that may be requested and not yet converted
+PULL_SECONDS = 30.0  # time limit of the transfer of a block
+CHECK_SECONDS = 1.0  # interval between checks that the source is alive
+DESCRIBE_SECONDS = 300.0  # the source hashes its arrays within this time
+PULL_TRIES = 3  # a transfer backend that fails is replaced by another one
 POLL_SECONDS = 0.002
-RELEASE_SECONDS = 0.01  # between messages to a source
+RELEASE_SECONDS = 0.01  # blocks read within this time are released with one message
 
 
 @dataclass(slots=True)
 class _Origin:
-    """One offering process: the name of its offer, the connection, its card, and the channel's name
-    for its mesh."""
+    """One process that offers weights: the name of its offer, the connection to it, the description
+    of its arrays (`card`), and the name of the process in the data channel (`peer`)."""
 
     name: str
     connection: Connection
     port: OfferPort
     card: OfferCard
     peer: str
-    read: list[int] = field(default_factory=list)  # blocks that the process need not hold any more
+    read: list[int] = field(default_factory=list)  # blocks that the process may free
 
 
 @dataclass(slots=True)
 class _Block:
-    """One block of pieces: its bytes once they have arrived, and its unread pieces."""
+    """One block: its pieces, the number of pieces that are not yet read, and the future of its
+    bytes. `coming` is None before the block is requested and after its last piece is read."""
 
     pieces: tuple[ReadPiece, ...]
     left: int
@@ -79,8 +81,15 @@ class _Block:
 
 @dataclass(slots=True)
 class _Expected:
-    """The planned blocks, the expected reads by (name, box), and for each read its pieces as
-    (block, offset, piece)."""
+    """The plan for the declared reads.
+
+    Attributes:
+        blocks: Blocks in the order of their transfer.
+        reads: Indices of the declared reads, by tensor name and box (range of indices).
+        places: For each read, its pieces as (block, offset in bytes, piece).
+        next_block: Index of the first block that is not yet requested.
+        ahead_bytes: Bytes of the blocks that are requested and not yet converted.
+    """
 
     blocks: list[_Block] = field(default_factory=list)
     reads: dict[tuple[str, Box], deque[int]] = field(default_factory=dict)
@@ -90,12 +99,23 @@ class _Expected:
 
 
 class RemoteWeights:
-    """Named arrays of other processes. Has the methods of a checkpoint's tensors. Used by one
-    thread, until `close`.
+    """Named arrays that other processes offer, with the methods of a checkpoint's tensors. One
+    thread may use it, until `close`.
+
+    Args:
+        name: Names of the offers of all processes, separated by commas.
+        service: Address of this process, and credentials for the offers.
+        check: Function that is called while the reader waits for bytes. It raises an error to stop
+            the reading.
 
     Attributes:
-        parameters: Whether the arrays are a worker's parameters in their served form.
-        bytes_moved: Bytes that have arrived.
+        parameters: Whether the arrays are a worker's parameters in their served form (such as
+            quantized), and not the tensors of a checkpoint.
+        bytes_moved: Number of bytes that have arrived.
+
+    Raises:
+        InvalidRequestError: A name is invalid, an offer is unknown, or the offers do not match.
+        UnavailableError: An offering process does not answer.
     """
 
     def __init__(
@@ -129,8 +149,8 @@ class RemoteWeights:
         self._endpoint.close()
 
     def content(self, *, again: bool = False) -> str:
-        """Returns the hash of the arrays' values that the sources reported when this object was
-        opened. With `again`, asks the sources again; they then hash numpy arrays again."""
+        """Returns the hash of the arrays' values, as the sources reported it when this object was
+        constructed. With `again`, the sources compute the hash of numpy arrays again."""
         cards = [
             self._endpoint.start(origin.port.describe(origin.name)).result()
             if again
@@ -159,7 +179,11 @@ class RemoteWeights:
         )
 
     def expect(self, reads: Sequence[tuple[str, Box]]) -> None:
-        """Declares the coming reads, in order. Their bytes are transferred ahead of the reads.
+        """Declares the following calls of `read`, in order. Their bytes are then transferred in
+        advance.
+
+        Args:
+            reads: Name and box (range of indices) of each read.
 
         Raises:
             LayoutError: No source holds a part of a read.
@@ -182,8 +206,13 @@ class RemoteWeights:
         self._expected = expected
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns a slice of a tensor. The result may be a view of another process's memory, which
-        does not change. Raises the errors of the transfer."""
+        """Returns a slice of a tensor. The result may be a read-only view of received memory. A
+        slice that was not declared with `expect` is transferred at once.
+
+        Raises:
+            UnavailableError: A source does not answer, or the transfer failed repeatedly.
+            InvalidRequestError: The bytes differ from their checksum, or the offer has ended.
+        """
         box = whole_box(index, self._shapes[name])
         waiting = self._expected.reads.get((name, box))
         if not waiting:
@@ -207,7 +236,8 @@ class RemoteWeights:
         return values
 
     def _part(self, place: int, offset: int, piece: ReadPiece, dtype: np.dtype) -> np.ndarray:
-        """Waits for a block and returns one of its pieces. Drops the block after its last piece."""
+        """Waits for a block and returns one of its pieces as an array. The block is dropped after
+        its last piece."""
         self._request_until(place)
         expected, block = self._expected, self._expected.blocks[place]
         assert block.coming is not None, "each piece is read once"
@@ -231,8 +261,9 @@ class RemoteWeights:
             raise UnavailableError("weights: the reading was ended; update again") from None
 
     def _request_until(self, place: int) -> None:
-        """Requests blocks in order, up to block `place`, and further blocks while there is room.
-        Waits until half of the room is free, so that one message requests several blocks."""
+        """Requests blocks in order, up to the block `place`, and then further blocks up to
+        `AHEAD_BYTES`. Does nothing if `place` is already requested and less than half of
+        `AHEAD_BYTES` is free, so that one message requests several blocks."""
         expected = self._expected
         if expected.next_block > place and expected.ahead_bytes > AHEAD_BYTES // 2:
             return
@@ -292,7 +323,8 @@ class RemoteWeights:
         requested: "Future[tuple[PreparedBlock, ...]]",
         number: int,
     ) -> np.ndarray:
-        """Pulls and verifies block number `number` of a request. Returns its bytes."""
+        """Transfers and verifies the block with the index `number` in a request. Returns its
+        bytes."""
         prepared = (await asyncio.shield(asyncio.wrap_future(requested)))[number]
         for attempt in range(PULL_TRIES):
             try:
@@ -327,8 +359,8 @@ class RemoteWeights:
             self._release(origin, prepared.offer_id)
 
     def _release(self, origin: _Origin, offer_id: int) -> None:
-        """Allows the source to free a block. One message lists all blocks that were read within
-        RELEASE_SECONDS."""
+        """Allows the source to free a block. One message releases all blocks that were read within
+        `RELEASE_SECONDS`."""
 
         async def release() -> None:
             await asyncio.sleep(RELEASE_SECONDS)
@@ -339,7 +371,8 @@ class RemoteWeights:
             self._endpoint.start(release())
 
     async def _arrival(self, origin: _Origin, pull: Pull) -> None:
-        """Waits for a pull. Raises UnavailableError soon after its source has died."""
+        """Waits until a pull is complete. Checks every `CHECK_SECONDS` that the source is alive,
+        and raises UnavailableError if it is not."""
         loop = asyncio.get_running_loop()
         due = loop.time() + CHECK_SECONDS
         while not pull.is_ready():
@@ -349,7 +382,8 @@ class RemoteWeights:
                 due = loop.time() + CHECK_SECONDS
 
     def _describe(self) -> None:
-        """Joins the cards of all origins."""
+        """Joins the array descriptions of all offering processes. Raises InvalidRequestError if
+        they contradict each other."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._held: dict[str, dict[Source, Box]] = {}
@@ -382,7 +416,8 @@ async def _send_released(origin: _Origin) -> None:
 
 
 def _own_address(name: str, address: str) -> str:
-    """Returns the address of this host from which it reaches the host at `address`."""
+    """Returns the address of this host's network interface that connects to the host at `address`.
+    Raises InvalidRequestError if `address` is not a reachable host:port."""
     try:
         host, port = parse_host_port(address, "offer")
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -1,6 +1,7 @@
-"""Runs a worker in one role, from building its executor to deregistration. A worker process may run
-in several roles, one after the other. `WorkerProcessState` holds what later runs reuse, such as
-weights and compiled programs.
+"""Runs a worker in one role, from building its executor to deregistration.
+
+A worker process may have several runs, one after the other, in different roles.
+`WorkerProcessState` contains what later runs reuse, such as weights and compiled programs.
 
 Invariants: the worker registers only after its programs are compiled and its port answers, and
 deregisters before its port closes. A run that fails frees all its resources, so that another run
@@ -99,10 +100,13 @@ class WorkerSpec:
     """Identity of a worker. `WorkerConfig` has its configuration.
 
     Attributes:
+        routers: Addresses of the routers.
+        fingerprint: Hash that identifies the model, its data types and its quantization.
         record_to: Folder for recordings of the worker's commands. If empty, nothing is recorded.
         place, geometry, hardware: Location, model geometry and hardware that the worker publishes
             (`WorkerCard`, `ModelCard`).
         sharers: Number of workers on this host that share its memory, including this one.
+        grammars: Grammar compiler, or None if the checkpoint has no tokenizer.
         weights: Reader of new weights of the model, or None to refuse updates.
     """
 
@@ -147,7 +151,8 @@ class WorkerProcessState:
     """State of a worker process that all its runs share.
 
     Attributes:
-        spec, config: Identity and configuration in the current role; `config.service.port` is set.
+        spec, config: Identity and configuration in the current role. `config.service.port` is not
+            0.
         forced: Event that is set when a second signal requests an immediate end.
         loaded: The model in its current layout, or None before loading.
         programs: Compiled programs of earlier runs, by role.
@@ -193,8 +198,9 @@ class WorkerRuntime:
         self._kv_channels: Callable[[], tuple[str, ...]] = tuple
 
     async def live(self, load: LoadModel) -> int:
-        """Runs the worker from build to deregistration. Returns the exit status, which is 0 after a
-        requested end. Raises an error if the worker cannot start."""
+        """Runs the worker from building its executor to deregistration. `load` loads the weights
+        onto a mesh. Returns the exit status, which is 0 after a signal or a requested role change.
+        Raises an error if the worker cannot start."""
         state, end = self._state, self._link.end
         channel = NegotiatedChannel(
             state.clock,
@@ -236,14 +242,15 @@ class WorkerRuntime:
     def _offer(
         self, parameters: Mapping[str, jax.Array], seconds: float, content: str
     ) -> OfferedWeights:
-        """Offers this process's weights to other workers, on a port of its own."""
+        """Offers this process's weights to other workers, on a separate port. `parameters` are the
+        weights by name, `seconds` is the offer's lease, and `content` is a hash of the weights."""
         service = replace(self._service, port=0, http_port=None)
         return serve_offer(OfferedWeights("", parameters, seconds, content), service)
 
     @property
     def _host_bytes(self) -> int:
-        """Returns the number of bytes of host memory for KV. Returns 0 for prefill workers without
-        a prefix cache."""
+        """Number of bytes of host memory for KV. 0 for prefill workers without a prefix cache,
+        which would not use it."""
         prefix = self._config.prefix
         unused = self._state.spec.role is WorkerRole.PREFILL and not prefix.reuse
         return 0 if unused else prefix.host_bytes
@@ -289,7 +296,8 @@ class WorkerRuntime:
             self._state.config.limits.timeouts.instance,
             EXIT_BROKEN,
         )
-        # Ignore the first signal: the leader drains and then stops its followers.
+        # A follower ignores the first signal, because the leader drains and then stops its
+        # followers.
         await self._unless(self._state.forced.wait(), following)
         return 0
 
@@ -310,8 +318,8 @@ class WorkerRuntime:
         instance = self._build(load, channel, end)
         try:
             warmed = WarmedBefore(state.config, state.spec.role, state.spec.fingerprint)
-            # After a role change a worker warms up completely first: others serve meanwhile, and
-            # loading later would delay streams.
+            # After a role change, a worker loads all programs before it serves. Other workers serve
+            # in the meantime, and loading programs later would delay streams.
             beside = alone and state.config.warm_up and not state.roles.changing
             before = beside and warmed.found()
             if beside:
@@ -331,12 +339,13 @@ class WorkerRuntime:
             later = LaterPrograms(state.spec.name, instance, mark, state.clock.now)
             status = await self._serve_with(instance, executor, later if beside else None)
         except Exception:
-            # An instance of several processes exits instead: a process that hangs in a collective
-            # must not wait for its threads.
+            # In an instance of several processes, the process exits instead. It must not wait for
+            # its threads, because one of them may hang in a collective.
             if alone:
                 await asyncio.to_thread(instance.executor.close)
             raise
-        # With EXIT_CONFIG followers must not exit with 0: the supervisor reads all statuses.
+        # With EXIT_CONFIG, followers must not exit with 0, because the supervisor reads the exit
+        # statuses of all processes.
         if leading and status != EXIT_CONFIG:
             await leading.stop()
         if status == 0:
@@ -347,9 +356,11 @@ class WorkerRuntime:
     async def _serve_with(
         self, instance: Replica, executor: Executor, later: LaterPrograms | None
     ) -> int:
-        """Serves with the executor that was built.
+        """Builds the worker with its executor, serves and registers it. Returns the exit status.
 
         Args:
+            instance: Replica with the loaded model and this process's executor.
+            executor: Executor for the worker's commands, over all processes of the instance.
             later: Programs to load while the worker serves, or None.
         """
         state, spec, prefix = self._state, self._state.spec, self._config.prefix
@@ -462,9 +473,8 @@ class WorkerRuntime:
     async def _unless(
         self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]
     ) -> bool:
-        """Runs `work` until either `work` or `end` has completed, and cancels the other. Returns
-        whether `work` completed. Used before the worker is registered, so that no requests need to
-        be drained."""
+        """Runs `work`, and cancels it if `end` completes first. Returns whether `work` completed.
+        Used before the worker is registered, when there are no requests to drain."""
         working, ending = asyncio.create_task(work), asyncio.create_task(end)
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
         done = working.done()
@@ -515,9 +525,11 @@ class WorkerRuntime:
         )
 
     async def _serve(self, worker: Worker, unwanted: "asyncio.Future[None]") -> int:
-        """Serves until a signal, a requested role change or a failure. After a signal or a
-        requested role change, waits for running requests. If the mesh fails, or if all routers
-        refuse the worker, ends at once. Returns the exit status."""
+        """Serves until a signal, a requested role change or a failure. Returns the exit status.
+
+        After a signal or a requested role change, waits for running requests. If the mesh fails, or
+        if all routers refuse the worker, returns at once. `unwanted` receives an exception if all
+        routers refuse the worker."""
         breaking = asyncio.create_task(self._broken(worker, unwanted))
         ending, changing = (
             asyncio.create_task(self._state.signals.first()),
@@ -568,8 +580,8 @@ def worker_services(
     vocabulary: int = ANY_ID,
     observer: Observer | None = None,
 ) -> tuple[Service, ...]:
-    """Returns the gRPC services that a worker in this role provides to routers and to other
-    workers."""
+    """Returns the gRPC services that a worker provides to routers and to other workers. They accept
+    the bearer tokens `tokens`, and refuse calls with token ids of `vocabulary` or more."""
     peer = peer_service(wrap.served(PeerPort, worker.name, worker, observer), tokens)
     also = peer, weights_service(worker.weights, tokens)
     if isinstance(worker, PrefillWorker):

@@ -1,11 +1,10 @@
-"""Runs a worker process. The process runs a worker (worker.py) in one role, and again in another
-role after each role change.
+"""Runs a worker process, through all role changes of its worker (worker.py).
 
 One event loop runs gRPC, the worker's scheduling loop and the heartbeats. JAX runs on the
-executor's threads. A role change ends one run and begins another in the same process. The new run
-reshards the loaded weights, and reuses programs that were compiled in an earlier run in the same
-role. Everything else is rebuilt. If the new run cannot start, the worker returns to its old role.
-If that fails too, the process ends and its supervisor restarts it."""
+executor's threads. A role change ends one run of the worker and begins another in the same process.
+The new run reshards the loaded weights. If an earlier run had this role and layout, its compiled
+programs are reused. Everything else is rebuilt. If the new run cannot start, the worker returns to
+its old role. If this fails too, the process ends and its supervisor restarts it."""
 
 import asyncio
 import gc
@@ -36,8 +35,14 @@ from jdisagg.worker.weights_updates import ServedWeights
 
 
 def join(place: ProcessPlace, timeouts: InstanceTimeouts, host: str = "127.0.0.1") -> ProcessGroup:
-    """Joins this process to its multi-process instance (jax.distributed). Must be called before the
-    first use of a device. `host` is the address at which other processes reach this one."""
+    """Connects this process with the other processes of its instance, through jax.distributed. Must
+    be called before the first use of a device.
+
+    Args:
+        place: Index of the process, and number of processes. An instance of one process is not
+            connected.
+        host: Address at which other processes reach this one.
+    """
     if place.count == 1:
         return ProcessGroup(0, 1)
     gpus = len(gpus_of_host(os.environ))
@@ -67,13 +72,17 @@ class WorkerProcess:
         devices: Sequence[Device],
         relayout: Relayout | None = None,
     ) -> int:
-        """Runs the worker until it ends, through all role changes. Returns the exit status. Raises
-        an error if the worker cannot run with its configuration.
+        """Runs the worker until it ends, through all role changes. Returns the exit status.
 
         Args:
+            group: Processes of the instance, connected through JAX.
+            load: Function that loads the weights onto a mesh.
             devices: Devices of all processes of the instance.
             relayout: Function that reshards loaded weights to another layout. None disables role
                 changes.
+
+        Raises:
+            JdisaggError: The worker cannot start with its configuration.
         """
         spec, service, clock, forced = (
             self._spec,
@@ -116,7 +125,7 @@ async def _change(
     state: WorkerProcessState, load: LoadModel, relayout: Relayout, wanted: Role
 ) -> int:
     """Runs the worker in the role `wanted`. If this run cannot start, loads the weights again and
-    runs the worker in its old role."""
+    runs the worker in its old role. Returns the exit status of the last run."""
     before, reason = state.roles.now, ""
     gc.collect()  # Cyclic references to the old mesh's arrays would keep their memory allocated.
 
@@ -139,7 +148,7 @@ async def _change(
         flush=True,
     )
     state.loaded = None
-    # `load` reads the initial weights; the router then sends the weights of the last update.
+    # `load` reads the initial weights. The router then has the worker load the latest weights.
     state.weights = ServedWeights(start_folder=state.weights.start_folder)
     gc.collect()
     state.roles.failed(reason)

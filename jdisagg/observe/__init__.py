@@ -1,5 +1,5 @@
 """Observability: metrics, timelines, structured logs and the readiness canary.
 
-Observed packages do not import this one. The code that assembles a process wraps ports, meshes and
-the request path (`wrap.py`). A process without an observer wraps nothing. Imports neither JAX nor
-gRPC."""
+Packages that are observed do not import this one. Instead, the code that assembles a process wraps
+ports (interfaces of workers), meshes and the request path (`wrap.py`). In a process without an
+observer, nothing is wrapped. This package imports neither JAX nor gRPC."""

@@ -1,14 +1,14 @@
 """Determines whether a cluster is ready. A cluster is ready if KV was recently transferred from a
 prefill to a decode worker.
 
-A canary is a tiny request that tests the KV transfer of one pair of workers. `Canary` stores the
-time of each pair's last KV transfer, and decides whether it is recent enough. `Canary` is pure;
-times are arguments. Hand-offs of clients' requests count as well (`succeeded` is called for each),
-so a busy pair needs no canary. `CanaryRunner` sends a canary over each pair without a recent
-transfer, using a probe (`canary_probe.py`).
+A canary is a small test request over one pair of workers. `Canary` stores the time of each pair's
+last KV transfer, and decides whether it is recent enough. It has no clock: the caller passes the
+current time. Hand-offs of client requests count too (`succeeded` is called for each), so that a
+busy pair needs no canary. `CanaryRunner` sends a canary over each pair without a recent transfer,
+through a probe (`canary_probe.py`).
 
-Pairs with a worker that left are removed, because their transfers do not show whether the current
-workers can transfer KV."""
+A pair is removed when one of its workers leaves, because its transfers do not show whether the
+current workers can transfer KV."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -21,7 +21,8 @@ STATUS_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pair:
-    """A prefill and a decode worker. `prefill` is empty for a mixed worker."""
+    """Names of a prefill and a decode worker. For a mixed worker, which needs no transfer,
+    `prefill` is empty and `decode` is its name."""
 
     prefill: str
     decode: str
@@ -60,7 +61,8 @@ class Canary:
         self._pairs = {pair: self._pairs.get(pair, _Known()) for pair in sorted(pairs)}
 
     def succeeded(self, pair: Pair, now: float) -> None:
-        """Records that KV of a canary or a client was transferred over the pair and decoded."""
+        """Records that the KV of a canary or of a client request was transferred over the pair and
+        used to decode."""
         known = self._pairs.get(pair)
         if known is not None:
             known.succeeded_at, known.failure = now, ""
@@ -76,8 +78,8 @@ class Canary:
             known.tried_at = now
 
     def due(self, now: float, every_seconds: float) -> tuple[Pair, ...]:
-        """Returns the pairs to which a canary should be sent: those that had neither a canary nor a
-        KV transfer for `every_seconds`."""
+        """Returns the pairs over which a canary should be sent. These are the pairs that had
+        neither a canary nor a KV transfer in the last `every_seconds`."""
         latest = {pair: _latest(known) for pair, known in self._pairs.items()}
         return tuple(
             pair
@@ -120,18 +122,17 @@ def _latest(known: _Known) -> float | None:
 
 
 class CanaryRunner:
-    """Sends a canary (a tiny test request) over each pair of workers without a recent KV transfer,
+    """Sends a canary (a small test request) over each pair of workers without a recent KV transfer,
     and reports changes of readiness.
 
     Args:
         probe: Function that sends a canary over a pair. Raises an error if the KV transfer fails.
         pairs: Function that returns the current pairs of workers.
         clock: Clock with which the intervals are measured.
-        canary: Readiness that the runner updates.
+        canary: Records of the pairs, which the runner updates.
         every_seconds: Seconds without a KV transfer after which a canary is sent over a pair.
         timeout_seconds: Time limit of a canary, in seconds.
-        changed: Function that is called with the readiness after the first check and at each
-            change.
+        changed: Callback with the readiness, after the first check and at each change.
     """
 
     def __init__(
@@ -173,16 +174,16 @@ class CanaryRunner:
         while True:
             await self._look()
             self._say()
-            # Often enough that due pairs are tried soon and lost readiness is noticed soon.
+            # The interval is short, so that due canaries and a loss of readiness are not late.
             await self._clock.sleep(self._every_seconds / 4)
 
     async def _look(self) -> None:
         """Sends the canaries that are due, at most one per pair at a time. A canary that hangs
-        delays only the next canary of the same pair."""
+        delays only the next canary of its pair."""
         try:
             async with asyncio.timeout(STATUS_SECONDS):
                 self._canary.know(await self._pairs())
-        except Exception:  # retried in the next round; readiness expires without a success
+        except Exception:  # retried in the next round, and readiness expires if none succeeds
             return
         now = self._clock.now()
         for pair in self._canary.due(now, self._every_seconds):

@@ -1,8 +1,8 @@
-"""Sends a canary: a tiny request that tests the KV transfer of one pair of workers. A canary
-belongs to a separate tenant. Its pages are reserved, and it is prefilled, transferred and decoded
-like any other request.
+"""Sends a canary: a small request that tests the KV transfer of one pair of workers.
 
-The probe calls the ports of the pair directly, because the request path would choose the workers
+A canary belongs to a separate tenant. In all other respects it is processed like a client request:
+pages are reserved, the prompt is prefilled, the KV is transferred, and tokens are decoded. The
+probe calls the ports of the two workers directly, because the request path would choose the workers
 itself. The workers' resources are freed afterwards, even after a failure."""
 
 import asyncio
@@ -32,7 +32,8 @@ NEW_TOKENS = 2  # the second one is decoded from transferred KV
 
 
 def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
-    """Returns all pairs of workers that accept requests. A mixed worker alone is a pair."""
+    """Returns all pairs of a prefill and a decode worker that accept requests. Each mixed worker is
+    a pair of its own."""
     serving = [status for status in statuses if status.serving]
     prefills = [status.name for status in serving if status.role is WorkerRole.PREFILL]
     pairs = [
@@ -47,14 +48,15 @@ def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
 
 
 class PortProbe:
-    """Sends canaries through the ports of workers.
+    """Sends canaries through the ports (interfaces) of workers.
 
     Args:
         prefill: Prefill ports by worker name.
         decode: Decode ports by worker name.
-        new_id: Returns a unique id for each canary and each hand-off.
+        new_id: Function that returns a unique id, for each canary and each hand-off.
         deadline_seconds: Time limit of a canary, in seconds.
-        address: Returns the address of a prefill worker's `PeerPort`, as in `HandoffSource`.
+        address: Function that returns the address of a prefill worker's `PeerPort`, as in
+            `HandoffSource`.
     """
 
     def __init__(
@@ -72,8 +74,13 @@ class PortProbe:
         self._address = address
 
     async def __call__(self, pair: Pair) -> None:
-        """Sends a canary and returns when NEW_TOKENS tokens were received. Raises the errors of the
-        workers, and UnavailableError for a worker that left."""
+        """Sends a canary over a pair and waits for its `NEW_TOKENS` tokens.
+
+        Raises:
+            UnavailableError: One of the workers has left.
+            HandoffError: The KV transfer failed, or the stream ended too early.
+            JdisaggError: Another error of one of the workers.
+        """
         decode = self._decode.get(pair.decode)
         prefill = self._prefill.get(pair.prefill) if pair.prefill else None
         if decode is None or (pair.prefill and prefill is None):
@@ -125,7 +132,7 @@ class PortProbe:
         ended = False
         try:
             async for span in spans:
-                # The worker would wait for another source, but only this pair is being tested.
+                # The worker would wait for another prefill worker, but only this pair is tested.
                 if span.lost is not None:
                     raise HandoffError(span.lost.reason)
                 ended = ended or span.end in (SpanEnd.LENGTH, SpanEnd.STOP)

@@ -4,8 +4,8 @@
     with DecisionLog("decisions.jsonl") as log:
         RequestPath(..., settings=PlacerSettings(events=log))
 
-Recording never stops the router: if a write fails, the error is logged once and recording ends. A
-line takes some kilobytes and half a millisecond, so the log is not for permanent use."""
+If a write fails, the error is logged once and recording ends. The router continues. A line takes
+some kilobytes and half a millisecond. The log is therefore not for permanent use."""
 
 import json
 import logging
@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 
 class DecisionLog(NoRouterEvents):
-    """Appends each placement decision to a file. Raises ConfigError if it cannot be opened."""
+    """Appends each placement decision to a file. Raises ConfigError if the file cannot be
+    opened."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -71,8 +72,8 @@ class DecisionLog(NoRouterEvents):
 
 
 def read_records(path: str) -> Iterator[dict[str, Any]]:
-    """Yields the records of a decision log. Raises ConfigError if the file cannot be read or a line
-    is not a JSON object. An incomplete last line, whose writing was interrupted, is skipped."""
+    """Yields the records of a decision log. An incomplete last line, whose writing was interrupted,
+    is skipped. Raises ConfigError if the file cannot be read or a line is not a JSON object."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, ValueError) as error:

@@ -3,10 +3,11 @@
     start_logging("json", process="decode-0")
     log.warning("pull failed", extra={"request_id": request_id, "offer": offer_id})
 
-Fields of `extra` become fields of the line. A record is always exactly one line of valid JSON: line
-breaks are escaped, values without a JSON form become text, and a record is written even if a value
-cannot be converted. Lines that are written directly to stderr (by native code of gRPC, XLA and
-Gloo, or by a crashing interpreter) are converted to JSON, too (`foreign_lines.py`)."""
+Fields of `extra` become fields of the line. In JSON format, a record is exactly one line of valid
+JSON. Line breaks are escaped, and values that JSON cannot represent become text. A record is
+written even if a value cannot be converted. Lines that are written directly to stderr (by native
+code of gRPC, XLA and Gloo, or by a crashing interpreter) are converted to JSON too
+(`foreign_lines.py`)."""
 
 import logging
 import os
@@ -117,16 +118,16 @@ def configure_logging(
 
 
 def start_logging(log_format: str, process: str) -> None:
-    """Configures logging for an entry point (`configure_logging`). With "json", everything else
-    that the process writes to stderr and stdout is converted to JSON, too."""
+    """Configures logging for an entry point (see `configure_logging`). With the format "json",
+    lines that the process writes directly to stderr and stdout are also converted to JSON."""
     handler = configure_logging(log_format, process)
     if log_format == "json" and isinstance(handler, logging.StreamHandler):
         _wrap_foreign_lines(handler, process)
 
 
 def _wrap_foreign_lines(handler: logging.StreamHandler, process: str) -> None:
-    """Converts each line that this process writes to stderr or stdout to a JSON object. Lines of
-    `handler` are JSON already and stay unchanged. Other lines become messages of the loggers
+    """Makes each line that this process writes to stderr or stdout a JSON object. Lines of
+    `handler` are JSON already and do not change. Other lines become messages of the loggers
     "stderr" and "stdout"."""
     own = _through_reader(2, process, "stderr")
     sys.stdout.flush()
@@ -135,9 +136,11 @@ def _wrap_foreign_lines(handler: logging.StreamHandler, process: str) -> None:
 
 
 def _through_reader(descriptor: int, process: str, name: str) -> int:
-    """Passes what this process writes to a file descriptor through a child process, so that the
-    last lines of a crashing process are not lost. The child ends with the last process that writes
-    to its input. Returns a descriptor of the original output."""
+    """Redirects the output that this process writes to a file descriptor through a child process.
+
+    The child process converts the lines to JSON, and also receives the last lines of a crashing
+    process. It ends when no process has its input open any more. Returns a descriptor of the
+    original output."""
     own = os.dup(descriptor)
     program = str(Path(__file__).with_name("foreign_lines.py"))
     reader = subprocess.Popen(

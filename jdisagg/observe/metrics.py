@@ -1,15 +1,18 @@
-"""Prometheus metrics of one process. Some are recorded when events happen. Others are read at each
-scrape from the objects that have the values, called their owners.
+"""Prometheus metrics of one process.
 
-Each process has one `Metrics` with its own registry, so that several clusters fit into one test
-process. Histograms and event counters form groups (requests, transfers, mesh, tiers, predictions).
-A group is created at its first use, so that a worker exports no empty histograms of requests. A
-process that answers requests creates the group of requests at its start. The wrappers of this
-package update the groups once per span of tokens or per command, never per token. Counters, worker
-statuses and numbers of compilations are read at the scrape (`sources.py`). They are read on the
-event loop of their owners, although `prometheus_client` serves from its own threads. Names are
-`jdisagg_<what>_<unit>`. Labels come from small fixed sets (worker, codec, cause), never from
-requests. All metrics of jdisagg have the model's name as a label."""
+Some metrics are recorded when events happen. Others are read at each scrape from the objects that
+have the values, called their owners. Each process has one `Metrics` with its own registry, so that
+several clusters can run in one test process.
+
+Histograms and event counters form groups (requests, transfers, mesh, tiers, predictions). A group
+is created at its first use, so that a worker exports no empty histograms of requests. A process
+that answers requests creates the group of requests at its start. The wrappers of this package
+update the groups once per batch of tokens or per command, and not per token.
+
+Counters, worker statuses and numbers of compilations are read at the scrape (`sources.py`). They
+are read on the event loop of their owners, although `prometheus_client` serves from its own
+threads. Names are `jdisagg_<what>_<unit>`. Label values come from small fixed sets (worker, codec,
+cause), and never from requests. All metrics of jdisagg have the model's name as a label."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -47,10 +50,11 @@ prometheus_client.disable_created_metrics()
 
 OTHER_METRICS_PORT = "choose another with --metrics_port"
 STATUS_SECONDS = 2.0
-# How long a scrape may wait for the event loop, beyond the time limit of the workers.
+# Time that a scrape may wait for the event loop, in addition to the time limit of the workers.
 LOOP_SECONDS = 5.0
 
-# 1 ms to 20 min, and up to 75 s about 1.5 times apart, so that a percentile is off by at most 25 %.
+# From 1 ms to 20 min. Up to 75 s each bucket is about 1.5 times the previous one, so that the error
+# of a percentile is at most 25 %.
 SECONDS_BUCKETS = (
     *(round(m * 10.0**p, 4) for p in range(-3, 2) for m in (1.0, 1.5, 2.0, 3.0, 5.0, 7.5)),
     *(120.0, 300.0, 600.0, 1200.0),
@@ -134,7 +138,7 @@ class RequestMetrics(MetricGroup):
         self.call_failures = self._counter(
             "call_failures", "Failed calls of workers.", "worker", "call", "error"
         )
-        # Series that exist from the start.
+        # These series exist from the start, with the value 0.
         for result in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED):
             self.finished.labels(result.value)
             self.seconds.labels(result.value)
@@ -144,8 +148,8 @@ class RequestMetrics(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Totals since the start of the process. `kv_bytes` counts the KV that meshes of this process
-    receive; None if no mesh of this process receives KV."""
+    """Totals since the start of the process. `kv_bytes` is the number of bytes of KV that meshes of
+    this process have received. It is None if no mesh of this process receives KV."""
 
     prompt_tokens: float
     generated_tokens: float
@@ -215,7 +219,12 @@ class PredictionMetrics(MetricGroup):
 
 class Metrics(NoRouterEvents):
     """All metrics of one process. `scrape` returns the metrics in Prometheus' text format, and
-    `serve` opens a port that serves this text. `model` may be set after construction."""
+    `serve` opens a port that serves this text.
+
+    Args:
+        process: Name of the process.
+        model: Name of the served model. The attribute `model` may be set later.
+    """
 
     def __init__(self, process: str, model: str = "") -> None:
         self.model = model
@@ -245,13 +254,14 @@ class Metrics(NoRouterEvents):
         return PredictionMetrics(self._registry)
 
     def measured(self, what: str, predicted: float, actual: float) -> None:
-        """Records the predicted and measured "ttft" or "tpot" of a request, in seconds."""
+        """Records the error of the router's prediction for one request. `what` is "ttft" or "tpot".
+        `predicted` and `actual` are in seconds."""
         self.predictions.error.labels(what).observe(abs(actual - predicted))
         if predicted > 0:
             self.predictions.ratio.labels(what).observe(actual / predicted)
 
     def watch_counters(self, owner: str, counters: Counters) -> None:
-        """Exports all counters of `owner` as metrics with the counters' names."""
+        """Exports all counters of `owner`, each as a metric with the counter's name."""
         self._watched.append(Watched(owner, counters))
 
     def watch_worker(
@@ -284,18 +294,22 @@ class Metrics(NoRouterEvents):
         self._read_at_scrape.append(lambda: advice_families(advice()))
 
     def unwatch(self, name: str) -> None:
-        """Stops exporting a worker that has left. Idempotent."""
+        """Stops exporting the values of the owner `name`. Idempotent."""
         self._watched = [watched for watched in self._watched if watched.owner != name]
 
     async def scrape(self) -> bytes:
-        """Reads the values of all owners, each for at most STATUS_SECONDS, and returns the metrics
-        text. Call this method on the event loop of the owners."""
+        """Reads the values of all owners, and returns all metrics in Prometheus' text format. Each
+        owner has `STATUS_SECONDS` to answer. Call this method on the event loop of the owners."""
         families = await self._read()
         return generate_latest(_Families(lambda: families))
 
     def serve(self, port: int, host: str) -> Callable[[], None]:
         """Serves GET /metrics with prometheus_client's server, in its own threads. At a scrape,
         values are read on the event loop on which `serve` was called.
+
+        Args:
+            port: Port to bind.
+            host: Address of the network interface to bind.
 
         Returns:
             A function that closes the port.
@@ -345,7 +359,7 @@ class Metrics(NoRouterEvents):
 
 
 def _samples(counter: Counter) -> list[float]:
-    """Returns the value of a counter for each combination of labels."""
+    """Returns the values of a counter, one for each combination of labels."""
     return [
         sample.value
         for family in counter.collect()
@@ -355,7 +369,7 @@ def _samples(counter: Counter) -> list[float]:
 
 
 class _Families(CollectorRegistry):
-    """A Prometheus registry that reads its metrics at each scrape."""
+    """A Prometheus registry whose metrics the function `read` returns at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         super().__init__()

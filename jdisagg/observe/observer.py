@@ -5,7 +5,7 @@
     port = wrap.decode("decode-0", port, observer)
     path = wrap.path(path, observer)
 
-Each wrapper implements the Protocol of the wrapped object. Without an observer (None) the functions
+Each wrapper implements the Protocol of the wrapped object. If the observer is None, the functions
 of `wrap` return their argument unchanged."""
 
 import time
@@ -21,13 +21,13 @@ from jdisagg.observe.trace_events import TraceEventExporter
 from jdisagg.observe.tracing import Tracing, otlp_processor, tracer_provider
 
 _CAUSES_KEPT = 4096
-# The cause if a client resumes a stream that began at another server, which is no failure.
+# The cause of an attempt with which a client resumes a stream of another server. It is no failure.
 RESUMED = "resumed"
 
 
 class Causes:
-    """Stores the cause for which the latest attempt of each request ended, for the tracing span of
-    the next attempt. When the store is full, the oldest entries are dropped."""
+    """Stores why the latest attempt of each request ended, for the metrics and the tracing span of
+    the next attempt. When the store is full, the oldest entry is dropped."""
 
     def __init__(self) -> None:
         self._causes: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -38,7 +38,7 @@ class Causes:
             self._causes.popitem(last=False)
 
     def latest(self, tenant: str, request_id: str) -> str:
-        """Returns the cause of the request's latest attempt, or "" if none is known."""
+        """Returns why the request's latest attempt ended, or "" if this is not stored."""
         return self._causes.get((tenant, request_id), "")
 
 
@@ -49,11 +49,11 @@ class Observer:
         process: Name of this process in metrics, logs and timelines.
         timelines: Whether to store the newest spans, from which a timeline can be written.
         otlp_endpoint: Address of an OTLP collector for spans, or "".
-        now: Clock of all measurements.
+        now: Monotonic clock of all measurements, in seconds.
         wall: Clock that returns seconds since the epoch.
-        recent: Whether to store the spans of the latest traced requests for the web page. With
-            neither timelines nor a collector, a request is traced only if its client requests
-            tracing.
+        recent: Whether to store the spans of the latest traced requests for the web page. If there
+            are neither timelines nor a collector, a request is traced only if its client requests
+            this.
     """
 
     def __init__(

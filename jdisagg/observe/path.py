@@ -1,5 +1,6 @@
-"""Measures the request path from the client's side: TTFT, times between tokens, and the `Timings`
-of each finished request. Starts the root span of each request's trace."""
+"""Measures requests at the beginning of the request path, where clients' requests enter it: TTFT,
+times between tokens, and the `Timings` of each finished request. Also starts the root span of each
+request's trace."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -78,7 +79,7 @@ class ObservedPath:
                 metrics.cached_tokens.labels(tier).inc(tokens)
         metrics.prompt_sizes.observe(usage.prompt_tokens)
         metrics.generated_sizes.observe(usage.completion_tokens)
-        # The beginning of a resumed stream was at another server or call.
+        # Excludes resumed streams, because another call measured their beginning.
         if usage.completion_tokens > request.sampling.n and request.resumption is None:
             metrics.tpot.observe(timings.tpot_seconds)
             metrics.handoff_gap.observe(timings.handoff_gap_seconds)

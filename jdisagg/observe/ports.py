@@ -1,10 +1,10 @@
-"""Middleware that measures calls of ports.
+"""Middleware that measures calls of ports, which are the interfaces of workers.
 
-`Observed*` wraps a port on the caller's side: remote ports in a router, peers in a decode worker,
-and the workers themselves in a single process. `Served` wraps a worker's own ports in the worker's
-process. It only registers the request of each reservation id and hand-off id. This is needed
-because commands to the mesh carry only these ids, while calls between processes carry the trace
-context (tracing.py)."""
+The classes `Observed*` wrap a port in the calling process: ports of remote workers in a router,
+peers in a decode worker, and the workers themselves if all are in one process. `Served` wraps the
+ports of a worker in the worker's own process. It registers the request to which each reservation id
+and hand-off id belongs. Commands to the mesh contain only these ids, while calls between processes
+contain the trace context (tracing.py)."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ _RESERVATIONS_KEPT = 1 << 16
 
 
 class ObservedPrefill:
-    """Middleware that measures the `PrefillPort` of worker `worker`."""
+    """Middleware that measures calls of the `PrefillPort` of one worker."""
 
     def __init__(self, worker: str, observer: Observer) -> None:
         self._worker = worker
@@ -83,7 +83,7 @@ class _Held:
 
 
 class ObservedDecode:
-    """Middleware that measures the `DecodePort` of worker `worker`."""
+    """Middleware that measures calls of the `DecodePort` of one worker."""
 
     def __init__(self, worker: str, observer: Observer) -> None:
         self._worker = worker
@@ -96,7 +96,7 @@ class ObservedDecode:
         observer, request, started = self._observer, call.request, self._observer.now()
         tracing, owner = observer.tracing, _owner(request)
         cause = observer.causes.latest(request.tenant, request.request_id) or "unknown"
-        # The first attempt of a resumed stream has a high number but is not a retry.
+        # The first attempt of a resumed stream has a number above 1, but is not a retry.
         if call.attempt > 1 and cause != RESUMED:
             observer.metrics.requests.retries.labels(cause).inc()
             tracing.instant("retry", started, owner, attempt=call.attempt, cause=cause)
@@ -241,8 +241,8 @@ class _Receiving:
 
 
 class ObservedPeer:
-    """Middleware that measures calls to a `PeerPort`, through which workers pull KV from each
-    other. `receiver` is the worker that pulls."""
+    """Middleware that measures calls of a `PeerPort`, through which one worker pulls KV from
+    another. `receiver` is the name of the worker that pulls."""
 
     def __init__(self, receiver: str, observer: Observer) -> None:
         self._receiver = receiver
@@ -274,7 +274,7 @@ class ObservedPeer:
                     )
                 elif isinstance(message, HandoffEnd):
                     receiving.offers, receiving.ended_at = message.offers, now()
-                    # a running sequence migrates, and its sender computes no prefill
+                    # True for the migration of a running sequence, for which there is no prefill.
                     receiving.moved = bool(message.moved)
                     tracing.instant(
                         "all offered",
@@ -314,8 +314,9 @@ class ObservedPeer:
         await proceed(handoff_id, reason)
 
     def _settle(self, handoff_id: int, receiving: _Receiving) -> None:
-        """Records the exposed transfer time of a hand-off (the transfer time after the end of the
-        prefill), once the prefill has ended and the receiver has acknowledged all offers."""
+        """Records the exposed transfer time of a hand-off, which is the transfer time after the end
+        of the prefill. Does nothing until the prefill has ended and the receiver has acknowledged
+        all offers."""
         if receiving.offers is None or len(receiving.acknowledged) < receiving.offers:
             return
         now, owner, ended_at = self._observer.now(), handoff_key(handoff_id), receiving.ended_at
@@ -329,9 +330,11 @@ class ObservedPeer:
 
 
 class Served:
-    """Middleware of all ports of worker `worker`, in the worker's process. Calls of `prefill` and
-    `reserve` carry the caller's trace context, which is registered under the id of the hand-off or
-    reservation. Later calls carry only the id."""
+    """Middleware for all ports of a worker, in the worker's own process. It connects spans of the
+    worker with the caller's trace.
+
+    Calls of `prefill` and `reserve` contain the caller's trace context. The middleware registers it
+    under the id of the hand-off or the reservation. Later calls contain only the id."""
 
     def __init__(self, worker: str, observer: Observer) -> None:
         self._worker = worker
@@ -395,8 +398,8 @@ def _owner(request: Request) -> Key:
 
 
 def _cause_in(span: Span) -> str:
-    """Returns the reason why another attempt must follow this span of tokens, or "" if none
-    follows."""
+    """Returns the reason why another attempt follows after this message of a decode worker, or ""
+    if none follows."""
     if span.end is SpanEnd.PREEMPTED:
         return "preempted"
     if span.lost is not None:
@@ -408,8 +411,8 @@ def _cause_in(span: Span) -> str:
 def _failures(
     observer: Observer, worker: str, call: str, request: Request, attempt: int
 ) -> Iterator[None]:
-    """Context manager that counts the exceptions of a call, and stores each as the cause of the
-    request's next attempt."""
+    """Context manager for a call to a worker. It counts an exception of the call, and stores it as
+    the reason for the request's next attempt."""
     try:
         yield
     except Exception as error:

@@ -3,10 +3,10 @@
     async with observing("decode-0", config) as observer:
         executor = wrap.mesh("decode-0", executor, observer)
 
-Opens the metrics port if configured, writes the timeline at the end and on SIGUSR1, and exports
-spans if requested. Everything stops when the context ends, even after an error. If the timeline
-folder cannot be created, the context raises at its start. A thread writes the timelines. A failure
-to write one is only logged, so that observability never stops the process."""
+If configured, the context opens the metrics port, exports spans, and writes a timeline at the end
+and on SIGUSR1. Everything stops when the context ends, even after an error. An error in the
+configuration is raised at the start of the context. A later failure to write a timeline is only
+logged, so that observability never stops the process. Timelines are written in a thread."""
 
 import asyncio
 import contextlib
@@ -62,7 +62,8 @@ class ObserveConfig:
             raise ConfigError("metrics_host is empty; name an interface, or 0.0.0.0 for all")
 
     def check_ports(self, count: int = 1) -> None:
-        """Raises ConfigError unless `count` ports, from the metrics port on, are free."""
+        """Raises ConfigError if the metrics port, or one of the `count` - 1 ports after it, is in
+        use. Does nothing if the metrics port is 0."""
         for port in range(self.metrics_port, self.metrics_port + count if self.metrics_port else 0):
             listening_socket(self.metrics_host, port, OTHER_METRICS_PORT).close()
 
@@ -73,11 +74,15 @@ class ObserveConfig:
 
 @contextlib.asynccontextmanager
 async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observer | None]:
-    """Context manager. Yields the process's observer, or None if `config` requests no
+    """Context manager that creates the process's observer. Yields None if `config` requests no
     observability.
 
+    Args:
+        process: Name of the process.
+        config: Settings of observability.
+
     Raises:
-        ConfigError: The port is taken, the timeline folder cannot be created, or the span exporter
+        ConfigError: The port is in use, the timeline folder cannot be created, or the span exporter
             is not installed.
     """
     if not config.on:
@@ -103,8 +108,8 @@ async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observ
 
 
 def write_timeline(observer: Observer | None, folder: str) -> None:
-    """Writes the process's timeline in a thread, or logs that timelines are off. Handler of
-    SIGUSR1. Call this function on the event loop."""
+    """Writes the process's timeline in a thread. If timelines are off, logs this. Used as the
+    handler of SIGUSR1. Call this function on the event loop."""
     if observer is None or not folder:
         _log.info("SIGUSR1: no timeline to write; start with --timelines=DIR")
         return
@@ -113,8 +118,8 @@ def write_timeline(observer: Observer | None, folder: str) -> None:
 
 @contextlib.contextmanager
 def _on_usr1(observer: Observer | None, folder: str) -> Iterator[None]:
-    """Context manager that handles SIGUSR1, so that the signal never ends the process. Outside the
-    main thread it does nothing."""
+    """Context manager that writes a timeline on SIGUSR1, so that the signal does not end the
+    process. Does nothing outside the main thread."""
     loop = asyncio.get_running_loop()
     try:
         loop.add_signal_handler(signal.SIGUSR1, write_timeline, observer, folder)

@@ -1,9 +1,9 @@
 """Spans of the latest traced requests, which the web page draws as timelines.
 
-`RecentRequests` is an OpenTelemetry exporter that stores spans by trace id. A client that chose the
-trace id of its request can read the request's spans while the request runs. Spans without a request
-are dropped. When the store is full, the oldest trace is dropped. If a trace has too many spans,
-only its first spans are stored."""
+`RecentRequests` is an OpenTelemetry exporter that stores spans by trace id. A client that has
+chosen the trace id of its request can read the request's spans while the request runs. Spans that
+belong to no request are dropped. When the store is full, the oldest trace is dropped. If a trace
+has too many spans, only its first spans and its root span are stored."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -43,8 +43,12 @@ class RecentRequest:
 
 
 class RecentRequests(SpanExporter):
-    """Stores the spans of the latest traced requests. Use it on the event loop only, where the
-    spans of requests end and are read."""
+    """Stores the spans of the latest traced requests. Use it on one event loop only.
+
+    Args:
+        traces: Largest number of traces.
+        spans: Largest number of spans of a trace.
+    """
 
     def __init__(self, traces: int = KEPT_TRACES, spans: int = KEPT_SPANS) -> None:
         self._most_traces = traces
@@ -59,12 +63,12 @@ class RecentRequests(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def spans(self, trace: str) -> tuple[RecentSpan, ...]:
-        """Returns the finished spans of a trace in order of their start. Unknown traces have
-        none."""
+        """Returns the finished spans of a trace in order of their start, or an empty tuple for an
+        unknown trace."""
         return tuple(sorted(self._traces.get(trace, ()), key=lambda span: span.started))
 
     def requests(self) -> tuple[RecentRequest, ...]:
-        """Returns the requests that have ended, latest first."""
+        """Returns the requests that have ended, the latest one first."""
         return tuple(
             _request(name, span)
             for name, spans in reversed(self._traces.items())
@@ -78,7 +82,7 @@ class RecentRequests(SpanExporter):
             spans = self._traces[name] = []
             if len(self._traces) > self._most_traces:
                 self._traces.popitem(last=False)
-        # The root ends last and has the result, so it is always kept.
+        # The root span is always stored. It ends last and has the result.
         if len(spans) >= self._most_spans and span.name != ROOT:
             return
         instant = args.pop("instant", False)

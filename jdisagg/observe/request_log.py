@@ -1,14 +1,14 @@
-"""The request log of the HTTP and gRPC APIs: optionally a line per request, and a line of totals
-every ten seconds.
+"""The request log of the HTTP and gRPC APIs: a line of totals every ten seconds and, if configured,
+a line for each request.
 
     with log.request(request_id, tenant) as record:
         record.built(request)
         async for event in events:
             record.seen(event)
 
-An exception that leaves the `with` block ends the request with the exception's code, which `errors`
-counts. `refused` counts calls that failed before they became requests: calls without a token,
-malformed calls, and calls during a drain."""
+If an exception leaves the `with` block, the request has failed. The log line has the exception's
+code, and the exception is counted by `errors`. `refused` counts calls that failed before they
+became requests: calls without a token, malformed calls, and calls during a drain."""
 
 import asyncio
 import logging
@@ -55,9 +55,9 @@ class RequestLog:
     """The request log of a process. Use it on one event loop.
 
     Args:
-        each: Whether to log every request.
+        each: Whether to log a line for each request.
         errors: Function that counts an error by its gRPC code and exception type, or None.
-        waiting: Returns the number of requests that wait for workers.
+        waiting: Function that returns the number of requests that wait for workers, or None.
     """
 
     def __init__(
@@ -133,7 +133,8 @@ class RequestLog:
             self._timer = asyncio.get_running_loop().call_later(EVERY_SECONDS, self._line)
 
     def _line(self) -> None:
-        """Logs the totals of each interval, until an interval has no requests."""
+        """Logs the totals of the last interval and schedules the next line. If the interval had no
+        requests, logs nothing and schedules nothing."""
         self._timer, work = None, self._work
         if not (self._running or work.ended or work.failed):
             return

@@ -3,10 +3,10 @@ elastic controller's advice.
 
 Names of metrics are derived from names of counters: `leases_expired` of worker `decode-0` becomes
 `jdisagg_leases_expired_total{owner="decode-0"}`. A new counter therefore needs no change in this
-module; its meaning is in `counter_texts.py`. `_SPLIT` lists counters that are exported together as
-one metric with a label. `_TOLD_ELSEWHERE` lists counters that are not exported, because another
-metric has the same value. If a worker does not answer in time, only `jdisagg_worker_up` is exported
-for it, with value 0. A router's metrics about its workers have names of their own
+module. Its description is in `counter_texts.py`. `_SPLIT` lists counters that are exported together
+as one metric with a label. `_TOLD_ELSEWHERE` lists counters that are not exported, because another
+metric has the same value. If a worker does not answer in time, its status is not exported, and
+`jdisagg_worker_up` is 0. A router's metrics about its workers have separate names
 (`jdisagg_router_worker_*`), so that sums over all processes count no worker twice."""
 
 import asyncio
@@ -43,8 +43,15 @@ _TOLD_ELSEWHERE = ("requests_started", "requests_ended", "kv_bytes_received")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Values read at a scrape from one owner, an object that holds values such as a worker or a
-    router. `up`: whether the owner answered, if it is a worker; None for other owners."""
+    """Values that were read at a scrape from one owner, such as a worker or a router.
+
+    Attributes:
+        owner: Name of the owner.
+        counts: Name, labels and value of each counter.
+        up: Whether a worker answered. None if the owner is not a worker.
+        statuses: Status of the worker, or of the router's workers.
+        compilations: Number of compiled programs, or None.
+    """
 
     owner: str
     counts: tuple[tuple[str, Labels, int], ...]
@@ -55,9 +62,15 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """An owner (such as a worker or a router) whose values are read at each scrape. `status`:
-    Returns the owner's status, if the owner is a worker. `statuses`: Returns the statuses of a
-    router's current workers."""
+    """An owner, such as a worker or a router, whose values are read at each scrape.
+
+    Attributes:
+        owner: Name of the owner.
+        counters: Counters of the owner.
+        status: Function that returns the status of a worker. None for other owners.
+        statuses: Function that returns the statuses of a router's workers. None for other owners.
+        compilations: Function that returns the number of compiled programs, or None.
+    """
 
     owner: str
     counters: Counters | None = None
@@ -88,8 +101,8 @@ class Watched:
 
 
 def reading_families(readings: Sequence[Reading]) -> Iterator[Metric]:
-    """Yields Prometheus metric families. Each family occurs once and contains the samples of all
-    owners, as Prometheus requires."""
+    """Converts the values of all owners to Prometheus metric families. Each family occurs once and
+    contains the samples of all owners, as Prometheus requires."""
     yield from _counters(readings)
     compilations = _family(
         CounterMetricFamily,
@@ -127,7 +140,7 @@ def _counters(readings: Sequence[Reading]) -> Iterator[Metric]:
             samples.setdefault(f"jdisagg_{metric}", []).append((named, value))
             texts[f"jdisagg_{metric}"] = text_of(name)
     for metric, members in samples.items():
-        # All samples of a family need the same label names. A missing label is empty, which
+        # All samples of a family need equal label names. A missing label is set to "", which
         # Prometheus treats as absent.
         labels = sorted({label for named, _ in members for label in named})
         rows = [
@@ -284,8 +297,10 @@ def advice_families(advice: AdviceReport) -> Iterator[Metric]:
 
 
 def pages_by_state(status: WorkerStatus) -> Iterator[tuple[int, str, int]]:
-    """Yields (dp rank, state, number of KV pages). "reserved" pages wait for KV that has not fully
-    arrived, and "used" pages are in use. Reserved, used and "free" pages add up to all pages."""
+    """Yields (dp rank, state, number of KV pages) for each dp rank of a worker and each state.
+
+    Pages in the state "reserved" are allocated for KV that has not fully arrived. The other states
+    are "free" and "used". The three numbers of a rank add up to all its pages."""
     reserved_by_rank = status.reserved_pages or (0,) * len(status.free_pages)
     for rank, (free, total, reserved) in enumerate(
         zip(status.free_pages, status.total_pages, reserved_by_rank, strict=True)

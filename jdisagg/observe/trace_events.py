@@ -1,13 +1,16 @@
 """Timelines: spans in the Trace Event Format for https://ui.perfetto.dev and chrome://tracing.
 
-`TraceEventExporter` is an OpenTelemetry exporter. It keeps a process's newest spans in a ring
+`TraceEventExporter` is an OpenTelemetry exporter. It stores a process's newest spans in a ring
 buffer and writes them to a file that viewers open directly. `merge` joins the files of several
-processes. In the timeline of a process, each request that it served has a row, and each mesh has a
-row with all its commands. The format requires that complete events ("X") of one row nest.
-Overlapping events are therefore spread over several lanes of the row, and each lane is a named
-`tid`. Times are whole microseconds since the epoch, or since the first event in a merged trace.
-Rounding keeps nested events nested. Processes are aligned by wall clock. The alignment is exact
-within a host. Between hosts it is as accurate as their clock synchronization."""
+processes.
+
+In the timeline of a process, each request that it served has a row, and each mesh has a row with
+all its commands. The format requires that complete events ("X") of one `tid` are nested or do not
+overlap. Events of a row that overlap in another way are therefore put into several lanes, each with
+its own `tid` and name. Times are whole microseconds since the epoch, or since the first event in a
+merged trace. Nested events stay nested when times are rounded. Processes are aligned by wall clock.
+The alignment is exact within a host. Between hosts it is as accurate as their clock
+synchronization."""
 
 import os
 from collections import deque
@@ -59,8 +62,13 @@ class _Kept(NamedTuple):
 
 
 class TraceEventExporter(SpanExporter):
-    """Span exporter that keeps the newest `capacity_events` spans of `process`. `write` may be
-    called at any time from any thread."""
+    """Span exporter that stores the newest spans of a process. `write` may be called at any time
+    from any thread.
+
+    Args:
+        process: Name of the process.
+        capacity_events: Largest number of spans to store.
+    """
 
     def __init__(self, process: str, capacity_events: int = CAPACITY_EVENTS) -> None:
         self.process = process
@@ -81,11 +89,11 @@ class TraceEventExporter(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def write(self, directory: str | Path) -> Path:
-        """Writes all stored spans to a file in `directory`, atomically. The file's name contains
-        the process's name.
+        """Writes all stored spans to a file in `directory`, and returns its path. The file's name
+        contains the process's name. The file is replaced atomically.
 
-        Writes event by event, because one long call of an encoder would hold the interpreter lock
-        and block other threads."""
+        Events are encoded one by one, because one long call of an encoder would hold the
+        interpreter lock and block other threads."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         safe = "".join(
@@ -105,7 +113,8 @@ class TraceEventExporter(SpanExporter):
 
 
 def read_timelines(directory: str | Path) -> list[Trace]:
-    """Reads all timelines in a folder. Raises ConfigError if none exists or one is unreadable."""
+    """Reads all timelines in a folder. Raises ConfigError if the folder has none, or if one is
+    unreadable."""
     paths = sorted(Path(directory).glob(f"*{FILE_SUFFIX}"))
     if not paths:
         raise ConfigError(
@@ -126,7 +135,8 @@ def slowest(traces: Sequence[Trace], count: int) -> tuple[str, ...]:
 
 
 def merge(traces: Sequence[Trace], requests: Collection[str] | None = None) -> Trace:
-    """Joins the timelines of all processes, optionally limited to some requests."""
+    """Joins the timelines of several processes. If `requests` is given, the result has only the
+    events of the requests with these ids."""
     merged: list[TraceEvent] = []
     pids: set[int] = set()
     for trace in traces:
@@ -195,8 +205,9 @@ def _events(process: str, pid: int, kept: Sequence[_Kept]) -> Iterator[TraceEven
 
 
 def _lanes(members: Sequence[_Kept]) -> list[int]:
-    """Returns a lane for each event, such that the events of a lane nest. Events must be ordered by
-    start, and the longest first if they start together. Instants use lane 0."""
+    """Returns a lane for each event, so that events of one lane are nested or do not overlap.
+    Events must be ordered by start, and the longest first if they start together. Instants are in
+    lane 0."""
     lanes_open: list[list[int]] = []
     return [
         0 if one.ended is None else _lane(lanes_open, one.started, one.ended) for one in members

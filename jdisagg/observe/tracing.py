@@ -1,19 +1,20 @@
 """OpenTelemetry spans of the work that a process does for requests.
 
-Each request has one trace. The router creates the root span, which is a child of the client's span
-if the client sends W3C trace context (`jdisagg/trace_context.py`). Calls carry the context to
-workers. Within a process, most code has only a key: the id of a hand-off, an offer or a
-reservation. Code that has both the key and its owner (a trace context or another key) registers
-them with `own`. A span whose key has no owner yet is held until its owner is registered. So no
-function needs a context parameter only for tracing.
+Each request has one trace. The router creates the root span. If the client sends W3C trace context
+(`jdisagg/trace_context.py`), the root span is a child of the client's span. Calls to workers
+contain the trace context. Within a process, most code has only a key: the id of a hand-off, an
+offer or a reservation. Code that has both the key and its owner (a trace context or another key)
+registers the two with `own`. A span whose key has no owner yet is stored until the owner is
+registered. In this way, no function needs a context parameter only for tracing.
 
-Spans are created when their work is over, with times of the observer's clock. Its times are
-converted to times since the epoch by one comparison with the wall clock at the start. An instant is
-a span without duration, marked `instant`. Work that a mesh does for many requests together belongs
-to no single trace. Its spans have a `track` instead of an owner, and appear in timelines only.
+Spans are created when their work is complete. Times of the observer's clock are converted to times
+since the epoch, by one comparison with the wall clock at the start. An instant is a span without
+duration, with the attribute `instant`. Work that a mesh does for many requests together belongs to
+no single trace. Its spans have the attribute `track` in place of an owner, and appear in timelines
+only.
 
-Without an OpenTelemetry provider no spans are created, stored or sent. OpenTelemetry's environment
-variables are not read."""
+If there is no OpenTelemetry provider, no spans are created, stored or sent. OpenTelemetry's
+environment variables are not read."""
 
 import time
 from collections import OrderedDict
@@ -60,17 +61,18 @@ def reservation_key(worker: str, reservation_id: int) -> Key:
 
 
 def of_request(context: Context, request_id: str) -> Context:
-    """Returns `context` with a request id, which spans in the context then include."""
+    """Returns a copy of `context` with a request id, which becomes an attribute of spans that are
+    created in this context."""
     return otel.set_value(_REQUEST, request_id, context)
 
 
 class Tracing:
-    """Creates the spans of a process. Without a `provider` tracing is off and every call returns at
-    once. Callers check `on` before they compute values that are needed only for a span.
+    """Creates the spans of a process. Callers check the attribute `on` before they compute values
+    that are needed only for a span.
 
     Args:
-        provider: OpenTelemetry's provider, or None.
-        now: The observer's clock.
+        provider: OpenTelemetry's provider. None turns tracing off.
+        now: The observer's clock, in seconds.
         wall: Clock that returns seconds since the epoch.
         every: Whether to record requests whose client sent no sampling decision. If False, a
             request is recorded only if its client requests tracing.
@@ -110,7 +112,7 @@ class Tracing:
         if request_id:
             parent = of_request(parent, request_id)
         if not self._wanted(parent):
-            # Pass the caller's context on, so that a worker with its own tracing decides itself.
+            # The caller's context is passed on, so that a worker with tracing decides on its own.
             return trace.INVALID_SPAN, parent
         if (request := parent.get(_REQUEST)) is not None:
             attributes["request"] = str(request)
@@ -130,7 +132,15 @@ class Tracing:
         owner: Key | Context | None = None,
         **attributes: Value,
     ) -> None:
-        """Records a span for `owner`. With `track`, the span belongs to no single request."""
+        """Records a span whose work is complete.
+
+        Args:
+            name: Name of the span.
+            started, ended: Times of the observer's clock.
+            owner: Trace context or key to which the span belongs.
+            **attributes: Attributes of the span. A span with the attribute `track` belongs to no
+                single request, and has no owner.
+        """
         if not self.on:
             return
         if isinstance(owner, tuple):
@@ -163,9 +173,8 @@ class Tracing:
         return self._owners.get(key)
 
     def flush(self) -> None:
-        """Passes all spans to the exporters, including held spans, whose owner is not registered
-        yet. Do not call this method on the event loop, because an exporter may wait for the
-        network."""
+        """Passes all spans to the exporters, including those whose owner is not registered. Do not
+        call this method on the event loop, because an exporter may wait for the network."""
         while self._parked:
             for name, started, ended, attributes in self._parked.popitem(last=False)[1]:
                 self._emit(name, started, ended, otel.Context(), attributes)
@@ -207,7 +216,7 @@ class Tracing:
 
 
 class _RequestsAlone(BatchSpanProcessor):
-    """Span processor that drops spans that belong to no request."""
+    """Batch span processor that drops spans that belong to no single request."""
 
     def on_end(self, span: ReadableSpan) -> None:
         if not span.attributes or "track" not in span.attributes:
@@ -215,8 +224,8 @@ class _RequestsAlone(BatchSpanProcessor):
 
 
 def tracer_provider(process: str, processors: Sequence[SpanProcessor]) -> TracerProvider:
-    """Returns an OpenTelemetry provider that follows the caller's sampling decision. Without such a
-    decision it records all spans."""
+    """Returns an OpenTelemetry provider that applies the caller's sampling decision. If a caller
+    has sent none, it records all spans. `process` is the process's name."""
     provider = TracerProvider(
         sampler=ParentBased(ALWAYS_ON),
         resource=Resource(
@@ -235,11 +244,11 @@ def tracer_provider(process: str, processors: Sequence[SpanProcessor]) -> Tracer
 
 
 def otlp_processor(endpoint: str) -> SpanProcessor:
-    """Returns a processor that sends spans to an OTLP collector over gRPC, in a thread of its own.
+    """Returns a processor that sends spans to an OTLP collector over gRPC, in a separate thread.
     Spans that do not fit into its queue are dropped.
 
     Args:
-        endpoint: `http://host:port`, or `https://` for TLS.
+        endpoint: URL of the collector, `http://host:port`, or `https://host:port` for TLS.
 
     Raises:
         ConfigError: The exporter package is not installed, or the endpoint is not such a URL.

@@ -1,5 +1,5 @@
-"""Functions that wrap the parts of a process (ports, meshes, the request path) to measure them.
-Without an observer, every function returns its argument unchanged."""
+"""Functions that wrap the parts of a process (ports, meshes, the request path) to measure them. If
+the observer is None, each function returns its argument unchanged."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,14 +39,15 @@ def decode(worker: str, port: DecodePort, observer: Observer | None) -> DecodePo
 
 
 def peer(receiver: str, port: PeerPort, observer: Observer | None) -> PeerPort:
-    """Wraps a peer port, through which worker `receiver` pulls KV."""
+    """Wraps a peer port, through which the worker `receiver` pulls KV from another worker."""
     return through(PeerPort, port, ObservedPeer(receiver, observer)) if observer else port
 
 
 def calls(
     worker: MeshWorker, caller: MeshWorker | None, observer: Observer | None
 ) -> tuple[object, ...]:
-    """Returns middleware that measures calls to a worker of this process, for `LocalCluster`."""
+    """Returns middleware that measures calls to a worker of this process, for `LocalCluster`.
+    `caller` is the calling worker, or None for the request path."""
     if observer is None:
         return ()
     if caller is not None:
@@ -58,7 +59,7 @@ def calls(
 def ports(
     open_ports: Callable[[WorkerCard], WorkerPorts], observer: Observer | None
 ) -> Callable[[WorkerCard], WorkerPorts]:
-    """Wraps a function that opens a worker's ports, so that all ports it opens are measured."""
+    """Wraps a function that opens the ports of a worker, so that the ports are measured."""
     if observer is None:
         return open_ports
 
@@ -76,15 +77,21 @@ def ports(
 def peers(
     receiver: str, resolve: Callable[[HandoffSource], PeerPort], observer: Observer | None
 ) -> Callable[[HandoffSource], PeerPort]:
-    """Wraps the function `resolve`, which returns the port of a peer of worker `receiver`, so that
-    transfers from each peer are measured."""
+    """Wraps the function `resolve`, which returns the port of another worker, so that the transfers
+    to the worker `receiver` are measured."""
     if observer is None:
         return resolve
     return lambda source: peer(receiver, resolve(source), observer)
 
 
 def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int]) -> RequestLog:
-    """Creates the request log of an API. An observer also exports its numbers as metrics."""
+    """Creates the request log of an API. If there is an observer, the numbers of the log are also
+    exported as metrics.
+
+    Args:
+        each: Whether to log a line for each request.
+        waiting: Function that returns the number of requests that wait for workers.
+    """
     if observer is None:
         return RequestLog(each, waiting=waiting)
     observer.metrics.watch_waiting(waiting)
@@ -93,8 +100,8 @@ def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int
 
 
 def served(protocol: type[P], worker: str, port: P, observer: Observer | None) -> P:
-    """Wraps a worker's own port, which other processes call, so that spans in the worker belong to
-    the caller's trace."""
+    """Wraps a port of a worker in the worker's own process, so that spans in the worker belong to
+    the trace of the calling process."""
     if observer is None or not observer.tracing.on:
         return port
     return through(protocol, port, Served(worker, observer))

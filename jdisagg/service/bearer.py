@@ -15,7 +15,8 @@ from jdisagg.caller import Caller, KeyLimits
 from jdisagg.errors import ConfigError
 
 Tokens = tuple[str, ...] | Callable[[], tuple[str, ...]]
-"""Lines of a token file, or a function that returns the latest ones. Without any, all may call."""
+"""Lines of a token file, or a function that returns the current lines. Without any line, all calls
+are accepted."""
 
 _FIELD = re.compile(r"(?P<before>.*\S)\s+(?P<name>[a-z_]+)=(?P<value>\S.*)")
 _SCHEME = re.compile(r"^bearer +", re.IGNORECASE)
@@ -23,11 +24,14 @@ _FIELDS = ("tenant", "streams", "requests_per_second", "tokens_per_second")
 
 
 def identify(tokens: Tokens, shown: str | bytes) -> Caller | None:
-    """Returns the identity of the caller, or None if the call must be refused.
+    """Returns the identity of a call's client, or None if the call must be refused because its
+    token is missing or unknown.
 
     Args:
-        tokens: Accepted tokens with their callers.
-        shown: Value of the call's `authorization` header, "Bearer TOKEN". Empty without the header.
+        tokens: Lines of the token file. If there are none, every call is accepted, with an
+            anonymous identity.
+        shown: Value of the call's `authorization` header, "Bearer TOKEN". Empty if the call has no
+            such header.
     """
     known = _known(tokens() if callable(tokens) else tokens)
     if not known:

@@ -1,7 +1,9 @@
 """Code that the gRPC guard and the HTTP guard share: draining at shutdown, the time limit of a
-stream, and errors. A guard is the code that every call to a server passes through first.
+stream, and errors.
 
-Depends neither on gRPC nor on HTTP."""
+A guard is the code that every call to a server passes through first. A drain is the phase of a
+shutdown in which new calls are refused and running calls may finish. This module depends neither on
+gRPC nor on HTTP."""
 
 import asyncio
 import contextlib
@@ -18,8 +20,8 @@ class DrainingGuard:
     """Base of the gRPC and the HTTP guard: tracks running calls and implements a drain (`refuse`,
     then `end`).
 
-    A subclass adds the task of each running call to `_running`, or to `_unhurried` if a drain need
-    not wait for the call."""
+    A subclass adds the task of each running call to `_running`. If a drain does not need to wait
+    for the call, the subclass adds the task to `_unhurried` instead."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[object]] = set()
@@ -37,22 +39,27 @@ class DrainingGuard:
         task.add_done_callback(self._running.discard)
 
     async def idle(self, timeout_seconds: float) -> bool:
-        """Waits until no call runs. Returns False if the time limit passed first."""
+        """Waits until no call runs. Returns False if calls still run after the time limit."""
         if self._running:
             await asyncio.wait(set(self._running), timeout=timeout_seconds)
         return not self._running
 
     def cut(self) -> int:
-        """Cancels all running calls, which then fail with UnavailableError. Returns the number of
-        cancelled calls, without calls for which a drain need not wait."""
+        """Cancels all running calls. They then fail with UnavailableError. Returns the number of
+        cancelled calls, not counting those for which a drain does not wait."""
         self._cutting = True
         for task in (*self._running, *self._unhurried):
             task.cancel()
         return len(self._running)
 
     async def end(self, seconds: float, forced: asyncio.Event) -> int:
-        """Waits for running calls to finish, at most `seconds` and only until `forced` is set. Then
-        cancels the remaining calls and returns their number."""
+        """Waits for running calls to finish, then cancels the remaining calls and returns their
+        number.
+
+        Args:
+            seconds: Longest time to wait.
+            forced: Event that ends the wait early.
+        """
         idle = asyncio.ensure_future(self.idle(seconds))
         hurried = asyncio.ensure_future(forced.wait())
         await asyncio.wait((idle, hurried), return_when=asyncio.FIRST_COMPLETED)
@@ -97,6 +104,6 @@ def cut_short() -> ShutDownError:
 
 
 def internal_error(error: Exception, log: str = "the server's log") -> JdisaggError:
-    """Logs an unexpected exception and returns a general error for the client. The error names
+    """Returns a general error for the client in place of an unexpected exception. The message names
     `log` as the log that has the details."""
     return JdisaggError(f"internal error ({type(error).__name__}); see {log} for details")

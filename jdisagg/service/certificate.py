@@ -1,15 +1,15 @@
-"""Checks that a process's certificate is for the host under which other processes call it.
+"""Checks that a process's TLS certificate contains the host at which other processes call it.
 
-A process with another host's certificate can register with a router, because the process is then
-only a client. But TLS refuses all calls to this process. The check is a TLS handshake in memory
-with the configured files, so that names are compared as in a real connection."""
+A worker with another host's certificate could still register with a router, because it is then the
+TLS client. All calls to the worker would fail. The check is a TLS handshake in memory with the
+configured files, so that names are compared as in a real connection."""
 
 import ssl
 
 from jdisagg.config import ServiceConfig
 from jdisagg.errors import ConfigError
 
-MISMATCHES = (62, 64)  # OpenSSL's codes for a host name and for an IP address
+MISMATCHES = (62, 64)  # OpenSSL's error codes for a wrong host name and a wrong IP address
 
 
 def check_certificate(config: ServiceConfig) -> None:

@@ -2,10 +2,10 @@
 
 Channels are made by `connection.open_channel`.
 
-grpc.aio counts its channels and servers, and ends its polling thread when the last of them is
-destroyed. If the garbage collector destroys the last one, the thread that runs the collector waits
-for the polling thread to end. This wait has hung forever on a thread that was compiling a program.
-One reference that is never released keeps the count above zero."""
+grpc.aio counts its channels and servers. When the last of them is destroyed, it ends its polling
+thread. If the garbage collector destroys the last one, the thread that runs the collector waits for
+the polling thread to end. This wait has hung forever on a thread that was compiling a program.
+`keep_grpc_alive` takes a reference that is never released, so that the count never becomes zero."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def keep_grpc_alive() -> None:
 def new_server(
     options: Options, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
 ) -> grpc.aio.Server:
-    """Creates a server. Call it on the event loop that will serve."""
+    """Creates a grpc.aio server. Must be called on the event loop that will run the server."""
     keep_grpc_alive()
     return grpc.aio.server(interceptors=interceptors, options=options)
 
@@ -44,10 +44,15 @@ def bind(
     credentials: grpc.ServerCredentials | None,
     remedy: str,
 ) -> int:
-    """Binds the server and returns its port, which the system chose if `port` is 0.
+    """Binds the server to an address and returns its port.
+
+    Args:
+        port: Port, or 0 to let the system choose one.
+        credentials: TLS credentials, or None for a server without TLS.
+        remedy: Advice to the user, with which the error message ends.
 
     Raises:
-        ConfigError: The address cannot be bound. `remedy` is the end of the message.
+        ConfigError: The address cannot be bound.
     """
     address = host_port(host, port)
     try:

@@ -51,8 +51,8 @@ class Service:
         tokens: Bearer tokens that are accepted, or a function that returns the current ones.
             Without tokens, all calls are accepted.
         lasting: Names of methods that a drain neither refuses nor waits for.
-        internal: Whether only jdisagg processes call the service. Caller and server must then have
-            the same protocol version.
+        internal: Whether only jdisagg processes call the service. If so, the guard refuses callers
+            with an incompatible protocol version.
     """
 
     name: str
@@ -67,9 +67,10 @@ class Guard(DrainingGuard, grpc.aio.ServerInterceptor):
 
     Args:
         services: Services to guard.
-        boot_id: Random number of this process, drawn at its start, or 0 if it has none.
-        refused: Called with the method and the error of every call that fails before it reaches its
-            service.
+        boot_id: Random number of this process, drawn at its start. Calls that contain another boot
+            id are refused. With None, no call is refused for its boot id.
+        refused: Callback for each call that fails before it reaches its service. Its arguments are
+            the method and the error.
     """
 
     def __init__(
@@ -201,6 +202,6 @@ async def _abort(context: grpc.aio.ServicerContext, status: WireStatus) -> objec
     except grpc.aio.AbortError:
         raise
     except Exception as error:
-        # The call is over, or a message to a client that no longer reads is still being written,
-        # so no status can be sent.
+        # No status can be sent: the call is over, or the client no longer reads, so that the
+        # previous message is still being written.
         raise asyncio.CancelledError from error

@@ -1,6 +1,7 @@
-"""Values that are read from files, and read again when a file changes. Certificates and tokens can
-thus be renewed without a restart. If a file becomes unreadable or invalid, the old value stays in
-use and a warning is logged."""
+"""Values that are read from files, and read again when a file changes.
+
+Certificates and tokens can thus be renewed without a restart. If a file becomes unreadable or
+invalid, the old value stays in use and a warning is logged."""
 
 import logging
 import pathlib
@@ -18,8 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class Reread(Generic[Value]):
-    """Holds the value that the function `read` returns for the files. The constructor raises the
-    errors of `read`."""
+    """A value that is computed from files, and computed again when a file has changed.
+
+    Args:
+        paths: Files to check for changes. Empty paths are ignored.
+        read: Function that reads the files and returns the value. The constructor passes on its
+            errors.
+    """
 
     def __init__(self, paths: Sequence[str], read: Callable[[], Value]) -> None:
         self._paths = [pathlib.Path(path).expanduser() for path in paths if path]

@@ -47,8 +47,8 @@ OTHER_PORT = "choose another with --port"
 LISTENING_OPTIONS: list[tuple[str, int]] = [
     # With port reuse, a second server on the port would silently take half of the clients.
     ("grpc.so_reuseport", 0),
-    # Unanswered pings reveal a client that vanished. Our clients ping as well and must not be
-    # rejected for it.
+    # Pings detect a client that no longer answers. Our clients ping too, and must not be rejected
+    # for it.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.ping_timeout_ms", 3_000),
@@ -68,15 +68,16 @@ LISTENING_OPTIONS: list[tuple[str, int]] = [
 
 
 class GrpcServer:
-    """Serves `services`, health and reflection. Create it on the event loop that runs the services,
-    then call `start`, and `drain` at the end.
+    """The gRPC server of one process, with its services, health and reflection.
+
+    Create it on the event loop that runs the services. Then call `start`, and `drain` at the end.
 
     Args:
         services: Services to register.
         config: Address, limits, TLS and drain time.
         boot_id: Random number of this process, drawn at its start. Calls that contain another boot
             id, from before a restart, are refused.
-        refused: Called for each refused call (see `Guard`).
+        refused: Callback for each call that fails before it reaches its service (see `Guard`).
         timeouts: Time limits of the steps of a shutdown.
     """
 
@@ -96,7 +97,8 @@ class GrpcServer:
         self._credentials = server_credentials(config)
         self._drained = False
         self._forced = asyncio.Event()
-        # Requests of routers have the pixels of images, which clients send compressed.
+        # The limit is larger between processes, because routers send the pixels of images, while
+        # clients send compressed images.
         private = all(service.internal for service in self._services)
         most = max(config.max_message_bytes, MAX_MESSAGE_BYTES if private else 0)
         limits = (("grpc.max_receive_message_length", most), ("grpc.max_send_message_length", most))
@@ -110,8 +112,8 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:
-        """Binds the port and serves. Returns the port, which the system has chosen if 0 is
-        configured."""
+        """Binds the port and starts to serve. Returns the port. If 0 is configured, the system
+        chooses it. Raises ConfigError if the address cannot be bound."""
         config = self._config
         bound = bind(self._server, config.host, config.port, self._credentials, OTHER_PORT)
         await self._server.start()
@@ -119,9 +121,9 @@ class GrpcServer:
         return bound
 
     async def set_ready(self, ready: bool) -> None:
-        """Sets the health status of the jdisagg services, which stays NOT_SERVING during a drain.
-        The health status of the whole server ("") is always SERVING, because the process is
-        alive."""
+        """Sets the health status of the jdisagg services. Has no effect during a drain, when the
+        status stays NOT_SERVING. The status of the whole server ("") is SERVING before a drain,
+        even if the services are not ready."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if ready
@@ -137,7 +139,7 @@ class GrpcServer:
             return
         self._drained = True
         self._guard.refuse()
-        # A client that watches health and does not read could block this forever.
+        # A client that watches the health status and does not read could block this call forever.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._health.enter_graceful_shutdown(), self._cleanup_seconds)
         if cut := await self._guard.end(self._config.drain_seconds, self._forced):
@@ -152,8 +154,8 @@ class GrpcServer:
 
 class _Health(health_aio.HealthServicer):
     async def List(self, request: object, context: grpc.aio.ServicerContext) -> None:
-        """Refuses this method. gRPC's health service does not implement it and logs a traceback for
-        every call."""
+        """Refuses every call with UNIMPLEMENTED. gRPC's health service does not implement this
+        method, and would log a traceback for every call."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "use Check or Watch with one service")
 
 
@@ -165,9 +167,9 @@ class GenerationServer(GrpcServer):
         frontend: Frontend that handles the requests.
         config: Address, limits, TLS and drain time.
         others: Further gRPC services.
-        log: Request log shared by gRPC and HTTP.
-        scrape: Function that returns the reply to GET /metrics, or None without metrics.
-        page: Further data sources of the web page.
+        log: Request log, which gRPC and HTTP share.
+        scrape: Function that returns the reply to GET /metrics, or None if metrics are off.
+        page: Data sources of the web page in addition to the frontend.
     """
 
     ready = False  # whether the health service reports SERVING
@@ -204,8 +206,7 @@ class GenerationServer(GrpcServer):
 
     @property
     def listens(self) -> ServiceConfig:
-        """The configuration, with the ports that the system chose in place of 0. Valid after
-        `start`."""
+        """The configuration with the bound ports in place of 0. Valid after `start`."""
         http_port = self.http.port if self.http else None
         return replace(self._config, port=self._port, http_port=http_port)
 
@@ -228,14 +229,19 @@ class GenerationServer(GrpcServer):
 
 
 def read_tokens(path: str) -> tuple[str, ...]:
-    """Returns the tokens of a file with one token per line, or an empty result without a path.
-    Raises ConfigError for a file without a token, because the server would otherwise accept every
-    call."""
+    """Returns the tokens of a token file. Returns an empty tuple if `path` is empty.
+
+    Raises:
+        ConfigError: The file is unreadable, has an invalid line, or has no token. A server without
+            tokens would accept every call.
+    """
     return tuple(token_of(line) for line in read_clients(path))
 
 
 def read_clients(path: str) -> tuple[str, ...]:
-    """Reads a token file whose lines have a token, tenant and limits (`service/bearer.py`)."""
+    """Returns the lines of a token file, each with a token and optionally its tenant and limits
+    (`service/bearer.py`). Returns an empty tuple if `path` is empty. Raises ConfigError as
+    `read_tokens`."""
     if not path:
         return ()
     tokens = tuple(
@@ -254,12 +260,12 @@ def read_clients(path: str) -> tuple[str, ...]:
 
 
 def cluster_credentials(config: ServiceConfig) -> Credentials:
-    """Returns the credentials with which a process that has this configuration connects to other
-    processes of its cluster.
+    """Returns the credentials with which a process connects to other processes of its cluster.
 
-    The processes authenticate with the first token of `cluster_token_file`. They verify
-    certificates against `tls_client_ca`, or, without it, against the one certificate that all of
-    them use. A certificate must contain the host names under which its process is reached."""
+    The processes authenticate with the first token of `cluster_token_file`. They verify each
+    other's certificates against `tls_client_ca`. If this is empty, all processes must use one
+    certificate, which is then its own authority. A certificate must contain the host names at which
+    its process is called."""
     tokens = read_tokens(config.cluster_token_file)
     if not config.tls_certificate:
         return Credentials(token=tokens[0] if tokens else "")
@@ -274,16 +280,18 @@ def cluster_credentials(config: ServiceConfig) -> Credentials:
 
 
 def block_secret(config: ServiceConfig) -> bytes:
-    """Returns the key of the hash that names KV blocks. Processes with the same first token in
-    `cluster_token_file` have the same key."""
+    """Returns the secret key for the hashes that identify KV blocks. Processes with the same first
+    token in `cluster_token_file` have the same key."""
     tokens = read_tokens(config.cluster_token_file)
     token = (tokens[0] if tokens else "").encode()
     return hashlib.blake2b(token, digest_size=32, person=b"jdisagg blocks").digest()
 
 
 def server_credentials(config: ServiceConfig) -> grpc.ServerCredentials | None:
-    """Returns the server's TLS credentials, or None without TLS. New connections use the current
-    contents of the files. Raises ConfigError for invalid files."""
+    """Returns the server's TLS credentials, or None if TLS is not configured.
+
+    If the files change, new connections use their new contents. Raises ConfigError for invalid
+    files."""
     if not config.tls_certificate:
         return None
     latest = Reread(
@@ -314,8 +322,12 @@ def _certificates(config: ServiceConfig) -> grpc.ServerCertificateConfiguration:
 
 
 def check_address(config: ServiceConfig) -> None:
-    """Raises ConfigError if the server could not bind its address or read its certificates and
-    tokens. Called before a model is loaded, so that such errors are reported within seconds."""
+    """Checks that the server can bind its addresses and read its certificates and tokens. Called
+    before a model is loaded, so that such errors are reported within seconds.
+
+    Raises:
+        ConfigError: An address cannot be bound, or a file is unreadable or invalid.
+    """
     server_credentials(config)
     for path in (config.token_file, config.cluster_token_file):
         read_tokens(path)

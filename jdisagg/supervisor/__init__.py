@@ -1,2 +1,2 @@
-"""Starts, watches, restarts and stops child processes on one host. No child outlives its parent.
-Does not depend on the programs that the children run."""
+"""Starts, monitors, restarts and stops child processes on one host. No child outlives its parent.
+The code is independent of the programs that the children run."""

@@ -1,9 +1,9 @@
 """Starts a child process in its own process group and reads its output line by line.
 
-On Linux the kernel kills the child when its parent ends for any reason (leash.py). On other systems
-the child ends only if the parent stops it. The child has its own session, so that Ctrl-C on the
-terminal signals only the parent, which stops its children in order. When a child has ended, the
-other processes of its group are killed."""
+On Linux, the kernel kills the child when its parent ends for any reason (leash.py). On other
+systems, the child ends only if the parent stops it. The child has its own session, so that Ctrl-C
+on the terminal signals only the parent. The parent then stops its children in order. When a child
+has ended, processes that it started and that still run are killed."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ TakeLine = Callable[[str, str], None]
 @dataclass(frozen=True)
 class Command:
     """A command line and a name for its process. `environment` has all environment variables of the
-    process; None means the parent's variables."""
+    process. If it is None, the process has the variables of its parent."""
 
     name: str
     arguments: tuple[str, ...]
@@ -34,8 +34,8 @@ class Command:
 
 
 class ChildProcess:
-    """A child process, running or ended. `status` is None while the process runs, then its exit
-    status, or minus the number of the signal that ended it."""
+    """A child process, running or ended. `status` is None while the process runs. After that, it is
+    the exit status, or minus the number of the signal that ended the process."""
 
     def __init__(
         self,
@@ -53,15 +53,22 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, command: Command, take_line: TakeLine) -> "ChildProcess":
-        """Starts the child. `take_line(name, line)` receives each line of stdout and stderr, in
-        order. Raises OSError for an unknown program.
+        """Starts the child.
 
         No Python code runs between fork and exec (`preexec_fn`), because it might hang if the
-        parent has other threads, such as gRPC's."""
+        parent has other threads, such as gRPC's.
+
+        Args:
+            take_line: Callback for each line of stdout and stderr, in order. Its arguments are the
+                process's name and the line.
+
+        Raises:
+            OSError: The program does not exist, or the system cannot start a process.
+        """
         if shutil.which(command.arguments[0]) is None:
             raise FileNotFoundError(f"there is no program {command.arguments[0]!r}")
-        # Uses its own pipe, because with asyncio's `wait` would also wait for other processes that
-        # inherited the writing end.
+        # The output has a pipe of its own. With asyncio's pipe, `wait` would also wait for other
+        # processes that inherited the writing end.
         output, into = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -84,7 +91,8 @@ class ChildProcess:
         return self._process.returncode
 
     async def ended(self) -> int:
-        """Waits for the end, and briefly for the last output. Returns the exit status."""
+        """Waits until the process ends, and then briefly for its last output. Returns the exit
+        status."""
         status = await self._process.wait()
         self._kill_group()
         await asyncio.wait({self._reading}, timeout=_OUTPUT_SECONDS)
@@ -114,7 +122,8 @@ def _on_leash(arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 
 async def _read_lines(output: int, take: Callable[[str], None]) -> None:
-    """Calls `take` with each line. Does not use readline, which raises for long lines."""
+    """Calls `take` with each line of the output. `StreamReader.readline` is not used, because it
+    raises an error for long lines."""
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(output, "rb", buffering=0)

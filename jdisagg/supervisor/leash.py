@@ -1,9 +1,9 @@
-"""Makes the kernel kill this process when its parent dies, then executes another program: `python
+"""Makes the kernel kill this process when its parent ends, then executes another program: `python
 leash.py <parent's pid> program argument...` (Linux only).
 
-This script sets PR_SET_PDEATHSIG, which survives exec. This is a separate script, although it
-starts one more interpreter, because Python code that runs between fork and exec might hang. Imports
-only the standard library."""
+The script sets PR_SET_PDEATHSIG, which remains set after exec. It is a separate script, although
+this starts one more interpreter, because Python code that runs between fork and exec might hang. It
+imports only the standard library."""
 
 import ctypes
 import os

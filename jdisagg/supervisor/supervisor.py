@@ -1,13 +1,13 @@
 """Runs groups of child processes, restarts groups that end, and stops them in order.
 
-A group consists of the processes of one router, worker or instance. When a member ends without
-being stopped, the others are killed, and the group is restarted after a pause. The pause doubles
-each time that the group ends soon after its start, and is reset after a long run. If a member ends
-with `EXIT_CONFIG`, its configuration is unusable: the group is not restarted, and `failed` is
-called.
+A group consists of the processes of one router or one worker (its members). When a member ends
+without being stopped, the others are killed, and the group is restarted after a pause. The pause
+doubles each time that the group ends soon after its start. It is reset after a long run. If a
+member ends with `EXIT_CONFIG`, its configuration is unusable. The group is then not restarted, and
+`failed` is called.
 
-Uses one asyncio event loop. Invariants: when `stop` returns, no member runs; `stop` kills members
-after its timeout; no member is started after `stop` was called."""
+All methods run on one asyncio event loop. Invariants: when `stop` returns, no member runs. `stop`
+kills members after its time limit. No member is started after `stop` was called."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from jdisagg.supervisor.child_process import ChildProcess, Command, TakeLine
 from jdisagg.timeouts import DEFAULT_TIMEOUTS, ProcessTimeouts
 
 EXIT_CONFIG = os.EX_CONFIG
-EXIT_BROKEN = 3  # the mesh of a process broke: restart it
+EXIT_BROKEN = 3  # the mesh of a process failed, and the process is restarted
 # Errors of a temporary lack of processes, memory or files.
 _PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
@@ -39,15 +39,17 @@ class GroupState(enum.Enum):
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Name and commands of a group. `commands` is called at each start and restart, so that the
-    command lines can contain new values (such as a coordinator's port)."""
+    """Name of a group, and the function `commands` that returns the commands of its members. It is
+    called at each start and restart, so that the commands can contain new values, such as the port
+    of a JAX coordinator."""
 
     name: str
     commands: Callable[[], Sequence[Command]]
 
 
 class Member(Protocol):
-    """A process of a group, running or ended: a `ChildProcess`, or one on another host."""
+    """A process of a group, running or ended. It is a `ChildProcess`, or a process on another host
+    with the same interface."""
 
     @property
     def name(self) -> str: ...
@@ -74,9 +76,17 @@ async def start_here(command: Command, take_line: TakeLine) -> Member:
 
 
 class SupervisedGroup:
-    """One supervised group. Callbacks: `take_line(name, line)` receives output of members,
-    `say(name, text)` receives messages about starts and ends, and `failed(name)` is called if the
-    configuration is unusable. `start_child` starts a member."""
+    """One supervised group.
+
+    Args:
+        spec: Name and commands of the group.
+        clock: Clock with which run times and pauses are measured.
+        take_line: Callback for each output line of a member, with the member's name and the line.
+        say: Callback for messages about starts and ends, with a name and the message.
+        failed: Callback if the configuration is unusable, with the group's name.
+        timeouts: Pauses before restarts.
+        start_child: Function that starts a member.
+    """
 
     def __init__(
         self,
@@ -112,8 +122,9 @@ class SupervisedGroup:
         return tuple(child.pid for child in self.children if child.status is None)
 
     async def stop(self, seconds: float) -> None:
-        """Sends SIGTERM, and after `seconds` SIGKILL, to all members. Idempotent. A second call
-        with fewer seconds shortens the wait."""
+        """Stops all members: sends SIGTERM, and SIGKILL after `seconds` to those that still run.
+        Returns when all have ended. Idempotent. A second call with fewer seconds shortens the
+        wait."""
         self._stopping.set()
         self.state = GroupState.ENDED if self.state is GroupState.ENDED else GroupState.STOPPING
         for child in self.children:
@@ -129,12 +140,12 @@ class SupervisedGroup:
         self._task.result()
 
     def kill(self) -> None:
-        """Sends SIGKILL to all members. The group restarts unless it is being stopped."""
+        """Sends SIGKILL to all members. The group then restarts, except during `stop`."""
         for child in self.children:
             child.kill()
 
     async def _run(self) -> None:
-        ends = 0  # consecutive ends, each after a short run
+        ends = 0  # number of consecutive short runs
         while not self._stopping.is_set():
             began = self._clock.now()
             last = await self._live()

@@ -18,9 +18,14 @@ _log = logging.getLogger(__name__)
 
 
 class ChannelThread:
-    """Runs jobs in order on one daemon thread. The thread calls `regularly` after each job.
-    `regularly` must be short. It returns the seconds after which the thread calls it again. A job
-    that is submitted earlier also causes a call."""
+    """Runs jobs in order on one daemon thread, and between them a periodic function.
+
+    Args:
+        name: Name of the thread.
+        regularly: Function that the thread calls after each job, and also if no job arrives for
+            some time. It returns this time in seconds. It must return quickly, because jobs wait
+            for it.
+    """
 
     def __init__(self, name: str, regularly: Callable[[], float]) -> None:
         self._regularly = regularly

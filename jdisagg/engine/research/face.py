@@ -159,8 +159,8 @@ class Engine:
                 size].
 
         Raises:
-            InvalidRequestError: The prompt is empty, too long or not a prompt, or an option is out
-                of range.
+            InvalidRequestError: The prompt is empty, too long, or neither a text nor token ids. Or
+                an option is out of range.
             LayoutError: The model cannot be sharded by the layout, or there are too few devices.
         """
         sampling = SamplingParams(1, temperature, top_k, top_p, seed=seed)

@@ -1,11 +1,13 @@
-"""Measures a machine for the cost model, in three parts. The first part measures ceilings: the
-highest rates of a matrix product, of memory access, and of a copy between devices. The second part
-measures prompts and decode steps of the real engine on one mesh. The third part fits the cost
-model's constants: the fractions of the ceilings that the engine's programs reach.
+"""Measures a machine for the cost model, from which the router predicts times.
 
-Ceilings are measured in the model's dtype. The hardware description of an accelerator has the
-bfloat16 peak, which the cost model halves for float32. To validate the fit, the model is first
-fitted to half of the settings and predicts the other half."""
+The first part measures ceilings: the highest rates of a matrix product, of memory access, and of a
+copy between devices. The second part measures prefills and decode steps of the real engine on one
+mesh. The third part fits the constants of the cost model, which are the fractions of the ceilings
+that the engine's programs reach.
+
+Ceilings are measured in the model's dtype. The description of an accelerator has the bfloat16 peak,
+which the cost model halves for float32. To validate the fit, the cost model is first fitted to half
+of the measurements and predicts the other half."""
 
 import asyncio
 import os
@@ -41,9 +43,12 @@ FREE_SHARDED = (*FREE, "collective_seconds", "collective_bandwidth")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSettings:
-    """The settings under which `model` with `layout` is measured.
+    """The settings of a measurement.
 
     Attributes:
+        model: Folder of the checkpoint.
+        layout: Layout of the mesh.
+        dtype: Data type of weights and KV.
         lengths: Prompt lengths in tokens. Each prompt runs alone.
         batches: Numbers of sequences per dp rank that decode together.
         steps: Number of tokens that each sequence decodes.
@@ -80,8 +85,13 @@ class MeasuredSettings:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Highest measured rates of one device: FLOP/s, memory bandwidth in bytes/s, and bytes/s of a
-    copy between two devices. With only one device, the copy rate is half the memory bandwidth."""
+    """Highest measured rates of one device.
+
+    Attributes:
+        flops: Floating-point operations per second of a matrix product.
+        memory: Memory bandwidth in bytes/s.
+        link: Bytes/s of a copy between two devices. If there is only one device, half of `memory`.
+    """
 
     flops: float
     memory: float
@@ -90,8 +100,13 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The accelerator description fitted to all settings, and the relative error of each setting.
-    `held_out` has the errors of the settings that were predicted by a fit to the other half."""
+    """Result of the fit.
+
+    Attributes:
+        accelerator: Accelerator description, fitted to all measurements.
+        errors: Relative error of each measurement.
+        held_out: Errors of the half of the measurements that a fit to the other half predicted.
+    """
 
     accelerator: Accelerator
     errors: list[float]
@@ -100,8 +115,8 @@ class Fitted:
 
 def measure_ceilings(dtype: str) -> Ceilings:
     """Measures the ceilings of this machine's device. Each operation is measured at the first size
-    that takes 20 ms, as the best of a few runs."""
-    # The sum is in place, because new memory would include the system's clearing of pages.
+    that takes 20 ms. The result is the best of a few runs."""
+    # The sum is in place, because the time would otherwise include the allocation of new memory.
     product, add = (
         jax.jit(lambda a, b: a @ b),
         jax.jit(lambda a: a + jnp.ones((), a.dtype), donate_argnums=0),
@@ -134,8 +149,17 @@ def measure_ceilings(dtype: str) -> Ceilings:
 async def measure_steps(
     wanted: MeasuredSettings, shape: CostGeometry, deploy: Deploy
 ) -> list[Observation]:
-    """Measures the seconds of prefills (from prompt to first token) and of decode steps, as a
-    client would observe them."""
+    """Measures the duration of prefills (from prompt to first token) and of decode steps, as a
+    client observes them.
+
+    Args:
+        wanted: Settings of the measurement.
+        shape: Sizes of the model.
+        deploy: Function that builds a deployment.
+
+    Returns:
+        The fastest run of each setting.
+    """
     lengths, batches, longest = wanted.lengths, wanted.batches, max(wanted.lengths)
     chunk = 1 << (longest - 1).bit_length()
     instance = InstanceConfig(
@@ -160,8 +184,8 @@ async def measure_steps(
             (length, batch) for length in (min(lengths), longest) for batch in batches
         ]
         times: dict[tuple[int, int], list[float]] = {setting: [] for setting in settings}
-        # Rounds are outermost because a machine's speed drifts. The first round compiles. The
-        # fastest run counts, because disturbances only add time.
+        # Rounds are the outer loop, because a machine's speed drifts. The first round compiles. The
+        # result is the fastest run, because disturbances only add time.
         with tqdm(
             total=len(settings) * (wanted.rounds + 1),
             desc="measuring",
@@ -189,8 +213,14 @@ async def measure_steps(
 
 
 def fit_and_judge(start: Accelerator, steps: list[Observation], layout: Layout) -> Fitted:
-    """Fits the description to every other measurement, predicts the rest to validate the fit, and
-    then fits to all measurements."""
+    """Fits the constants of an accelerator description to measurements. To validate the method,
+    first fits to every second measurement and predicts the others.
+
+    Args:
+        start: Description before the fit.
+        steps: Measurements.
+        layout: Layout of the measured mesh.
+    """
     free = FREE_SHARDED if layout.devices > 1 else FREE
     half = fit(start, steps[::2], free)
     held_out = Errors.of(relative_errors(half, steps[1::2]))
@@ -199,7 +229,7 @@ def fit_and_judge(start: Accelerator, steps: list[Observation], layout: Layout) 
 
 
 def notes_of(fitted: Fitted, steps: list[Observation], layout: Layout) -> dict[str, object]:
-    """Returns notes about the measurement. They are stored in the hardware file."""
+    """Returns notes about the measurement, to be stored in the hardware file."""
     return {
         "device": jax.devices()[0].device_kind,
         "dtype": steps[0].dtype,
@@ -242,8 +272,9 @@ def describe(
 async def _measure(
     cluster: EmbeddedCluster, rng: np.random.Generator, length: int, sequences: int, steps: int
 ) -> float:
-    """Returns the seconds of a prefill if `sequences` is 0, else the seconds of one decode step of
-    `sequences` sequences."""
+    """Measures one setting. If `sequences` is 0, returns the seconds of one prefill of `length`
+    tokens. If not, returns the seconds of one decode step of `sequences` sequences. Raises
+    ConfigError if `steps` is too small for the sequences to decode together."""
     count = steps if sequences else 1
 
     async def stream(prompt: tuple[int, ...]) -> list[float]:

@@ -1,5 +1,5 @@
-"""Formats a capacity plan as a ranked table or as data for JSON, and one candidate of the plan as a
-recipe. Prints nothing."""
+"""Formats a capacity plan as a ranked table or as data for JSON. Also formats one candidate of the
+plan as a recipe (configuration file). Prints nothing."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,8 +19,16 @@ from jdisagg.simulator.workloads import Arrival
 
 
 def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype: str) -> Table:
-    """Returns a table of at most 80 columns, best candidate first. Times are in milliseconds.
-    Figures are never truncated."""
+    """Returns a table of the candidates, the best one first. It is at most 80 columns wide. Times
+    are in milliseconds. Figures are never truncated.
+
+    Args:
+        plan: Candidates with their simulated or estimated results.
+        geometry: Sizes of the model.
+        site: Accelerators for which the plan was made.
+        goal: Goals for TTFT and TPOT.
+        dtype: Data type of the KV.
+    """
     kept = geometry.kv_bytes_per_token(dtype)
     limits = (
         f"{goal.attainment:.0%} within TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT"
@@ -66,9 +74,9 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
 
 
 def costs_of(item: Finding, site: Site) -> tuple[float | None, float | None]:
-    """Returns the dollars for a million output tokens and the joules for one output token, for all
-    accelerators of the site at full board power. A value is None if the price, the power or the
-    rate is missing."""
+    """Returns the cost of a candidate: dollars for a million output tokens, and joules for one
+    output token. All accelerators of the site are counted, at full board power. A value is None if
+    the price, the power or the output rate is unknown."""
     card = site.accelerator
     if not item.tokens_per_second:
         return None, None
@@ -146,8 +154,8 @@ def _candidate_fields(candidate: Candidate) -> dict[str, object]:
 
 
 def context_for(workload: Sequence[Arrival], geometry: CostGeometry) -> int:
-    """Returns the context length for a recipe, in tokens. It is a multiple of the page size and at
-    most the model's context length."""
+    """Returns the context length for a recipe, in tokens. It is the longest request of the
+    workload, rounded up to a multiple of the page size, and at most the model's context length."""
     longest = max(item.prompt_tokens + item.output_tokens for item in workload)
     return min(geometry.context_tokens, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
 
@@ -163,8 +171,12 @@ def plan_recipe(
     """Returns the text of a recipe for `jdisagg cluster` and `jdisagg serve`.
 
     Args:
+        item: Candidate of the plan, with its results.
         maker: Factory of simulated clusters, with the sizes to write to the recipe.
-        path: Path of the recipe file, for the text of the recipe.
+        goal: Goals for TTFT and TPOT, for the recipe's docstring.
+        model_directory: Folder of the checkpoint, or empty.
+        context_tokens: Context length in tokens.
+        path: Path of the recipe file, for the recipe's docstring.
     """
     candidate, site = item.candidate, maker.site
     engine = maker.engine(candidate, model_directory, context_tokens)

@@ -12,8 +12,13 @@ from jdisagg.request import StreamEvent
 
 
 class PromptRun:
-    """Runs several prompts with the same `options`. If `chat` is set, each prompt is a user message
-    in the model's chat template."""
+    """Runs several prompts on an embedded cluster.
+
+    Args:
+        deployment: The cluster.
+        chat: Whether each prompt is a user message, to which the chat template is applied.
+        **options: Sampling options for all prompts.
+    """
 
     def __init__(
         self, deployment: Deployment, chat: bool, **options: Unpack[SamplingOptions]
@@ -35,8 +40,9 @@ class PromptRun:
         max_tokens: int | None,
         show: Callable[[int, AsyncIterator[StreamEvent]], Awaitable[None]],
     ) -> None:
-        """Runs all prompts concurrently. Calls `show` with each prompt's index and events, one
-        prompt after the other. Raises the first error of any prompt."""
+        """Runs all prompts concurrently, and shows their answers in order. `show` is called with
+        the index and the events of each prompt, one prompt after the other. Raises the first error
+        of any prompt."""
         queues = [asyncio.Queue[StreamEvent | None]() for _ in prompts]
         try:
             async with asyncio.TaskGroup() as tasks:

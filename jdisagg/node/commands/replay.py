@@ -1,9 +1,9 @@
 """Runs recorded commands on new meshes and compares the sampled tokens with the recorded ones.
 
 All recorded meshes are rebuilt in this process. A mesh that pulled KV is replayed together with the
-meshes that offered the KV. Commands that failed during recording are skipped. If the recorded
-instance had several processes, it may have summed floating-point values in another order. The
-replay may then choose another token if two tokens are almost equally likely."""
+meshes that sent the KV. Commands that failed during recording are skipped. If the recorded instance
+had several processes, it may have summed floating-point values in another order. The replay may
+then choose another token where two tokens are almost equally likely."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -40,8 +40,14 @@ PULL_SECONDS = 600.0
 
 @dataclass
 class Replayed:
-    """Result of a replay: numbers of steps, tokens and skipped commands, and a description of the
-    first difference (empty if there is none)."""
+    """Result of a replay.
+
+    Attributes:
+        steps: Number of compared commands.
+        tokens: Number of compared tokens.
+        left_out: Number of skipped commands.
+        difference: Description of the first difference, or empty if there is none.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -51,8 +57,13 @@ class Replayed:
 
 @dataclass
 class _Offers:
-    """The offered blocks that recorded meshes pulled, and the number of pulls of each block that
-    have not been replayed yet."""
+    """The KV blocks that recorded meshes transferred to each other.
+
+    Attributes:
+        made: Ids of the blocks that a mesh offered.
+        pulls_left: Number of pulls of each block that are not yet replayed.
+        changed: Condition that is notified after each pull.
+    """
 
     made: set[int] = field(default_factory=set)
     pulls_left: dict[int, int] = field(default_factory=dict)
@@ -75,11 +86,16 @@ async def replay(
     load_for: Callable[[RecordingHeader], LoadModel],
     grammars_for: Callable[[RecordingHeader], GrammarCompiler | None] = lambda _: None,
 ) -> Replayed:
-    """Rebuilds every recorded mesh and replays all recordings concurrently. Blocks are transferred
-    between the meshes as in the recording.
+    """Rebuilds every recorded mesh and replays all recordings concurrently. KV blocks are
+    transferred between the meshes as in the recording.
 
     Args:
-        grammars_for: Function that returns the grammar compiler for a recording.
+        load_for: Function that returns the function to load a recording's weights.
+        grammars_for: Function that returns the grammar compiler for a recording, or None.
+
+    Raises:
+        ConfigError: The recording of a mesh that sent KV is missing, or a block could not be
+            transferred again.
     """
     offers = _offers(recordings)
     channel = InProcessChannel(MonotonicClock())
@@ -138,7 +154,8 @@ def _worked(entry: RecordedCommand) -> bool:
 
 
 def _sampled(then: PrefillResult, now: PrefillResult) -> list[tuple[str, int, int]]:
-    """Returns (place, recorded token, replayed token) of a chunk's samples."""
+    """Returns (description of the place, recorded token, replayed token) for each token that was
+    sampled after a prefill chunk."""
     return [
         (f"sequence {a.sequence}.{a.child}", a.token, b.token)
         for a, b in zip(then.samples, now.samples, strict=True)
@@ -174,8 +191,9 @@ class _Stream:
         return self._replayed
 
     async def _prepared(self, command: StepCommand) -> StepCommand:
-        """Waits until a command may run, and returns it. An insert waits for its block to arrive,
-        and a release waits for the block's pulls."""
+        """Waits until a command may run, and returns the command to run. An insert waits until its
+        block has arrived. A release waits until its blocks have been pulled. A pull gets a long
+        deadline."""
         match command:
             case PullBlock():
                 return msgspec.structs.replace(command, deadline_seconds=PULL_SECONDS)

@@ -2,11 +2,11 @@
 the time of each token.
 
 A trace has the lengths of prompts and possibly hashes of their blocks, but no text. `PromptMaker`
-makes prompts of these lengths. Blocks with equal hashes get equal token ids, so that the prefix
-cache has the same hits as in the trace. `TraceSender` is an open loop: requests are sent at their
-times whether or not earlier ones have ended. Time to first token (TTFT) is measured from the time
-at which a request was due, so that a slow sender does not hide delays. This module must not import
-flags, files or output formats."""
+creates prompts of these lengths. Blocks with equal hashes get equal token ids, so that the prefix
+cache has the hits that the trace had. `TraceSender` is an open loop: a request is sent at its time
+in the trace, even if earlier requests still run. Time to first token (TTFT) is measured from this
+time, so that a slow sender does not hide delays. This module must not import flags, files or output
+formats."""
 
 import asyncio
 import time
@@ -22,7 +22,8 @@ from jdisagg.simulator.gaps import Gaps
 from jdisagg.simulator.report import End, RequestOutcome
 from jdisagg.simulator.workloads import Arrival, faster
 
-# Tokenizers keep special tokens below this id. A vocabulary too small for that uses all its ids.
+# Tokenizers have special tokens below this id. Prompts use ids from here on. If the vocabulary is
+# too small for this, prompts use all its ids.
 FIRST_TOKEN = 256
 LONG_TOKENS = 4096
 ENDS_BY_STATUS: dict[str, End] = {
@@ -34,8 +35,9 @@ ENDS_BY_STATUS: dict[str, End] = {
 
 @dataclass(frozen=True, slots=True)
 class ReplayPrompt:
-    """The prompt for one request of the trace. `cut` is True if the prompt or the answer is shorter
-    than in the trace, because of the server's context length or the caller's limit."""
+    """The prompt for one request of a trace. `output_tokens` is the length of its answer. `cut` is
+    True if prompt or answer is shorter than in the trace, because of the server's context length or
+    the caller's limit."""
 
     token_ids: tuple[int, ...]
     output_tokens: int
@@ -43,8 +45,8 @@ class ReplayPrompt:
 
 
 class PromptMaker:
-    """Makes the token ids of the prompt for each request of a trace. Blocks with a hash get token
-    ids derived from the hash. All other token ids are derived from the request's index."""
+    """Creates the token ids of the prompt for each request of a trace. The ids of a block with a
+    hash are derived from the hash. All other ids are derived from the request's index."""
 
     def __init__(
         self,
@@ -56,12 +58,20 @@ class PromptMaker:
         max_output_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Raises ConfigError if the context is too short for any prompt.
+        """Creates the generator of prompts.
 
         Args:
-            context_tokens: Maximum number of tokens of prompt and answer together. If a request
+            vocabulary: Number of token ids of the model.
+            context_tokens: Largest number of tokens of prompt and answer together. If a request
                 exceeds this number, the answer is shortened first, to at least half of the context,
                 and then the prompt.
+            block_tokens: Number of tokens of a block with a hash.
+            max_prompt_tokens: Cap on the length of a prompt, or None.
+            max_output_tokens: Cap on the length of an answer, or None.
+            seed: Seed of the token ids.
+
+        Raises:
+            ConfigError: A number is below 1, or the context is too short for any prompt.
         """
         if context_tokens < 2:
             raise ConfigError(
@@ -117,7 +127,8 @@ class PromptMaker:
 
 @dataclass(slots=True)
 class ReplayProgress:
-    """Progress of a trace replay. Passed to the caller's `watch` function at every change."""
+    """Progress of sending a trace. It is passed to the caller's function `watch` at every
+    change."""
 
     total: int
     sent: int = 0
@@ -125,7 +136,7 @@ class ReplayProgress:
     failed: int = 0
     tokens: int = 0
     cut: int = 0
-    lag_seconds: float = 0.0  # largest delay of a sent request
+    lag_seconds: float = 0.0  # largest delay with which a request was sent
 
     def text(self) -> str:
         return (
@@ -134,7 +145,8 @@ class ReplayProgress:
         )
 
     def notes(self) -> list[str]:
-        """Returns notes that explain the replay's figures, one line each."""
+        """Returns lines of text that explain deviations from the trace, such as shortened prompts
+        or late requests."""
         cut = (
             f"{self.cut} of {self.total} requests were cut to what the server's context or the"
             " flags allow"
@@ -147,8 +159,15 @@ class ReplayProgress:
 
 
 class TraceSender:
-    """Sends one trace to one server. `speed` multiplies the trace's request rate. `name` is the
-    prefix of request ids."""
+    """Sends one trace to one server.
+
+    Args:
+        client: Client of the server.
+        maker: Generator of the prompts.
+        speed: Factor by which the trace's request rate is multiplied.
+        deadline_seconds: Deadline of requests for which the trace has none, in seconds.
+        name: Prefix of the request ids.
+    """
 
     def __init__(
         self,
@@ -173,10 +192,20 @@ class TraceSender:
     async def run(
         self, arrivals: Sequence[Arrival], watch: Callable[[ReplayProgress], None] | None = None
     ) -> list[RequestOutcome]:
-        """Sends all requests and waits until they have ended. Returns one outcome per request, in
-        order, with times relative to the first request's due time. Refused and failed requests are
-        outcomes. Only errors that are not a JdisaggError are raised. Cancelling this call cancels
-        the running requests."""
+        """Sends all requests and waits until they have finished. Cancelling this call cancels the
+        running requests.
+
+        Args:
+            arrivals: Requests of the trace.
+            watch: Callback at every change of the progress, or None.
+
+        Returns:
+            The outcome of each request, in order. Refused and failed requests have an outcome too.
+                Times are relative to the time at which the first request was due.
+
+        Raises:
+            WorkloadError: The trace has no requests.
+        """
         if not arrivals:
             raise WorkloadError(
                 "the trace has no requests to send; give another, or a larger limit"
@@ -195,8 +224,8 @@ class TraceSender:
         return [task.result() for task in tasks]
 
     async def _made(self, number: int, arrival: Arrival) -> ReplayPrompt:
-        """Makes a prompt in a thread. A long prompt takes milliseconds, which would otherwise delay
-        the event loop and falsify token times."""
+        """Creates a prompt. A long prompt takes milliseconds and is therefore created in a thread,
+        so that the event loop is not delayed and token times are correct."""
         if arrival.prompt_tokens < LONG_TOKENS:
             return self._maker.prompt(number, arrival)
         return await asyncio.to_thread(self._maker.prompt, number, arrival)

@@ -1,2 +1,2 @@
-"""Code that the blocking and the asyncio client share: requests, streams and answers. Uses neither
-JAX nor the router."""
+"""Code that the blocking and the asyncio client share: requests, streams and answers. Imports
+neither JAX nor the router."""

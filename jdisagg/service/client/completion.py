@@ -10,8 +10,8 @@ from jdisagg.request import FinishReason, StreamEvent, Timings, TokenLogprobs, U
 
 @dataclass(slots=True)
 class Choice:
-    """One of the n answers of a request. If the server parses the answers of a chat, `text` has
-    only the content, while `reasoning` and `tool_calls` are separate."""
+    """One of the n answers of a request. If the server parses chat answers, `text` has the content
+    only. The reasoning and the tool calls are then in `reasoning` and `tool_calls`."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -7,8 +7,9 @@
 
 Requests go to the first reachable server. If the connection of a streamed chat or completion
 breaks, or the server shuts down, the request is sent again with the ids of the received events
-(`service/http/resumption.py`). The caller gets one stream with each token once. Other requests are
-sent again only if no connection was made. Needs httpx2, which comes with `openai`."""
+(`service/http/resumption.py`). The caller gets one stream with each token once. A request that is
+not such a stream is sent again only if no connection was made. This module needs httpx2, which is
+installed with `openai`."""
 
 import asyncio
 import json
@@ -23,7 +24,7 @@ import httpx2
 from jdisagg.request import MAX_SEED
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
-# Errors at the end of a stream after which another server continues it.
+# Error codes at the end of a stream after which the stream is resumed at another server.
 PASSING = ("ShutDownError", "UnavailableError", "HandoffError")
 PASSING_STATUSES = (502, 503)
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 1.0
@@ -31,8 +32,9 @@ _UNSENT = ("content-length", "host", "transfer-encoding")
 
 
 class ResumableSse:
-    """State of one streamed request: what to send, and the events received so far. `complete`:
-    whether the caller has received the last event of the stream or an error."""
+    """State of one streamed request: the fields to send, and the ids of the events received so far.
+    `complete` is True once the caller has received the last event of the stream, or an error that
+    ends the stream."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = {
@@ -49,7 +51,8 @@ class ResumableSse:
 
     @classmethod
     def of(cls, path: str, body: bytes) -> "ResumableSse | None":
-        """Returns the state of a request, or None if the request has no stream to resume."""
+        """Returns the state of a request. Returns None if the request is not a streamed chat or
+        completion, or if it already has the field `resumption`."""
         if not path.endswith(PATHS):
             return None
         try:
@@ -85,7 +88,8 @@ class ResumableSse:
         self._rest = b""
 
     def take(self, data: bytes) -> bytes:
-        """Returns the complete events of `data`, without their ids."""
+        """Returns the complete events in the received `data`, without their ids. An incomplete
+        event is kept until the next call."""
         *events, self._rest = (self._rest + data).split(b"\n\n")
         return b"".join(map(self._event, events))
 
@@ -141,7 +145,7 @@ class ResumingTransport(httpx2.AsyncBaseTransport):
     async def _resumed(
         self, request: httpx2.Request, state: ResumableSse, response: httpx2.Response
     ) -> AsyncIterator[bytes]:
-        """Yields the events of a stream, which several servers may send one after the other."""
+        """Yields the events of a stream. If the stream breaks, resumes it at another server."""
         while True:
             try:
                 async for data in response.aiter_raw():

@@ -1,9 +1,9 @@
-"""Converts the arguments of a client's call to a `ClientRequest`. For an argument of a wrong type,
-raises an error that names the argument, before anything is sent.
+"""Converts the arguments of a client's call to a `ClientRequest`.
 
-Checks only that protobuf can represent the arguments. The server validates the values. Chat
-messages and tools may be jdisagg's classes or mappings in the form of OpenAI's API, which are read
-by the rules of the HTTP API (`service/http/chat.py`)."""
+Before anything is sent, an argument of a wrong type raises an error that names the argument. This
+module checks only that protobuf can represent the arguments. The server validates the values. Chat
+messages and tools may be jdisagg's classes, or mappings in the form of OpenAI's API. Mappings are
+read by the rules of the HTTP API (`service/http/chat.py`)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -25,7 +25,7 @@ Given = Mapping[str, object]
 Messages = Sequence[ChatMessage | Given]
 Tools = Sequence[ChatTool | Given]
 
-# Options of chats that the conversion reads by the names of the HTTP API.
+# Options of chats that have the same name as a field of the HTTP API.
 _PASSED_ON = (
     "continue_final_message",
     "chat_template_kwargs",
@@ -74,7 +74,8 @@ _OF_CHATS = ("continue_final_message", "chat_template_kwargs", "documents", "too
 
 
 def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
-    """Builds the request. Raises InvalidRequestError with the field, its type and a remedy."""
+    """Builds the request of a `generate` call. Raises InvalidRequestError for an argument that
+    cannot be sent."""
     sampling = {name: value for name, value in options.items() if name not in _REQUEST_OPTIONS}
     given = _prompt(prompt, options.get("token_ids"), options.get("messages"), options)
     if not isinstance(given, ChatPrompt) and any(options.get(name) for name in _OF_CHATS):
@@ -92,8 +93,8 @@ def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
 
 
 def tokenize_request(prompt: str | None, messages: Messages | None) -> pb.TokenizeRequest:
-    """Builds a tokenize request. Raises InvalidRequestError with the field, its type and a
-    remedy."""
+    """Builds the request of a `tokenize` call. Raises InvalidRequestError for an argument that
+    cannot be sent."""
     made = _prompt(prompt, None, messages, GenerateOptions())
     assert not isinstance(made, TokenPrompt)
     return wire_generation.tokenize_to_proto(made)
@@ -117,7 +118,8 @@ def _prompt(
 
 
 def _items(name: str, given: Any, remedy: str = "give a sequence") -> tuple[Any, ...]:
-    """Returns the items of any iterable, such as a NumPy array. Raises for text and mappings."""
+    """Returns the items of any iterable, such as a NumPy array. Raises InvalidRequestError for a
+    text, bytes or a mapping, which have items but are not lists of values."""
     if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
         raise InvalidRequestError(
             f"{name} must be a sequence of values, got {type(given).__name__}; {remedy}"
@@ -126,7 +128,8 @@ def _items(name: str, given: Any, remedy: str = "give a sequence") -> tuple[Any,
 
 
 def _chat(messages: Messages, options: GenerateOptions) -> ChatPrompt:
-    """Converts a chat by the rules of the HTTP API. Raises InvalidRequestError with the field."""
+    """Converts a chat by the rules of the HTTP API. Raises InvalidRequestError, which names the
+    invalid field."""
     given = _items("messages", messages, "give a sequence of messages; for text, pass prompt=")
     tools = _items("tools", options.get("tools") or ())
     body: dict[str, object] = {
@@ -169,7 +172,8 @@ def _openai_part(part: object) -> object:
 
 
 def _json(name: str, value: object) -> msgspec.Raw:
-    """Returns a value as JSON. Raises InvalidRequestError with its name if it has no such form."""
+    """Encodes a value as JSON. Raises InvalidRequestError with the argument's `name` if JSON cannot
+    represent the value."""
     try:
         return msgspec.Raw(msgspec.json.encode(value))
     except UnicodeEncodeError as error:
@@ -179,7 +183,8 @@ def _json(name: str, value: object) -> msgspec.Raw:
 
 
 def _text(name: str, value: object, remedy: str = "give a str") -> str:
-    """Returns `value` if protobuf accepts it as text. Raises InvalidRequestError otherwise."""
+    """Returns `value` unchanged. Raises InvalidRequestError if it is not a str, or not valid
+    Unicode, which protobuf would not accept as text."""
     if not isinstance(value, str):
         raise InvalidRequestError(f"{name} must be text, got {type(value).__name__}; {remedy}")
     try:

@@ -1,10 +1,10 @@
-"""State of one client request, which may take several calls if its stream breaks: the received
-tokens, when to retry, and the message that a retry sends.
+"""State of one streamed client request, which takes several calls if its stream breaks.
 
-If the connection breaks mid-stream, or the server shuts down, the client sends the request again
-(same id, seed and prompt) together with the received tokens. The stream then continues at the next
-token. Retries stop `resume_seconds` after the last received message. A duplicated or missing token
-is an error. This module handles messages and gRPC errors and makes no calls itself."""
+The state has the received tokens, the time of the next retry, and the message that a retry sends.
+If the connection breaks during the stream, or the server shuts down, the client sends the request
+again with the id, seed and prompt of the first call, together with the received tokens. The stream
+then continues at the next token. Retries stop `resume_seconds` after the last received message. A
+duplicated or missing token is an error. This module makes no calls itself."""
 
 import math
 import secrets
@@ -28,17 +28,28 @@ from jdisagg.service.grpc.wire_generation import ClientRequest
 from jdisagg.service.internal.connection import status_of
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
-# The server ends a request at its deadline and reports the reason. The call's gRPC deadline, a
-# little later, only matters if the server does not.
+# The server ends a request at its deadline and reports the reason. The gRPC deadline of the call is
+# a little later. It ends the call only if the server does not.
 TIMES = DEFAULT_TIMEOUTS.client
-# gRPC's details of a call that this side cancelled, or whose channel this side closed.
+# Parts of gRPC's error details: no connection was made; this process cancelled the call or closed
+# its channel.
 NOT_CONNECTED = ("failed to connect", "connections to all backends failing")
 GIVEN_UP_HERE = ("Locally cancelled by application!", "Channel closed!")
 
 
 class ResumableStream:
-    """State of a request's stream. If the request `asked` has no id or no seed, a random one is
-    chosen once, because every retry must have the id and seed of the first call."""
+    """State of a request's stream.
+
+    Every retry must have the id and seed of the first call. If the request has none, random ones
+    are therefore chosen once.
+
+    Args:
+        asked: The client's request.
+        resume_seconds: Time after the last received message for which a broken stream is retried.
+
+    Raises:
+        InvalidRequestError: Protobuf cannot represent the request.
+    """
 
     def __init__(self, asked: ClientRequest, resume_seconds: float) -> None:
         options = asked.options
@@ -63,7 +74,7 @@ class ResumableStream:
 
     @property
     def complete(self) -> bool:
-        """Whether all n answers have ended. The final status of the call then does not matter."""
+        """Whether all n answers have finished. An error of the call after that is ignored."""
         return len(self._ends) == self._children()
 
     @property
@@ -81,8 +92,9 @@ class ResumableStream:
         return wire_generation.client_request_to_proto(asked)
 
     def call_seconds(self) -> float | None:
-        """Returns the gRPC deadline of the next call in seconds. Returns None if the request's
-        deadline is invalid, so that the server rejects it with the field's name."""
+        """Returns the gRPC deadline of the next call in seconds, or None for no deadline. The
+        latter applies if the request has no deadline, or an invalid one, which the server then
+        rejects with the field's name."""
         asked = self._asked.deadline_seconds
         sensible = isinstance(asked, int | float) and 0 < asked < 1e9
         remaining = self._remaining_seconds()
@@ -93,7 +105,8 @@ class ResumableStream:
         )
 
     def connect_seconds(self, most: float) -> float:
-        """Returns the time, in seconds, that the next call may wait for a connection."""
+        """Returns the time, in seconds, that the next call may wait for a connection. `most` is the
+        limit of the first call."""
         if not self._number:
             return most
         remaining = self._remaining_seconds()
@@ -116,8 +129,8 @@ class ResumableStream:
         return event
 
     def pause_after(self, error: grpc.RpcError | UnavailableError) -> float:
-        """Returns the time, in seconds, to wait before a retry. Raises the error as a jdisagg type
-        if no retry is allowed."""
+        """Decides whether a failed call is retried. Returns the time to wait before the retry, in
+        seconds. If no retry is allowed, raises the error as a jdisagg error."""
         typed = typed_error(error) if isinstance(error, grpc.RpcError) else error
         if not self._may_resume(error, typed):
             raise typed from None
@@ -174,10 +187,11 @@ def typed_error(error: grpc.RpcError) -> JdisaggError:
 
 
 def lost(error: grpc.RpcError) -> bool:
-    """Returns whether `error` is a failed connection, as opposed to an error that a jdisagg server
-    returned. A stopping server may drop a call that has just arrived, which gRPC reports as
-    CANCELLED. gRPC reports a call that the client itself cancelled as CANCELLED too, but with other
-    details."""
+    """Returns whether a call failed because of its connection. Returns False for an error that a
+    jdisagg server returned, and for a call that this process cancelled.
+
+    A stopping server may drop a call that has just arrived. gRPC reports this as CANCELLED, as for
+    a call that this process cancelled. The details of the two differ."""
     status = status_of(error)
     gone = status.code == "UNAVAILABLE" or (
         status.code == "CANCELLED" and status.details not in GIVEN_UP_HERE

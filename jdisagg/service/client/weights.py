@@ -1,4 +1,5 @@
-"""Calls of the client that change the weights of a cluster, or let workers sleep."""
+"""Client calls that replace the weights of a cluster, or free the device memory of idle workers
+(sleep)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from jdisagg.service.grpc import wire, wire_generation
 
 
 class _Caller(Protocol):
-    """The part of `AsyncClient` that the calls use."""
+    """The members of `AsyncClient` that `WeightsCalls` uses."""
 
     _stub: Any
     _timeout_seconds: float
@@ -21,7 +22,7 @@ class _Caller(Protocol):
 
 
 class WeightsCalls:
-    """Base of `AsyncClient`."""
+    """Base class of `AsyncClient` with the calls for weights and sleep."""
 
     async def update_weights(
         self: _Caller,
@@ -34,17 +35,17 @@ class WeightsCalls:
         """Replaces the weights of all workers by another checkpoint of the same model.
 
         Args:
-            folder: Checkpoint on the hosts of all workers, with the served model's config.json, or
-                the name of an offer (`jdisagg.weights.offer`).
-            version: Text that identifies the weights in replies. By default a part of their hash.
+            folder: Folder of a checkpoint on the hosts of all workers, with the served model's
+                config.json. Or the name of an offer (`jdisagg.weights.offer`).
+            version: Text that identifies the weights in replies. Empty uses a part of their hash.
             mode: What happens to running requests. "recompute": they keep their tokens, and their
-                KV is computed again. "drain": the update waits until they have ended with the old
+                KV is recomputed. "drain": the update waits until they have finished with the old
                 weights. "keep": they keep their KV.
-            deadline_seconds: Time limit of the reading, and of the drain.
+            deadline_seconds: Time limit for reading the weights, and for the drain.
 
         Raises:
-            InvalidRequestError: The mode is unknown, or a worker cannot serve the folder; all serve
-                the old weights.
+            InvalidRequestError: The mode is unknown, or a worker cannot serve the new weights. In
+                either case, all workers keep the old weights.
             UnauthenticatedError: The token belongs to a tenant.
         """
         request = pb.UpdateWeightsRequest(
@@ -64,12 +65,16 @@ class WeightsCalls:
         *,
         deadline_seconds: float = SLEEP_SECONDS,
     ) -> tuple[WorkerStatus, ...]:
-        """Frees pages and weights of workers, by default of all. They accept no requests until
+        """Frees the KV pages and the weights in device memory. The workers accept no requests until
         `wake`.
 
         Args:
-            level: 1 keeps the weights in host memory, 2 reads them again at `wake`.
-            deadline_seconds: Time limit for the end of running sequences.
+            level: 1 keeps the weights in host memory. 2 drops them, and `wake` reads them again.
+            workers: Names of the workers. Empty means all workers.
+            deadline_seconds: Time limit for running sequences to finish.
+
+        Returns:
+            The status of each of these workers.
 
         Raises:
             InvalidRequestError: A worker is unknown.
@@ -83,7 +88,8 @@ class WeightsCalls:
     async def wake(
         self: _Caller, workers: Sequence[str] = (), *, deadline_seconds: float = UPDATE_SECONDS
     ) -> tuple[WorkerStatus, ...]:
-        """Ends the sleep of workers, by default of all. Raises as `sleep`."""
+        """Ends the sleep of workers. The arguments, the result and the errors are those of
+        `sleep`."""
         request = pb.WakeRequest(workers=workers, deadline_seconds=deadline_seconds)
         seconds = deadline_seconds + self._timeout_seconds
         reply = await self._unary(self._stub.Wake, request, seconds)

@@ -1,10 +1,9 @@
-"""Regenerates the committed gRPC stubs: `python -m jdisagg.service.grpc.generate_stubs`. Needs
-grpcio-tools, in the `dev` extra.
+"""Regenerates the committed gRPC stubs: `python -m jdisagg.service.grpc.generate_stubs`.
 
-Writes *_pb2.py, *_pb2.pyi and, for files with services, *_pb2_grpc.py next to each .proto. The
-include path is the checkout, so that generated files import each other as `from
-jdisagg.service.grpc import generation_pb2`. A test regenerates them into another folder and
-compares."""
+Needs grpcio-tools, in the `dev` extra. Writes *_pb2.py and *_pb2.pyi next to each .proto, and
+*_pb2_grpc.py for files with services. The include path is the checkout, so that generated files
+import each other as `from jdisagg.service.grpc import generation_pb2`. A test regenerates the stubs
+into another folder and compares them with the committed ones."""
 
 import importlib.resources
 import pathlib

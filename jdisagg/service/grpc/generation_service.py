@@ -1,7 +1,7 @@
 """The generation service: implements the calls of generation.proto with a `Frontend`.
 
-Handles gRPC contexts and the wire format only. Errors are handled by the interceptor
-(`service/guard.py`). Every wait for a slow client happens in this module, so that unread events
+This module handles gRPC contexts and the wire format only. The interceptor (`service/guard.py`)
+handles errors. Every wait for a slow client happens in this module, so that unread events
 accumulate only in the bounded buffer of the request path."""
 
 import math
@@ -180,8 +180,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 def _seconds(
     request: pb.UpdateWeightsRequest | pb.SleepRequest | pb.WakeRequest, usual: float
 ) -> float:
-    """Returns the deadline of a request. Raises InvalidRequestError if it is not positive and
-    finite."""
+    """Returns the deadline of a request in seconds, or `usual` if the request has none. Raises
+    InvalidRequestError if the deadline is not positive and finite."""
     return (
         positive_seconds(request.deadline_seconds)
         if request.HasField("deadline_seconds")
@@ -194,13 +194,14 @@ def _adapter_to_proto(adapter: Adapter) -> pb.Adapter:
 
 
 def _deadline(asked_seconds: float | None, call_seconds: float | None) -> float | None:
-    """Returns the earlier of the request's own deadline and the gRPC call's deadline, in seconds. A
-    gRPC call without a deadline has an infinite `call_seconds`."""
+    """Returns the earlier of the request's own deadline and the gRPC call's deadline, in seconds.
+    `asked_seconds` is None if the request has no deadline. `call_seconds` is None or infinite if
+    the gRPC call has no deadline. Returns None if there is neither."""
     if call_seconds is None or not math.isfinite(call_seconds):
         return asked_seconds
     if call_seconds <= 0:
         raise DeadlineExceededError(
             "the call's deadline had already passed when it arrived; allow more time"
         )
-    # NaN and negative numbers must reach the validation, so this comparison keeps them.
+    # This comparison keeps NaN and negative numbers, so that the validation rejects them.
     return call_seconds if asked_seconds is None or asked_seconds > call_seconds else asked_seconds

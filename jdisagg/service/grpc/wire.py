@@ -1,11 +1,11 @@
-"""Conversions shared by all services: errors to and from gRPC statuses, and the common parts of the
-protobuf messages.
+"""Conversions that all services share: errors to and from gRPC statuses, and the common parts of
+the protobuf messages.
 
-`wire_generation` converts the messages of generation.proto. This module does not use gRPC: an error
-becomes a `WireStatus` of plain strings, which the servicer sends.
+`wire_generation` converts the messages of generation.proto. This module does not use gRPC. An error
+becomes a `WireStatus` of plain strings, which the service sends.
 
 Invariants: `x_from_proto(x_to_proto(x)) == x` for every x. Invalid input raises an
-InvalidRequestError with the field's name, and never another exception."""
+InvalidRequestError that names the field, and never another exception."""
 
 import contextlib
 import inspect
@@ -39,7 +39,7 @@ from jdisagg.service.grpc import common_pb2 as pb
 
 ERROR_KEY = "jdisagg-error"
 RETRY_AFTER_KEY = "retry-after"
-# gRPC percent-encodes the message (three bytes for one) into headers of 8 KiB at most.
+# gRPC percent-encodes the message, at most three bytes for one, and limits headers to 8 KiB.
 MAX_DETAILS_BYTES = 2000
 
 Arguments = ParamSpec("Arguments")
@@ -51,7 +51,8 @@ _ERROR_TYPES = {
     for name, kind in inspect.getmembers(errors, inspect.isclass)
     if issubclass(kind, JdisaggError)
 }
-# Error types for statuses without jdisagg metadata: from gRPC itself, a proxy or another server.
+# Error types for statuses without jdisagg metadata, which gRPC itself, a proxy or another server
+# has sent.
 _BY_CODE: dict[str, type[JdisaggError]] = {
     "INVALID_ARGUMENT": InvalidRequestError,
     "RESOURCE_EXHAUSTED": OverloadedError,
@@ -75,8 +76,8 @@ def error_to_status(error: JdisaggError) -> WireStatus:
 
 
 def error_from_status(status: WireStatus) -> JdisaggError:
-    """Returns the jdisagg error that the other side raised. An error that gRPC itself raised
-    becomes the jdisagg error for its status code."""
+    """Returns the jdisagg error that the called process raised. If the status comes from gRPC
+    itself, returns the jdisagg error for its status code."""
     metadata = dict(status.metadata)
     retry_after_seconds: float | None = None
     with contextlib.suppress(KeyError, ValueError):
@@ -97,8 +98,8 @@ def error_from_status(status: WireStatus) -> JdisaggError:
 def build(
     kind: Callable[Arguments, AnyMessage], /, *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> AnyMessage:
-    """Context manager in which a protobuf message is built from a caller's values. Raises
-    InvalidRequestError for a wrong type, a number beyond 64 bits, or invalid UTF-8."""
+    """Builds a protobuf message of class `kind` from values of a client. Raises InvalidRequestError
+    for a wrong type, a number out of range, or invalid UTF-8."""
     try:
         message = kind(*args, **kwargs)
         message.ByteSize()
@@ -148,8 +149,8 @@ def role_to_proto(role: WorkerRole) -> pb.WorkerRole:
 
 
 def role_from_proto(message: str, role: int) -> WorkerRole:
-    """Converts a worker's role. Errors name `message`, which is the type of the message that
-    contains the role."""
+    """Converts a worker's role. Raises InvalidRequestError for an unknown role. `message` is the
+    type of the message that contains the role, for the error's text."""
     if role not in _ROLE_FROM_PROTO:
         raise InvalidRequestError(
             f"{message}.role must be a known role, got {role}; run the same version on both sides"
@@ -158,9 +159,10 @@ def role_from_proto(message: str, role: int) -> WorkerRole:
 
 
 def flat_from_proto(kind: type[Plain], message: Message, **known: object) -> Plain:
-    """Builds an instance of class `kind` from the message fields with the same names, which are
-    numbers, texts or lists of these. An optional field that is not set becomes None. `known` has
-    the values of fields that the message lacks."""
+    """Builds an instance of class `kind` from a message whose fields have the same names.
+
+    The fields must be numbers, texts or lists of these. An optional field that is not set becomes
+    None. `known` gives the values of fields that cannot be copied, or that the message lacks."""
     values = dict(known)
     for field in message.DESCRIPTOR.fields:
         if field.name in known:

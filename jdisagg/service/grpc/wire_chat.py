@@ -1,7 +1,7 @@
 """Conversions of chats (messages, tools and tool calls) to and from generation.proto.
 
 The length of a repeated field is checked before its entries are read. Invalid input raises an
-InvalidRequestError with the field's name."""
+InvalidRequestError that names the field."""
 
 from collections.abc import Mapping
 
@@ -38,7 +38,8 @@ _CHOICE_FROM_PROTO: dict[int, ToolChoice] = {
 
 
 def chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
-    """Converts a chat. Raises InvalidRequestError if protobuf cannot hold a value."""
+    """Converts a chat to its protobuf message. Raises InvalidRequestError if protobuf cannot
+    represent a value."""
     return build(
         pb.ChatMessages,
         messages=[
@@ -56,7 +57,7 @@ def chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
 
 
 def chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
-    """Converts a protobuf message to a chat. Raises InvalidRequestError with the name of an invalid
+    """Converts a protobuf message to a chat. Raises InvalidRequestError, which names the invalid
     field."""
     at_most("messages", len(message.messages), MAX_MESSAGES)
     at_most("tools", len(message.tools), MAX_TOOLS)

@@ -1,8 +1,8 @@
 """Conversions of client requests, stream events and model properties to and from generation.proto.
 
-Follows the rules of `wire`. A client's request contains a prompt and options, some unset, from
-which the server's `Frontend` builds a `Request`. The length of a repeated field is checked before
-its entries are read, because reading an entry costs the server far more time than the sender."""
+The invariants of `wire` apply. A client's request has a prompt and options, some of which are
+unset. The server's `Frontend` builds a `Request` from it. The length of a repeated field is checked
+before its entries are read, because an entry costs the server much more time than the sender."""
 
 import dataclasses
 from array import array
@@ -60,16 +60,17 @@ from jdisagg.service.grpc.wire_chat import (
     chat_to_proto,
 )
 
-# Our clients retry a few times a second for a limited time, so they never reach this number.
+# Clients retry a few times a second for a limited time, and therefore never reach this number.
 MAX_RESUMPTIONS = 1_000_000
 MAX_IDS = 2 << 20  # more than any model's context
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """Content of a client's `Generate` call. `resumption` has the tokens received so far, or is
-    None on the first call. `life` is a random number that the client chooses for the stream and
-    sends again with each retry."""
+    """Content of a client's `Generate` call.
+
+    `resumption` has the tokens that the client has already received. It is None in the first call.
+    `life` is a random number that the client chooses for the stream and sends with each retry."""
 
     prompt: Prompt
     options: SamplingOptions
@@ -101,7 +102,7 @@ _SCALARS = (
     "skip_special_tokens",
     "prompt_logprobs",
 )
-# Repeated fields of the same name, and how many values each may have.
+# Sampling options that are repeated fields, with the largest number of values of each.
 _REPEATED = {
     "stop": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
@@ -112,7 +113,7 @@ _REPEATED = {
 
 def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
     """Converts a request to its protobuf message. Raises InvalidRequestError if protobuf cannot
-    represent a value. The server validates everything else."""
+    represent a value. Other checks are left to the server."""
     prompt = request.prompt
     return build(
         pb.GenerateRequest,
@@ -170,8 +171,9 @@ def _accepted_to_proto(resumption: Resumption) -> list[pb.AcceptedTokens]:
 
 
 def _resumption_from_proto(message: pb.GenerateRequest) -> Resumption | None:
-    """Converts a resumption. An answer that the client omitted has no received tokens. Raises
-    InvalidRequestError with the name of an invalid field."""
+    """Returns the tokens that the client has already received, or None if the call resumes no
+    stream. An answer that the message omits has no received tokens. Raises InvalidRequestError,
+    which names the invalid field."""
     number, count = message.resumption, message.sampling.n if message.sampling.HasField("n") else 1
     if number == 0 and not message.accepted:
         return None
@@ -275,7 +277,7 @@ _UPDATE_MODES = {
 
 
 def update_mode_from_proto(mode: int) -> UpdateMode:
-    """Raises InvalidRequestError for an unknown mode."""
+    """Converts the mode of a weights update. Raises InvalidRequestError for an unknown mode."""
     if mode not in _UPDATE_MODES:
         raise InvalidRequestError(f"mode: {mode} is not an UpdateMode of this version")
     return _UPDATE_MODES[mode]  # type: ignore[index]
@@ -399,7 +401,8 @@ def _defaults_from_proto(message: common_pb2.SamplingParams) -> SamplingDefaults
 
 
 def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
-    """Converts the router's status, without the statuses of workers, which the caller adds."""
+    """Converts the router's status. The statuses of workers are left empty for the caller to
+    add."""
     return pb.GetStatusResponse(
         waiting=status.waiting,
         decisions=[

@@ -1,2 +1,2 @@
-"""The HTTP API: OpenAI's endpoints, metrics, health and the web page. A `Frontend` handles the
-requests."""
+"""The HTTP API: endpoints of OpenAI's and Anthropic's APIs, metrics, health and the web page. A
+`Frontend` generates the answers."""

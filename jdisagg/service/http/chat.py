@@ -40,7 +40,7 @@ _CHOICES["any"] = ToolChoice.REQUIRED  # the name in other APIs
 _NAMED_KINDS = ("function", "tool")
 _MODES = ("auto", "required")
 _TextKind = Literal["text", "input_text", "output_text"]
-# Types of parts, and the field of each that holds its text.
+# Types of text parts, with the field of each that contains its text.
 _TEXT_FIELDS = {**dict.fromkeys(get_args(_TextKind), "text"), "refusal": "refusal"}
 _IMAGE_KINDS = ("image_url", "input_image", "image")
 _REFUSED_OF_IMAGES: dict[str, tuple[tuple[object, ...], str]] = {
@@ -55,7 +55,7 @@ _THOUGHT_KINDS = ("thinking", "reasoning", "reasoning_text")
 # `thinking`.
 _SWITCHES = ("enable_thinking", "thinking")
 _THINKING = {"enabled": True, "disabled": False}
-# OpenAI's newer name for the system role, and its older one for results of tools.
+# OpenAI's newer name for the role system, and its older name for the role tool.
 _ROLES = {"developer": "system", "function": "tool"}
 
 
@@ -63,8 +63,7 @@ _DOCUMENTS = FieldKind("a list of objects", msgspec.json.Decoder(list[dict[str, 
 
 
 def chat_prompt(fields: Fields) -> ChatPrompt:
-    """Reads the fields of a request that make up the chat: `messages`, tools and template
-    options."""
+    """Reads the chat of a request: messages, tools and template options."""
     messages = fields.parts("messages", MAX_MESSAGES)
     if messages is None:
         raise InvalidRequestError("messages is missing: send a list of objects")
@@ -93,8 +92,9 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
 
 
 def template_arguments(fields: Fields, effort: str | None) -> dict[str, object]:
-    """Reads the variables of the chat template. `effort`: the reasoning effort that the client
-    requests."""
+    """Returns the variables of the chat template: the fields of `chat_template_kwargs`, and fields
+    of the request that enable reasoning. `effort` is the reasoning effort that the client requests,
+    or None."""
     arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
     thinks = fields.read("enable_thinking", YES)
     wanted = fields.read("thinking", ANYTHING)
@@ -109,7 +109,7 @@ def template_arguments(fields: Fields, effort: str | None) -> dict[str, object]:
 
 
 def chat_message(message: Fields) -> ChatMessage:
-    """Reads one message. Text parts are not joined, because some templates render each part
+    """Reads one message. Text parts stay separate, because some chat templates render each part
     separately."""
     role = message.given("role", TEXT)
     message.refuse(_REFUSED)
@@ -136,8 +136,8 @@ def text_of(fields: Fields, name: str) -> str:
 
 
 def parts_of(fields: Fields, name: str) -> Content:
-    """Reads a field that is a text or a list of parts. Parts that are all texts are joined by
-    newlines."""
+    """Reads a field that is a text or a list of content parts. If all parts are texts, they are
+    joined by newlines."""
     content = _read_content(fields, name, ())[0]
     if isinstance(content, tuple) and any(isinstance(part, ChatImage) for part in content):
         return content
@@ -145,7 +145,7 @@ def parts_of(fields: Fields, name: str) -> Content:
 
 
 def _content_of(message: Fields) -> tuple[Content, str]:
-    """Reads the content of a message, and the reasoning among its parts."""
+    """Returns the content of a message, and the text of its reasoning parts."""
     content, thoughts = _read_content(message, "content", _THOUGHT_KINDS)
     if content is None and (refusal := message.read("refusal", TEXT)):
         content = refusal
@@ -155,11 +155,14 @@ def _content_of(message: Fields) -> tuple[Content, str]:
 def _read_content(
     fields: Fields, name: str, of_thoughts: Collection[str], *, images: bool = True
 ) -> tuple[Content, list[str]]:
-    """Reads a field that is a text or a list of parts.
+    """Reads a field that is a text or a list of content parts.
 
     Args:
         of_thoughts: Types of parts that are reasoning.
         images: Whether parts may be images.
+
+    Returns:
+        The content, and the texts of the reasoning parts.
     """
     with contextlib.suppress(InvalidRequestError):
         return fields.read(name, TEXT), []
@@ -184,8 +187,8 @@ class _TextPart(msgspec.Struct):
 
 
 _text_parts = msgspec.json.Decoder(list[_TextPart | str]).decode
-# Decoded in one go, because there may be many parts. On an error they are read one by one, to find
-# the wrong part.
+# All parts are decoded at once, because there may be many. On an error they are read one by one, to
+# find the invalid part.
 _TEXT_PARTS = FieldKind(
     "parts of text",
     lambda raw: tuple([one if isinstance(one, str) else one.text for one in _text_parts(raw)]),
@@ -194,7 +197,7 @@ _TEXT_PARTS = FieldKind(
 
 def image_part(part: Fields, kind: str) -> ChatImage:
     """Reads an image part: `image_url` of the chat API, `input_image` of the Responses API or
-    `image` of Anthropic's API. Its file is not decoded yet."""
+    `image` of Anthropic's API. The image file itself is not decoded."""
     part.ignore("detail", "uuid", "cache_control")
     if kind == "image":
         source = part.part("source")
@@ -257,8 +260,8 @@ def offered_tools(fields: Fields) -> OfferedTools:
 
 
 def chosen_tools(fields: Fields, tools: tuple[ChatTool, ...], *, nested: bool) -> OfferedTools:
-    """Reads the field `tool_choice`. `nested` means that the name of a function is in a nested
-    object `function`, as in the chat API."""
+    """Reads the field `tool_choice` and applies it to `tools`. `nested` is True for the chat API,
+    where the name of a function is in a nested object `function`."""
     chosen = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
     kind = chosen.get("type", "function") if isinstance(chosen, dict) else chosen
     if isinstance(kind, str) and kind in _CHOICES:
@@ -276,7 +279,8 @@ def chosen_tools(fields: Fields, tools: tuple[ChatTool, ...], *, nested: bool) -
 
 
 def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> OfferedTools:
-    """Returns the tools that `allowed_tools` names. Other tools are left out of the prompt."""
+    """Returns the tools that the type `allowed_tools` of `tool_choice` lists. Other tools are left
+    out of the prompt."""
     mode = part.given("mode", TEXT)
     if mode not in _MODES:
         raise InvalidRequestError(
@@ -295,9 +299,10 @@ def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> Offered
 def without_hosted(
     fields: Fields, tools: Sequence[Fields], hosted: tuple[str, ...]
 ) -> Sequence[Fields]:
-    """Returns the tools without hosted tools, which the API's own servers run. A header of the
-    reply lists the omitted tools. If all tools are hosted, returns them unchanged, and the request
-    is refused.
+    """Returns the tools without hosted tools, which the servers of OpenAI or Anthropic run.
+
+    A header of the reply lists the omitted tools. If all tools are hosted, returns them unchanged.
+    The code that reads them then refuses the request.
 
     Args:
         hosted: Prefixes of the types of hosted tools.
@@ -311,8 +316,8 @@ def without_hosted(
 
 
 def joined_name(namespace: str, name: str) -> str:
-    """Returns the name under which a chat lists a function in a namespace. Only the Responses API
-    has namespaces."""
+    """Returns the name in the chat of a function in a namespace. If `namespace` is empty, returns
+    `name`. Only the Responses API has namespaces."""
     return f"{namespace.removesuffix('__')}__{name}" if namespace else name
 
 
@@ -322,14 +327,15 @@ def _name(tool: Fields, nested: bool) -> str:
 
 
 def _function(tool: Fields, nested: bool) -> Fields:
-    """Returns the fields of a tool's function. Accepts the forms of both APIs, because clients mix
-    them."""
+    """Returns the object with the fields of a tool's function: the tool itself, or its nested
+    object `function`. Accepts both forms in both APIs, because clients mix them."""
     nested = tool.has("function") or (nested and not tool.has("name"))
     return tool.part("function") if nested else tool
 
 
 def chat_tool(tool: Fields, *, nested: bool = True, namespace: str = "") -> ChatTool:
-    """Reads the description of a function."""
+    """Reads one tool, which must be a function. `nested` and `namespace` are as in `chosen_tools`
+    and `joined_name`."""
     _check_kind(tool)
     function = _function(tool, nested)
     return ChatTool(

@@ -1,9 +1,9 @@
 """Converts jdisagg errors to HTTP statuses, and to the JSON bodies of OpenAI's API or of
 Anthropic's API (`ErrorForm`).
 
-A body of OpenAI's form is `{"error": {"message", "type", "param", "code"}}`. `message` is the text
-of the error. `param` is the field name with which the text begins, if the request has a field of
-that name. `code` is the name of the error's type, or the code that OpenAI clients expect."""
+A body in OpenAI's form is `{"error": {"message", "type", "param", "code"}}`. `message` is the text
+of the error. If the text begins with the name of a field of the request, `param` is this name.
+`code` is the name of the error's type, or the code that OpenAI clients expect."""
 
 import math
 import re
@@ -57,8 +57,8 @@ def http_status(error: JdisaggError) -> int:
 
 
 def error_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
-    """Returns the JSON body for an error. `fields` are the names of the request's fields, one of
-    which may become `param`."""
+    """Returns the JSON body for an error in OpenAI's form. `fields` are the names of the request's
+    fields. If the message begins with one of them, the body's `param` is this name."""
     status = http_status(error)
     word = _FIELD.match(error.message)
     code = _CODES.get(error.status, type(error).__name__)
@@ -83,8 +83,8 @@ def _shown(error: JdisaggError) -> str:
 
 
 def _message_status(error: JdisaggError) -> int:
-    """Returns the status in Anthropic's API: 429 for a limit of the client, 529 for a full
-    server."""
+    """Returns the HTTP status in Anthropic's API, where 429 means that the client exceeds its
+    quota, and 529 that the server is overloaded."""
     full = isinstance(error, OverloadedError) and not isinstance(error, QuotaExceededError)
     return FULL if full else http_status(error)
 
@@ -96,8 +96,14 @@ def _message_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
 
 
 class ErrorForm(NamedTuple):
-    """The form in which an API reports errors: the status, the body, and the event that precedes
-    the body in a stream."""
+    """The form in which an API reports errors.
+
+    Attributes:
+        status: Function that returns the HTTP status for an error.
+        body: Function that returns the JSON body for an error and the names of the request's
+            fields.
+        event: SSE line that precedes the body if the error is an event of a stream, or empty.
+    """
 
     status: Callable[[JdisaggError], int]
     body: Callable[[JdisaggError, Collection[str]], bytes]
@@ -109,8 +115,8 @@ MESSAGE_ERRORS = ErrorForm(_message_status, _message_body, b"event: error\n")
 
 
 def error_headers(error: JdisaggError) -> list[Header]:
-    """Returns the headers `Retry-After` and `WWW-Authenticate` for the reply to a failed request,
-    where they apply."""
+    """Returns the headers for the reply to a failed request: `Retry-After` if the error has a retry
+    time, and `WWW-Authenticate` if the token was rejected."""
     seconds = error.retry_after_seconds
     headers: list[Header] = []
     if seconds is not None and math.isfinite(seconds):

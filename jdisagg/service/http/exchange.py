@@ -1,9 +1,9 @@
 """One HTTP request and its reply. Reads the body within limits of size and time, sends a whole
 reply or a stream of events, and detects that the client disconnected.
 
-Uses ASGI's `receive` and `send`. To save time, an event of a stream bypasses `send` and is written
-directly to the connection, as long as the connection's buffer has room. Otherwise `send` waits for
-the client, so that every wait for a slow client happens in this module."""
+This module uses ASGI's `receive` and `send`. To save time, an event of a stream is written directly
+to the connection as long as the connection's buffer has room. If the buffer is full, `send` waits
+for the client. Every wait for a slow client thus happens in this module."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -18,20 +18,26 @@ Send = Callable[[Message], Awaitable[None]]
 
 BODY_SECONDS = 60.0
 JSON = b"application/json"
-# Keys of functions that the server puts into the scope's state: one closes the connection, the
-# other writes a chunk of a started body if the connection accepts it now.
+# Keys of two functions that the server puts into the scope's state. The first closes the
+# connection. The second writes a chunk of a started body if the connection accepts it now, and
+# returns whether it did.
 ABORT = "jdisagg.abort"
 WRITE = "jdisagg.write"
 Write = Callable[[bytes], bool]
 
 
 class Exchange:
-    """One request and its reply.
+    """One HTTP request and its reply.
 
     Attributes:
-        headers: Request headers by lower-case name. For a repeated header, the last value.
-        read_body: The request body once it was read.
-        reply_headers: Headers added to the reply until it begins.
+        headers: Request headers by lower-case name. A repeated header has its last value.
+        fields: Names of the request's fields, for the `param` of an error.
+        begun: Whether the reply has begun.
+        ended: Whether the last part of the reply was sent.
+        disconnected: Whether the client disconnected before that.
+        read_body: The request body, or None before it is read.
+        reply_headers: Headers to add to the reply. Headers that are appended after the reply has
+            begun have no effect.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,8 +60,8 @@ class Exchange:
         if self.read_body is not None:
             return self.read_body
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # A web page of another site can send other types without asking (CORS). Programs may omit
-        # the header or send curl's default.
+        # A web page of another site can send other content types without a CORS preflight. Programs
+        # may omit the header or send curl's default.
         if not kind.endswith(("/json", "+json")) and "origin" in self.headers:
             raise HttpRefusal(
                 f"content-type of a web page must be application/json, got {kind[:80]!r}; send the"
@@ -85,7 +91,8 @@ class Exchange:
             ) from None
 
     async def gone(self) -> None:
-        """Waits until the client has disconnected or the reply has ended. Call it after `body`."""
+        """Waits until the client has disconnected or the reply is complete. Call it after
+        `body`."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.disconnected = not self.ended
@@ -107,9 +114,10 @@ class Exchange:
         await self._begin(200, [(b"cache-control", b"no-cache")], b"text/event-stream")
 
     async def comment(self, comment: bytes) -> None:
-        """Sends an SSE comment, so that proxies and clients keep the idle connection open. Clients
-        such as `vllm bench serve` strip line breaks and would join the comment with the next event.
-        An empty comment before the next event prevents this."""
+        """Sends an SSE comment, so that proxies and clients keep the idle connection open.
+
+        Some clients, such as `vllm bench serve`, strip line breaks and would join the comment with
+        the next event. An empty comment before the next event prevents this."""
         await self.frame(comment)
         self._lead = b":\n\n"
 
@@ -155,8 +163,8 @@ class Exchange:
 
 
 def _never(data: bytes) -> bool:
-    """Stands in for the direct write to the connection if the HTTP server does not provide one.
-    Always returns False."""
+    """Takes the place of the direct write if the HTTP server provides none. Returns False, which
+    means that nothing was written."""
     return False
 
 

@@ -3,9 +3,9 @@
     fields = Fields.of(body)
     temperature = fields.read("temperature", NUMBER)
 
-A wrong type raises an InvalidRequestError with the field, the rule and the value. A null field
-counts as absent. `unread` lists the fields that no code has read. A field stays JSON text until it
-is read, so that an unused field costs next to nothing."""
+A wrong type raises an InvalidRequestError with the field, the expected type and the value. A null
+field counts as absent. `unread` lists the fields that no code has read. A field is decoded only
+when it is read, so that an unused field costs almost nothing."""
 
 import codecs
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,7 +30,8 @@ _any = msgspec.json.Decoder()
 
 @dataclass(frozen=True, slots=True)
 class FieldKind(Generic[T]):
-    """A type that a field can have: a decoder, and the name of the type in error messages."""
+    """A type that a field can have: `decode` decodes a value or raises an error, and `rule` is the
+    name of the type in error messages."""
 
     rule: str
     decode: Callable[[msgspec.Raw], T]
@@ -48,20 +49,20 @@ def _whole(raw: msgspec.Raw) -> int:
 
 
 def _yes(raw: msgspec.Raw) -> bool:
-    """Decodes true or false. Other servers accept them as numbers and strings, too."""
+    """Decodes a boolean. Also accepts 0, 1, "true" and "false", as other servers do."""
     known = _YES.get(bytes(raw).lower())
     return _boolean(raw) if known is None else known
 
 
 def _text_or_json(raw: msgspec.Raw) -> str:
-    """Decodes a string. Any other value is returned as its JSON text."""
+    """Decodes a string. Returns any other value as its JSON text."""
     given = bytes(raw)
     return _text(raw) if given.startswith(b'"') else given.decode()
 
 
 def _object_of(kind: type[T]) -> Callable[[msgspec.Raw], T]:
-    """Returns a decoder of an object type. Some languages do not distinguish an empty object
-    from an empty list, and send []."""
+    """Returns a decoder of an object type. It also accepts [] as an empty object, because some
+    languages do not distinguish the two."""
     decode = msgspec.json.Decoder(kind, strict=False).decode
 
     def decoded(raw: msgspec.Raw) -> T:
@@ -95,8 +96,8 @@ ANYTHING: FieldKind[object] = FieldKind("JSON", _any.decode)
 
 
 class Fields:
-    """The fields of one JSON object, which may be nested in a request. `path` precedes field names
-    in error messages, such as "messages[2]." for the third message."""
+    """The fields of one JSON object, which may be nested in a request. `path` is the prefix of
+    field names in error messages, such as "messages[2]." for the third message."""
 
     def __init__(self, raw: Mapping[str, msgspec.Raw], path: str = "") -> None:
         self._raw = raw
@@ -137,7 +138,7 @@ class Fields:
         return self._raw[name]
 
     def has(self, name: str) -> bool:
-        """Whether the field is present and not null."""
+        """Returns whether the field is present and not null. The field then counts as read."""
         raw = self._raw.get(name)
         if raw is None:
             return False
@@ -167,17 +168,19 @@ class Fields:
         return value
 
     def part(self, name: str) -> "Fields":
-        """Returns the fields of a nested object. An absent object has no fields."""
+        """Returns the fields of a nested object. If the object is absent, the result has no
+        fields."""
         return Fields(self.read(name, OBJECT) or {}, f"{self._path}{name}.")
 
     def parts(
         self, name: str, most: int = MAX_PARTS, text_field: str = ""
     ) -> "list[Fields] | None":
         """Returns the fields of each object in a list, or None if the list is absent. If the list
-        has more than `most` objects, raises InvalidRequestError before decoding them.
+        has more than `most` objects, raises InvalidRequestError before decoding the objects.
 
         Args:
-            text_field: If set, a string in the list stands for an object with this field.
+            text_field: If set, a string in the list is accepted in place of an object with this
+                field.
         """
         listed = self.read(name, _LIST)
         if listed is None:
@@ -195,11 +198,12 @@ class Fields:
         return [Fields(one, f"{self._path}{name}[{at}].") for at, one in enumerate(objects)]
 
     def refuse(self, refused: Mapping[str, tuple[Collection[object], str]]) -> None:
-        """Raises InvalidRequestError for an unsupported field, unless its value has no effect.
+        """Raises InvalidRequestError if the object has an unsupported field. A field whose value
+        has no effect is accepted.
 
         Args:
-            refused: For each unsupported field, the values without effect, and a remedy for other
-                values.
+            refused: For each unsupported field, the values without effect, and the advice in the
+                error for other values.
         """
         for name in self._raw.keys() & refused.keys():
             neutral, remedy = refused[name]
@@ -209,12 +213,11 @@ class Fields:
                 )
 
     def ignore(self, *names: str) -> None:
-        """Marks fields as read although they have no effect, so that `unread` does not list
-        them."""
+        """Marks fields without effect as read, so that `unread` does not list them."""
         self._read.update(names)
 
     def leave_out(self, *names: str) -> None:
-        """Adds names to those that `unread` lists, of parts of the request without effect."""
+        """Makes `unread` list further names, for parts of the request that have no effect."""
         self._left_out += names
 
     def unread(self) -> list[str]:
@@ -222,13 +225,15 @@ class Fields:
 
 
 def either(fields: Fields, names: Sequence[str], kind: FieldKind[T]) -> T | None:
-    """Returns the value of the first of several fields that is given. All are checked."""
+    """Returns the value of the first of several fields that is present, or None if none is. The
+    types of all of them are checked."""
     given = [fields.read(name, kind) for name in names]
     return next((value for value in given if value is not None), None)
 
 
 def begins(raw: msgspec.Raw, mark: bytes) -> bool:
-    """Returns whether a value's JSON begins with a character. Copies nothing, unlike `bytes`."""
+    """Returns whether the JSON text of a value begins with the character `mark`. Unlike a
+    conversion to `bytes`, this copies nothing."""
     return memoryview(raw)[:1] == mark
 
 

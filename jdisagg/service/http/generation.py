@@ -1,10 +1,10 @@
 """Generation endpoints of the HTTP API: /v1/completions, /v1/chat/completions, /v1/responses
 and /v1/messages over a `Frontend`.
 
-An HTTP request may have several prompts. Each runs as a separate request of the frontend, all at
-the same time. The HTTP status is sent when the first event arrives. An earlier error determines the
-status, and a later error becomes the last event of the stream. During a long wait, SSE comments
-keep the connection open."""
+An HTTP request may have several prompts. All of them run at the same time, each as a separate
+request of the frontend. The HTTP status of a stream is sent when the first event arrives. An
+earlier error determines the status. A later error becomes the last event of the stream. During a
+long wait, SSE comments keep the connection open."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ _PLAIN_NOT = re.compile(r"[^\x21-\x7e]")
 
 class HttpGeneration:
     """The generation endpoints, one method per endpoint. `limit_bytes` is the size limit of a
-    request body."""
+    request body, in bytes."""
 
     def __init__(self, frontend: Frontend, log: RequestLog, limit_bytes: int) -> None:
         self._frontend = frontend
@@ -69,8 +69,10 @@ class HttpGeneration:
         """Answers a request of /v1/responses.
 
         Args:
-            store: Store that keeps the response, unless the request forbids it.
-            begun: Called with the id and the response object once the request was found valid.
+            store: Store for the response, or None if the server stores none. A request with `store`
+                false is not stored.
+            begun: Callback for a response in the background, called with the id and the response
+                object when the request is validated.
         """
 
         def read(fields: Fields) -> Asked:
@@ -82,8 +84,8 @@ class HttpGeneration:
         await self._answer(exchange, "msg_", message_from, MessageReply)
 
     async def rendered_chat(self, exchange: Exchange) -> None:
-        """Replies with the prompt's text and tokens and all sampling parameters that a request of
-        /v1/chat/completions results in. Generates no tokens."""
+        """Replies with the prompt and the sampling parameters that a request of
+        /v1/chat/completions would have. Generates no tokens."""
         fields = Fields.of(await exchange.body(self._limit_bytes))
         exchange.fields = fields.names
         asked = chat_from(fields)
@@ -156,8 +158,9 @@ class HttpGeneration:
         records: ExitStack,
         take_apart: bool,
     ) -> "list[_Run]":
-        """Builds a run for each prompt. Every prompt is thus validated before the first run starts.
-        `take_apart` means that answers are parsed into content, reasoning and tool calls."""
+        """Builds a run for each prompt, so that every prompt is validated before the first run
+        starts. `take_apart` is whether answers are parsed into content, reasoning and tool
+        calls."""
         runs: list[_Run] = []
         numbers = 0
         for number, prompt in enumerate(asked.prompts):
@@ -272,8 +275,8 @@ def _without_answer(event: StreamEvent) -> StreamEvent:
 
 
 async def _made(choices: Sequence[ReplyChoice], make: Callable[[], bytes]) -> bytes:
-    """Calls `make`, which formats the reply for `choices`. If it formats many prompt
-    log-probabilities, `make` is called in a thread, because it would delay other streams."""
+    """Returns the result of `make`, which encodes the reply for `choices`. If the choices have many
+    prompt log-probabilities, `make` runs in a thread, so that it does not delay other streams."""
     numbers = [len(choice.prompt_logprobs) for choice in choices if choice.prompt_logprobs]
     return await asyncio.to_thread(make) if sum(numbers) > THREAD_ABOVE_TOKENS else make()
 
@@ -288,7 +291,8 @@ async def _whole(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None
 
 
 async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run], ids: bool) -> None:
-    """Streams the events of the runs. `ids`: Whether each event has an id for a resumption."""
+    """Streams the events of the runs. `ids` is whether each event gets an SSE id, which a client
+    needs to resume the stream."""
     began, opening, opened = asyncio.Event(), asyncio.Lock(), False
     comments = asyncio.ensure_future(_comments(exchange, began, reply.waiting))
     until_now = functools.partial(_sum, runs)
@@ -319,7 +323,8 @@ async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run], ids: b
 
 
 async def _comments(exchange: Exchange, began: asyncio.Event, comment: bytes) -> None:
-    """Sends `comment` until the first event, because proxies close idle connections."""
+    """Sends `comment` periodically until the first event, because proxies close idle
+    connections."""
     while not began.is_set():
         try:
             # wait_for loses a cancellation that coincides with the event before Python 3.12.
@@ -372,7 +377,8 @@ def _sum(runs: Sequence[_Run]) -> Usage:
 
 
 def check_model(name: str, frontend: Frontend) -> None:
-    """Raises HttpRefusal unless `name` is the served model, one of its adapters, or empty."""
+    """Raises HttpRefusal (404) if `name` is neither the served model nor one of its adapters. An
+    empty name means the served model."""
     if name in ("", frontend.model.name) or name in frontend.adapters:
         return
     also = " or one of its adapters (/v1/models)" if frontend.adapters.listed else ""
@@ -384,8 +390,9 @@ def check_model(name: str, frontend: Frontend) -> None:
 
 
 def _request_id(exchange: Exchange) -> str:
-    """Returns the client's own request id with a random suffix, because clients repeat their id on
-    retries. If the client sent no id, the whole id is random."""
+    """Returns a unique request id. It is the client's header `x-request-id` with a random suffix,
+    because clients repeat their id on retries. If the header is absent or invalid, the whole id is
+    random."""
     drawn = secrets.token_hex(16)
     given = exchange.headers.get("x-request-id", "")
     return f"{given}-{drawn[:8]}" if _PLAIN.fullmatch(given) else drawn

@@ -1,8 +1,9 @@
-"""Reads the answer format that an OpenAI client requests and returns it as a `Grammar`.
+"""Converts the answer format that an HTTP client requests (structured output) to a `Grammar`.
 
-Supports OpenAI's `response_format` (`text.format` in /v1/responses), vLLM's `structured_outputs`
-and the older `guided_*` with the same meaning, and structural tags in all of them. A schema is kept
-as text, because the order of its properties determines their order in the answer."""
+The supported fields are OpenAI's `response_format` (`text.format` in /v1/responses), Anthropic's
+`output_config.format`, vLLM's `structured_outputs` and its older `guided_*`, and SGLang's `regex`,
+`json_schema` and `ebnf`. Structural tags are possible in the fields of OpenAI and vLLM. A schema is
+kept as text, because the order of its properties determines their order in the answer."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ _STRUCTURAL = ("structures", "triggers", "format")
 _CHOICES = FieldKind("a list of strings", msgspec.json.Decoder(list[str]).decode)
 # Kinds by their name in `structured_outputs`, and by their name after `guided_`.
 _KINDS = {"json": GrammarKind.JSON_SCHEMA, "regex": GrammarKind.REGEX, "grammar": GrammarKind.LARK}
-# SGLang's fields beside `response_format`. Its and vLLM's grammars may be in EBNF.
+# SGLang's fields in addition to `response_format`. Grammars of SGLang and vLLM may be in EBNF.
 _OF_SGLANG = {
     "regex": GrammarKind.REGEX,
     "json_schema": GrammarKind.JSON_SCHEMA,
@@ -62,8 +63,8 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def grammar_from(fields: Fields) -> Grammar | None:
-    """Reads the grammar of a completion or chat request. Raises InvalidRequestError if a field is
-    invalid or two fields set a grammar."""
+    """Reads the grammar of a completion or chat request. Returns None if no field sets one. Raises
+    InvalidRequestError if a field is invalid, or if two fields set a grammar."""
     with named_as_sent(fields):
         found = {
             RESPONSE_FORMAT: _of_format(fields.part(RESPONSE_FORMAT), nested=True),
@@ -82,7 +83,8 @@ def grammar_from(fields: Fields) -> Grammar | None:
 
 
 def grammar_of_response(fields: Fields) -> Grammar | None:
-    """Reads the grammar in the field `text.format` of /v1/responses."""
+    """Reads the grammar in the field `text.format` of /v1/responses. Returns None if the field sets
+    no grammar."""
     text = fields.part(RESPONSE_TEXT)
     text.ignore("verbosity")
     with named_as_sent(fields):
@@ -90,8 +92,8 @@ def grammar_of_response(fields: Fields) -> Grammar | None:
 
 
 def grammar_of_message(fields: Fields) -> Grammar | None:
-    """Reads the grammar in the field `output_config.format` of /v1/messages, or in its older name
-    `output_format`."""
+    """Reads the grammar of a /v1/messages request: the field `output_config.format`, or
+    `output_format`, its older name. Returns None if neither sets a grammar."""
     formats = fields.part(MESSAGE_OUTPUT).part("format"), fields.part(OLD_MESSAGE_OUTPUT)
     with named_as_sent(fields):
         return next(filter(None, (_of_format(one, nested=False) for one in formats)), None)
@@ -99,7 +101,8 @@ def grammar_of_message(fields: Fields) -> Grammar | None:
 
 @contextmanager
 def named_as_sent(fields: Fields) -> Iterator[None]:
-    """Context manager that makes errors about the grammar name the field that the client sent."""
+    """Context manager in which an error about the grammar is raised with the name of the field that
+    the client sent, instead of "grammar"."""
     try:
         yield
     except InvalidRequestError as error:
@@ -160,7 +163,7 @@ def _of_text(kind: GrammarKind, text: str) -> Grammar:
     if kind is GrammarKind.LARK and "::=" in text and len(text) <= _LONGEST_EBNF:
         try:
             text = any_to_lark(text)
-        except Exception as error:  # whatever a text that is no grammar does to the converter
+        except Exception as error:  # the converter raises errors of many types for invalid text
             raise InvalidRequestError(
                 f"grammar: the EBNF {text[:64]!r} cannot be converted to Lark: {error}; send Lark"
             ) from None

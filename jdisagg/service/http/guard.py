@@ -26,8 +26,13 @@ log = logging.getLogger(__name__)
 
 
 class HttpGuard(DrainingGuard):
-    """The guard of one HTTP server. `refused` is called with the path and the error of every
-    request that fails before its handler is called."""
+    """The guard of one HTTP server.
+
+    Args:
+        tokens: Bearer tokens that are accepted. Without tokens, all requests are accepted.
+        refused: Callback for each request whose error its handler does not log. Its arguments are
+            the path and the error.
+    """
 
     def __init__(self, tokens: Tokens, refused: Callable[[str, JdisaggError], None]) -> None:
         super().__init__()
@@ -35,7 +40,8 @@ class HttpGuard(DrainingGuard):
         self._refused = refused
 
     async def run(self, endpoint: "Endpoint", exchange: Exchange) -> None:
-        """Checks one request, passes it to its handler, and sends errors as the reply."""
+        """Checks one request and calls its handler. Sends an error of the check or of the handler
+        as the reply."""
         task = asyncio.current_task()
         assert task is not None
         served = False
@@ -65,8 +71,8 @@ class HttpGuard(DrainingGuard):
             self._running.discard(task)
 
     def _check(self, endpoint: "Endpoint", exchange: Exchange) -> Caller:
-        """Returns the identity of a request's caller. Raises an error if the request must be
-        refused."""
+        """Returns the identity of a request's client. Raises a JdisaggError if the method or the
+        token is wrong, or the server is draining."""
         method = exchange.scope["method"]
         asked = "GET" if method == "HEAD" else method
         if endpoint.method != ANY_METHOD and asked not in endpoint.method.split(", "):

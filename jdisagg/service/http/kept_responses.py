@@ -1,7 +1,7 @@
-"""Endpoints of kept responses: /v1/responses with a store, and /v1/responses/ID.
+"""Endpoints of stored responses: /v1/responses with a store, and /v1/responses/ID.
 
-A response with `background` is generated after the reply, and the client polls its state. It uses
-the same code as other responses, with an exchange that has no connection."""
+A response with `background` is generated after the reply to the request, and the client polls its
+state. The code is that of other responses, with an `Exchange` whose reply is discarded."""
 
 import asyncio
 import logging
@@ -29,13 +29,13 @@ _PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text
 
 
 class KeptResponses:
-    """Endpoints for responses that the server keeps.
+    """Endpoints for responses that the server stores.
 
     Args:
-        generation: Generates the responses.
-        store: The kept responses.
+        generation: Endpoint that generates responses.
+        store: The stored responses.
         guard: The server's guard. A drain waits for responses in the background.
-        limit_bytes: Size limit of a request body.
+        limit_bytes: Size limit of a request body, in bytes.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class KeptResponses:
         await exchange.reply(await self._begun(exchange))
 
     async def _begun(self, exchange: Exchange) -> bytes:
-        """Starts a response in the background. Returns the response object once the request was
-        found valid."""
+        """Starts to generate a response in the background. Returns the response object, as JSON,
+        as soon as the request is validated. Raises the error of an invalid request."""
         begun: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         def begin(response_id: str, response: Json) -> None:
@@ -94,7 +94,7 @@ class KeptResponses:
         return await begun
 
     def _end(self, begun: "asyncio.Future[bytes]", status: str, error: JdisaggError | None) -> None:
-        """Keeps the state of a response that ended without an answer."""
+        """Stores the final state of a background response that was cancelled or failed."""
         response = _decode(begun.result())
         kept = self._store.find(str(response["id"]))
         if kept is None:  # deleted
@@ -156,8 +156,8 @@ class KeptResponses:
 
 
 class _Unconnected(Exchange):
-    """The exchange of a request that runs in the background. Its reply is discarded. It has the
-    headers of `exchange`, the request that started it."""
+    """The exchange of a request that runs in the background. Its reply is discarded. The headers
+    and the body are those of `exchange`, the request that started it."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange.scope, _nothing, _swallow)
@@ -175,7 +175,8 @@ async def _swallow(message: Message) -> None:
 
 
 def _listed(raw: msgspec.Raw, number: int) -> Json:
-    """Returns an input item in the form in which OpenAI lists it, with an id and with parts."""
+    """Converts an input item to the form in which OpenAI's API lists it, with an id and a list of
+    content parts."""
     item = _decode(raw)
     kind = str(item.setdefault("type", "message"))
     item.setdefault("status", "completed")
@@ -191,6 +192,6 @@ def _listed(raw: msgspec.Raw, number: int) -> Json:
 
 
 def _query(exchange: Exchange, name: str) -> str:
-    """Returns a parameter of the URL, or "" without it."""
+    """Returns a query parameter of the URL, or "" if it is absent."""
     found = parse_qs(exchange.scope["query_string"].decode("latin-1")).get(name)
     return found[-1] if found else ""

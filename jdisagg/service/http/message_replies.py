@@ -22,7 +22,8 @@ NOT_JSON = "INVALID_JSON"
 
 
 class _Kind(enum.Enum):
-    """Kinds of content blocks, with the names of their deltas and of the deltas' text."""
+    """Kinds of content blocks. Each value has the type of the block's deltas, and the name of the
+    delta's field with the text."""
 
     THINKING = ("thinking_delta", "thinking")
     TEXT = ("text_delta", "text")
@@ -55,7 +56,7 @@ class MessageReply(Reply):
         if first:
             message = self._message([], None, "", usage())
             frames.append(_frame("message_start", message=message))
-        # Arguments of the open call precede thinking and text, which precede the next call.
+        # Order: arguments of the open call, then thinking and text, then the next call.
         for call in event.tool_calls:
             frames += [] if call.name else [self._delta(_Kind.CALL, call.arguments)]
         if event.reasoning:
@@ -85,7 +86,8 @@ class MessageReply(Reply):
         return [*frames, self._delta(_Kind.CALL, call.arguments)] if call.arguments else frames
 
     def _begin(self, kind: _Kind, block: Json) -> list[bytes]:
-        """Opens a block, unless a block of the kind is open. Every call has its own block."""
+        """Opens a block and closes the block before it. Does nothing if a block of this kind is
+        open already, except for tool calls, each of which has its own block."""
         if self._open is kind and kind is not _Kind.CALL:
             return []
         frames = self._close()
@@ -140,8 +142,8 @@ class MessageReply(Reply):
         }
 
     def _stop(self, reason: str | None, stop_string: str, usage: Usage) -> Json:
-        """Returns the fields that describe why the message ended. `reason` is None while it has not
-        ended."""
+        """Returns the fields that describe why the message ended. `reason` is None while the
+        message has not ended."""
         match reason:
             case None:
                 named = None
@@ -169,8 +171,8 @@ def _tool_use(call: ToolCallDelta, given: object) -> Json:
 
 
 def _input(arguments: str) -> object:
-    """Returns the arguments of a call as an object. If the arguments were cut off, the object has
-    the incomplete text as its only value."""
+    """Returns the arguments of a tool call as a JSON object. If `arguments` is incomplete JSON, the
+    object has the text as its only value."""
     try:
         _an_object(arguments or "{}")
         return msgspec.Raw((arguments or "{}").encode())
@@ -179,16 +181,17 @@ def _input(arguments: str) -> object:
 
 
 def _signature(text: str) -> str:
-    """Returns a digest of the thinking as its signature, or "" without thinking. Clients send
-    thinking back only if it has a signature. The server does not verify the signature, because
-    thinking is ordinary text."""
+    """Returns a digest of the thinking as its signature, or "" if there is no thinking.
+
+    Clients send thinking back in later requests only if it has a signature. The server does not
+    verify the signature, because it treats thinking as ordinary text."""
     digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
     return base64.b64encode(digest).decode() if text else ""
 
 
 def _usage_of(usage: Usage) -> Json:
-    """Returns the token counts. In Anthropic's API `input_tokens` does not include cached
-    tokens."""
+    """Returns the token counts in the form of Anthropic's API, where `input_tokens` does not
+    include cached tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

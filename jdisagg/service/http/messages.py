@@ -1,7 +1,8 @@
-"""Reads requests of Anthropic's Messages API, /v1/messages and /v1/messages/count_tokens.
+"""Reads requests of Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens.
 
-A message is a list of content blocks. Blocks of text, thinking and tool calls become parts of a
-chat message. A tool result becomes a separate message. `message_replies` builds the reply."""
+A message is a list of content blocks. Its blocks of text, thinking and tool calls are joined into
+one chat message. A tool result becomes a chat message of its own. `message_replies` builds the
+reply."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -42,16 +43,17 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "container": ((), "the server runs no code"),
 }
 _WITHOUT_MEANING = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id")
-# Beginnings of the types of tools that Anthropic's servers run.
+# Prefixes of the types of hosted tools, which Anthropic's servers run.
 _HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")
 _CHOICES = {"auto": ToolChoice.AUTO, "any": ToolChoice.REQUIRED, "none": ToolChoice.NONE}
-# What thinking the client asks for, as variables of chat templates.
+# Values of the field `thinking.type`, and whether each enables reasoning in the chat template.
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 _KINDS = "text, image, document, search_result, thinking, tool_use or tool_result"
 
 
 def message_from(fields: Fields) -> Asked:
-    """Reads the request body of /v1/messages. Raises InvalidRequestError with the invalid field."""
+    """Reads the request body of /v1/messages. Raises InvalidRequestError, which names the invalid
+    field."""
     most = fields.given("max_tokens", INTEGER)
     options = sampling_options(fields)
     fields.refuse(_REFUSED)
@@ -61,14 +63,14 @@ def message_from(fields: Fields) -> Asked:
     options["max_tokens"] = most or 1
     options["grammar"] = grammar_of_message(fields) or options.get("grammar")
     asked = asked_from(fields, (message_prompt(fields),), options)
-    # With max_tokens 0 the request only fills the prefix cache.
+    # With max_tokens 0 the request only fills the prefix cache. One token is generated and omitted.
     told = {"max_tokens": msgspec.Raw(b"%d" % most)}
     return replace(asked, answerless=most == 0, told=told, within_context=True)
 
 
 def message_prompt(fields: Fields) -> ChatPrompt:
-    """Reads the fields of a request that make up the chat. If the last message is the assistant's,
-    the answer continues it."""
+    """Reads the chat of a request: messages, tools and template options. If the last message is an
+    assistant message with text and without tool calls, the answer continues this message."""
     messages: list[ChatMessage] = []
     if system := _text(fields, "system"):
         messages.append(ChatMessage("system", system))
@@ -96,8 +98,8 @@ def message_prompt(fields: Fields) -> ChatPrompt:
 
 
 def _arguments(fields: Fields) -> dict[str, object]:
-    """Returns variables of the chat template: the fields of `chat_template_kwargs`, the flag that
-    enables thinking (under the names that templates use), and the reasoning effort."""
+    """Returns the variables of the chat template: the fields of `chat_template_kwargs`, the flag
+    that enables thinking, under both names that templates use, and the reasoning effort."""
     arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
     thinking = fields.part("thinking")
     thinking.ignore("budget_tokens", "display")
@@ -115,8 +117,8 @@ def _arguments(fields: Fields) -> dict[str, object]:
 
 
 def _edit(messages: list[ChatMessage], management: Fields) -> None:
-    """Edits the context as the request asks: removes the thinking of all turns but the last ones.
-    Refuses other edits."""
+    """Applies the edits of the field `context_management`. The only supported edit removes the
+    thinking of all turns except the last ones. Raises InvalidRequestError for other edits."""
     for edit in management.parts("edits") or ():
         kind = edit.given("type", TEXT)
         if not kind.startswith("clear_thinking"):
@@ -128,7 +130,7 @@ def _edit(messages: list[ChatMessage], management: Fields) -> None:
             left = edit.part("keep").read("value", INTEGER) or len(messages)
         elif edit.read("keep", TEXT) == "all":
             left = len(messages)
-        counted = False  # whether the turn of the message was counted
+        counted = False  # whether the turn that contains the message is already counted
         for at in reversed(range(len(messages))):
             if messages[at].role == "user":
                 counted = False
@@ -139,7 +141,8 @@ def _edit(messages: list[ChatMessage], management: Fields) -> None:
 
 
 def _add(messages: list[ChatMessage], message: ChatMessage) -> None:
-    """Appends a message. Consecutive messages of the user or of the assistant become one."""
+    """Appends a message. If the message before it has the same role, the two are joined. Results of
+    tools are never joined."""
     before = messages[-1] if messages else None
     if before is None or before.role != message.role or message.role == "tool":
         messages.append(message)
@@ -157,7 +160,7 @@ def _joined(first: str, second: str) -> str:
 
 
 def _joined_content(first: Content, second: Content) -> Content:
-    """Joins the contents of consecutive blocks. Texts that follow each other become one."""
+    """Joins the contents of consecutive blocks. Consecutive texts are joined with a newline."""
     if not isinstance(first, tuple) and not isinstance(second, tuple):
         return _joined(first or "", second or "")
     parts: list[str | ChatImage] = []
@@ -174,7 +177,8 @@ def _parts(content: Content) -> tuple[str | ChatImage, ...]:
 
 
 def _messages(message: Fields) -> Iterator[ChatMessage]:
-    """Yields the messages of a chat for one message of the request, in the order of its blocks."""
+    """Converts one message of the request. Yields a chat message for each of its content blocks, in
+    order."""
     role = message.given("role", TEXT)
     if role not in ("user", "assistant", "system"):
         raise InvalidRequestError(
@@ -191,7 +195,8 @@ def _messages(message: Fields) -> Iterator[ChatMessage]:
 
 
 def _message(role: str, block: Fields) -> ChatMessage:
-    """Returns one content block as a message."""
+    """Converts one content block to a chat message. Raises InvalidRequestError if the block's type
+    is unsupported, or not allowed for the role."""
     kind = _kind(block)
     if kind == "text":
         return ChatMessage(role, block.given("text", TEXT))
@@ -222,7 +227,7 @@ def _kind(block: Fields) -> str:
 
 
 def _document(block: Fields) -> str:
-    """Returns the text of a document, after its title and its context."""
+    """Converts a document block to text: its title, its context and then its content."""
     source = block.part("source")
     kind = source.given("type", TEXT)
     if kind not in ("text", "content"):
@@ -242,7 +247,7 @@ def _titled(block: Fields, names: Sequence[str], text: str) -> str:
     return "\n".join(filter(None, (*(block.read(name, TEXT) for name in names), text)))
 
 
-# What the model is shown of blocks that are texts of another form.
+# Functions that convert other types of text blocks to the text for the prompt.
 _TEXTS_OF: dict[str, Callable[[Fields], str]] = {
     "document": _document,
     "search_result": _search_result,
@@ -251,7 +256,7 @@ _TEXTS_OF: dict[str, Callable[[Fields], str]] = {
 
 
 def _result(block: Fields) -> Content:
-    """Reads the content of a tool's result: a text, or blocks of texts and images."""
+    """Reads the content of a tool result: a text, or a list of blocks with texts and images."""
     blocks = _blocks(block, "content")
     if isinstance(blocks, str):
         return blocks
@@ -265,7 +270,8 @@ def _result(block: Fields) -> Content:
 
 
 def _blocks(fields: Fields, name: str) -> str | list[Fields]:
-    """Reads a field that is a text or a list of content blocks."""
+    """Reads a field that is a text or a list of content blocks. An absent field is an empty
+    list."""
     if fields.has(name) and not begins(fields.raw(name), b"["):
         return fields.given(name, TEXT)
     return fields.parts(name, text_field="text") or []
@@ -289,7 +295,7 @@ def _block_text(block: Fields) -> str:
 
 
 def _offered(fields: Fields) -> tuple[OfferedTools, bool]:
-    """Returns the tools that the model may call, and whether it may call several at once."""
+    """Returns the tools that the model may call, and whether one answer may have several calls."""
     given = fields.parts("tools", MAX_TOOLS) or []
     tools = tuple(map(_tool, without_hosted(fields, given, _HOSTED)))
     choice = fields.part("tool_choice")

@@ -1,7 +1,7 @@
-"""OpenAPI description of the HTTP API, at /openapi.json. The page /docs shows it.
+"""OpenAPI description of the HTTP API, served at /openapi.json and shown by the page /docs.
 
-Lists the endpoints with the fields of their requests. A test compares it with the routes and with
-the code that reads the fields."""
+The description lists the endpoints with the fields of their requests. A test compares it with the
+routes and with the code that reads the fields."""
 
 import functools
 from collections.abc import Mapping
@@ -50,7 +50,8 @@ _TYPES: dict[str, Json] = {
 
 
 def _fields(**names: str) -> dict[str, str]:
-    """Returns the type of each field. The arguments are the names of the fields, by type."""
+    """Returns a mapping from field names to types. Each argument is named after a type, with "_" in
+    place of spaces, and lists the fields of this type."""
     return {name: kind.replace("_", " ") for kind, text in names.items() for name in text.split()}
 
 
@@ -129,7 +130,7 @@ _UPDATE_WEIGHTS = _fields(string="model_path weight_version mode", number="deadl
 _WAKE = _fields(strings="workers", number="deadline_seconds")
 _SLEEP = {**_WAKE, **_fields(integer="level")}
 _DETOKENIZE = _fields(string="model", integers="tokens", boolean="skip_special_tokens")
-# Path and method: what the endpoint does, the fields of its request, and the required ones.
+# For each path and method: a summary, the fields of the request, and the required fields.
 _PATHS: dict[str, dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]]] = {
     "/v1/completions": {"post": ("Completes prompts.", _COMPLETION, ("prompt",))},
     "/v1/chat/completions": {"post": ("Answers a chat.", _CHAT, ("messages",))},
@@ -182,7 +183,7 @@ _PATHS: dict[str, dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]]] = {
 
 @functools.cache
 def openapi_json() -> bytes:
-    """Returns the description as JSON."""
+    """Returns the OpenAPI description as JSON."""
     paths = {
         path: {method: _operation(path, *one) for method, one in methods.items()}
         for path, methods in _PATHS.items()

@@ -56,8 +56,8 @@ _encode = msgspec.json.encode
 
 
 class GuidePort(Protocol):
-    """Answers the questions of the web page's planning guide: `answer` by simulation, `facts`
-    without. `crowded` means that requests are waiting."""
+    """Answers questions of the web page's planning guide, as JSON. `answer` runs a simulation, and
+    `facts` only computes. `crowded` is whether requests are waiting at the server."""
 
     async def answer(self, body: bytes, crowded: bool = False) -> bytes: ...
 
@@ -69,8 +69,8 @@ class PageSources:
     """Data sources of the page in addition to the frontend.
 
     Attributes:
-        recent: Timelines of recent requests, or None.
-        traffic: Function that returns the totals of this process, or None.
+        recent: Timelines of recent requests, or None if requests are not traced.
+        traffic: Function that returns total counts of requests and tokens, or None.
         guide: Simulator for the planning guide, or None if the guide is off.
     """
 
@@ -80,7 +80,8 @@ class PageSources:
 
 
 class Page:
-    """The endpoints of the web page. `ready` is the readiness that each status reports."""
+    """The endpoints of the web page. The attribute `ready` is the server's readiness, which
+    /api/status reports."""
 
     def __init__(self, frontend: Frontend, sources: PageSources) -> None:
         self.ready = False
@@ -127,8 +128,8 @@ class Page:
         )
 
     def _decisions(self, decisions: Sequence[PastDecision]) -> list[dict[str, object]]:
-        """Returns decisions with the trace of their request, or "" if it has none. A token that
-        belongs to a tenant gets no traces, as in `_timelines`."""
+        """Returns the router's decisions for display. The field `trace` is the trace id of the
+        request, or "" if the request has no trace or the client's token belongs to a tenant."""
         recent = self._sources.recent
         known = recent.requests() if recent and not caller.current().tenant else ()
         traces = {one.request: one.trace for one in known}
@@ -141,8 +142,8 @@ class Page:
         ]
 
     async def _timelines(self, exchange: Exchange) -> None:
-        """Lists the latest traced requests. The list covers all tenants, so a token that belongs to
-        a tenant gets an empty list."""
+        """Replies with a list of the latest traced requests. The list covers all tenants. A token
+        that belongs to a tenant therefore gets an empty list."""
         recent = self._sources.recent
         known = recent.requests() if recent and not caller.current().tenant else ()
         await _reply(exchange, {"requests": known[:SHOWN_REQUESTS]})

@@ -1,10 +1,9 @@
-"""Builds replies to generation requests: OpenAI's objects, whole or in chunks. Log-probabilities of
-a prompt are in vLLM's field `prompt_logprobs`, or, if the prompt is echoed, in OpenAI's field
-`logprobs`.
+"""Builds the JSON replies of /v1/completions and /v1/chat/completions, whole or in chunks.
 
-The constant bytes of a request's chunks are built once. One frame contains one event of the stream.
-Log-probabilities of prompts are written token by token as JSON text, because Python objects for a
-long prompt would fill memory."""
+Log-probabilities of a prompt are in vLLM's field `prompt_logprobs`. Those of an echoed prompt are
+in OpenAI's field `logprobs`. The bytes that all chunks of a stream have in common are built once.
+Log-probabilities of prompts are encoded token by token as JSON text, because Python objects for a
+long prompt would take too much memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,9 +27,11 @@ _FINISHED = {reason: _encode(reason) for reason in FinishReason}
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Fields that all objects of one reply share. `told` has the request's fields that the reply
-    repeats. `keep` stores the reply for later requests; None stores nothing. `sent_tools` has the
-    tools that the client sent under other names, by their names in the chat."""
+    """Fields that all objects of one reply share.
+
+    `version` identifies the served weights. `told` has the request's fields that the reply repeats.
+    `keep` stores the reply for later requests, or is None. `sent_tools` has the tools whose name in
+    the chat differs from the client's, by the name in the chat."""
 
     id: str
     created: int
@@ -43,8 +44,8 @@ class Heading:
 
 @dataclass(slots=True)
 class EchoedPrompt:
-    """Entries of the field `logprobs` for an echoed prompt, which precede the entries of the
-    answer. Each entry of `top` is JSON text."""
+    """Entries of the field `logprobs` for the tokens of an echoed prompt. The entries of the answer
+    follow them. Each entry of `top` is JSON text."""
 
     tokens: list[str]
     offsets: list[int]
@@ -61,8 +62,8 @@ class ReplyChoice:
         prompt: Token ids of the prompt.
         echo: Text of the prompt, if it precedes the answer.
         of_prompt: Which log-probabilities of the prompt to report.
-        prompt_logprobs: Log-probabilities of the prompt, or None until the server has them.
-        placed: Text of the tokens so far, or None until a token's log-probability is reported.
+        prompt_logprobs: Log-probabilities of the prompt, or None until they arrive.
+        placed: Text offsets of the tokens so far, or None until log-probabilities are reported.
     """
 
     index: int
@@ -109,7 +110,8 @@ class ReplyChoice:
         )
 
     def echoed(self, pieces: Pieces) -> EchoedPrompt | None:
-        """Returns the `logprobs` entries of the echoed prompt. The answer's tokens follow them."""
+        """Returns the `logprobs` entries of the echoed prompt. Returns None if the client did not
+        request them. Must be called before `places`."""
         found, top = self.prompt_logprobs, self.of_prompt.echoed
         if found is None or top is None:
             return None
@@ -122,9 +124,9 @@ class ReplyChoice:
         """Returns names, bytes and text offsets of new tokens, for the `logprobs` of a reply.
 
         Args:
-            text: Text that was delivered with the tokens, if it starts at the first of them; else
-                None.
-            last: Whether no token follows.
+            text: Text that was delivered with the tokens. None if it may not start at the first of
+                these tokens.
+            last: Whether these are the last tokens of the answer.
         """
         if self.placed is None:
             self.placed = TextOfTokens(pieces)
@@ -132,7 +134,8 @@ class ReplyChoice:
         return self.placed.add(token_ids, text, last=last)
 
     def told(self, pieces: Pieces) -> Json:
-        """Returns the field `prompt_logprobs` if the client requested it."""
+        """Returns an object with the field `prompt_logprobs`, or an empty object if the client did
+        not request the field."""
         found, top = self.prompt_logprobs, self.of_prompt.told
         if found is None or top is None:
             return {}
@@ -144,10 +147,10 @@ class Reply:
 
     whole_object = ""
     chunk_object = ""
-    prompt_in_choice = False  # whether the choice, and not the reply, has the prompt's ids
+    prompt_in_choice = False  # whether the prompt's ids are in each choice, not in the reply
     takes_apart = False  # whether reasoning and tool calls are separate from content
-    id_headers: tuple[bytes, ...] = (b"x-request-id",)  # headers that have the request's id
-    waiting = WAITING  # what a stream sends while the request waits for its first token
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)  # reply headers with the request's id
+    waiting = WAITING  # SSE bytes that are sent while the request waits for its first token
 
     def __init__(
         self, heading: Heading, streaming: Streaming | None, pieces: Pieces, token_ids: bool
@@ -167,12 +170,12 @@ class Reply:
         self._start = b"data: " + _encode(self._heading)[:-1]
         self._choices = self._start + b',"choices":[{"index":'
         self._end = b'}],"usage":null}\n\n' if streaming.usage else b"}]}\n\n"
-        # The bytes that follow the text of an event that has nothing but text.
+        # The bytes after the text, for a chunk that has only text.
         self._plain = not token_ids and not self._continuous
         self._rest = b',"logprobs":null,"finish_reason":null' + self._end
 
     def begin(self) -> None:
-        """Called once the request was found valid, before its answer begins."""
+        """Called when the request is validated, before its answer begins."""
 
     def chunk(
         self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]
@@ -229,8 +232,8 @@ class Reply:
         return ids | choice.told(self._pieces)
 
     def _new(self, event: StreamEvent, first: bool) -> bytes:
-        """Returns the part of a chunk that has the new text. `first` means that `event` is the
-        first of its answer."""
+        """Returns the part of a chunk that has the new text, as JSON. `first` is whether `event` is
+        the first of its answer."""
         raise NotImplementedError
 
     def _said(self, choice: ReplyChoice) -> Json:
@@ -264,7 +267,8 @@ class ChatReply(Reply):
     chunk_object = "chat.completion.chunk"
 
     def _new(self, event: StreamEvent, first: bool) -> bytes:
-        # The role comes with the first text, because clients treat the first chunk as first token.
+        # The role is sent with the first text, because clients measure the time to first token by
+        # the first chunk.
         start = b'"delta":{"role":"assistant","content":' if first else b'"delta":{"content":'
         if not event.reasoning and not event.tool_calls:
             return start + _encode(event.text) + b"}" if event.text or first else b'"delta":{}'
@@ -294,8 +298,9 @@ class ChatReply(Reply):
         return {"content": self._tokens(choice, event), "refusal": None}
 
     def _tokens(self, choice: ReplyChoice, event: StreamEvent) -> list[Json]:
-        """Returns a row for each token. The bytes of all rows, joined, are the answer's text, which
-        the parser of the answer may have separated into reasoning, content and calls."""
+        """Returns an entry with the log-probability of each token. The joined bytes of all entries
+        are the text that the model generated, even if the reply separates it into reasoning,
+        content and tool calls."""
         if not event.logprobs:
             return []
         ended = event.finish_reason is not None
@@ -361,8 +366,8 @@ def _call_delta(call: ToolCallDelta) -> Json:
 
 
 def cached_of(usage: Usage) -> Json:
-    """Returns OpenAI's field with the number of cached tokens, and jdisagg's field with the numbers
-    per cache tier if known."""
+    """Returns OpenAI's field with the number of cached tokens. If the numbers per cache tier are
+    known, also returns jdisagg's field with them."""
     tiers = usage.cached_by_tier
     ours = {} if tiers is None else {"cached_tokens_by_tier": tiers.by_tier()}
     return {"cached_tokens": usage.cached_tokens, **ours}
@@ -383,8 +388,9 @@ def usage_of(usage: Usage) -> Json:
 
 
 def weights_of(usage: Usage) -> Json:
-    """Returns jdisagg's fields with the versions of the weights that chose the tokens, if they were
-    updated: the last one, and the number of tokens of each in order."""
+    """Returns jdisagg's fields about updated weights: the version that chose the last token, and
+    the number of tokens that each version chose, in order. Returns no fields if the server's
+    initial weights chose all tokens."""
     if not usage.weights:
         return {}
     each = [{"version": version, "tokens": tokens} for version, tokens in usage.weights]
@@ -418,7 +424,7 @@ def _prompt_logprobs_field(
 def _echoed_prompt(
     places: Sequence[Placed], found: PromptLogprobs, top: int, pieces: Pieces
 ) -> EchoedPrompt:
-    """Returns the `logprobs` entries of a prompt."""
+    """Returns the entries of the field `logprobs` for the tokens of a prompt."""
     likely = [
         msgspec.Raw(_encode(_top_by_text(placed, one.logprob, one.top[:top], pieces)))
         for placed, one in zip(places[1:], found, strict=True)
@@ -434,8 +440,9 @@ def _echoed_prompt(
 def _top_by_text(
     own: Placed, logprob: float, top: Sequence[tuple[int, float]], pieces: Pieces
 ) -> dict[str, float]:
-    """Returns the log-probabilities of the most likely tokens, keyed by text. Always includes the
-    token itself, as OpenAI does. If two tokens have the same text, the more likely one is kept."""
+    """Returns the log-probabilities of the most likely tokens, keyed by their text. Also includes
+    the chosen token `own`, as OpenAI does. If two tokens have equal texts, the more likely one is
+    kept."""
     named = {
         own.name if other == own.token_id else pieces.name(other): value
         for other, value in top[::-1]

@@ -1,8 +1,9 @@
 """Converts HTTP requests of OpenAI clients to prompts and options for the `Frontend`.
 
-Supported fields are read. An unsupported field raises an error that names it, unless its value has
-no effect. Fields without a meaning for jdisagg are ignored. The `Frontend` validates values. Field
-names are those of OpenAI's API, or of vLLM for features that OpenAI's API lacks."""
+This module checks the types of fields, and the `Frontend` validates their values. An unsupported
+field raises an error that names it. It is accepted only with a value without effect. Fields that
+have no meaning for jdisagg are ignored. Field names are those of OpenAI's API. For features that
+OpenAI's API does not have, they are those of vLLM."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,7 @@ MAX_IGNORED_SHOWN = 16
 _NUMBERS = ("temperature", "top_p", "min_p")
 _NUMBERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _INTEGERS = ("top_k", "seed", "min_tokens", "n", "prompt_logprobs")
-# vLLM's and SGLang's names of the same.
+# Alternative names of one field, in vLLM and SGLang.
 _WITH_STOP = ("include_stop_str_in_output", "no_stop_trim")
 _SALTS = ("cache_salt", "extra_key")
 _PROMPT = FieldKind(
@@ -55,7 +56,8 @@ _PROMPT = FieldKind(
 
 
 def _count(raw: msgspec.Raw) -> int | None:
-    """Decodes a number of log-probabilities. Chats have true and false in a field of this name."""
+    """Decodes the number of log-probabilities to report. Also accepts true (1) and false (None),
+    because the field of this name is a boolean in chats."""
     given = bytes(raw)
     if given in (b"true", b"false"):
         return 1 if given == b"true" else None
@@ -81,12 +83,13 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True)
 class OfPrompt:
-    """Number of most likely tokens to report for each prompt token, in each of two fields. None
-    reports no log-probabilities in the field.
+    """Which log-probabilities of the prompt a reply has: the number of most likely tokens for each
+    prompt token, in each of two fields. None means that the field has none.
 
     Attributes:
         told: Number for vLLM's field `prompt_logprobs`.
-        echoed: Number for OpenAI's field `logprobs`, where an echoed prompt precedes the answer.
+        echoed: Number for OpenAI's field `logprobs`. There, the entries of an echoed prompt precede
+            those of the answer.
     """
 
     told: int | None = None
@@ -103,12 +106,13 @@ class Asked:
         tokens_as_ids: Whether log-probabilities identify tokens by id and not by text.
         echo: Whether the reply's text begins with the prompt.
         of_prompt: Which log-probabilities of the prompt to report.
-        answerless: Whether the reply has only the echoed prompt (max_tokens 0). One token is still
-            generated.
+        answerless: Whether the reply has no answer (max_tokens 0). One token is generated in any
+            case, and omitted.
         told: Fields of the request that the reply repeats.
-        within_context: Whether a max_tokens that exceeds the context is reduced, not refused.
+        within_context: Whether a max_tokens that exceeds the context is reduced. If False, it is
+            refused.
         keep: Object that stores the reply for later requests, or None.
-        sent_tools: Tools that the client sent under other names, by their names in the chat.
+        sent_tools: Tools whose name in the chat differs from the client's, by the name in the chat.
         resumed: The part of the stream that the client has already received, or None if the stream
             cannot be resumed.
     """
@@ -135,8 +139,8 @@ class Asked:
 
 
 def completion_from(fields: Fields) -> Asked:
-    """Reads the request body of /v1/completions. Raises InvalidRequestError with the invalid
-    field."""
+    """Reads the request body of /v1/completions. Raises InvalidRequestError, which names the
+    invalid field."""
     options = sampling_options(fields)
     options["max_tokens"] = most = most_tokens(fields)
     options["logprobs"] = fields.read("logprobs", _COUNT)
@@ -149,7 +153,7 @@ def completion_from(fields: Fields) -> Asked:
     if scored is not None:
         options["prompt_logprobs"] = max(scored, told or 0)
         if most in (0, 1):
-            # Clients that score a prompt expect one token after it, even an end-of-text token.
+            # Clients that score a prompt expect one token after it, even if it is an EOS token.
             options["ignore_eos"] = True
     asked = asked_from(fields, completion_prompts(fields), options, echo)
     resumed = _resumed(fields, options)
@@ -160,8 +164,8 @@ def completion_from(fields: Fields) -> Asked:
 
 
 def chat_from(fields: Fields) -> Asked:
-    """Reads the request body of /v1/chat/completions. Raises InvalidRequestError with the invalid
-    field."""
+    """Reads the request body of /v1/chat/completions. Raises InvalidRequestError, which names the
+    invalid field."""
     options = sampling_options(fields)
     options["max_tokens"] = most_tokens(fields)
     top = fields.read("top_logprobs", INTEGER)
@@ -183,13 +187,14 @@ def _resumed(fields: Fields, options: SamplingOptions) -> Resumed | None:
 
 
 def most_tokens(fields: Fields) -> int | None:
-    """Reads the limit of the answer's length. -1 means no limit but the context's."""
+    """Reads the largest number of tokens of the answer. Returns None if the field is absent or -1,
+    which means that only the context length limits the answer."""
     most = either(fields, ("max_completion_tokens", "max_tokens"), INTEGER)
     return None if most == -1 else most
 
 
 def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
-    """Reads the field `prompt`: one prompt or several."""
+    """Reads the field `prompt`, which has one or several prompts, as texts or as token ids."""
     given = fields.given("prompt", _PROMPT)
     if isinstance(given, str):
         return (given,)
@@ -206,8 +211,8 @@ def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
 
 
 def ignored_header(fields: Fields) -> bytes:
-    """Returns the value of a reply header that lists unknown request fields, or b"" without such
-    fields."""
+    """Returns the value of the reply header that lists unknown request fields, or b"" if the
+    request has none."""
     unread = fields.unread()
     names = [name for name in unread if _PLAIN_NAME.fullmatch(name)][:MAX_IGNORED_SHOWN]
     more = len(unread) - len(names)
@@ -255,8 +260,8 @@ def sampling_options(fields: Fields) -> SamplingOptions:
 
 
 def _seed(given: int | None) -> int | None:
-    """Returns the seed. -1 means a random one, as in vLLM. Other negative numbers are ordinary
-    seeds."""
+    """Returns the seed, or None for a random one. -1 means random, as in vLLM. Other negative
+    numbers are mapped to non-negative seeds."""
     if given is None or given == -1:
         return None
     return given % (MAX_SEED + 1) if -MAX_SEED - 1 <= given < 0 else given
@@ -265,8 +270,8 @@ def _seed(given: int | None) -> int | None:
 def asked_from(
     fields: Fields, prompts: tuple[Prompt, ...], options: SamplingOptions, echo: bool = False
 ) -> Asked:
-    """Builds the request from `prompts`, `options`, and the fields that all generation endpoints
-    have in common."""
+    """Builds the request from `prompts`, `options` and the fields that all generation endpoints
+    have in common. `echo` is whether the reply's text begins with the prompt."""
     wanted = fields.part("stream_options")
     streaming = Streaming(
         bool(wanted.read("include_usage", YES)), bool(wanted.read("continuous_usage_stats", YES))

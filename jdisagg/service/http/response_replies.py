@@ -53,7 +53,7 @@ class ResponseReply(ChatReply):
                 self._frame("response.in_progress", response=begun),
             ]
         ended = event.finish_reason
-        # Arguments of the open call precede reasoning and content, which precede the next call.
+        # Order: arguments of the open call, then reasoning and content, then the next call.
         for call in event.tool_calls:
             frames += self._call(call) if not call.name else []
         if event.reasoning:
@@ -119,7 +119,7 @@ class ResponseReply(ChatReply):
         return [*frames, self._added("response.output_item.added", item.shown("in_progress"))]
 
     def _close(self, cut: bool) -> list[bytes]:
-        """Closes the open item. `cut` means that the item is incomplete."""
+        """Closes the open item, if any. `cut` is whether the length limit cut the item off."""
         if not self._open:
             return []
         self._open, item = False, self._items[-1]
@@ -227,8 +227,9 @@ class _Kind(enum.Enum):
 
 @dataclass(slots=True)
 class _Item:
-    """One item of a response. `texts` has the pieces of its reasoning, content or arguments. `call`
-    is None unless the item is a tool call, of the tool `sent`."""
+    """One item of a response. `texts` has the pieces of its reasoning, content or arguments. For a
+    tool call, `call` has its id and name, and `sent` is the client's tool. For other items, `call`
+    is None."""
 
     id: str
     kind: _Kind

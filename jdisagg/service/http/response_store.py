@@ -1,9 +1,9 @@
-"""Responses that the server keeps, so that later requests refer to them by id.
+"""Stores responses of /v1/responses, so that later requests can refer to them by id.
 
-A kept response contains the whole conversation up to its end: the items of the requests and of the
-answers, in order. It can thus be continued even after earlier responses were dropped. The store is
-in the memory of one process, and has limits on size and time. The least recently used responses are
-dropped first. A response can be read only by callers with the identity that made it."""
+A stored response contains the whole conversation up to its end: the items of the requests and of
+the answers, in order. It can thus be continued even after earlier responses were dropped. The store
+is in the memory of one process, and has limits on size and time. The least recently used responses
+are dropped first. A response can be read only by clients with the identity that created it."""
 
 import asyncio
 from collections import OrderedDict
@@ -22,7 +22,7 @@ Begun = Callable[[str, Json], None]
 
 MAX_RESPONSES = 16_384
 KEEP_SECONDS = 24 * 3600.0
-# Estimate of Python's objects for one response, and for one item of a conversation.
+# Estimated size of the Python objects for one response, and for one item of a conversation.
 RESPONSE_BYTES, ITEM_BYTES = 1024, 64
 
 _encode = msgspec.json.encode
@@ -30,13 +30,15 @@ _encode = msgspec.json.encode
 
 @dataclass(slots=True)
 class KeptResponse:
-    """One kept response.
+    """One stored response.
 
     Attributes:
         body: The response object, as JSON.
-        items: Items of the conversation. The items of the answer come last.
+        items: Items of the conversation. The items of the answer are the last ones.
         inputs: Number of items that precede the answer.
-        task: The task that generates the response in the background, until it has ended.
+        task: Task that generates the response in the background. None once the response is
+            finished, or if it is not generated in the background.
+        expires_at: Time at which the store drops the response, set by the store.
     """
 
     body: bytes
@@ -47,7 +49,7 @@ class KeptResponse:
 
     @property
     def size_bytes(self) -> int:
-        # Items that several responses share count for each of them.
+        # An item that several responses contain is counted for each of them.
         items = sum(map(len, map(bytes, self.items))) + ITEM_BYTES * len(self.items)
         return RESPONSE_BYTES + len(self.body) + items
 
@@ -69,8 +71,8 @@ class ResponseStore:
         self._size_bytes = 0
 
     def put(self, response_id: str, response: KeptResponse) -> None:
-        """Stores a response, and replaces a response with the same id. A response that is larger
-        than the whole store is not kept."""
+        """Stores a response for the current caller. Replaces the caller's response with this id. A
+        response that is larger than the whole store is dropped at once."""
         key = _key(response_id)
         self._drop(key)
         response.expires_at = self._now() + self._seconds
@@ -80,7 +82,7 @@ class ResponseStore:
             self._drop(next(iter(self._kept)))
 
     def find(self, response_id: str) -> KeptResponse | None:
-        """Returns the caller's response, or None if the store has none with this id."""
+        """Returns the current caller's response, or None if the store has none with this id."""
         key, now = _key(response_id), self._now()
         response = self._kept.get(key)
         if response is None:
@@ -92,8 +94,8 @@ class ResponseStore:
         return response
 
     def given(self, response_id: str) -> KeptResponse:
-        """Returns the caller's response. Raises HttpRefusal (404) if the store has none with this
-        id."""
+        """Returns the current caller's response. Raises HttpRefusal (404) if the store has none
+        with this id."""
         response = self.find(response_id)
         if response is None:
             raise HttpRefusal(
@@ -105,7 +107,8 @@ class ResponseStore:
         return response
 
     def delete(self, response_id: str) -> None:
-        """Deletes a response. Ends its task if it is still being generated."""
+        """Deletes a response. If it is still being generated, cancels its task. Raises HttpRefusal
+        (404) if the store has none with this id."""
         response = self.given(response_id)
         if response.task is not None:
             response.task.cancel()
@@ -121,9 +124,9 @@ class Keep:
     """Stores the response to one request.
 
     Attributes:
-        store: Where the response is kept.
+        store: Store for the response.
         items: Items of the conversation before the answer.
-        begun: Called with the id and the response object before the answer begins.
+        begun: Callback before the answer begins, with the id and the response object, or None.
     """
 
     store: ResponseStore
@@ -131,7 +134,7 @@ class Keep:
     begun: Begun | None = None
 
     def finished(self, response: Json, output: Sequence[Json]) -> None:
-        """Keeps a finished response. `output` are the items of the answer."""
+        """Stores a finished response. `output` are the items of the answer."""
         answer = tuple(msgspec.Raw(_encode(item)) for item in output)
         kept = KeptResponse(_encode(response), (*self.items, *answer), len(self.items))
         self.store.put(str(response["id"]), kept)

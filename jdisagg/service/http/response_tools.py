@@ -1,9 +1,9 @@
-"""Tools of /v1/responses that are not plain functions.
+"""Converts the tools of a /v1/responses request to functions of a chat.
 
-Agents offer a whole list of tools. A function in a namespace (a tool of an MCP server) has a joined
-name in the chat. A custom tool, whose input is any text, becomes a function with one text argument.
-A tool that OpenAI's servers run is left out if other tools remain, and a header of the reply lists
-it."""
+A function in a namespace (a tool of an MCP server) gets a name that joins both. A custom tool,
+whose input is any text, becomes a function with one text argument. A hosted tool, which OpenAI's
+servers run, is left out, and a header of the reply lists it. If all tools are hosted, the request
+is refused."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from jdisagg.chat.messages import MAX_TOOLS, ChatTool
 from jdisagg.service.http.chat import chat_tool, joined_name, without_hosted
 from jdisagg.service.http.fields import TEXT, Fields
 
-# Beginnings of the types of tools that OpenAI's servers run.
+# Prefixes of the types of hosted tools, which OpenAI's servers run.
 _HOSTED = (
     *("web_search", "file_search", "tool_search", "code_interpreter", "image_generation"),
     *("mcp", "computer", "programmatic_tool"),
@@ -29,28 +29,35 @@ _TEXT_INPUT = {
 
 
 class SentTool(NamedTuple):
-    """A tool under the names that the client sent. `custom`: Whether its input is plain text."""
+    """A tool with the name and namespace that the client sent. `custom` is whether its input is
+    plain text."""
 
     name: str
     namespace: str = ""
     custom: bool = False
 
     def input_of(self, arguments: str) -> str:
-        """Returns the input of a custom tool. `arguments`: The arguments that the model wrote."""
+        """Returns the input of a call of a custom tool. `arguments` is the JSON text that the model
+        generated. If it has no valid input, it is returned unchanged."""
         given = arguments_object(arguments).get(_INPUT)
         return given if isinstance(given, str) else arguments
 
 
 class ResponseTools(NamedTuple):
-    """The tools of a request: their descriptions for the chat, and the client's tool for each name
-    in the chat."""
+    """The tools of a request.
+
+    Attributes:
+        tools: Descriptions of the tools for the chat.
+        sent: The client's tool by the name in the chat, for each tool that has another name there
+            or is not a function.
+    """
 
     tools: tuple[ChatTool, ...]
     sent: Mapping[str, SentTool]
 
 
 def response_tools(fields: Fields) -> ResponseTools:
-    """Reads the field `tools`. Raises InvalidRequestError with the invalid field."""
+    """Reads the field `tools`. Raises InvalidRequestError, which names the invalid field."""
     given = fields.parts("tools", MAX_TOOLS) or []
     found = [pair for one in without_hosted(fields, given, _HOSTED) for pair in _tools(one, "")]
     sent = {tool.name: named for tool, named in found if named != SentTool(tool.name)}
@@ -58,7 +65,7 @@ def response_tools(fields: Fields) -> ResponseTools:
 
 
 def text_arguments(text: str) -> str:
-    """Returns the arguments of a call of a custom tool with the input `text`."""
+    """Returns the JSON arguments for a call of a custom tool whose input is `text`."""
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 
@@ -78,8 +85,8 @@ def _tools(tool: Fields, namespace: str) -> Iterator[tuple[ChatTool, SentTool]]:
 
 
 def _description(tool: Fields) -> str:
-    """Returns the description of a custom tool, with the grammar of its input. The grammar is shown
-    to the model, but not enforced."""
+    """Returns the description of a custom tool, followed by the grammar of its input if it has one.
+    The grammar is part of the prompt only. Answers are not constrained by it."""
     form = tool.part("format")
     definition = form.read("definition", TEXT)
     syntax = form.read("syntax", TEXT) or "lark"

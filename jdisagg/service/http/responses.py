@@ -1,7 +1,7 @@
 """Reads requests of /v1/responses.
 
-A request may continue an earlier response if the server keeps responses (`response_store`).
-Otherwise fields that refer to an earlier response are refused, and the client must send the whole
+If the server stores responses (`response_store`), a request may continue an earlier response. If it
+does not, fields that refer to an earlier response are refused, and the client must send the whole
 conversation with each request. `response_replies` builds the reply."""
 
 from dataclasses import replace
@@ -72,11 +72,15 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 def response_from(
     fields: Fields, store: ResponseStore | None = None, begun: Begun | None = None
 ) -> Asked:
-    """Reads the request body of /v1/responses. Raises InvalidRequestError with the invalid field.
+    """Reads the request body of /v1/responses.
 
     Args:
-        store: The kept responses, or None if the server keeps none.
-        begun: Called once the request was found valid, if its response is kept.
+        store: The stored responses, or None if the server stores none.
+        begun: Callback for a response in the background, called when the request is validated.
+            None for other responses.
+
+    Raises:
+        InvalidRequestError: A field is invalid. The message names the field.
     """
     fields.refuse(_REFUSED if store is not None else _OF_STORES | _REFUSED)
     fields.refuse(REFUSED_OF_RESPONSES)
@@ -105,8 +109,8 @@ def response_from(
 
 
 def _items(fields: Fields, store: ResponseStore | None, messages: list[ChatMessage]) -> Items:
-    """Reads the conversation and appends it to `messages`: the items of an earlier response, then
-    the items of `input`. Returns all items."""
+    """Reads the conversation: the items of the earlier response, if any, and then the items of
+    `input`. Appends them to `messages` as chat messages, and returns the items."""
     earlier: Items = ()
     if store is not None and (previous := fields.read("previous_response_id", TEXT)):
         kept = store.find(previous)
@@ -128,7 +132,7 @@ def _items(fields: Fields, store: ResponseStore | None, messages: list[ChatMessa
     at_most("input", len(earlier) + len(given), MAX_MESSAGES)
     for at, one in enumerate(given):
         _add(messages, Fields(one, f"input[{at}]."))
-    # Copies, because a part of the body would keep all of the body in memory.
+    # Copied, because a view of a part of the body would keep the whole body in memory.
     return (*earlier, *(raw.copy() for raw in _raw_items(fields.raw("input"))))
 
 
@@ -145,9 +149,11 @@ def _chat(fields: Fields, messages: tuple[ChatMessage, ...], offered: OfferedToo
 
 
 def _add(messages: list[ChatMessage], item: Fields) -> None:
-    """Converts an input item to a chat message and appends it. A tool call is added to a preceding
-    assistant message, an assistant message to preceding reasoning, and a system message to a
-    preceding one, because many templates allow one only."""
+    """Converts an input item to a chat message and appends it.
+
+    A tool call is added to an assistant message before it. An assistant message is joined with
+    reasoning before it. A system message is joined with a system message before it, because many
+    chat templates allow only one."""
     kind = item.read("type", TEXT) or "message"
     if kind == "message":
         message = chat_message(item)
@@ -193,7 +199,7 @@ def _only_thought(message: ChatMessage) -> bool:
 
 
 def _thoughts(item: Fields) -> str:
-    """Returns the text of a reasoning item, or its summary if it has no text."""
+    """Returns the text of a reasoning item, or its summary if the item has no text."""
     for name in ("content", "summary"):
         if parts := item.parts(name):
             return "\n".join(part.given("text", TEXT) for part in parts)

@@ -1,9 +1,9 @@
 """Streams over HTTP that a client may resume at another router.
 
-A client that wants to resume a stream sends the field `resumption` with a random number `life`, and
+To make a stream resumable, the client sends the fields `resumption` (with a random number `life`),
 `request_id` and `seed`. Each event of the stream then has an SSE id, which contains the event's
-tokens. If the stream breaks, the client sends the same request to any router, with the ids of all
-events that it received, and the stream continues at the next token."""
+tokens. If the stream breaks, the client sends the request again to any router, with the ids of all
+events that it has received. The stream then continues at the next token."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jdisagg.request import MAX_N, AcceptedChild, FinishReason, Resumption, Stre
 from jdisagg.service.http.fields import INTEGER, TEXTS, Fields
 
 MAX_LIFE = 2**63 - 1
-# child, index of the event's first token, tokens, finish reason
+# Form of an SSE id: child, index of the event's first token, tokens, finish reason.
 _ID = re.compile(r"(\d{1,3}):(\d{1,10}):((?:\d{1,10}(?:,\d{1,10})*)?):([a-z_]*)")
 _ENDS = {reason.value: reason for reason in FinishReason}
 
@@ -38,12 +38,12 @@ class Resumed:
 
     @property
     def complete(self) -> bool:
-        """Whether all answers have ended."""
+        """Whether all answers had finished before the stream broke."""
         return all(child.finish_reason is not None for child in self.children)
 
     @property
     def begun(self) -> set[int]:
-        """The answers for which the client has received events."""
+        """Indices of the answers for which the client has already received events."""
         return {
             index
             for index, child in enumerate(self.children)
@@ -52,8 +52,17 @@ class Resumed:
 
 
 def resumed_from(fields: Fields, children: int | None) -> Resumed | None:
-    """Reads the field `resumption` of a request for `children` answers. Returns None if it is
-    absent. Raises InvalidRequestError if it is invalid."""
+    """Reads the field `resumption` of a request.
+
+    Args:
+        children: Number of answers of the request, or None for the default of one.
+
+    Returns:
+        The received part of the stream, or None if the request has no such field.
+
+    Raises:
+        InvalidRequestError: The field is invalid, or a field that it needs is missing.
+    """
     part = fields.part("resumption")
     if not part.names:
         return None
@@ -76,7 +85,7 @@ def resumed_from(fields: Fields, children: int | None) -> Resumed | None:
 
 
 def event_id(event: StreamEvent) -> bytes:
-    """Returns the line with the id of a stream event."""
+    """Returns the SSE line with the id of a stream event."""
     tokens = ",".join(map(str, event.token_ids))
     end = event.finish_reason.value if event.finish_reason is not None else ""
     return b"id: %d:%d:%b:%b\n" % (event.child, event.first_index, tokens.encode(), end.encode())

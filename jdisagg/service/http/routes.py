@@ -36,7 +36,7 @@ Scrape = Callable[[], Awaitable[bytes]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 OWNER = "jdisagg"
 
-# Other names of /health among load balancers and platforms.
+# Other paths for /health, which load balancers and platforms use.
 _HEALTH = ("/ping", "/healthz", "/livez", "/readyz", "/v1/health")
 _OF_OTHER_MODELS = (
     *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/pooling"),
@@ -54,8 +54,8 @@ class HttpRoutes:
         frontend: Frontend that handles the requests.
         guard: Guard, which every request passes through.
         log: Request log.
-        config: Size limit of a request body, and of kept responses.
-        scrape: Function that returns the metrics text, or None without metrics.
+        config: Size limits of a request body and of stored responses.
+        scrape: Function that returns the metrics text, or None if metrics are off.
         page: Data sources of the web page.
     """
 
@@ -302,8 +302,8 @@ class HttpRoutes:
 
 
 class _Router(Router):
-    """A router that accepts other names of /health, and ignores slashes at the end of a path and
-    repeated slashes, which clients make when they join a base address and a path."""
+    """A router of paths that accepts other paths for /health. It ignores repeated slashes and
+    slashes at the end of a path, which result when clients join a base address and a path."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"

@@ -1,10 +1,10 @@
-"""The HTTP server of the OpenAI-compatible API, which uses the same `Frontend` as gRPC. It runs
-uvicorn in the caller's event loop.
+"""The HTTP server, which runs uvicorn in the caller's event loop. It uses the `Frontend` of the
+gRPC server.
 
-The server limits the head of a request (request line and headers) to `HEAD_SECONDS` and
-`HEAD_BYTES`, which uvicorn does not. The time counts from the start of the connection, or from the
-first byte of a later request. An idle connection is closed. TLS files are reread when they change.
-At shutdown it drains like the gRPC server (`service/server.py`)."""
+Unlike uvicorn alone, the server limits the head of a request (request line and headers) to
+`HEAD_SECONDS` and `HEAD_BYTES`. The time is counted from the start of the connection, or from the
+first byte of a later request. An idle connection is closed. TLS files are read again when they
+change. At shutdown, the server drains like the gRPC server (`service/server.py`)."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ HEAD_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 75
 OTHER_HTTP_PORT = "choose another with --http_port"
 BACKLOG = 2048
-# Time for a refused client to read the reason.
+# Time after which the connection of a refused client is closed. The client can read the reason.
 LINGER_SECONDS = 1.0
 # Reply headers that scripts of other origins may read.
 SHOWN_HEADERS = ("x-request-id", "jdisagg-ignored-fields", "retry-after", "retry-after-ms")
@@ -54,8 +54,8 @@ class HttpServer:
         config: `http_port`, limits, TLS and drain time.
         tokens: Bearer tokens that are accepted. Without tokens, all requests are accepted.
         log: Request log.
-        scrape: Function that returns the metrics text, or None without metrics.
-        page: Further data sources of the web page.
+        scrape: Function that returns the metrics text, or None if metrics are off.
+        page: Data sources of the web page in addition to the frontend.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class HttpServer:
         self._drained = False
 
     async def start(self) -> None:
-        """Binds the port and serves. Sets `port` to the bound port. Raises ConfigError if the
-        address cannot be bound."""
+        """Binds the port, sets the attribute `port` to it, and starts to serve. Raises ConfigError
+        if the address cannot be bound."""
         self._socket = http_socket(self._config)
         self.port = self._socket.getsockname()[1]
         self._server.config.load()
@@ -91,7 +91,7 @@ class HttpServer:
         self._routes.ready = ready and not self._drained
 
     async def drain(self) -> None:
-        """Refuses new requests, waits for running ones within the configured time, and stops the
+        """Refuses new requests, waits for running requests at most `drain_seconds`, and stops the
         server. Idempotent."""
         if self._drained or self._socket is None:
             return
@@ -121,8 +121,10 @@ class HttpServer:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol class, with limits on the head of a request and on chunk extensions and
-    trailers. `_due` is the timer for an incomplete head."""
+    """uvicorn's protocol class for one connection, with limits on the size and the time of a
+    request's head, and on the size of chunk extensions and trailers.
+
+    `_due` is the timer of an incomplete head."""
 
     _due: asyncio.TimerHandle | None = None
     _head_bytes = 0
@@ -163,7 +165,8 @@ class _Protocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.send_400_response("")
         except httptools.HttpParserUpgrade as upgrade:
-            # The parser stops after such a head. Without the offer, the body follows as usual.
+            # The parser stops after the head of a request that offers an upgrade. A new parser
+            # continues as if the request had no offer.
             head = b"".join(b"%b: %b\r\n" % one for one in self.headers if one[0] != b"upgrade")
             line = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
             rest = data[upgrade.args[0] :]
@@ -172,8 +175,8 @@ class _Protocol(HttpToolsProtocol):
             self._feed(line + head + b"\r\n" + rest if offers else rest)
 
     def _offers_upgrade(self) -> bool:
-        """Returns whether the request offers to continue in another protocol, which the server
-        ignores. Java's client offers HTTP/2 in this way."""
+        """Returns whether the request offers an upgrade to another protocol, as Java's client does
+        for HTTP/2. The server ignores such offers."""
         return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -209,9 +212,11 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def _write(self, data: bytes) -> bool:
-        """Writes a chunk of a streamed reply directly to the connection. Faster than uvicorn's
-        `send`, whose checks were made when the reply began. Returns False if the write would block
-        or the connection is closing."""
+        """Writes a chunk of a streamed reply directly to the connection.
+
+        This is faster than uvicorn's `send`, because it omits checks that need not be repeated for
+        each chunk. Returns False if nothing was written, because the write would block or the
+        connection is closing."""
         if not data or self.flow.write_paused or self.transport.is_closing():
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -241,7 +246,8 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: HttpRefusal, status: bytes) -> None:
-        """Replies with an error to input that is not valid HTTP, and closes the connection."""
+        """Replies with an error before a handler is called, and closes the connection. Used for
+        input that is not valid HTTP, too long or too slow. `status` is the status line."""
         self._head_complete()
         if self._refused or self.transport.is_closing():
             return
@@ -254,7 +260,7 @@ class _Protocol(HttpToolsProtocol):
             b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
             b"connection: close\r\n\r\n%s" % (status, len(body), body)
         )
-        # Closing at once with unread bytes would reset the connection and lose the reply.
+        # If the connection were closed at once, unread bytes would reset it and the reply be lost.
         self._refused = True
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -320,7 +326,7 @@ def _tls(config: ServiceConfig) -> Callable[..., ssl.SSLContext]:
     context = latest()
 
     def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-        """Makes a new TLS connection use the latest certificate."""
+        """Sets the latest certificate for a new TLS connection. Called during the handshake."""
         connection.context = latest()
 
     context.sni_callback = renew  # type: ignore[assignment]

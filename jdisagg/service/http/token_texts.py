@@ -1,9 +1,9 @@
-"""Names, bytes and text offsets of the tokens that a reply's log-probabilities list, so that a
-client can match tokens and text.
+"""Names, bytes and text offsets of the tokens whose log-probabilities a reply lists, so that a
+client can match tokens with the text.
 
-The joined bytes of a text's tokens are the text in UTF-8. A character may consist of several
-tokens. Its text then belongs to the last of them, and the other tokens have an empty text at the
-same offset. A special token that the text omits has no bytes."""
+The joined bytes of the tokens are the text in UTF-8. If a character consists of several tokens, the
+last of them has the character as its text. The others have an empty text at the same offset. A
+special token that the text omits has no bytes."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Placed(NamedTuple):
-    """A token of a text.
+    """A token with its position in the text.
 
     Attributes:
         name: Name of the token in the reply: its text, or "token_id:N".
         given: Bytes that the token adds to the text.
-        offset: Place of its text, in characters.
+        offset: Number of characters of the text before the token.
     """
 
     token_id: int
@@ -31,13 +31,13 @@ class Placed(NamedTuple):
 
 
 class Pieces:
-    """Returns names and bytes of single tokens.
+    """Looks up the names and bytes of single tokens.
 
     Args:
-        text_of: Returns the text of a token that is decoded alone.
-        given: Returns the bytes that a token adds to the text.
-        known: Cache of texts.
-        as_ids: Whether names are "token_id:N", as in vLLM, and not texts.
+        text_of: Function that decodes a single token.
+        given: Function that returns the bytes that a token adds to the text.
+        known: Cache of names by token id.
+        as_ids: Whether names are "token_id:N", as in vLLM, instead of texts.
     """
 
     def __init__(
@@ -53,8 +53,9 @@ class Pieces:
         self._known = known
 
     def name(self, token_id: int) -> str:
-        """Returns the name of a token in isolation. A token that is not whole characters is named
-        by its bytes, as in OpenAI's API, because many such tokens decode to the same text."""
+        """Returns the name of a token without regard to its neighbours. A token that is not valid
+        UTF-8 alone is named by its bytes, as in OpenAI's API, because many such tokens decode to
+        the same text."""
         if self.as_ids:
             return f"token_id:{token_id}"
         text = self._known.get(token_id)
@@ -71,7 +72,8 @@ class Pieces:
 
 
 class TextOfTokens:
-    """Places tokens in the text that they make, in order."""
+    """Computes the text and the offset of each token of one text. Tokens are added in order, with
+    `add`, as they are generated."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -80,13 +82,18 @@ class TextOfTokens:
         self._begun = False
 
     def follow(self, prompt: Sequence[int], echo: str) -> None:
-        """Starts after a prompt, which may end within a character. `echo`: Text of the prompt, or
-        "" if the reply does not contain it."""
+        """Sets the state to the end of a prompt, whose last character may be incomplete.
+
+        Args:
+            prompt: Token ids of the prompt.
+            echo: Text of the prompt if the reply begins with it, else "".
+        """
         self._decoder.decode(b"".join(map(self._pieces.given, prompt[-_CHARACTER_BYTES:])))
         self._offset = len(echo)
 
     def whole(self, prompt: Sequence[int], echo: str) -> list[Placed]:
-        """Places the tokens of a prompt in its text `echo`. The answer's tokens follow it."""
+        """Adds all tokens of a prompt, and returns them with their offsets in `echo`, the text of
+        the prompt. Tokens of the answer are added after that."""
         text = b"".join(map(self._pieces.given, prompt))
         # Decoding may drop the first of several spaces.
         dropped = text[:1] == b" " and text[1:] == echo.encode()
@@ -101,12 +108,12 @@ class TextOfTokens:
         return places
 
     def add(self, token_ids: Sequence[int], text: str | None, *, last: bool) -> list[Placed]:
-        """Places the next tokens.
+        """Adds the next tokens and returns them with their names, bytes and offsets.
 
         Args:
-            text: Text that starts at the first of these tokens, if known. It shows whether decoding
-                has dropped a leading space, which some tokenizers add.
-            last: Whether no token follows.
+            text: Text that starts at the first of these tokens, or None if unknown. It shows
+                whether decoding has dropped a leading space, which some tokenizers add.
+            last: Whether these are the last tokens of the text.
         """
         places: list[Placed] = []
         for at, token_id in enumerate(token_ids, 1):

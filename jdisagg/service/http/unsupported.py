@@ -1,13 +1,13 @@
-"""Request fields of other servers that are not supported.
+"""Tables of request fields that other servers support and jdisagg does not.
 
-If a field would change the tokens of an answer, or request content that the reply will not have,
-the request is refused with an error that names the field, unless the field's value has no effect.
-Known fields that have no meaning in jdisagg are ignored. Unknown fields are ignored too, and a
-header of the reply lists them."""
+Some fields would change the tokens of an answer, or request content that the reply cannot have. A
+request with such a field is refused with an error that names the field. A value without effect,
+such as 1 for a factor, is accepted. Known fields that have no meaning in jdisagg are ignored.
+Unknown fields are ignored too, and a header of the reply lists them."""
 
 from collections.abc import Mapping
 
-# The values that change nothing, and a remedy for others.
+# For each field, the values without effect, and the advice in the error for other values.
 Refused = Mapping[str, tuple[tuple[object, ...], str]]
 
 _SAMPLING = "sample with temperature, top_p, top_k and min_p"

@@ -1,13 +1,12 @@
-"""A gRPC connection between two jdisagg processes: credentials, detection of dead peers, errors.
+"""A gRPC connection between two jdisagg processes: credentials, detection of crashes, errors.
 
-The peer is the process at the other end. Unanswered pings reveal a silent peer within 3 s, and a
-closed connection is noticed at once. Running calls then raise UnavailableError. The connection
-recovers by itself, so a process restarted at the same address is usable within a second or two.
-Calls fail fast: no call waits for a peer that is known to be unreachable. A call may contain the
-`boot_id` of the intended peer, a random number drawn at the start of a process. A restarted process
-at the same address refuses such a call.
+The peer is the process at the other end. If the peer does not answer pings for 3 s, or closes the
+connection, running calls raise UnavailableError. The connection recovers by itself, so that a
+process restarted at the same address is usable within two seconds. Calls fail fast: no call waits
+for a peer that is unreachable. A call may contain the `boot_id` of the intended peer, a random
+number drawn at the start of a process. A restarted process at the same address refuses such a call.
 
-Every call has a deadline, except a stream for which the caller enforces a time limit itself."""
+Every call has a time limit, except a stream whose caller enforces a limit itself."""
 
 import asyncio
 import contextlib
@@ -44,7 +43,7 @@ Unary = Callable[..., Awaitable[bytes]]
 PING_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 2_000),
-    # gRPC also pings to measure the link, and sends no other ping before that one is answered.
+    # gRPC also pings to measure bandwidth, and sends no keepalive ping before the answer arrives.
     ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -55,7 +54,7 @@ RECONNECT_OPTIONS: list[tuple[str, int]] = [
     # but does not answer.
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # By default channels to one address share their connection and with it their back-off.
+    # By default, channels to one address share their connection and therefore its back-off.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
@@ -66,7 +65,7 @@ class Credentials:
     texts.
 
     Attributes:
-        tls: Whether to use TLS. Without `authority` the system's root certificates apply.
+        tls: Whether to use TLS. If `authority` is empty, the system's root certificates apply.
         authority: CA certificate against which the certificate of the server is verified.
         certificate, key: This process's certificate and key for mutual TLS.
         token: Bearer token that is sent with each call.
@@ -150,8 +149,14 @@ def channel_of(
     credentials: Credentials,
     options: Sequence[tuple[str, int | str]],
 ) -> Channel:
-    """Opens a channel with one of two functions of gRPC. Raises ConfigError for an empty address,
-    for which gRPC would wait for a connection."""
+    """Opens a channel with TLS if the credentials require it.
+
+    Args:
+        secure, insecure: gRPC's functions that create a channel with and without TLS.
+
+    Raises:
+        ConfigError: The address is empty. gRPC would only report that the server is unreachable.
+    """
     if not isinstance(address, str) or not address.strip():
         raise ConfigError(
             f"target must be an address, got {address!r}; give host:port, such as localhost:8700"
@@ -162,8 +167,16 @@ def channel_of(
 
 
 def read_pem(subject: str, path: str, kind: str = "CERTIFICATE") -> bytes:
-    """Reads a PEM file, or returns b"" without a path. Raises ConfigError if the file has no block
-    of the given kind. gRPC would only report that the server is unreachable."""
+    """Returns the contents of a PEM file, or b"" if `path` is empty.
+
+    Args:
+        subject: Name of the setting with the path, for the error message.
+        kind: Kind of PEM block that the file must have.
+
+    Raises:
+        ConfigError: The file is unreadable, or has no block of this kind. gRPC would only report
+            that the server is unreachable.
+    """
     data = read_secret(path)
     if path:
         _check_pem(f"{subject} {path!r}", data, kind)
@@ -180,7 +193,7 @@ def _check_pem(subject: str, data: bytes, kind: str) -> None:
 
 
 def read_secret(path: str) -> bytes:
-    """Returns the contents of a file, or b"" without a path. Raises ConfigError if the file is
+    """Returns the contents of a file, or b"" if `path` is empty. Raises ConfigError if the file is
     unreadable."""
     try:
         return pathlib.Path(path).expanduser().read_bytes() if path else b""
@@ -201,8 +214,8 @@ def status_of(error: grpc.RpcError) -> WireStatus:
 
 
 def protocol_metadata() -> tuple[str, str]:
-    """Returns metadata with the protocol version, which is sent with every call between jdisagg
-    processes."""
+    """Returns the gRPC metadata with the protocol version. It is sent with every call between
+    jdisagg processes."""
     return PROTOCOL_KEY, protocol_text()
 
 
@@ -250,8 +263,18 @@ class Connection:
     async def call(
         self, method: Unary, request: bytes, seconds: float | None, any_boot: bool = False
     ) -> bytes:
-        """Makes a call and returns the reply as bytes. Raises the error that the called process
-        raised, or UnavailableError if the process is or becomes unreachable."""
+        """Makes a call and returns the reply as bytes.
+
+        Args:
+            method: gRPC stub of the method.
+            request: Encoded arguments.
+            seconds: Time limit, or None for no limit.
+            any_boot: Whether a process that has restarted may accept the call.
+
+        Raises:
+            JdisaggError: The error that the called process raised.
+            UnavailableError: The process is or becomes unreachable.
+        """
         self._check_open()
         try:
             return await method(
@@ -270,8 +293,8 @@ class Connection:
         seconds: float | None,
         any_boot: bool = False,
     ) -> AsyncGenerator[bytes, None]:
-        """Makes a call and yields its replies as bytes. Closing the iterator cancels the call.
-        Raises the same errors as `call`."""
+        """Makes a call and yields its replies as bytes. Closing the iterator cancels the call. The
+        arguments and errors are those of `call`."""
         self._check_open()
         call = method(request, timeout=_bounded(seconds), metadata=self._metadata(any_boot))
         assert isinstance(call, grpc.aio.UnaryStreamCall)
@@ -287,7 +310,7 @@ class Connection:
             call.cancel()
 
     def fire(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Makes a call in the background, ignoring its result and failure."""
+        """Starts a call in the background. A jdisagg error of the call is ignored."""
         if self._closed:
             return
         task = asyncio.ensure_future(_quietly(call))
@@ -336,8 +359,8 @@ class Connection:
         if wire.ERROR_KEY in dict(status.metadata):
             return typed
         if status.code in ("CANCELLED", "UNKNOWN", "INTERNAL", "UNIMPLEMENTED"):
-            # None of our servers sent this: the connection broke midway, or another program
-            # listens there.
+            # No jdisagg server sent this status: the connection broke, or another program listens
+            # at the address.
             return UnavailableError(f"{self.address}: {status.code}: {status.details}")
         if status.code == "DEADLINE_EXCEEDED":
             # The time limit of this call, not of a request: workers report request deadlines

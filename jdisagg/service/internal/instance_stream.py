@@ -1,9 +1,10 @@
-"""The gRPC streams between the leader process and the follower processes of an instance (one model
-replica on several hosts): the leader's server and a follower's connection. Each follower opens a
-`Follow` stream and joins the instance.
+"""The gRPC streams between the processes of an instance that spans several hosts: the leader's
+server and a follower's connection.
 
-The leader's port serves nothing else. A client without the instance's secret is refused after one
-message. A stream without a join message is closed after a time limit. Does not use JAX."""
+An instance is one model replica. Its leader process sends commands to its follower processes. Each
+follower opens a `Follow` stream and joins the instance. The leader's port serves nothing else. A
+client without the instance's secret is refused after one message. A stream without a join message
+is closed after a time limit. This module does not use JAX."""
 
 import asyncio
 import contextlib
@@ -75,8 +76,8 @@ class _Servicer:
         try:
             async for outgoing in session.outgoing():
                 yield outgoing
-            # Let the follower hang up first: if the stream ends while it writes, gRPC reports an
-            # error to it.
+            # The follower closes the stream first. If the stream ended while the follower writes,
+            # gRPC would report an error to the follower.
             await asyncio.wait({listener}, timeout=self._timeouts.hang_up_seconds)
         finally:
             listener.cancel()
@@ -97,8 +98,14 @@ async def _listen(session: FollowerSession, messages: AsyncIterator[bytes]) -> N
 
 
 class InstanceServer:
-    """Serves the `Follow` streams of the followers. Start it before followers receive its address,
-    and stop it last. `credentials` are the TLS credentials of the worker's gRPC server."""
+    """The leader's server for the `Follow` streams. Start it before followers receive its address,
+    and stop it last.
+
+    Args:
+        followers: Bookkeeping of the followers, which they join.
+        credentials: TLS credentials of the worker's gRPC server, or None without TLS.
+        timeouts: Time limits of the streams.
+    """
 
     def __init__(
         self,
@@ -121,8 +128,16 @@ class InstanceServer:
         )
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, called: str = "") -> str:
-        """Binds the port and serves. Returns the address, host:port, at which followers call it.
-        `called` is the host name that followers use, if it differs from `host`."""
+        """Binds the port and starts to serve. Returns the address (host:port) that followers call.
+
+        Args:
+            host: Host name or address to bind to.
+            port: Port, or 0 to let the system choose one.
+            called: Host that followers call, or empty if it is `host`.
+
+        Raises:
+            ConfigError: The address cannot be bound.
+        """
         bound = bind(
             self._server, host, port, self._credentials, "choose another address for the instance"
         )

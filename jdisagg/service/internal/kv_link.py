@@ -6,11 +6,11 @@
     server = GrpcServer((..., link.service(tokens)), config, boot_id)
 
 `send` may be called from any thread and never blocks. Each destination has a bounded queue of
-messages. They are sent in order, and one call sends all waiting messages. If a destination does not
-answer, the link retries for a short time, and then drops and counts the waiting messages. Deadlines
-of the transfers handle such losses. Incoming messages are delivered on the event loop. Messages
-that were meant for this process before a restart are dropped. A message may arrive twice if the
-reply to its call was lost."""
+messages. They are sent in order, and one call sends many waiting messages. If a destination does
+not answer, the link retries for a short time. It then drops and counts the waiting messages. A
+transfer whose messages were dropped ends at its deadline. Incoming messages are delivered on the
+event loop. Messages that were sent to an earlier process at this address are refused. A message may
+arrive twice if the reply to its call was lost."""
 
 import asyncio
 import contextlib
@@ -39,8 +39,10 @@ log = logging.getLogger(__name__)
 
 
 class GrpcKvLink:
-    """Sends and receives control messages of KV transfers. `counters` has kv_messages_sent,
-    kv_messages_received, kv_messages_lost and kv_messages_misdirected.
+    """Sends and receives control messages of KV transfers.
+
+    `counters` has kv_messages_sent, kv_messages_received, kv_messages_lost and
+    kv_messages_misdirected.
 
     Args:
         end: Control address and boot id of this process, as reported to other workers.
@@ -103,8 +105,8 @@ class GrpcKvLink:
         await asyncio.gather(*(line.task for line in lines), return_exceptions=True)
 
     def take(self, envelope: KvEnvelope) -> None:
-        """Delivers the messages in an envelope from another process. Raises InvalidRequestError if
-        the envelope was meant for this process before a restart."""
+        """Delivers the messages that another process sent in one call. Raises InvalidRequestError
+        if the sender meant an earlier process at this address, before a restart."""
         theirs, ours = envelope.receiver_boot_id, self.end.boot_id
         if theirs != ours:
             self.counters.add("kv_messages_misdirected", len(envelope.messages))
@@ -127,8 +129,8 @@ class GrpcKvLink:
             )
 
     def forget(self, end: KvEnd, line: "_Line") -> None:
-        """Removes the connection `line`, whose sending task has ended. If messages were queued
-        meanwhile, opens a new connection for them."""
+        """Removes the connection `line` to `end`, whose sending task has finished. If messages were
+        queued in the meantime, opens a new connection for them."""
         if self._lines.get(end) is not line:
             return
         del self._lines[end]
@@ -157,7 +159,7 @@ class GrpcKvLink:
         self.counters.add("kv_messages_lost", messages)
 
     def _on_loop(self, function: Callable[[Argument], None], argument: Argument) -> None:
-        # The loop may be closed already. The message can then be dropped.
+        # The event loop may already be closed at shutdown. The message is then dropped.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, argument)
 
@@ -178,7 +180,7 @@ class _Line:
 
     async def _run(self) -> None:
         try:
-            # `wait_for` may lose a cancellation if the line is stirred at the same time.
+            # `wait_for` may lose a cancellation that coincides with the event `stirred`.
             while not self._link.closed:
                 try:
                     await asyncio.wait_for(
@@ -197,8 +199,8 @@ class _Line:
             await self._connection.aclose()
 
     async def _send(self, messages: list[KvMessage]) -> bool:
-        """Sends messages, with retries for a short time. Does not retry if the destination has
-        restarted or refuses the call."""
+        """Sends messages, with retries for a short time. Returns whether they were delivered. An
+        error other than UnavailableError, such as a refusal, is not retried."""
         envelope = KvEnvelope(self._link.end, self._end.boot_id, tuple(messages))
         until = asyncio.get_running_loop().time() + self._link.timeouts.link_try_seconds
         while True:

@@ -1,14 +1,17 @@
 """Registration of workers: the registry service of a router, and the client that runs in each
 worker.
 
-A worker registers with every configured router and sends its status a few times a second. It
-registers again if a router does not have it, so that routers may restart while workers run. The
-worker retries an unreachable router until the router answers, without delaying calls to other
-routers. It logs the failure once, or not at all while it drains. A router may refuse the worker
-because the model differs or the name is taken. The worker then retries at longer intervals. If
-every router refuses the worker, `failed` is set. Each heartbeat also sends the changes of the
-worker's prefix cache that the router has not yet acknowledged. A worker of several routers also
-passes on to each what clients with quotas have spent at the others.
+A worker registers with every configured router and sends its status a few times a second (a
+heartbeat). If a router reports that the worker is not registered, the worker registers again, so
+that routers may restart while workers run. The worker retries an unreachable router until the
+router answers, without delaying calls to other routers. It logs the failure once, or not at all
+during a drain.
+
+A router may refuse the worker because the model differs or the name is taken. The worker then
+retries at longer intervals. If every router refuses the worker, `failed` is set. After each
+heartbeat, the worker sends the changes of its prefix cache that the router has not yet
+acknowledged. A worker of several routers also passes on the use of client quotas from each router
+to the others (`jdisagg/spending.py`).
 
 Depends only on the `Registrar` Protocol, which dispatch/membership.py implements."""
 
@@ -36,14 +39,14 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 log = logging.getLogger(__name__)
 
-# Cap on prefix-cache messages between two heartbeats, so that statuses do not wait for them.
+# Cap on prefix-cache messages between two heartbeats, so that they do not delay the statuses.
 NEWS_A_BEAT = 4
-STALE_SECONDS = 5.0  # age after which a router's use is no longer passed on
-UNSHARED_SECONDS = 10.0  # before a router that did not take the use of others is asked again
+STALE_SECONDS = 5.0  # age after which a router's quota use is no longer passed on
+UNSHARED_SECONDS = 10.0  # interval before a failed exchange of quota use is retried
 
 
 class Registrar(Protocol):
-    """The router's bookkeeping of its workers, which `Membership` implements."""
+    """The router's bookkeeping of its workers. `Membership` implements it."""
 
     def has(self, card: WorkerCard) -> bool: ...
     def register(self, card: WorkerCard) -> None: ...
@@ -53,11 +56,13 @@ class Registrar(Protocol):
 
 
 Reach = Callable[[WorkerCard], Awaitable[None]]
-"""Calls a worker at the address of its card. Raises a JdisaggError if it does not answer."""
+"""Function that calls a worker at the address in its `WorkerCard`, to check that the router can
+reach the worker. Raises a JdisaggError if the worker does not answer."""
 
 
 Share = Callable[[tuple[RouterUse, ...]], RouterUse]
-"""Takes what clients have spent at other routers, and returns what they have spent at this one."""
+"""Function that receives the use of client quotas at other routers, and returns the use at this
+router."""
 
 
 async def _reached(card: WorkerCard) -> None: ...
@@ -73,9 +78,17 @@ def registry_service(
     reach: Reach = _reached,
     share: Share = _unshared,
 ) -> Service:
-    """Returns the registry service of a router. The service accepts calls during a drain, because
-    running requests still need the workers. `reach` must succeed before a worker is registered,
-    because a registration proves only that the worker reaches the router."""
+    """Returns the registry service of a router.
+
+    The service accepts calls during a drain, because running requests still need the workers.
+
+    Args:
+        registrar: The router's bookkeeping of its workers.
+        tokens: Bearer tokens that are accepted.
+        reach: Function that must succeed before a worker is registered. A registration alone proves
+            only that the worker can call the router.
+        share: Function that exchanges the use of client quotas.
+    """
     lasting = ("register", "heartbeat", "kept", "share_use", "deregister")
     return rpc.service(RegistryPort, _Registry(registrar, reach, share), tokens, lasting)
 
@@ -124,17 +137,17 @@ class RegistryClient:
     """Keeps one worker registered with its routers from `start` to `leave`.
 
     The future `failed` receives an exception if `status` raises, or if all routers refuse the
-    worker. The owner of the worker then decides whether to stop the worker.
+    worker. The owner of the client then decides whether to stop the worker.
 
     Args:
         routers: Addresses of the routers.
         card: Description of the worker, which is sent at registration.
         status: Function that returns the worker's status, or raises if the worker is broken. After
-            an error, no heartbeat is sent, and routers remove the worker.
+            an error, no heartbeat is sent, so that routers remove the worker.
         credentials: Token and TLS settings.
         timeouts: Heartbeat interval and time limits.
-        kept: Function that returns the changes of the prefix cache since an acknowledged event.
-            None without a prefix cache.
+        kept: Function that returns the changes of the prefix cache since the last change that a
+            router acknowledged, or None if there are none.
     """
 
     def __init__(
@@ -197,8 +210,8 @@ class RegistryClient:
                 if link.refused is not None and all(other.refused for other in self._links):
                     self._fail(link.refused)
                 misses += 1
-                # At shutdown the router stops first, and at start-up it may come last, so only a
-                # router that stays away is worth a warning.
+                # At shutdown the router stops first, and at start-up it may start last. A warning
+                # is therefore logged only for a router that stays unreachable.
                 quiet = isinstance(error, UnavailableError | TimeoutError) and (
                     self._draining or misses < 2
                 )
@@ -237,8 +250,8 @@ class RegistryClient:
             link.mark = await link.port.kept(self._card.boot_id, news)
 
     async def _share_use(self, link: "_RouterLink") -> None:
-        """Exchanges the use of quotas with a router, if the exchange is due and the worker has
-        several routers."""
+        """Sends the quota use of the other routers to a router, and receives the router's own use.
+        Does nothing if the exchange is not due, or if the worker has a single router."""
         now = asyncio.get_running_loop().time()
         if len(self._links) == 1 or now < link.share_at:
             return
@@ -268,9 +281,9 @@ class _RouterLink:
     Attributes:
         registered: Whether the worker is registered with the router.
         mark: Last change of the prefix cache that the router has acknowledged.
-        refused: Reason why the router refuses the worker, or empty.
-        use: Amounts that clients with quotas had spent at the router at the time `shared_at`.
-        share_at: Time of the next exchange of uses.
+        refused: Reason why the router refuses the worker, or None.
+        use: Use of client quotas at the router, as of the time `shared_at`.
+        share_at: Time of the next exchange of quota use.
         taken_since: Time at which the router first reported that another worker has this worker's
             name.
     """
@@ -286,8 +299,8 @@ class _RouterLink:
         self.use, self.shared_at, self.share_at = RouterUse(), -math.inf, 0.0
 
     def heard(self, error: Exception, now: float) -> float:
-        """Records an error of a call to the router. Returns the time, in seconds, to wait before a
-        retry."""
+        """Records an error of a call to the router. Returns the shortest time to wait before a
+        retry, in seconds. 0 means the usual interval."""
         if isinstance(error, NameTakenError):
             self.taken_since = self.taken_since or now
             self.refused = (

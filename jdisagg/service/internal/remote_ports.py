@@ -1,9 +1,9 @@
 """Client of a worker in another process: implements `PrefillPort`, `DecodePort` and `PeerPort` over
 one gRPC connection.
 
-Calls raise the errors that the worker raises, and UnavailableError if the worker is unreachable or
-has restarted. Every call has a deadline: the deadline in its arguments, or a configured time
-limit."""
+Calls raise the errors that the worker raises. They raise UnavailableError if the worker is
+unreachable or has restarted. Every call has a time limit: the deadline in its arguments, or a
+configured limit if it has none."""
 
 from collections.abc import Awaitable, Callable
 
@@ -19,8 +19,8 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 class RemoteWorker:
     """The interfaces (ports) of one remote worker, which share a connection.
 
-    `hello` binds the peer port to the running process of the worker. If the worker restarts, calls
-    raise UnavailableError until the next `hello`.
+    A call of `peer.hello` binds the connection to the running process of the worker. If the worker
+    then restarts, other calls raise UnavailableError until the next `hello`.
 
     Args:
         address: The worker's address, host:port.

@@ -1,10 +1,11 @@
-"""Client of a worker's span streams. Spans are batches of generated tokens. One stream carries the
-spans of all sequences that this process started on a worker.
+"""Client that receives generated tokens from a decode worker over one shared gRPC stream.
 
-`generate` behaves like `DecodePort.generate`: it yields the spans of one reservation, raises the
-error that ended the reservation, and cancels the reservation when closed. The stream opens at the
-first call, and again after a failure. When it fails, all iterators raise UnavailableError and the
-worker cancels their reservations. No call waits longer than its deadline."""
+A span is a batch of generated tokens of one sequence. One stream carries the spans of all sequences
+that this process started on a worker. `generate` behaves like `DecodePort.generate`: it yields the
+spans of one reservation, raises the error that ended the reservation, and cancels the reservation
+if its iterator is closed early. The stream opens at the first call, and again after a failure. If
+the stream fails, all iterators raise UnavailableError, and the worker cancels their reservations.
+No call waits longer than its deadline."""
 
 import asyncio
 import secrets
@@ -23,8 +24,8 @@ from jdisagg.service.grpc import wire
 from jdisagg.service.internal import rpc
 from jdisagg.service.internal.connection import Connection
 
-# None marks the end. A status is converted to an exception where it is raised, so that two
-# iterators never share a traceback.
+# None marks the end of a reservation. A status is an error, which is converted to an exception
+# where it is raised, so that two iterators never share a traceback.
 Item = Span | WireStatus | None
 
 
@@ -66,8 +67,8 @@ class _Session:
 
 
 class RemoteSpans:
-    """Middleware that handles all `reserve` and `generate` calls of one connection. Other calls go
-    to `port`."""
+    """Middleware for all `reserve` and `generate` calls of one connection. It sends them within the
+    connection's session, that is the shared stream of spans."""
 
     def __init__(self, connection: Connection, port: DecodePort) -> None:
         self._connection = connection
@@ -82,7 +83,7 @@ class RemoteSpans:
         self._reading: set[asyncio.Task[None]] = set()
 
     async def reserve(self, _: object, call: ReserveCall) -> Reservation:
-        """Reserves pages within the open session. The reservation is freed when the session
+        """Reserves pages within the session. The worker frees the reservation when the session
         ends."""
         session = await self._open(call.deadline_seconds)
         return await self._sessions.reserve_in(session.session_id, call)
@@ -134,7 +135,8 @@ class RemoteSpans:
         return session
 
     async def _read(self, session: _Session) -> None:
-        """Reads the spans of a session. It needs no deadline, because pings detect a dead peer."""
+        """Reads the spans of a session until its stream ends. Needs no time limit, because pings
+        detect an unreachable worker."""
         error: JdisaggError = UnavailableError(f"{self._connection.address} ended the span stream")
         try:
             async for batch in self._sessions.spans(session.session_id):

@@ -1,4 +1,4 @@
-"""Role changes over gRPC: services and clients of a worker's and of a router's role calls.
+"""Changes of a worker's role (prefill or decode) over gRPC: services and clients.
 
 `worker_roles_service` runs on a worker, and a router calls it through `worker_roles`.
 `cluster_roles_service` runs on a router, and scripts and autoscalers call it through
@@ -14,8 +14,8 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 
 def worker_roles_service(port: RolePort, tokens: tuple[str, ...] = ()) -> Service:
-    """Returns the service of a worker's role calls. The report of a role change is available during
-    a drain too."""
+    """Returns the service through which a router changes the role of a worker. The report of a role
+    change is available during a drain too."""
     return rpc.service(RolePort, port, tokens, lasting=("switch_report",))
 
 
@@ -24,7 +24,7 @@ def worker_roles(
     credentials: Credentials = NO_CREDENTIALS,
     timeouts: CallTimeouts = DEFAULT_TIMEOUTS.call,
 ) -> AbstractAsyncContextManager[RolePort]:
-    """Context manager that connects to the role calls of the worker at `address`."""
+    """Context manager that connects to the role service of the worker at `address`."""
     return rpc.connected(RolePort, address, credentials, {"switch_report": timeouts.report_seconds})
 
 
@@ -35,7 +35,7 @@ def cluster_roles_service(port: ClusterRolesPort, tokens: tuple[str, ...] = ()) 
 def cluster_roles(
     target: str, credentials: Credentials = NO_CREDENTIALS
 ) -> AbstractAsyncContextManager[ClusterRolesPort]:
-    """Context manager that connects to a router, to change the roles of its workers.
+    """Context manager that connects to a router to change the roles of its workers.
 
     async with cluster_roles("localhost:8700") as roles:
         report = await roles.switch("prefill-1", WorkerRole.DECODE)

@@ -1,12 +1,13 @@
-"""gRPC services and typed clients for ports. A port is an interface between jdisagg processes,
-declared as a Protocol in `messages/`, from which service and client are derived.
+"""gRPC services and typed clients for ports.
 
-A method of a port becomes a method of a gRPC service with the port's name. The arguments are sent
-as one packed sequence, and the reply as one packed value, or as a stream of values if the method
-returns an `AsyncIterator`. A method that is added to the Protocol and its implementation thus needs
-no further code. A parameter with a default may be added at the end (`messages/packed.py`).
+A port is an interface between jdisagg processes, declared as a Protocol in `messages/`. This module
+derives the gRPC service and the client from the Protocol. Each method of the port becomes a method
+of a gRPC service with the port's name. The arguments are sent as one packed sequence. The reply is
+one packed value, or a stream of values if the method returns an `AsyncIterator`. A new method of
+the Protocol therefore needs no further code. A parameter with a default may be added at the end
+(`messages/packed.py`).
 
-The guard (`guard.py`) catches decoding errors, so malformed bytes fail only the call that sent
+The guard (`guard.py`) catches decoding errors, so that malformed bytes fail only the call that sent
 them."""
 
 import inspect
@@ -43,8 +44,9 @@ class Method:
     unpack_reply: Unpacker[Any]
 
     def unpack_arguments(self, data: bytes) -> tuple[Any, ...]:
-        """Decodes the arguments of a call. Parameters that the caller lacks get their defaults, and
-        arguments of parameters that this process lacks are dropped."""
+        """Decodes the arguments of a call from a process of any compatible version. Parameters that
+        the caller does not have get their defaults. Arguments for parameters that this process does
+        not have are dropped."""
         return msgspec.structs.astuple(self.unpacker(data))
 
     def arguments(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -55,8 +57,8 @@ class Method:
         return (*args, *(named.get(part.name, part.default) for part in missing))
 
     def deadline(self, arguments: tuple[Any, ...]) -> float | None:
-        """Returns the deadline of a call in seconds: the argument `deadline_seconds`, or the field
-        of that name in another argument. None without a deadline."""
+        """Returns the deadline of a call in seconds, or None if the call has no deadline. The
+        deadline is the argument `deadline_seconds`, or the field of this name of an argument."""
         for part, value in zip(self.parameters, arguments, strict=True):
             if part.name == "deadline_seconds":
                 return value
@@ -125,10 +127,10 @@ def client(
         connection: Connection to the serving process.
         call_seconds: Time limit of calls whose arguments have no deadline. None uses the limit in
             the connection's `timeouts`.
-        seconds: Time limits by method name, which apply to calls with a deadline too. None means no
-            limit for the method.
-        any_boot: Methods that the process accepts even if it has restarted since the connection was
-            bound to its boot id.
+        seconds: Time limits by method name. They also apply to calls with a deadline. None means
+            that the method has no limit.
+        any_boot: Names of methods that are called without the connection's boot id. A process that
+            has restarted accepts these calls.
         service: Name of the service, if it differs from the port's name.
 
     Returns:
@@ -158,8 +160,8 @@ async def connected(
     credentials: Credentials = NO_CREDENTIALS,
     seconds: Mapping[str, float | None] | None = None,
 ) -> AsyncIterator[P]:
-    """Context manager that connects to a port of the process at `address`, even if the process
-    restarts. The other arguments are those of `client`."""
+    """Context manager that yields a client for a port of the process at `address`. The client stays
+    usable if the process restarts. The other arguments are those of `client`."""
     connection = Connection(address, credentials)
     try:
         yield client(protocol, connection, seconds=seconds)
@@ -168,13 +170,17 @@ async def connected(
 
 
 class _Remote:
-    """Base class of the clients, to which `client` adds one method per method of the port."""
+    """Class of the objects that `client` returns. `client` adds one method for each method of the
+    port."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """Time limit of the calls of a method, in seconds. The limit is `bound` if `bounded`. Otherwise
-    it is the call's deadline plus `slack`, or `usual` for a call without a deadline."""
+    """Time limit of the calls of a method, in seconds.
+
+    Without `bounded`, the limit is the call's deadline plus `slack`, or `usual` for a call without
+    a deadline. With `bounded`, the limit is `bound`, or the call's deadline plus `slack` if that is
+    less. `bounded` with `bound` None means no limit."""
 
     usual: float
     bounded: bool
@@ -208,7 +214,7 @@ def _method(name: str, function: Callable[..., object]) -> Method:
 def _arguments_kind(
     name: str, parameters: Iterable[inspect.Parameter], hints: Mapping[str, Any]
 ) -> type[msgspec.Struct]:
-    """Returns the class of a method's arguments, which are packed by position."""
+    """Creates a struct class whose fields are a method's parameters, packed by position."""
     fields = [
         (part.name, hints[part.name])
         if part.default is inspect.Parameter.empty

@@ -1,14 +1,14 @@
-"""The server side of span streams in a decode worker. Spans are batches of generated tokens. Each
-calling process has one stream (session) with the spans of all reservations that it started.
+"""Sends the generated tokens of a decode worker to each calling process over one stream.
 
-A session lives as long as its stream. When the stream ends, all reservations and sequences of the
-session are cancelled, because the caller cannot receive their tokens any more. The session buffers
-spans that a slow caller has not yet read. The buffer's size is bounded by the number of tokens of
-the session's reservations (worker/span_stream.py). A slow caller blocks neither the worker nor
-other sessions. All buffered spans are sent in one message, so that a decode step costs one message
-per caller.
+A span is a batch of generated tokens of one sequence. Each calling process has one stream, called a
+session, with the spans of all reservations that it started. When the stream ends, all reservations
+and sequences of the session are cancelled, because the caller can no longer receive their tokens.
+The session buffers spans that a slow caller has not yet read. The buffer's size is bounded by the
+number of tokens of the session's reservations (worker/span_stream.py). A slow caller blocks neither
+the worker nor other sessions. Buffered spans are sent together, so that a decode step costs one
+message per caller.
 
-Implements `SpanSessionPort` over a `DecodePort`. Does not use gRPC."""
+This module implements `SpanSessionPort` with a `DecodePort`. It does not use gRPC."""
 
 import asyncio
 import logging
@@ -30,7 +30,8 @@ from jdisagg.service.grpc import wire
 
 log = logging.getLogger(__name__)
 
-# Tokens per message. With the most logprobs a message is still well below the size limit.
+# Largest number of tokens of a message. Even with the most log-probabilities per token, such a
+# message is well below the size limit.
 MAX_BATCH_TOKENS = 1024
 
 
@@ -45,14 +46,14 @@ class _Session:
         self.ended = False
 
     def hold(self, reservation: Reservation, now: float) -> None:
-        """Records a reservation that is not yet started, so that the end of the session can cancel
-        it. Removes the records of reservations whose lease has ended."""
+        """Records a reservation whose decoding has not started, so that the end of the session
+        cancels the reservation. Also removes records of reservations whose lease has ended."""
         self.reserved = {key: until for key, until in self.reserved.items() if until >= now}
         self.reserved[reservation.reservation_id] = now + reservation.lease_seconds
 
     def over(self, reservation_id: int, following: "asyncio.Task[ReservationSpans]") -> None:
-        """Queues the message that a reservation has ended, even if the task that reads its spans
-        was cancelled before it began."""
+        """Queues the message that a reservation has ended. `following` is the task that read its
+        spans. If the task was cancelled, the reservation counts as ended without an error."""
         del self.running[reservation_id]
         self.put(
             ReservationSpans(reservation_id=reservation_id, ended=True)
@@ -65,8 +66,8 @@ class _Session:
         self.stirred.set()
 
     def take(self) -> SpanBatch:
-        """Takes buffered spans, up to a maximum number of tokens. Returns them in order, joined for
-        each reservation."""
+        """Removes spans from the buffer, up to a maximum number of tokens. Returns them in order,
+        with one entry for each reservation."""
         room = MAX_BATCH_TOKENS
         spans: dict[int, list[Span]] = {}
         ends: dict[int, ReservationSpans] = {}
@@ -90,8 +91,9 @@ class SpanSessions:
         self._cancelling: set[asyncio.Task[None]] = set()
 
     async def spans(self, session_id: int) -> AsyncGenerator[SpanBatch, None]:
-        """Opens a session and yields its batches of spans. The first batch is empty, which reports
-        that the session is open. Closing the iterator cancels all reservations of the session."""
+        """Opens a session and yields its batches of spans. The first batch is empty and only
+        reports that the session is open. Closing the iterator cancels all reservations of the
+        session."""
         if session_id in self._sessions:
             raise InvalidRequestError(
                 f"span session {session_id:x} is already open; use another id"
@@ -107,8 +109,8 @@ class SpanSessions:
             self._end(session)
 
     async def reserve_in(self, session_id: int, call: ReserveCall) -> Reservation:
-        """Reserves pages within a session. If the session ends during the call, frees the
-        reservation."""
+        """Reserves pages for a session. If the session ends during the call, the reservation is
+        cancelled. Raises UnavailableError if the session is not open."""
         session = self._session(session_id)
         reservation = await self._port.reserve(call)
         session.hold(reservation, asyncio.get_running_loop().time())
@@ -117,8 +119,8 @@ class SpanSessions:
         return reservation
 
     async def start(self, session_id: int, call: GenerateCall) -> None:
-        """Starts decoding of a reservation. The spans and a possible error are sent on the
-        session's stream."""
+        """Starts to decode the sequences of a reservation. Their spans, and an error that ends
+        them, are sent on the session's stream."""
         session = self._session(session_id)
         if call.reservation_id in session.running:
             raise HandoffError(

@@ -1,8 +1,8 @@
 """The gRPC services of a worker process, for routers and other workers.
 
 The guard checks bearer tokens and boot ids and handles errors. This module rejects token ids that
-the model does not have, because they would crash the mesh and all sequences on it. It does not rely
-on the router, which cannot check token ids until it has a registered worker."""
+are not in the vocabulary, because they would crash the mesh with all its sequences. The router
+checks token ids too, but it has no vocabulary until a worker has registered."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -26,15 +26,18 @@ Reply = TypeVar("Reply")
 def prefill_service(
     port: PrefillPort, tokens: tuple[str, ...] = (), vocabulary: int = ANY_ID
 ) -> Service:
-    """Returns the service of a prefill port. Token ids must be below `vocabulary`."""
+    """Returns the gRPC service for a prefill port. Calls with token ids of `vocabulary` or more are
+    refused with InvalidRequestError."""
     return rpc.service(PrefillPort, through(PrefillPort, port, _KnownIds(vocabulary)), tokens)
 
 
 def decode_service(
     port: DecodePort, tokens: tuple[str, ...] = (), vocabulary: int = ANY_ID
 ) -> Service:
-    """Returns the service of a decode port. Token ids must be below `vocabulary`. All tokens for
-    one calling process are sent in one stream (a session)."""
+    """Returns the gRPC service for a decode port.
+
+    All tokens for one calling process are sent in one stream (a session). Calls with token ids of
+    `vocabulary` or more are refused with InvalidRequestError."""
     checked = through(DecodePort, port, _KnownIds(vocabulary))
     sessions = SpanSessions(checked)
     return rpc.service(
@@ -76,8 +79,8 @@ class _KnownIds:
 
 
 class _CancelledInSessions:
-    """Middleware for `cancel`: also ends the cancelled reservation in the session that started
-    it."""
+    """Middleware for `cancel`. It also ends the cancelled reservation in the session that started
+    the reservation."""
 
     def __init__(self, sessions: SpanSessions) -> None:
         self._sessions = sessions
