@@ -6,7 +6,8 @@ constants stay positive. Large residuals count linearly (soft L1), because measu
 outliers. If the measured steps do not determine a constant, a weak prior keeps it near the
 accelerator's published value: fractions within about 30 %, times within an order of magnitude.
 `launch_seconds` is a lower bound on a step's time and has no gradient for longer steps. Therefore
-one fit starts at the fastest step's time and another below it. Pure numpy."""
+one fit starts at the fastest step's time and another below it, and the better of the two is used.
+Uses numpy only and has no side effects."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -214,7 +215,7 @@ def descend(
 
 
 def bounded(name: str, value: float) -> float:
-    """Returns a fitted constant, capped at 1 if the constant is a fraction of a peak speed."""
+    """Returns `value`, but at most 1 if the constant `name` is a fraction of a peak speed."""
     return min(1.0, value) if name.endswith(("_compute", "_memory")) else value
 
 

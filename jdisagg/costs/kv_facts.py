@@ -15,13 +15,13 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """The transfer of a prompt's KV over a link.
+    """How long a link needs for a prompt's KV, and how much of the link's bandwidth is used.
 
     Attributes:
-        peak, reached: Bytes per second at the link's nominal rate, and those that all links used in
-            parallel achieve.
+        peak: Nominal bytes per second of one link.
+        reached: Bytes per second that all links that are used in parallel achieve together.
         seconds: Transfer time of the prompt.
-        share: Fraction of `reached` in use.
+        share: Fraction of `reached` that the given rate of prompt tokens uses.
     """
 
     link: str
@@ -101,7 +101,8 @@ def kv_facts(
 
 
 def kv_formula(shape: CostGeometry, dtype: str) -> str:
-    """Returns the product that `CostGeometry.kv_bytes_per_token` computes, with its factors."""
+    """Returns the formula of `CostGeometry.kv_bytes_per_token` as text, with the model's
+    numbers."""
     parts = []
     for kind, layers in shape.attention_kinds:
         if isinstance(kind, LatentAttention):
