@@ -4,8 +4,8 @@
 
 Weights are loaded over --devices local devices (tensor parallel), so that a model larger than one
 device can be converted. The number of devices does not change the result. --dtype=auto writes
-bfloat16 if all tensors are bfloat16 and float32 otherwise, so that nothing is lost. KV scales of
-the checkpoint are written to kv_scales.json."""
+bfloat16 if all tensors are bfloat16, and float32 if they are not, so that no precision is lost. KV
+scales of the checkpoint are written to kv_scales.json."""
 
 from pathlib import Path
 

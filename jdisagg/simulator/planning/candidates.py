@@ -6,7 +6,7 @@
 separate instances. Experts are distributed over all devices of an instance, or each expert is
 sharded by tp. tp stays within the devices that share a scale-up link (a domain). dp ranks that
 share experts may span domains, and then exchange tokens over the scale-out link. Has no side
-effects. Of the workload, only the longest request matters."""
+effects. The only property of the workload that matters is its longest request."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

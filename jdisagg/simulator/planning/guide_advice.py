@@ -100,7 +100,7 @@ class ModeAdvice(msgspec.Struct, frozen=True):
     """The cost model's prediction for one mode.
 
     Attributes:
-        prefill_instances: 0 if all instances prefill and decode.
+        prefill_instances: Number of prefill instances; 0 if all instances prefill and decode.
         rate: Highest rate of all instances within the objectives on TTFT and TPOT, in requests per
             second.
         limit: Name of the bound that limits the rate (`bounds.Bounds`).
@@ -121,8 +121,13 @@ class ModeAdvice(msgspec.Struct, frozen=True):
 
 
 class GuideAdvice(msgspec.Struct, frozen=True):
-    """`mode`: the advised mode, or "" if no mode meets the objectives at the rate. `sentence`: the
-    reasons."""
+    """The mode that the guide advises, with its reasons.
+
+    Attributes:
+        mode: The advised mode, or "" if no mode meets the objectives at the rate.
+        sentence: The reasons, as text.
+        modes: The cost model's prediction for each mode.
+    """
 
     mode: str
     sentence: str
@@ -156,8 +161,8 @@ def arithmetic(
     chunk_tokens: int,
     objectives: Objectives,
 ) -> tuple[ModeAdvice, ...]:
-    """Returns each mode's best candidate for requests with the lengths of `arrivals`, simplest mode
-    first. `rate`: requests per second."""
+    """Predicts, for each mode, the best candidate for requests with the lengths of `arrivals`.
+    Returns the simplest mode first. `rate`: requests per second."""
     demand = Demand.of(arrivals)
     estimator = Estimator(place.site, demand, objectives.goal, [place.fitting], fused=True)
     longest = int(demand.prompts.max())
