@@ -35,10 +35,12 @@ flags = define(
 
 
 def convert(source: Path, destination: Path, dtype: str, devices: int) -> None:
-    """Converts a Hugging Face checkpoint to Orbax form. Checks the destination first.
+    """Converts a Hugging Face checkpoint to Orbax form. Checks the destination before it loads the
+    weights.
 
     Raises:
-        CheckpointError, LayoutError: The source is unreadable, or the destination not writable.
+        CheckpointError: The source is unreadable, or the destination cannot be written.
+        LayoutError: `devices` does not divide the model.
     """
     if orbax_checkpoint.is_orbax(source):
         raise CheckpointError(f"{source} is in Orbax form already; give the Hugging Face directory")

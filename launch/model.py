@@ -194,7 +194,8 @@ def deployment(
     events: RouterEvents = NO_ROUTER_EVENTS,
     tell: Callable[[str], None] = _log.info,
 ) -> Deployment:
-    """Builds a cluster in this process for the configured model, by default the shipped one."""
+    """Builds a router and workers in this process for the configured model, or for the shipped
+    model if none is configured."""
     directory = config.model.directory or SHIPPED_MODEL
     speculate = shared_drafts(config, config.decode.speculate)
     model = replace(config.model, directory=str(directory))

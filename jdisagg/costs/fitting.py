@@ -101,8 +101,8 @@ def predict(accelerator: Accelerator, observations: Sequence[Observation]) -> li
 
 
 def relative_errors(accelerator: Accelerator, observations: Sequence[Observation]) -> list[float]:
-    """Returns the relative error of each predicted step: predicted over measured seconds, minus
-    one."""
+    """Returns the relative error of each predicted step: predicted seconds divided by measured
+    seconds, minus 1."""
     pairs = zip(predict(accelerator, observations), observations, strict=True)
     return [cost.seconds / seen.seconds - 1 for cost, seen in pairs]
 
@@ -112,9 +112,15 @@ def fit(
     observations: Sequence[Observation],
     free: Sequence[str] = WHOLE_STEP_CONSTANTS,
 ) -> Accelerator:
-    """Returns the accelerator with fitted values of the constants that `free` names.
+    """Fits constants of an accelerator's `Efficiency` to measured steps. Returns the accelerator
+    with the fitted values.
 
-    `observations` must include each phase, prefill or decode, that these constants affect."""
+    Args:
+        accelerator: Accelerator with start values, which are also the centre of the prior.
+        observations: Measured steps. They must include each phase, prefill or decode, that the
+            fitted constants affect.
+        free: Names of the constants to fit.
+    """
     if not observations:
         raise ConfigError("nothing to fit: no measured steps; give some")
     fitted: list[tuple[float, Accelerator]] = []

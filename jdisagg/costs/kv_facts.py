@@ -126,9 +126,16 @@ def link_uses(
     prompt_tokens: int,
     tokens_per_second: float,
 ) -> list[LinkUse]:
-    """Returns the use of each link by prompts of `prompt_tokens` tokens that arrive at
-    `tokens_per_second`. `parallel`: number of links in use together. `wire_bytes`: bytes per
-    token."""
+    """Returns, for each kind of link, the transfer time of a prompt's KV and the part of the
+    bandwidth that a stream of prompts uses.
+
+    Args:
+        links: Kinds of links to compare.
+        parallel: Number of links of a kind that are used together.
+        wire_bytes: Bytes of one token's KV on the link.
+        prompt_tokens: Number of tokens of each prompt.
+        tokens_per_second: Prompt tokens that arrive per second.
+    """
     uses = []
     for link in links:
         reached = link.bytes_per_second * link.efficiency * parallel
@@ -160,8 +167,8 @@ def link_rows(
 
 
 def instance_facts(model: CostModel, prompt_tokens: int) -> list[Row]:
-    """Returns rows (name, figure): bytes of an instance's weights, and number of tokens whose KV
-    fits."""
+    """Returns rows (name, figure): the bytes of an instance's weights, and the number of tokens
+    whose KV fits into its memory. If the weights do not fit, the row reports this."""
     layout, hardware = model.layout, model.accelerator
     weights, tokens = model.weight_bytes_per_device, model.kv_tokens_per_rank()
     name = f"on {layout.devices} {hardware.name}"

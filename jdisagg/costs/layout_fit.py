@@ -10,8 +10,9 @@ from jdisagg.layout.axes import Layout, ModelGeometry
 def check_layout(
     geometry: CostGeometry, layout: Layout, *, redundant_experts: bool = False
 ) -> None:
-    """Raises LayoutError or ConfigError if the layout does not divide the model evenly.
-    `redundant_experts`: whether experts are replicated until ep divides their number."""
+    """Checks that the layout divides the model's heads, experts and layers evenly. Raises
+    LayoutError or ConfigError if not. `redundant_experts`: whether experts are replicated until ep
+    divides their number."""
     attention, experts = geometry.attention, geometry.experts
     linear = geometry.linear
     # Every device holds a whole latent, so any tp that divides the query heads is allowed.

@@ -90,7 +90,8 @@ class GroupedAttention(Message, frozen=True):
         return math.gcd(self.kv_heads, self.full_kv_heads)
 
     def parameters(self, width: int) -> int:
-        """Returns the number of attention parameters of a layer with `kv_heads` and `head_dim`."""
+        """Returns the number of attention parameters of a layer with these sizes. `width`: width of
+        the model."""
         keys = (1 + self.gated) * self.query_heads + self.kv_heads
         values = self.query_heads + self.made_heads - self.kv_heads
         gates = self.head_gates * self.query_heads
@@ -190,8 +191,8 @@ class Experts:
         return self.latent or width
 
     def touched(self, tokens: float) -> float:
-        """Returns the expected number of distinct experts that `tokens` tokens use if routing is
-        random."""
+        """Returns the expected number of distinct experts that `tokens` tokens use together, if
+        routing is random."""
         return self.count * (1.0 - (1.0 - self.active / self.count) ** tokens)
 
 
@@ -277,7 +278,8 @@ class CostGeometry:
 
     @property
     def attention_kinds(self) -> tuple[tuple[GroupedAttention | LatentAttention, int], ...]:
-        """Attention sizes and number of layers of each kind of layer, windowed layers first."""
+        """The kinds of attention layers, each as (sizes, number of layers). A model has up to two
+        kinds: layers with a window come first, then layers without."""
         attention, layers = self.attention, self.attention_layers
         full = attention.full if isinstance(attention, GroupedAttention) else None
         if not isinstance(attention, GroupedAttention) or full is None:
@@ -369,8 +371,8 @@ class CostGeometry:
         return kept + index * dtype_bytes(dtype)  # an indexer's keys keep the model's type
 
     def windowed_bytes_per_token(self, dtype: str = "bfloat16") -> int:
-        """Returns the KV bytes of one token in layers with a window; 0 if all or no layers have
-        one."""
+        """Returns the bytes of one token's KV in layers with a window. Returns 0 if all layers or
+        no layers have a window."""
         return round(self.kv_bytes_per_token(dtype) * self.windowed_part)
 
     @property
@@ -381,7 +383,8 @@ class CostGeometry:
 
     @property
     def windowed_part(self) -> float:
-        """Fraction of a token's KV in layers with a window; 0 if all or no layers have one."""
+        """Fraction of a token's KV that is in layers with a window. 0 if all layers or no layers
+        have a window."""
         if isinstance(self.attention, LatentAttention) or not self.widest_window:
             return 0.0
         part = self.attention.windowed_layers * self.attention.kv_values / self.kv_values
@@ -450,7 +453,9 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
 def _count(
     fields: Mapping[str, object], name: str, *names: str, default: int | None = None, least: int = 1
 ) -> int:
-    """Returns the first field of `names` that is given, or the default. Raises ConfigError."""
+    """Returns the value of the first field of `names` that is present, or the default. Raises
+    ConfigError if the value is not an integer of at least `least`, or if no field is present and
+    there is no default."""
     for given in names:
         value = fields.get(given)
         if value is None:
@@ -538,7 +543,8 @@ def _short(value: object) -> str:
 
 
 def _windowed_layers(fields: Mapping[str, object], layers: int, count: Callable[..., int]) -> int:
-    """Returns the number of layers with a window, by `layer_types` or by the family's rule."""
+    """Returns the number of layers with a window, from the field `layer_types` or, without this
+    field, from the rule of the model's family."""
     types, family = fields.get("layer_types"), fields.get("model_type")
     if isinstance(types, list):
         return types[:layers].count("sliding_attention")

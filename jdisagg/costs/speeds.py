@@ -106,8 +106,8 @@ class Speed:
         return known
 
     def backlog_rates(self, chunk_tokens: int = 0) -> tuple[float, float]:
-        """Returns the seconds per token and per (query, key) pair, for prompts that are packed into
-        full chunks of one dp rank."""
+        """Returns the prefill seconds per token and per (query, key) pair, to estimate the time of
+        a queue of prompts. Assumes that the prompts are packed into full chunks of one dp rank."""
         chunk = chunk_tokens or WHOLE_PROMPT_TOKENS
         if chunk not in self._rates:
             few = self.model.prefill_of(chunk, 0.0, chunk, 1).seconds
@@ -179,7 +179,8 @@ class Speed:
 
 
 def _with_jumps(sizes: Array, jumps: tuple[int, ...]) -> Array:
-    """Returns `sizes` with additional points at each of `jumps` and directly after it."""
+    """Returns `sizes` with two additional points for each value of `jumps`: the value and the value
+    plus one. Interpolation is then exact on both sides of a jump."""
     added = [size for jump in jumps for size in (jump, jump + 1) if size < sizes[-1]]
     return np.unique(np.concatenate((sizes, np.array(added, float)))) if added else sizes
 
@@ -213,8 +214,8 @@ class _Grid:
         )
 
     def between(self, at_row: Array, at_column: Array) -> Array:
-        """Returns the interpolated value at each point. Rows must be within the table; columns are
-        clipped to the table."""
+        """Returns the interpolated value at each point (row, column). Rows must be within the
+        table. Columns beyond the table are clipped to its range."""
         at_column = np.minimum(np.maximum(at_column, self._column_cells[0, 0]), self._last)
         row = self._inner_rows.searchsorted(at_row, "right")
         column = self._inner_columns.searchsorted(at_column, "right")

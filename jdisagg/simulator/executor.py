@@ -92,7 +92,8 @@ class EngineTraits:
 
 
 class SimulatedExecutor:
-    """Implements `InterruptibleExecutor` with a cost model on a virtual clock.
+    """Simulates a mesh on a virtual clock: each command completes after the time that a cost model
+    predicts. Implements `InterruptibleExecutor`.
 
     Subclasses simulate other engines by overriding `_pace` and `_insert`
     (benchmarks/simulator_engines/executor.py)."""

@@ -157,7 +157,8 @@ def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
     these links that are used in parallel.
 
     The scale-up link is used if it connects at least `unit_devices` accelerators. Each device has
-    its own link, so the smaller of both dp ranks limits the number of parallel links."""
+    its own link. The dp rank with fewer devices, on the prefill or the decode side, therefore
+    limits the number of parallel links."""
     assert candidate.prefill is not None
     parallel = min(candidate.prefill.tp, candidate.decode.tp)
     accelerator = site.described

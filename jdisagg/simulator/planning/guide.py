@@ -186,7 +186,7 @@ def parse_question(body: bytes, kind: type[Asked]) -> Asked:
 
 
 def arrivals_of(question: GuideQuestion) -> list[Arrival]:
-    """Returns the requests that are simulated."""
+    """Returns the workload that the guide simulates: short and long prompts in random order."""
     count = max(FEWEST_REQUESTS, min(MOST_REQUESTS, math.ceil(question.rate * SECONDS)))
     lengths = Mixture(
         (

@@ -67,8 +67,8 @@ class Measurer:
         )
 
     def measured(self, task: Task) -> Finding | None:
-        """Finds the candidate's highest rate. Returns None if the rate does not exceed the task's
-        `rival_rate`."""
+        """Finds the highest rate at which the task's candidate attains the goal. Returns None if
+        this rate does not exceed the task's `rival_rate`."""
         trials: list[Trial] = []
         stay = task.stay_seconds
 

@@ -311,7 +311,8 @@ class Planner:
         )
 
     def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
-        """Returns whether `runner` also attains the goal with the finding's candidate and rate."""
+        """Returns whether the finding's candidate also attains the goal at the finding's rate when
+        it is run by `runner`."""
         if not finding.rate:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)
@@ -400,8 +401,9 @@ def _task(item: Finding, rival: float = 0.0, *, expected: bool = False) -> Task:
 
 
 def never(fitting: Sequence[Fitting], demand: Demand, goal: Goal, cached: bool) -> str:
-    """Returns the reason why no layout can attain the goal, even without load, or "" if one may.
-    `cached`: whether prompts may be in the prefix cache; TTFT is then not checked."""
+    """Checks whether the goal is impossible even without load. Returns the reason why no layout can
+    attain it, or "" if a layout may. `cached`: whether prompts may be in the prefix cache. If True,
+    TTFT is not checked."""
     wanted = goal.attainment - 1 / SAMPLE  # resolution of the sample
     prompts, steps = demand.sample_prompts, demand.sample_outputs - 1
     reasons = []

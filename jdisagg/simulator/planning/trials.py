@@ -49,9 +49,13 @@ LONGEST_SECONDS = 3600  # virtual
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """The result of one simulated run. The id of a request is its index in the arrivals. `stopped`:
-    whether the run ended early because it missed the goal; `outcomes` then has only the requests
-    that had ended."""
+    """The result of one simulated run. The id of a request is its index in the arrivals.
+
+    Attributes:
+        outcomes: Outcomes of all requests, or of those that had ended if the run was stopped.
+        usage: Device use of each worker.
+        stopped: Whether the run ended early because it missed the goal.
+    """
 
     outcomes: tuple[RequestOutcome, ...]
     usage: tuple[WorkerUsage, ...] = ()
@@ -144,9 +148,11 @@ class Trier:
         return summarise(settled(run.outcomes, filling, 1 / 2), goal.slo)
 
     def _count(self, rate: float, filling: float, stay: float) -> int:
-        """Returns the number of requests of the first run, long enough to reach a steady state, but
-        bounded in time at low rates. If requests take `stay` seconds and `most_requests` of them
-        cannot be conclusive, the number is the smallest that can be."""
+        """Returns the number of requests of the first run.
+
+        It is large enough to reach a steady state, and at low rates small enough to bound the run's
+        duration. If requests take `stay` seconds and `most_requests` are too few for a conclusion,
+        it is the smallest number that can be conclusive."""
         most = self.most_requests
         most = max(most, min(MARGIN * STAYS * stay * rate, EXTENDS * most))
         count = np.clip(4 * rate * filling, LEAST_REQUESTS, most)
@@ -242,8 +248,9 @@ def requests_at(
 def settled(
     outcomes: Sequence[RequestOutcome], filling_seconds: float, part: float = 1 / 3
 ) -> list[RequestOutcome]:
-    """Returns the outcomes of requests that arrived after the first `filling_seconds`, or after the
-    fraction `part` of the time between first and last arrival if that is shorter."""
+    """Drops the outcomes of requests that arrived while the cluster filled. Returns the outcomes of
+    requests that arrived after the first `filling_seconds`, or after the fraction `part` of the
+    time between first and last arrival if that is shorter."""
     arrivals = [item.arrival for item in outcomes]
     first, last = min(arrivals), max(arrivals)
     begin = first + min(filling_seconds, part * (last - first))

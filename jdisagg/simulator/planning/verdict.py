@@ -86,9 +86,13 @@ class Finding:
 
 
 def binding_limit(trial: Trial, limits: Bounds) -> str:
-    """Returns the limit that binds a candidate, as text: the limit that most requests missed in
-    `trial`, with the most likely cause according to `limits`. `trial` failed just above the
-    candidate's highest rate."""
+    """Returns, as text, the limit that prevents a higher rate of a candidate: the limit that most
+    requests missed in `trial`, with its most likely cause.
+
+    Args:
+        trial: Trial at a rate just above the candidate's highest rate, which missed the goal.
+        limits: Bounds of the candidate, which determine the most likely cause.
+    """
     known = dict(limits.limits)
     tokens = {
         name: rate
@@ -138,7 +142,13 @@ def stepped_answer(stepped: Sequence[Finding]) -> str:
 
 
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
-    """Describes which mode is best, by how much and why. `findings` are ranked, best first."""
+    """Returns the text of a plan's verdict: which mode is best, by how much and why.
+
+    Args:
+        findings: Findings, best first.
+        estimator: Estimator of the plan, which gives reasons.
+        left_out: Modes without a candidate, each with the reason.
+    """
     said = _compared(findings, estimator, left_out)
     said += _stages(findings, estimator)
     if any(item.candidate.mode is Mode.CHUNKED for item in findings):
@@ -300,8 +310,8 @@ def _said(finding: Finding) -> str:
 
 
 def _why(one: Finding, two: Finding, estimator: Estimator) -> str:
-    """Describes why finding `one` (one pool) has a higher rate than finding `two` (two pools); ""
-    if the reason is unknown."""
+    """Describes why the finding `one` (one pool) has a higher rate than the finding `two` (two
+    pools). Returns "" if the reason is unknown."""
     reasons = []
     if "hand-off" in two.binding or "link" in two.binding or two.link_share > 0.8:
         reasons.append("the link is slow for the KV that is transferred")
