@@ -116,7 +116,8 @@ def fit(
     with the fitted values.
 
     Args:
-        accelerator: Accelerator with start values, which are also the centre of the prior.
+        accelerator: Accelerator with start values. They are also the centre of the prior, except
+            for launch times.
         observations: Measured steps. They must include each phase, prefill or decode, that the
             fitted constants affect.
         free: Names of the constants to fit.
