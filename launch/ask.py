@@ -2,9 +2,10 @@
 
     jdisagg ask --target=localhost:8700 --prompt="Once upon a time"
 
-The answer goes to stdout, one line of timings to stderr. --prompt=- reads the prompt from stdin.
---chat sends the prompt as a user message through the model's chat template. For sampling flags that
-are not given, the server's defaults apply; the default temperature is 1."""
+The answer goes to stdout, and one line of timings to stderr. --prompt=- reads the prompt from
+stdin. --chat sends the prompt as a user message, which the server formats with the model's chat
+template. For sampling flags that are not given, the server's defaults apply. The server's default
+temperature is 1."""
 
 import sys
 import time

@@ -3,11 +3,11 @@
     jdisagg calibrate_kv --model=DIR [--text=FILE] [--tokens=2048] [--layout=dp=1,tp=2]
         [--dtype=auto] [--weights=int8] [--output=FILE]
 
-The model runs over a text. Each layer and kv head gets a scaling factor for keys and one for
-values. It is the smallest power of two with which twice the largest key or value fits into e4m3.
-Workers with --kv_dtype=fp8 read kv_scales.json at start; all workers need the same file. The text
-in FILE should resemble the expected traffic. The default text is prose in several languages, code
-and numbers."""
+The model runs over a text. Each layer and kv head gets one scaling factor for keys and one for
+values. A scaling factor is the smallest power of two with which twice the largest key or value is
+in the range of e4m3. Workers with --kv_dtype=fp8 read kv_scales.json at start. All workers need the
+same file. The text in FILE should be similar to the expected traffic. The default text has prose in
+several languages, code and numbers."""
 
 from pathlib import Path
 
@@ -92,8 +92,8 @@ def main() -> int:
 
 
 def table(largest: KVScales, scales: KVScales) -> list[str]:
-    """Formats the scales as text, one line for each group of consecutive layers with equal scales.
-    A line has the number of heads that would overflow without scales."""
+    """Formats the scales as lines of text: one line for each group of consecutive layers with equal
+    scales, and a last line with the number of heads that would overflow without scales."""
     rows, names = [], sorted({name for layer in largest for name in layer})
     for index, layer in enumerate(scales):
         text = [_range(layer[name]) if name in layer else "-" for name in names]

@@ -1,13 +1,14 @@
-"""Checks a configuration without starting anything or reading weights. Finds in seconds the errors
-that `jdisagg serve` or the workers of `jdisagg cluster` would report after minutes.
+"""Checks a configuration without starting a server or reading weights. Finds within seconds the
+errors that `jdisagg serve` or the workers of `jdisagg cluster` would report after minutes.
 
     jdisagg check_config --config=configs/llama3_8b_h200.py --model=DIR --device_gib=141
     jdisagg check_config --prefill=tp=4 --decode=dp=4 --model=DIR --token_file=tokens
 
 Checks flags and recipe, the checkpoint, whether both layouts fit the model, certificates, tokens
-and ports, and how much memory each device needs. The first line is the verdict, and each problem
-takes one line. --device_gib is the memory of a device, for checks on another machine. Exit status
-1: the configuration has a problem."""
+and ports, and whether the memory of each device is enough. Prints one line for each problem. If
+there is none, prints that the model can be served, and the memory plan of each mesh. --device_gib
+sets the memory of a device, to check a configuration for another machine. Exit status 1: the
+configuration has a problem."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,8 +73,8 @@ def _noting(problems: list[str]) -> Iterator[None]:
 
 
 def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) -> bool:
-    """Returns whether the layouts divide the model and the model's KV can be cached as configured.
-    Adds problems to `problems`."""
+    """Returns whether the layouts divide the model evenly and the model supports the configured
+    data types of weights and KV. Adds problems to `problems`."""
     if found.config is None:
         return False
     before = len(problems)
@@ -93,7 +94,7 @@ def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) 
 
 
 def _plans(config: EngineConfig, found: Inspection) -> list[str]:
-    """Returns the memory plan of each mesh. Raises ConfigError if memory is short."""
+    """Returns the memory plan of each mesh as text. Raises ConfigError if memory is too small."""
     if found.geometry is None:
         return []
     geometry = as_kept(found.geometry, config.model)
@@ -118,7 +119,8 @@ def _plans(config: EngineConfig, found: Inspection) -> list[str]:
 
 
 def _update(geometry: CostGeometry, side: InstanceConfig, dtype: str) -> str:
-    """Returns how long an update of weights takes between hosts, if the hardware is known."""
+    """Returns, as text, how long an update of weights over the network takes. Returns "" if the
+    hardware is not configured."""
     if not side.hardware:
         return ""
     hardware = find_accelerator(side.hardware)

@@ -8,13 +8,13 @@ a live table.
 --config sets layouts, sizes, limits, worker counts and addresses from a recipe, e.g. one written by
 `jdisagg plan`. Flags override it. One line on stdout reports that all workers serve.
 
-A worker that dies is restarted under the same name and address. A worker with a configuration that
-cannot work stops the whole cluster. On SIGTERM or SIGINT the router refuses new requests, running
-ones finish, then the workers stop. A second signal stops everything at once. The child processes
-never outlive this process.
+A worker that dies is restarted under the same name and address. If the configuration of a worker
+cannot work, the whole cluster stops. On SIGTERM or SIGINT the router refuses new requests, running
+requests finish, and then the workers stop. A second signal stops all processes at once. If this
+process dies, its child processes end too.
 
---on=ray starts the processes as actors of a running Ray cluster instead (extra `ray`). Ray chooses
-their nodes, and starts them on others when a node is lost (docs/deployment.md#ray).
+--on=ray starts the processes as actors of a running Ray cluster (extra `ray`). Ray chooses their
+nodes. When a node is lost, Ray starts its actors on another node (docs/deployment.md#ray).
 
 --metrics_port=9100 is the router's metrics port; the workers use the next higher ports. TLS files
 and token files apply to all processes. KV itself is not encrypted (docs/security.md)."""
@@ -129,7 +129,7 @@ def plan(config: ClusterConfig, folder: Path) -> ClusterPlan:
 
 
 def _shape(mode: Mode | None) -> ClusterShape:
-    """Returns the number of workers of each role, from the flags or else from the recipe. If `mode`
+    """Returns the number of workers of each role. Flags take precedence over the recipe. If `mode`
     is None, the recipe's mode is used."""
     given = {role.value: getattr(flags, f"{role.value}_workers") for role in WorkerRole}
     mixed, others = given["mixed"], [given["prefill"], given["decode"]]

@@ -22,11 +22,11 @@ from jdisagg import __version__
 from jdisagg.errors import ConfigError, JdisaggError
 from launch.flags import Given
 
-VARIABLE = "JDISAGG_"  # and a flag's name: an environment variable with the flag's value
+VARIABLE = "JDISAGG_"  # JDISAGG_NAME is the environment variable that sets the flag `name`
 INTERRUPTED = 130
 USAGE = 2
 READER_GONE = 1
-# Flags of other servers, and what to use here.
+# Flags of other servers, and the flags of jdisagg that replace them.
 ELSEWHERE = {
     "tensor-parallel-size": "--prefill=tp=N and --decode=tp=N",
     "tp-size": "--prefill=tp=N and --decode=tp=N",
@@ -51,8 +51,9 @@ def run(
         main: Function that runs the command. Its module's docstring begins --help.
         given: The command's flags.
         program: Command name for help and errors.
-        refused: Exit status for a configuration that cannot work. Wrong usage of flags exits with
-            status 2 unless a supervisor depends on `refused`.
+        refused: Exit status for a configuration that cannot work. If it is not 1, a supervisor
+            depends on it, and wrong usage of flags exits with this status too. If it is 1, wrong
+            usage exits with status 2.
     """
     _mind_signals()
     absl_logging.set_verbosity(absl_logging.WARNING)  # absl lets INFO of libraries through
@@ -86,8 +87,8 @@ def run(
 
 
 def refuse_words(arguments: Sequence[str], given: Given) -> None:
-    """Raises ConfigError for arguments that are not flags, which absl would drop silently. For
-    example, --prompt=Once upon a time would be a prompt of one word."""
+    """Raises ConfigError if there are arguments that are not flags. absl would ignore such
+    arguments: for example, --prompt=Once upon a time would be a prompt of one word."""
     words = list(arguments[1:])
     if not words:
         return
@@ -99,9 +100,12 @@ def refuse_words(arguments: Sequence[str], given: Given) -> None:
 
 
 def parsed(given: Given, arguments: Sequence[str]) -> list[str]:
-    """Parses flags. The first argument may be the model instead of a flag. Dashes in the name of a
-    flag are accepted for underscores (`--http-port`), because other servers use dashes. An
-    environment variable JDISAGG_NAME sets flag `name`, unless the flag is given."""
+    """Parses the flags of a command line into `given`, and returns the arguments that are not
+    flags.
+
+    The first argument may be the model instead of a flag. Dashes in the name of a flag are accepted
+    in place of underscores (`--http-port`), because other servers use dashes. An environment
+    variable JDISAGG_NAME sets the flag `name` if the command line does not."""
     rest = list(arguments[1:])
     if rest and not rest[0].startswith("-") and "model" in given.names:
         rest[0] = f"--model={rest[0]}"
@@ -112,8 +116,8 @@ def parsed(given: Given, arguments: Sequence[str]) -> list[str]:
 
 
 def from_environment(given: Given, arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields the name and value of each flag that an environment variable sets and no argument
-    does."""
+    """Yields (name, value) of each flag that is set by an environment variable and not by
+    `arguments`."""
     words = {text.partition("=")[0] for text in _underscored(given, arguments)}
     for name in given.names:
         value = os.environ.get(VARIABLE + name.upper())
@@ -122,7 +126,7 @@ def from_environment(given: Given, arguments: Sequence[str]) -> Iterator[tuple[s
 
 
 def _underscored(given: Given, arguments: Sequence[str]) -> Iterator[str]:
-    """Yields the arguments, with underscores for dashes in the names of flags."""
+    """Yields the arguments. Dashes in the names of known flags are replaced by underscores."""
     for text in arguments:
         name, equals, value = text.partition("=")
         plain = name.lstrip("-").replace("-", "_")
@@ -144,7 +148,8 @@ def _usage_error(error: Exception, given: Given) -> str:
 
 @contextmanager
 def quiet_end() -> Iterator[None]:
-    """Ends the process without a traceback on Ctrl-C, or if the output is closed."""
+    """Ends the process without a traceback on Ctrl-C, or if the reader of its output has closed the
+    pipe."""
     try:
         yield
     except BrokenPipeError:

@@ -4,8 +4,8 @@
 
 Weights are loaded over --devices local devices (tensor parallel), so that a model larger than one
 device can be converted. The number of devices does not change the result. --dtype=auto writes
-bfloat16 if all tensors are bfloat16 and float32 otherwise, so that nothing is lost. KV scales of
-the checkpoint are written to kv_scales.json."""
+bfloat16 if all tensors are bfloat16, and float32 if they are not, so that no precision is lost. KV
+scales of the checkpoint are written to kv_scales.json."""
 
 from pathlib import Path
 
@@ -35,10 +35,12 @@ flags = define(
 
 
 def convert(source: Path, destination: Path, dtype: str, devices: int) -> None:
-    """Converts a Hugging Face checkpoint to Orbax form. Checks the destination first.
+    """Converts a Hugging Face checkpoint to Orbax form. Checks the destination before it loads the
+    weights.
 
     Raises:
-        CheckpointError, LayoutError: The source is unreadable, or the destination not writable.
+        CheckpointError: The source is unreadable, or the destination cannot be written.
+        LayoutError: `devices` does not divide the model.
     """
     if orbax_checkpoint.is_orbax(source):
         raise CheckpointError(f"{source} is in Orbax form already; give the Hugging Face directory")

@@ -1,5 +1,6 @@
-"""Resolves --model, a name of the model catalogue or a directory, for commands that only estimate
-speed and memory. Loads no weights and does not import JAX."""
+"""Reads the sizes of the model that --model names, for commands that only estimate speed and
+memory. --model is a name of the model catalogue or a directory. Loads no weights and does not
+import JAX."""
 
 from dataclasses import replace
 

@@ -1,10 +1,10 @@
-"""The flags of all commands, each defined once, so that a name means the same everywhere.
+"""Defines the flags of all commands, each once, so that a flag means the same in all commands.
 
     flags = define("config", "port", *CLIENT, required=("prompt",), port=8700)
 
-A command names the flags that it takes and may change a default. `launch.console.run` parses the
-command line; then the value of each flag is an attribute of `flags`. A flag that sets a
-configuration field has the field's name and no default: the default is the recipe's value.
+A command lists the flags that it accepts and may change a default. `launch.console.run` parses the
+command line. Then the value of each flag is an attribute of `flags`. A flag that sets a field of
+the configuration has the field's name and no default, because the recipe has the default.
 
 The table has one entry for each flag, in the groups that --help shows."""
 
@@ -57,7 +57,7 @@ MOST_USED = (
     "context_tokens", "weights", "host", "port", "http_port", "target", "hardware", "output",
 )  # fmt: skip
 ENVIRONMENT = "An environment variable JDISAGG_NAME sets flag --name, if it is not given."
-FEW = 16  # a command with so many flags or fewer shows all
+FEW = 16  # --help of a command with at most this many flags shows all
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 
 Define = Callable[..., object]
@@ -483,7 +483,7 @@ FLAGS: dict[str, Spec] = {name: spec for group in GROUPS.values() for name, spec
 
 
 class Given:
-    """The flags of one command. Attributes are the values of flags."""
+    """The flags of one command. The value of each flag is an attribute."""
 
     def __init__(self, names: Sequence[str], required: Sequence[str], **changes: object) -> None:
         self.values = absl.FlagValues()
@@ -521,7 +521,7 @@ class Given:
             command: Command as the user types it, e.g. "jdisagg serve".
             doc: Docstring of the command's module.
             recipe: For each flag without a default, the value in the default recipe.
-            every: Whether all flags are shown, in groups, or the required and most used ones.
+            every: Whether to show all flags, in groups, or only required and most used flags.
         """
         width = min(100, shutil.get_terminal_size((80, 24)).columns)
         lines = [f"usage: {command} [--flag=value ...]", "", doc.strip()]
@@ -566,8 +566,8 @@ class Given:
 
 
 def define(*names: str, required: Sequence[str] = (), **changes: object) -> Given:
-    """Defines the flags of a command. `changes`: for some flags another default, or another
-    (default, help text)."""
+    """Defines the flags of a command. `changes`: for some flags, a default that replaces the
+    table's, or (default, help text) that replace both."""
     assert set(changes) <= set(names), f"{set(changes) - set(names)} are not the command's flags"
     return Given(names, required, **changes)
 

@@ -79,8 +79,9 @@ def simulated_fleet(flags: Given) -> Fleet:
 
 
 def _prefix(settings: PrefixConfig, flags: Given, pool: Pool, mode: Mode) -> PrefixConfig:
-    """Returns the prefix cache settings of --set, changed by the prefix cache flags and completed
-    by the defaults. `pool`: Pool whose instances determine the host memory."""
+    """Returns the settings of the simulated prefix cache. The prefix cache flags override
+    `settings` (from --set), and defaults fill in the rest. `pool`: pool whose number of devices
+    determines the size of host memory."""
     names = {
         "prefix_cache": "reuse",
         "host_cache_gib": "host_gib",
@@ -95,8 +96,8 @@ def _prefix(settings: PrefixConfig, flags: Given, pool: Pool, mode: Mode) -> Pre
 
 
 def controllers(flags: Given, slo: SloLimits | None) -> list[Hook]:
-    """Returns the elastic controller if --elastic is given, else an empty list. --ttft and --tpot
-    override the controller's objective."""
+    """Returns a list with the hook that runs the elastic controller, or an empty list without
+    --elastic. --ttft and --tpot (`slo`) override the controller's objective."""
     if not (math.isfinite(flags.switch_seconds) and flags.switch_seconds >= 0):
         raise ConfigError(f"--switch_seconds must be 0 or more, got {flags.switch_seconds:g}")
     if not flags.elastic:

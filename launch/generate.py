@@ -4,8 +4,9 @@ stderr.
     jdisagg generate --prompt="Once upon a time"
     jdisagg generate --model=DIR --prompts_file=prompts.txt --prefill=tp=2 --decode=dp=2
 
-Without --model, the shipped dense model runs. Prompts run at the same time, and their completions
-are printed in order. Sampling is greedy by default. Timings do not include compilation."""
+Without --model, the shipped dense model runs. All prompts run at the same time, and their
+completions are printed in the order of the prompts. Decoding is greedy by default. Timings do not
+include compilation."""
 
 import asyncio
 import sys
@@ -65,7 +66,7 @@ def _prompts() -> list[str]:
 
 
 async def _generate(config: EngineConfig, prompts: list[str]) -> None:
-    if config.prefix == PrefixConfig():  # otherwise the prompt would reuse KV of its rehearsal
+    if config.prefix == PrefixConfig():  # so that the prompt does not reuse the KV of its rehearsal
         config = replace(config, prefix=PrefixConfig(reuse=False, host_gib=0.0))
     two = config.mode is Mode.DISAGGREGATED
     prefill = f"prefill {config.prefill.layout} -> " if two else ""

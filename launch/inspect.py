@@ -3,8 +3,9 @@
     jdisagg inspect --model=DIR [--layout=dp=1,tp=2] [--dtype=bfloat16] [--weights=int8]
         [--kv_dtype=fp8]
 
-DIR is the folder of a checkpoint, or a config.json without weights. Exit status 0: the model loads
-under the layout. Exit status 1: it does not, and each missing feature is listed."""
+DIR is the folder of a checkpoint, or a config.json without weights. Exit status 0: the model can be
+loaded under the layout. Exit status 1: the model cannot be loaded. Each feature that is not
+supported is listed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -97,8 +98,8 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _under(found: Inspection, layout: Layout) -> list[tuple[str, str]]:
-    """Returns rows of text with the bytes that one device holds under the layout. Raises
-    LayoutError if the layout does not divide the model."""
+    """Returns rows of text with the bytes of weights and KV on one device under the layout. Raises
+    LayoutError if the layout does not divide the model evenly."""
     assert found.config is not None
     kept_in = replace(found.config, kv_dtype=flags.kv_dtype or "")
     weights, a_token, state = bytes_per_device(

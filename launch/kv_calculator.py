@@ -3,9 +3,10 @@
     jdisagg kv_calculator --model=llama-3-70b --prompt_tokens=8192
 
 --model is a directory with a config.json, or a name of the model catalogue (--model=help lists the
-names). The table shows KV bytes per token and prompt, the tokens that an instance can hold (with
---hardware), the transfer time of a prompt over each link, and the part of each link's bandwidth
-that a rate of prompt tokens uses. Loads neither weights nor JAX."""
+names). The first table shows the KV bytes of a token and of a prompt and, with --hardware, the
+number of tokens whose KV fits into an instance. The second table shows for each link the transfer
+time of a prompt's KV, and the part of the bandwidth that --tokens_per_second uses. Loads neither
+weights nor JAX."""
 
 import math
 import sys

@@ -2,9 +2,9 @@
 
     jdisagg measure_costs --model=DIR --output=this_machine.json
 
-Other commands read the file with --hardware=this_machine.json. The errors of the fit, on fitted and
-on held-out steps, go to stderr and into the file. `jdisagg/node/commands/cost_measurement.py`
-describes the measurements."""
+Other commands read the file with --hardware=this_machine.json. The errors of the fit go to stderr
+and into the file, for steps that were used for the fit and for steps that were held out.
+`jdisagg/node/commands/cost_measurement.py` describes the measurements."""
 
 import asyncio
 import dataclasses

@@ -33,9 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointLoader:
-    """Loads the checkpoint `directory` onto given devices, and new weights of the same model.
-    Implements `LoadModel` and `WeightsSource`. Also loads the layer or head that `speculate` drafts
-    with, and the checkpoint's vision encoder."""
+    """Loads the checkpoint `directory` onto given devices, and later new weights of the same model
+    from other folders or offers.
+
+    Implements `LoadModel` and `WeightsSource`. Also loads the checkpoint's vision encoder, and the
+    next-token layer or EAGLE-3 head if `speculate` uses it to draft tokens."""
 
     def __init__(
         self,
@@ -138,10 +140,21 @@ def loader(
     draft: str = "",
     service: ServiceConfig | None = None,
 ) -> CheckpointLoader:
-    """Returns a function that loads the checkpoint onto given devices each time it is called. The
-    function also loads the EAGLE-3 head in the folder `draft`, or the checkpoint's next-token
-    layer, if `speculate` drafts with it. Raises ConfigError if `speculate` requires one that is
-    missing. `service` has the credentials for weights that other processes offer."""
+    """Returns a function that loads a checkpoint onto given devices each time it is called.
+
+    Args:
+        directory: Folder of the checkpoint.
+        dtype: Data type of the model.
+        weights: Type to which matrices are quantized; empty for none.
+        kv_dtype: Data type of KV; empty for the model's.
+        speculate: Source of drafts. If it drafts with an EAGLE-3 head or a next-token layer, the
+            function also loads the head or layer.
+        draft: Folder of the EAGLE-3 head.
+        service: Has the credentials for reading weights that other processes offer.
+
+    Raises:
+        ConfigError: `speculate` is "eagle" and `draft` is empty.
+    """
     if speculate == "eagle" and not draft:
         raise ConfigError("speculate=eagle: give the folder of the EAGLE-3 head with --draft")
     return CheckpointLoader(directory, dtype, weights, kv_dtype, speculate, draft, service)
@@ -159,8 +172,9 @@ def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
 def model_source(
     model: ModelConfig, speculate: str = "off", service: ServiceConfig | None = None
 ) -> ModelSource:
-    """Returns the description of a model and the function that loads it. Raises the errors of
-    `load_config`. `speculate` and `service` are as in `loader`."""
+    """Returns everything that a process needs to serve a model: its description, and the functions
+    that load it. Raises the errors of `load_config`. `speculate` and `service` are as in
+    `loader`."""
     directory = model.directory
     family = load_config(directory).family
     name = served_name(directory)
@@ -180,7 +194,8 @@ def deployment(
     events: RouterEvents = NO_ROUTER_EVENTS,
     tell: Callable[[str], None] = _log.info,
 ) -> Deployment:
-    """Builds a cluster in this process for the configured model, by default the shipped one."""
+    """Builds a router and workers in this process for the configured model, or for the shipped
+    model if none is configured."""
     directory = config.model.directory or SHIPPED_MODEL
     speculate = shared_drafts(config, config.decode.speculate)
     model = replace(config.model, directory=str(directory))

@@ -1,8 +1,9 @@
 """A server for a notebook: `server = await start_server("--mode=unified")` in a cell.
 
 The server is `jdisagg serve` in a separate process, on loopback ports that the system chooses. The
-notebook's kernel does not import JAX, and the server does not slow the kernel, so that a cell
-measures the same times as any client. `stop` or the end of the kernel ends the server."""
+notebook's kernel does not import JAX, and the server does not slow the kernel. A cell therefore
+measures the same times as any other client. The server ends when `stop` is called or when the
+kernel ends."""
 
 import asyncio
 import os

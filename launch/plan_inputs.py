@@ -54,9 +54,18 @@ def block_tokens(flags: Given) -> int:
 def shared_prefixes(
     arrivals: Sequence[Arrival], shared_tokens: int, hit_rate: float
 ) -> list[Arrival]:
-    """Returns the requests with the names of the prompt blocks that all of them share: the first
-    `shared_tokens` tokens of each prompt, or the fraction `hit_rate`, in whole blocks. Raises
-    ConfigError for values that cannot be used."""
+    """Gives the requests a common prefix, so that the planner can predict hits of a prefix cache.
+    Returns the requests with the names of the shared prompt blocks.
+
+    Args:
+        arrivals: Requests without named blocks.
+        shared_tokens: Number of tokens at the start of each prompt that are the same in all
+            prompts, rounded down to whole blocks. 0 if `hit_rate` is used.
+        hit_rate: Fraction of each prompt that is the same as in other prompts.
+
+    Raises:
+        ConfigError: `hit_rate` is not in [0, 1), or both values are given.
+    """
     if not (math.isfinite(hit_rate) and 0 <= hit_rate < 1):
         raise ConfigError(
             f"--hit_rate={hit_rate} must be at least 0 and less than 1; 0.6 means that 60% of each"
@@ -75,8 +84,9 @@ def shared_prefixes(
 
 
 def planned_workload(flags: Given, context_tokens: int) -> tuple[list[Arrival], int]:
-    """Returns (requests, number of requests dropped because they exceed the context). Raises
-    ConfigError or WorkloadError for flags that cannot be used."""
+    """Returns the planner's workload from --trace or --mixture, and the number of requests that
+    were omitted because they exceed the context. Raises ConfigError or WorkloadError for invalid
+    flags."""
     if bool(flags.trace) == bool(flags.mixture):
         raise ConfigError(
             "the workload: give either --trace=FILE or --mixture=weight:prompt/output,..."

@@ -1,8 +1,9 @@
 """Simulates the candidates of a plan on all cores, one candidate per process at a time.
 
-The results equal those of a single process, because candidates do not affect each other and each
-simulation depends only on its seed. On Linux the processes are forked, which is safe without
-threads and devices and avoids repeated imports. On other systems they are spawned."""
+The results are the same as in a single process, because candidates do not affect each other and
+each simulation depends only on its seed. On Linux the processes are forked, which avoids repeated
+imports. Forking is safe here, because this process has no threads and uses no devices. On other
+systems the processes are spawned."""
 
 import multiprocessing
 import os
@@ -32,10 +33,10 @@ def on_cores(processes: int) -> Spread:
         return in_turn
 
     def spread(measurer: Measurer, tasks: Sequence[Task]) -> Iterator[tuple[int, Finding | None]]:
-        # The pool ends its processes however this block is left.
+        # The pool ends its processes when this block is left, also by an exception.
         with _context().Pool(min(processes, len(tasks)), _begin, (measurer,)) as pool:
             yield from pool.imap_unordered(_measure, enumerate(tasks))
-            # processes leave by themselves: terminating one that waits for work can hang
+            # Processes end by themselves, because terminating one that waits for work can hang.
             pool.close()
             pool.join()
 

@@ -3,11 +3,12 @@
     jdisagg serve --record=DIR          (or jdisagg generate, or jdisagg worker for each worker)
     jdisagg replay --recording=DIR/prefill-0.commands,DIR/decode-0.commands [--model=DIR]
 
-All meshes are rebuilt in this process, on virtual devices on CPU. A mesh that pulled KV must be
-replayed together with the meshes that sent the KV. Commands that failed when recorded are left out.
-The output is "N steps, M tokens, identical" and status 0, or the first difference and status 1. An
-instance of several processes may sum floats in another order than one process. Tokens may then
-differ where two tokens are almost equally likely."""
+All meshes are rebuilt in this process, on virtual devices of the CPU. A mesh that pulled KV must be
+replayed together with the meshes that sent the KV. Commands that failed during the recording are
+omitted. If all tokens are equal, the command prints "N steps, M tokens, identical" and exits with
+status 0. If not, it prints the first difference and exits with status 1. An instance of several
+processes may sum floats in another order than one process. Tokens may then differ where two tokens
+are almost equally likely."""
 
 import asyncio
 from pathlib import Path

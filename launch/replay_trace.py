@@ -6,10 +6,10 @@
 Traces have the formats that `jdisagg simulate` reads (docs/simulator.md). A trace has lengths but
 no text, so prompts are random token ids. Prompt blocks with equal hashes get equal token ids.
 Answers have the length in the trace, because end tokens are ignored. Requests that exceed the
-server's context are shortened and counted. Requests are sent at the trace's times divided by
---speed, whether or not earlier requests have ended. Stdout gets percentiles of TTFT, TPOT and TBT,
-measured by the client. With --ttft or --tpot it also gets attainment and goodput. Exit status 1:
-some requests failed."""
+server's context are shortened, and their number is reported. Requests are sent at the trace's times
+divided by --speed, whether or not earlier requests have ended. Stdout gets percentiles of TTFT,
+TPOT and TBT, measured by the client. With --ttft or --tpot it also gets attainment and goodput.
+Exit status 1: some requests failed."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Runs a router: the generation service over workers that register with it. Needs no JAX.
+"""Runs a router, which serves the public APIs with the workers that register with it. Needs no JAX.
 
     jdisagg router --port=8700
     jdisagg worker --role=prefill --layout=tp=2 --router=localhost:8700 --port=8701
@@ -6,11 +6,11 @@
 
 The router reads the sections limits, routing, service and model of the recipe. One line on stdout
 reports that the router listens. Its health service reports SERVING while a prefill and a decode
-worker are registered and a test request passed through both recently. Several routers may serve the
-same workers. On SIGTERM new requests are refused and running ones finish within --drain_seconds; a
-second signal exits.
+worker are registered and a small test request has recently passed through both. Several routers may
+share the same workers. On SIGTERM new requests are refused, and running requests have
+--drain_seconds to finish. A second signal ends the process at once.
 
---elastic changes the roles of workers to meet the latency objective of
+With --elastic the router changes the roles of workers to meet a latency objective, for example
 --set=elastic.slo.ttft_seconds=1 --set=elastic.slo.tpot_seconds=0.05. Give --elastic to one router
 only. Without --elastic the router only recommends role changes (metrics, GetAdvice)."""
 

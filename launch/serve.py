@@ -3,13 +3,14 @@
     jdisagg serve
     jdisagg serve --config=configs/tiny_moe_cpu.py --slots_per_rank=16 --port=8700
 
---http_port is the OpenAI-compatible API (docs/http.md), --port the gRPC service (docs/grpc.md). The
-first line on stdout reports that the server is ready. The configuration is a recipe (--config).
-Flags override it, and --set changes any other field.
+--http_port is the port of the OpenAI-compatible API (docs/http.md), and --port the port of the gRPC
+API (docs/grpc.md). The first line on stdout reports that the server is ready. The configuration is
+a recipe (--config). Flags override fields of the recipe. --set overrides any field, also one
+without a flag.
 
-On SIGTERM new requests are refused and running ones finish within --drain_seconds. During start-up
-SIGINT and SIGTERM stop the process at once (status 130 or 143). If a mesh fails, the process exits
-with status 3, so that a supervisor can restart it."""
+On SIGTERM new requests are refused, and running requests have --drain_seconds to finish. During
+start-up SIGINT and SIGTERM stop the process at once (status 130 or 143). If a mesh fails, the
+process exits with status 3, so that a supervisor can restart it."""
 
 import asyncio
 import contextlib
@@ -56,7 +57,8 @@ def main() -> None:
 async def _serve(
     config: EngineConfig, observe: ObserveConfig, decisions: DecisionLog | None
 ) -> UnavailableError | None:
-    """Serves until SIGTERM, SIGINT or the failure of a mesh. Returns the failure, if any."""
+    """Serves until SIGTERM, SIGINT or the failure of a mesh. Returns the error of the failed mesh,
+    or None after a signal."""
     broken: UnavailableError | None = None
     async with observing("serve", observe) as observer:
         deployment = deployment_of(config, observer, flags.record, decisions or NO_ROUTER_EVENTS)

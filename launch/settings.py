@@ -59,8 +59,9 @@ def engine_config(given: Given, weights: bool = True, meshes: int = 2) -> Engine
     """Returns the configuration: the recipe of --config, changed by --set and by the other flags
     that were given.
 
-    Ignores `elastic.` fields of --set, which `elastic_config` reads. With --model or --dtype=auto,
-    the dtype is that of the checkpoint's config.json, unless --dtype or --set gives another.
+    Ignores `elastic.` fields of --set, which `elastic_config` reads. If --model is given without
+    --dtype, or if --dtype=auto is given, the data type is that of the checkpoint. A data type that
+    --dtype or --set gives takes precedence.
 
     Args:
         given: Flags of a command.
@@ -107,8 +108,9 @@ def accelerators_of(given: Given) -> tuple[int | str, ...]:
 
 
 def _recipe(given: Given, meshes: int) -> EngineConfig:
-    """Returns the recipe of --config. The default recipe is for virtual devices of a CPU, so that
-    its layouts are replaced on a host with accelerators."""
+    """Returns the recipe of --config. The layouts of the default recipe are for virtual devices of
+    a CPU. On a host with accelerators they are replaced by layouts for `meshes` meshes, if no flag
+    sets a recipe or layouts."""
     recipe = load_recipe(given.config)
     if not meshes or given.given().keys() & _SET_LAYOUTS:
         return recipe
@@ -154,8 +156,9 @@ def observe_config(given: Given) -> ObserveConfig:
 
 
 def _otlp_endpoint(given: Given) -> str:
-    """Returns the flag's value, or else the value of OpenTelemetry's environment variable.
-    Operators often set this variable for all containers, so a missing exporter is then no error."""
+    """Returns the value of --otlp_endpoint or, if the flag is not given, of OpenTelemetry's
+    environment variable. Operators often set this variable for all containers. Therefore the
+    variable is ignored, with a warning, if the exporter is not installed."""
     endpoint = os.environ.get(OTLP_VARIABLE, "")
     if given.present("otlp_endpoint") or not endpoint:
         return given.otlp_endpoint
@@ -184,7 +187,7 @@ def credentials(given: Given, token_file: str) -> Credentials:
 
 
 def check_target(target: str, flag: str = "--target") -> None:
-    """Raises ConfigError if the target of a flag is not host:port; otherwise a client would wait
-    until its timeout."""
+    """Checks that the target of a flag has the form host:port. Raises ConfigError if not, because a
+    client with a wrong target would wait until its timeout."""
     if not target.startswith(SCHEMES):
         parse_host_port(target, flag)

@@ -1,5 +1,5 @@
-"""Simulates a cluster in virtual time: the real router, schedulers and workers, with step times
-from the cost model.
+"""Simulates a cluster in virtual time. Runs the real router, schedulers and workers, with step
+times from the cost model.
 
     jdisagg simulate --trace=conversation.csv.gz --prefill_workers=2 --decode_workers=2
     jdisagg simulate --rate=6 --requests=2000 --mode=chunked --ttft=0.5 --tpot=0.05
@@ -7,10 +7,10 @@ from the cost model.
     jdisagg simulate --turns=6 --system_tokens=2048
     jdisagg simulate --concurrency=64 --prompt_tokens=4096
 
-Without --trace, arrivals are a Poisson process, or a closed loop of --concurrency users. All
-prompts then have the same length. Stdout gets the report: percentiles of TTFT, TPOT and TBT,
-goodput, utilisation and cost per million tokens. --out writes a table of requests, the report as
-JSON, and plots. The same flags give the same result. docs/simulator.md describes the model."""
+Without --trace, arrivals are a Poisson process, or a closed loop of --concurrency users, and all
+prompts have the same length. Stdout gets the report: percentiles of TTFT, TPOT and TBT, goodput,
+utilisation and cost per million tokens. --out writes a table of requests, the report as JSON, and
+plots. The same flags give the same result. docs/simulator.md describes the model."""
 
 import sys
 import time

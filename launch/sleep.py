@@ -2,8 +2,8 @@
 
     jdisagg sleep --target=localhost:8700 --sleep_level=2
 
-Level 1 keeps the weights in host memory. Level 2 drops them, and the worker reads them again when
-it wakes (docs/weights.md)."""
+Level 1 copies the weights to host memory. Level 2 drops them, and the worker reads them again from
+their folder when it wakes (docs/weights.md)."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def workers_of(chosen: Given) -> tuple[str, ...]:
-    """Returns the names of the workers that --worker chooses; () means all."""
+    """Returns the names of the workers that --worker selects. () means all workers."""
     return () if chosen.worker is None else (chosen.worker,)
 
 

@@ -2,10 +2,11 @@
 
     jdisagg update_weights --target=localhost:8700 --model=/checkpoints/100 --weights_version=100
 
-All workers read the checkpoint while they serve, and then switch to it at the same time
-(docs/weights.md). --update_mode states what happens to running requests: recompute (their KV is
-computed again with the new weights), drain (the update waits until they end) or keep (they keep
-their KV). Exit status 1: all workers serve the old weights, or some could not switch."""
+All workers read the checkpoint while they serve the old weights, and then switch to the new weights
+at the same time (docs/weights.md). --update_mode sets what happens to running requests. With
+recompute, their KV is recomputed with the new weights. With drain, the update waits until they
+finish. With keep, they continue with their old KV. Exit status 1: the update failed and all workers
+serve the old weights, or some workers could not switch."""
 
 import asyncio
 import sys

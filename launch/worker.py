@@ -6,13 +6,14 @@ with routers.
     jdisagg worker --role=mixed --layout=tp=1 --router=localhost:8700 --mode=unified
 
 The worker reads the recipe's section for its role, compiles its programs and registers. On SIGTERM
-the worker takes no new requests and drains within --drain_seconds: a prefill worker until its KV is
-fetched, a decode worker until its sequences have ended or moved to other workers. Exit status: 0
-after draining, 3 if the mesh failed and the worker should be restarted, 78 if the configuration
-cannot work.
+the worker accepts no new requests and drains for at most --drain_seconds. A prefill worker drains
+until its KV is fetched, and a decode worker until its sequences have ended or migrated to other
+workers. Exit status: 0 after draining, 3 if the mesh failed and the worker should be restarted, 78
+if the configuration cannot work.
 
 A worker of several processes needs this command once for each process, with --num_processes,
---process_id, --coordinator and a separate --port. The processes start and end together."""
+--process_id, --coordinator and a separate --port. If one of the processes ends, the others end
+too."""
 
 import asyncio
 import os

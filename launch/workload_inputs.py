@@ -17,7 +17,7 @@ TWICE = "--speed={:g} and --rate={:g} both set the rate; give one of them"
 
 
 def check_positive(name: str, value: float | None) -> None:
-    """Raises ConfigError if `value`, the value of the flag `name`, is given and is not positive."""
+    """Checks the value of the flag `name`. Raises ConfigError if it is given and not positive."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise ConfigError(f"--{name} must be a positive number, got {value:g}")
 
@@ -29,8 +29,10 @@ def slo_limits(flags: Given) -> SloLimits | None:
 
 
 def arrivals_of(flags: Given, context_tokens: int | None = None) -> list[Arrival]:
-    """Returns the arrivals of a simulation. Conversations end before they exceed `context_tokens`
-    tokens. Raises ConfigError or WorkloadError for flags that cannot be used."""
+    """Returns the arrivals of a simulation: of a trace, of conversations, or random ones.
+
+    Conversations end before they exceed `context_tokens` tokens. Raises ConfigError or
+    WorkloadError for invalid flags or combinations of flags."""
     if flags.rate is not None and flags.speed is not None:
         raise ConfigError(TWICE.format(flags.speed, flags.rate))
     if flags.requests is not None and flags.requests < 1:
@@ -77,7 +79,8 @@ def traced(flags: Given, limit: int | None) -> list[Arrival]:
 
 
 def check_output(path: str | None, kind: str) -> None:
-    """Raises ConfigError if `path` cannot be written or does not end in `kind`, e.g. ".json"."""
+    """Checks before a run that its output can be written. Raises ConfigError if the file `path`
+    cannot be written or does not end in `kind`, e.g. ".json". Accepts an empty path."""
     if not path:
         return
     folder = Path(path).resolve().parent

@@ -1,5 +1,5 @@
 """Counts the (query, key) pairs of attention, averaged over layers with and without a sliding
-window. Pure."""
+window. Has no side effects."""
 
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
 
@@ -16,12 +16,13 @@ def windowed_share(geometry: CostGeometry) -> tuple[int, float]:
 
 
 def attended_pairs(geometry: CostGeometry, new: int, cached: int = 0) -> float:
-    """Returns the number of (query, key) pairs when `new` tokens follow `cached` tokens."""
+    """Returns the number of (query, key) pairs of attention when `new` tokens are computed after
+    `cached` tokens. With a sliding window, it is a mean over layers with and without the window."""
     whole = new * cached + new * (new + 1) / 2
     window, share = windowed_share(geometry)
     if not window:
         return whole
-    growing = max(0, min(new, window - cached))  # tokens that attend to all before them
+    growing = max(0, min(new, window - cached))  # tokens that attend to all earlier tokens
     seen = growing * cached + growing * (growing + 1) / 2 + (new - growing) * window
     # Weighted by the work of each kind of layer for one pair.
     return whole * (1 - share) + seen * share

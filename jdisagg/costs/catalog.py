@@ -1,4 +1,4 @@
-"""The sizes of published models by name. Pure data."""
+"""The sizes of published models by name. Plain data."""
 
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, LatentAttention

@@ -1,5 +1,5 @@
-"""Estimates the seconds of collectives among devices, and of the exchange of tokens among experts.
-Pure."""
+"""Estimates how long collectives take, and how long it takes to send tokens to the devices of their
+experts and back. Has no side effects."""
 
 import math
 
@@ -8,7 +8,8 @@ from jdisagg.costs.kernels import Kernels
 from jdisagg.costs.model_geometry import Experts
 from jdisagg.layout.axes import Layout
 
-# Devices of a host whose scale-up domain is one host. Copies of a token are counted by host.
+# Number of devices of a host. A token is sent once to each host, even if several hosts share one
+# scale-up domain.
 MOST_HOST_DEVICES = 8
 # Fraction of a scale-up link that the exchange of large batches achieves: DeepEP's 153 of the 200
 # GB/s of an H800.
@@ -16,8 +17,8 @@ SCALE_UP_EXCHANGE = 0.75
 
 
 def link_among(accelerator: Accelerator, devices: int) -> Link:
-    """Returns the link that limits a collective among `devices` consecutive devices: the scale-out
-    link if these do not all share a scale-up link."""
+    """Returns the link that limits a collective among `devices` consecutive devices: the scale-up
+    link if they all share it, and the scale-out link if not."""
     within = devices <= accelerator.domain_devices
     return accelerator.scale_up if within else accelerator.scale_out
 
@@ -30,8 +31,14 @@ def collective_seconds(
     among: int,
     message_bytes: float = 0.0,
 ) -> float:
-    """Returns the seconds of a collective among `devices` devices, which are evenly spaced within
-    `among` consecutive devices. `sent_bytes`: bytes that each device sends."""
+    """Returns the seconds of a collective.
+
+    Args:
+        sent_bytes: Number of bytes that each device sends.
+        devices: Number of devices that take part, evenly spaced.
+        among: Number of consecutive devices over which they are spaced. It determines the link.
+        message_bytes: Size of the whole message. Large messages achieve another bandwidth.
+    """
     if devices <= 1:
         return 0.0
     reached, path = accelerator.efficiency, link_among(accelerator, among)
@@ -57,13 +64,14 @@ def exchange_seconds(
     everyone: float,
     token_bytes: tuple[float, float],
 ) -> float:
-    """Returns the seconds of one layer's exchange: tokens to their experts, and results back.
+    """Returns the seconds in which one layer sends tokens to their experts and the results back.
 
-    With "all_to_all", a device sends its share of the rank's tokens. For up to `direct_tokens`
-    tokens of a rank, each expert on another device gets its own copy (DeepEP's decode kernels). For
-    more tokens, each other host gets one copy, which it distributes over its scale-up link at the
-    same time (DeepEP's prefill kernels). A group limit of the router (`Experts.groups_of_token`)
-    limits the number of hosts.
+    With the exchange "gather", all tokens are gathered on every device. With "all_to_all", a device
+    sends its share of the rank's tokens. If a rank has at most `direct_tokens` tokens, a token is
+    sent separately to each of its experts on other devices (DeepEP's decode kernels). If it has
+    more, one copy of a token is sent to each host that has some of its experts, and the host
+    distributes the copy over its scale-up link at the same time (DeepEP's prefill kernels). A group
+    limit of the router (`Experts.groups_of_token`) limits the number of these hosts.
 
     Args:
         layout: Layout with experts on all of its devices.

@@ -1,5 +1,5 @@
 """Result of the cost model: seconds split by cause, so that a placement decision can state its
-reason. Pure data."""
+reason. Plain data."""
 
 from dataclasses import fields
 

@@ -117,7 +117,7 @@ class CostModel:
 
     def prefill(self, rows: Iterable[tuple[int, int]]) -> Cost:
         """Estimates one prefill of several prompts until their tokens are sampled. `rows`: for each
-        prompt, the number of tokens to compute and of cached tokens before them."""
+        prompt, (number of tokens to compute, number of cached tokens before them)."""
         tokens = count = 0
         pairs = context = 0.0
         for new, cached in rows:
@@ -172,7 +172,7 @@ class CostModel:
         return cost * (1 / kernels.tokens_per_step)
 
     def decode_seconds(self, sequences: int, context_tokens: float, longest: float = 0.0) -> float:
-        """Returns exactly `decode_of(...).seconds`, faster, because no `Cost` is built.
+        """Returns exactly `decode_of(...).seconds`, but faster, because it builds no `Cost`.
 
         Simulators call this method several times per request. If attention is linear in the
         context, all but two multiplications are cached by `sequences`."""
@@ -214,9 +214,9 @@ class CostModel:
     def _overlapped(
         self, cost: Cost, tokens: float, sampled: float, attention: Cost, elsewhere: float | None
     ) -> Cost:
-        """Returns the cost of a step in two half batches: one half computes while the tokens of the
-        other half are exchanged. Returns `cost` if `cost` is less, or if the engine does not
-        overlap."""
+        """Returns the cost of a step that runs as two half batches: one half computes while the
+        tokens of the other half are exchanged. Returns `cost`, the cost as one batch, if it is less
+        or if the engine cannot overlap."""
         if not (self._overlaps and tokens >= 2 and cost.exchange):
             return cost
         half = self._layers(tokens / 2, sampled / 2, elsewhere and elsewhere / 2)
@@ -265,7 +265,7 @@ class CostModel:
         """Estimates the transfer of `tokens` tokens' KV over `links` links, with its codec."""
         values = self.geometry.kv_values * tokens
         wire = tokens * wire_bytes_per_token(self.geometry, self.kv_value_bytes, codec)
-        state = self.state_bytes  # no codec packs recurrent state
+        state = self.state_bytes  # a codec does not change recurrent state
         memory = 0.0
         if codec != "none":
             # Packing and unpacking each read and write the KV once, spread over tp and stages.
@@ -282,8 +282,8 @@ class CostModel:
         )
 
     def interval_seconds(self, cost: Cost) -> float:
-        """Returns the seconds until the next batch may enter the first pipeline stage. `cost`: cost
-        of a batch through all stages."""
+        """Returns the seconds from the start of a batch until the first pipeline stage is free for
+        the next batch. `cost`: cost of a batch through all stages."""
         return cost.seconds / self.stages
 
     # ---- memory
@@ -301,7 +301,7 @@ class CostModel:
         return (matrices + experts + embedded) / self.stages + drafts
 
     def update_seconds(self, link: Link) -> float:
-        """Predicts the seconds to transfer new weights, if each device receives its part over its
+        """Predicts the seconds to transfer new weights if each device receives its part over its
         own link."""
         return link.seconds(self.weight_bytes_per_device)
 
@@ -315,7 +315,7 @@ class CostModel:
 
     @property
     def _weight_bytes(self) -> tuple[float, float, float]:
-        """Bytes on a device without stages: of matrices, of experts, and of embedding and head."""
+        """Bytes per device of matrices, of experts, and of embedding and head, with one stage."""
         shape, layout = self.geometry, self.layout
         spread = layout.ep if layout.ep > 1 else layout.tp
         embedded = shape.embedding_parameters / layout.tp
@@ -405,8 +405,8 @@ class CostModel:
         return Cost(compute=arithmetic) if arithmetic > traffic else Cost(memory=traffic)
 
     def _issued(self, device: Cost, launch_seconds: float, host_seconds: float) -> Cost:
-        """Adds host time to the cost of a device. The host issues layers ahead of the device, so
-        `launch_seconds` per layer count only as far as they exceed the device's time."""
+        """Adds the host's time to the device's cost. The host issues layers ahead of the device, so
+        only the part of `launch_seconds` (per layer) that exceeds the device's time counts."""
         waited = max(0.0, launch_seconds * self.geometry.blocks / 2 - device.seconds)
         return device + Cost(overhead=waited + host_seconds)
 

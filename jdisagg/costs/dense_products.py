@@ -1,4 +1,5 @@
-"""Lists the dense matrix products of a model's layers on one device. Pure."""
+"""Lists the dense matrix products of a model's layers on one device, for the cost model. Has no
+side effects."""
 
 import math
 from dataclasses import dataclass
@@ -7,15 +8,20 @@ from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, LatentAttention
 from jdisagg.layout.axes import Layout
 
-# Parameters, layers, devices that share them, columns of the result on one device, and parameters
-# that are never quantized.
+# A matrix: number of parameters, number of layers with such a matrix, number of devices over which
+# it is sharded, columns of the result on one device, number of parameters that are never quantized.
 Part = tuple[float, int, int, float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The product of a layer's input with one weight matrix, or with several that are fused.
-    `flops` and `activation_bytes` are per token. `columns`: columns of the result on one device."""
+    """The product of a layer's input with one weight matrix, or with several fused matrices.
+
+    Attributes:
+        flops, activation_bytes: FLOP, and bytes of inputs and results, for one token.
+        layers: Number of layers with this product.
+        columns: Number of columns of the result on one device.
+    """
 
     flops: float
     weight_bytes: float
@@ -32,9 +38,10 @@ def most_kv_shards(shape: CostGeometry) -> int:
 
 
 def most_state_shards(shape: CostGeometry) -> int:
-    """Returns the largest number of devices over which recurrent state is sharded: that of kv
-    heads. A latent has no kv heads. Then the state is sharded by its own heads, and the latent is
-    cut into as many parts when it is sent."""
+    """Returns the largest number of devices over which recurrent state is sharded.
+
+    It is the same number as for kv heads. A model with a latent has no kv heads. Its state is
+    sharded by its own heads, and a transfer cuts the latent into the same number of parts."""
     attention, linear = shape.attention, shape.linear
     if not isinstance(attention, LatentAttention) or not linear:
         return most_kv_shards(shape)
@@ -44,8 +51,8 @@ def most_state_shards(shape: CostGeometry) -> int:
 def dense_products(
     shape: CostGeometry, layout: Layout, shards: int, value_bytes: float, matrix_bytes: float
 ) -> tuple[Product, ...]:
-    """Returns the matrix products of every token on one device: attention projections, dense ffn,
-    shared expert and MoE router.
+    """Returns the matrix products on one device that every token passes: attention projections,
+    dense ffn, shared expert and MoE router. Routed experts are not included.
 
     Args:
         shards: Number of devices that share the kv heads.
@@ -116,8 +123,8 @@ def _projections(shape: CostGeometry, tp: int, shards: int) -> list[Part]:
     """Returns the sizes of the attention projections of each kind of layer, for
     `dense_products`.
 
-    If layers with fewer kv heads limit the sharding, a device computes the queries of all kv
-    heads that the device holds (`models/blocks.py`)."""
+    If layers with fewer kv heads limit the sharding, each device computes the queries of all kv
+    heads that it stores (`models/blocks.py`)."""
     parts: list[Part] = []
     for kind, layers in shape.attention_kinds:
         assert not isinstance(kind, LatentAttention)

@@ -1,8 +1,8 @@
 """Describes inference engines for the cost model: kernels, precisions, host times, batching.
 
 `jdisagg` describes this project's programs and is the default of all commands. The other engines
-let a user price the deployment of another system, and let benchmarks compare the model with
-published measurements. Both call the same code.
+let a user estimate the performance of another system, and let benchmarks compare the cost model
+with published measurements.
 
 Kernel speeds are from public tables of single operations (aiconfigurator's data of vLLM 0.14 to
 0.24, SGLang 0.5 and TensorRT-LLM 1.2 to 1.3), not from serving runs. Matrix products reach 0.60 of
@@ -14,7 +14,7 @@ points (benchmarks/results/public_runs.md). The exchange of experts across hosts
 public figures: tokens are sent to experts in fp8, at 0.9 of the link's peak, with one copy per host
 for large batches. Prompts can wait 60 steps for other dp ranks, as in TensorRT-LLM's examples and
 InferenceX's scripts (`attention_dp_config: enable_balance, timeout_iters`); SGLang accepts any
-number (`--prefill-delayer-max-delay-passes`, by default 30). Pure data."""
+number (`--prefill-delayer-max-delay-passes`, by default 30). Plain data."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -87,12 +87,14 @@ class EnginePreset:
       chunk_tokens: Default number of tokens of a step with prompts.
       front_seconds: Seconds from a client to the scheduler's queue and back.
       steps_ahead: Number of steps that are issued before a new request can join.
-      reserved: Fraction of an answer whose KV must fit before the request starts.
-      gather_steps: Number of decode steps for which an engine can let prompts wait until each dp
-        rank has one, where one pool prefills and decodes; 0 if it cannot.
+      reserved: Fraction of an answer for whose KV there must be free memory before the request
+        starts.
+      gather_steps: In a pool that prefills and decodes, the number of decode steps for which the
+        engine can let prompts wait until each dp rank has a prompt; 0 if it has no such setting.
       step_error: Median relative error of predicted TPOT on public measurements
-        (benchmarks/results/public_runs.md). That of jdisagg bounds its steps and chunks of
-        Llama-3-8B on one H100 (benchmarks/LOG.md, 2026-11-27), the only ones measured on a GPU.
+        (benchmarks/results/public_runs.md). For jdisagg, it is an upper bound of the errors for
+        steps and chunks of Llama-3-8B on one H100 (benchmarks/LOG.md, 2026-11-27), which are its
+        only measurements on a GPU.
     """
 
     name: str = "jdisagg"
@@ -127,10 +129,11 @@ class GpuEngine(EnginePreset):
     """An engine with hand-written GPU kernels.
 
     Attributes:
-      eager_seconds: Seconds to issue one layer of a step that carries prompts and is not captured
-        in a graph, without and with experts.
+      eager_seconds: Host seconds to issue one layer of a step with prompts that is not captured in
+        a CUDA graph. Two values: for layers without experts, and with experts.
       quantizes: Whether activations are quantized by a separate operation, not by the norm before.
-      collective_seconds: Latency of a collective, before Blackwell and on it.
+      collective_seconds: Latency of a collective. Two values: on GPUs before Blackwell, and on
+        Blackwell.
       step_seconds: Host seconds of a step during which the device is idle.
       captured_tokens: Largest number of tokens of a step that is captured in a graph.
     """

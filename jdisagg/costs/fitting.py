@@ -6,7 +6,8 @@ constants stay positive. Large residuals count linearly (soft L1), because measu
 outliers. If the measured steps do not determine a constant, a weak prior keeps it near the
 accelerator's published value: fractions within about 30 %, times within an order of magnitude.
 `launch_seconds` is a lower bound on a step's time and has no gradient for longer steps. Therefore
-one fit starts at the fastest step's time and another below it. Pure numpy."""
+one fit starts at the fastest step's time and another below it, and the better of the two is used.
+Uses numpy only and has no side effects."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -100,8 +101,8 @@ def predict(accelerator: Accelerator, observations: Sequence[Observation]) -> li
 
 
 def relative_errors(accelerator: Accelerator, observations: Sequence[Observation]) -> list[float]:
-    """Returns the relative error of each predicted step: predicted over measured seconds, minus
-    one."""
+    """Returns the relative error of each predicted step: predicted seconds divided by measured
+    seconds, minus 1."""
     pairs = zip(predict(accelerator, observations), observations, strict=True)
     return [cost.seconds / seen.seconds - 1 for cost, seen in pairs]
 
@@ -111,9 +112,16 @@ def fit(
     observations: Sequence[Observation],
     free: Sequence[str] = WHOLE_STEP_CONSTANTS,
 ) -> Accelerator:
-    """Returns the accelerator with fitted values of the constants that `free` names.
+    """Fits constants of an accelerator's `Efficiency` to measured steps. Returns the accelerator
+    with the fitted values.
 
-    `observations` must include each phase, prefill or decode, that these constants affect."""
+    Args:
+        accelerator: Accelerator with start values. They are also the centre of the prior, except
+            for launch times.
+        observations: Measured steps. They must include each phase, prefill or decode, that the
+            fitted constants affect.
+        free: Names of the constants to fit.
+    """
     if not observations:
         raise ConfigError("nothing to fit: no measured steps; give some")
     fitted: list[tuple[float, Accelerator]] = []
@@ -214,7 +222,7 @@ def descend(
 
 
 def bounded(name: str, value: float) -> float:
-    """Returns a fitted constant, capped at 1 if the constant is a fraction of a peak speed."""
+    """Returns `value`, but at most 1 if the constant `name` is a fraction of a peak speed."""
     return min(1.0, value) if name.endswith(("_compute", "_memory")) else value
 
 

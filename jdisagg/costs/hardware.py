@@ -3,7 +3,7 @@
 Peak FLOP/s are for dense bfloat16, and link speeds for one direction. Units are decimal. The
 `Efficiency` of an accelerator was measured on it, or copied from a related accelerator, which a
 comment then states. `jdisagg measure_costs` writes measured values to a file that
-`accelerator_from_fields` reads. Pure data."""
+`accelerator_from_fields` reads. Plain data."""
 
 import dataclasses
 import math
@@ -61,15 +61,16 @@ class Efficiency:
         operations.
       attention_seconds: Launch latency of one attention kernel.
       launch_seconds, prefill_launch_seconds: Host time to issue one layer of a decode step, and of
-        a prefill. Counts only if the device is faster. Nearly zero for compiled programs.
+        a prefill. It delays a step only if the device needs less time for the layer. Nearly zero
+        for compiled programs.
       step_seconds, prefill_seconds: Host time of a decode step, and of a prefill, during which the
         device is idle.
       sequence_seconds: Additional host time for each sequence of a decode step or prefill.
       collective_seconds: Latency of a collective over two devices; n devices take log2(n) times as
         long.
       collective_bandwidth: Fraction of a link's bandwidth that a collective achieves.
-      large_bytes, large_bandwidth: `large_bandwidth` replaces `collective_bandwidth` for messages
-        of at least `large_bytes`.
+      large_bytes, large_bandwidth: Messages of at least `large_bytes` bytes achieve the fraction
+        `large_bandwidth` instead of `collective_bandwidth`.
     """
 
     gemm_compute: float

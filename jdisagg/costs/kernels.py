@@ -1,6 +1,6 @@
 """Properties of an engine's kernels that affect the duration of steps: fusion, graph capture,
 precision of matrix products, exchange of tokens among experts. The defaults describe this project's
-programs. Pure data."""
+programs. Plain data."""
 
 import math
 from dataclasses import dataclass
@@ -91,9 +91,9 @@ class Kernels:
         return sum(self.acceptance**draft for draft in range(self.draft_tokens + 1))
 
     def tiled(self, tokens: float, columns: float) -> float:
-        """Adds the time lost in partial waves of tiles, expressed in tokens. Returns the number of
-        tokens that fully used multiprocessors would compute in the time of a product of `tokens`
-        tokens."""
+        """Accounts for the time lost in partial waves of tiles. Returns the number of tokens that
+        fully used multiprocessors could compute in the time of a product of `tokens` tokens. The
+        result is at least `tokens`."""
         if not self.multiprocessors:
             return tokens
         at_once, best = self.multiprocessors, math.inf
@@ -105,9 +105,9 @@ class Kernels:
     def waited_for(
         self, sequences: float, context_tokens: float, longest: float, heads: float
     ) -> float:
-        """Adds the time in which multiprocessors wait, expressed in tokens. Returns the number of
-        context tokens that fully used multiprocessors would read during decode attention. This is
-        `context_tokens` if the work is split evenly.
+        """Accounts for the time in which multiprocessors are idle during decode attention. Returns
+        the number of context tokens that fully used multiprocessors could read in this time. The
+        result is `context_tokens` if the work is split evenly.
 
         With `whole_contexts` the result is the lesser of two upper bounds. Graham's bound for list
         scheduling ("Bounds on multiprocessing timing anomalies", 1969) is an even share plus the

@@ -15,13 +15,13 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """The transfer of a prompt's KV over a link.
+    """How long a link needs for a prompt's KV, and how much of the link's bandwidth is used.
 
     Attributes:
-        peak, reached: Bytes per second at the link's nominal rate, and those that all links used in
-            parallel achieve.
+        peak: Nominal bytes per second of one link.
+        reached: Bytes per second that all links that are used in parallel achieve together.
         seconds: Transfer time of the prompt.
-        share: Fraction of `reached` in use.
+        share: Fraction of `reached` that the given rate of prompt tokens uses.
     """
 
     link: str
@@ -101,7 +101,8 @@ def kv_facts(
 
 
 def kv_formula(shape: CostGeometry, dtype: str) -> str:
-    """Returns the product that `CostGeometry.kv_bytes_per_token` computes, with its factors."""
+    """Returns the formula of `CostGeometry.kv_bytes_per_token` as text, with the model's
+    numbers."""
     parts = []
     for kind, layers in shape.attention_kinds:
         if isinstance(kind, LatentAttention):
@@ -125,9 +126,16 @@ def link_uses(
     prompt_tokens: int,
     tokens_per_second: float,
 ) -> list[LinkUse]:
-    """Returns the use of each link by prompts of `prompt_tokens` tokens that arrive at
-    `tokens_per_second`. `parallel`: number of links in use together. `wire_bytes`: bytes per
-    token."""
+    """Returns, for each kind of link, the transfer time of a prompt's KV and the part of the
+    bandwidth that a stream of prompts uses.
+
+    Args:
+        links: Kinds of links to compare.
+        parallel: Number of links of a kind that are used together.
+        wire_bytes: Bytes of one token's KV on the link.
+        prompt_tokens: Number of tokens of each prompt.
+        tokens_per_second: Prompt tokens that arrive per second.
+    """
     uses = []
     for link in links:
         reached = link.bytes_per_second * link.efficiency * parallel
@@ -159,8 +167,8 @@ def link_rows(
 
 
 def instance_facts(model: CostModel, prompt_tokens: int) -> list[Row]:
-    """Returns rows (name, figure): bytes of an instance's weights, and number of tokens whose KV
-    fits."""
+    """Returns rows (name, figure): the bytes of an instance's weights, and the number of tokens
+    whose KV fits into its memory. If the weights do not fit, the row reports this."""
     layout, hardware = model.layout, model.accelerator
     weights, tokens = model.weight_bytes_per_device, model.kv_tokens_per_rank()
     name = f"on {layout.devices} {hardware.name}"

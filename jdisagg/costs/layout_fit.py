@@ -1,4 +1,5 @@
-"""Checks that a layout divides a model evenly, given only the sizes of the model."""
+"""Checks whether a layout divides a model's heads, experts and layers evenly, given only the sizes
+of the model."""
 
 from jdisagg.costs.dense_products import most_state_shards
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
@@ -9,8 +10,9 @@ from jdisagg.layout.axes import Layout, ModelGeometry
 def check_layout(
     geometry: CostGeometry, layout: Layout, *, redundant_experts: bool = False
 ) -> None:
-    """Raises LayoutError or ConfigError if the layout does not divide the model evenly.
-    `redundant_experts`: whether experts are replicated until ep divides their number."""
+    """Checks that the layout divides the model's heads, experts and layers evenly. Raises
+    LayoutError or ConfigError if not. `redundant_experts`: whether experts are replicated until ep
+    divides their number."""
     attention, experts = geometry.attention, geometry.experts
     linear = geometry.linear
     # Every device holds a whole latent, so any tp that divides the query heads is allowed.
@@ -34,6 +36,7 @@ def check_layout(
 
 
 def expert_slots(geometry: CostGeometry, layout: Layout, *, redundant_experts: bool) -> int:
-    """Returns the number of experts of a layer that devices hold, replicas included."""
+    """Returns the number of experts of a layer that all devices hold together, replicas
+    included."""
     count = geometry.experts.count if geometry.experts else 0
     return -(-count // layout.ep) * layout.ep if redundant_experts else count

@@ -3,7 +3,7 @@
 (arXiv 2501.08313).
 
 The state of a sequence has constant size: a float32 matrix for each value head, and the last inputs
-of a short convolution. Must not depend on hardware or layout."""
+of a short convolution. This module must not depend on hardware or layout."""
 
 from jdisagg.plain import Message
 
@@ -22,14 +22,14 @@ class LinearAttention(Message, frozen=True):
         key_heads value heads.
       taps: Number of tokens that the convolution covers. 1 in lightning attention, which has
         neither a convolution nor scalars.
-      corrects: Whether an update first reads the state at the key (delta rule). In Mamba-2 an
-        update only adds.
+      corrects: Whether an update of the state first reads the value at the key and corrects it
+        (delta rule). If not, an update only adds, as in Mamba-2.
       key_copies: Number of shards that each hold all key heads and their convolution inputs; 0 if
         key heads are sharded.
       gate_rank: Number of values between the two projections of a gate per channel, and between
         those of the output gate (Kimi Delta Attention); 0 for one projection each.
-      short: Whether a layer is a gated short convolution, without a matrix. It has no keys
-        (`key_dim` 0), and a gate before the convolution besides the one after it.
+      short: Whether a layer is a gated short convolution, whose state has no matrix. It has no keys
+        (`key_dim` 0), and one gate before and one after the convolution.
     """
 
     layers: int

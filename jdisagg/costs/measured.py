@@ -3,7 +3,7 @@
 Before it serves, a worker measures a few compiled programs (`executor/step_times.py`), and reports
 the times with its status. In contrast to `cost_model`, no description of the hardware is needed. A
 chunk or batch is padded to the next size for which a program is compiled, so that its cost is a
-step function of its size. Pure."""
+step function of its size. Has no side effects."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from jdisagg.costs.cost import Cost
 from jdisagg.costs.model_geometry import CostGeometry, dtype_bytes
 from jdisagg.plain import Message
 
-# Seconds of a program that the mesh does not have. Larger than the time of any program.
+# Predicted seconds if the mesh has no such program. Larger than the time of any program.
 ABSENT_SECONDS = 1e3
 
 
@@ -120,9 +120,9 @@ def _padded(sizes: tuple[int, ...], size: int) -> int:
 
 
 def _line(points: Points, at: int) -> float:
-    """Returns the value at `at` of the line through the first and the last of `points`; the slope
-    is never negative. A single point means a constant up to its size, and proportional growth
-    beyond."""
+    """Returns the seconds at the size `at` on the line through the first and the last of `points`.
+    The slope is at least 0. With a single point, the seconds are constant up to its size and grow
+    in proportion to the size beyond it."""
     (left, low), (right, high) = points[0], points[-1]
     if left == right:
         return low * max(1.0, at / left)

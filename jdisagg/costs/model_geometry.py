@@ -4,7 +4,7 @@ vocabulary.
 A `CostGeometry` comes from a catalogue of published models, from the configuration of a model
 served by `models/`, or from a config.json of another family. Planning and simulation need no
 weights. Numbers of parameters and KV bytes are exact, except that norms, biases and the position
-embedding of OPT are not counted. Must not depend on hardware or layout."""
+embedding of OPT are not counted. This module must not depend on hardware or layout."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,15 +26,15 @@ class GroupedAttention(Message, frozen=True):
       gated: Whether a gate multiplies the output of the heads.
       full_kv_heads, full_head_dim: Number of kv heads and head size of the layers without a window;
         0 if all layers have `kv_heads` and `head_dim`.
-      full_query_heads: Number of query heads of the layers without a window; 0 if it is
-          `query_heads`.
+      full_query_heads: Number of query heads of the layers without a window; 0 if this number is
+        also `query_heads`.
       head_gates: Whether a gate multiplies the output of each head.
       keys_are_values: Whether one matrix computes both keys and values, in the layers without a
         window, or in all layers if `full_kv_heads` is 0.
-      indexed_layers: Number of layers with an indexer, which has one query of `index_dim` values
-        for each kv head and selects `index_top` positions for each token. Its key is part of the
-        KV.
-      value_dim: Head size of values, if it is not `head_dim`.
+      indexed_layers: Number of layers with an indexer. An indexer has one query of `index_dim`
+        values for each kv head, and selects `index_top` positions for each token. The indexer's
+        key is part of the KV.
+      value_dim: Head size of values; 0 if it equals `head_dim`.
     """
 
     query_heads: int
@@ -85,11 +85,13 @@ class GroupedAttention(Message, frozen=True):
 
     @property
     def shared_kv_heads(self) -> int:
-        """Largest number of shards into which the kv heads of every layer can be divided."""
+        """Largest number of shards among which the kv heads of every layer can be divided
+        evenly."""
         return math.gcd(self.kv_heads, self.full_kv_heads)
 
     def parameters(self, width: int) -> int:
-        """Returns the number of attention parameters of a layer with `kv_heads` and `head_dim`."""
+        """Returns the number of attention parameters of a layer with these sizes. `width`: width of
+        the model."""
         keys = (1 + self.gated) * self.query_heads + self.kv_heads
         values = self.query_heads + self.made_heads - self.kv_heads
         gates = self.head_gates * self.query_heads
@@ -115,8 +117,9 @@ class LatentAttention(Message, frozen=True):
     values and a part with rotary embedding; all heads share both.
 
     Attributes:
-      index_heads, index_dim, index_top: Heads and key size of an indexer, and number of positions
-        that it selects for each token; 0 without an indexer. Its key is part of the KV.
+      index_heads, index_dim, index_top: Number of heads and key size of an indexer, and number of
+        positions that it selects for each token. All are 0 without an indexer. The indexer's key
+        is part of the KV.
     """
 
     query_heads: int
@@ -164,8 +167,8 @@ class Experts:
       shared_ffn: Inner width of the shared expert; 0 if the model has no shared expert.
       shared_gate: Whether the shared expert has its own gate.
       latent: Width to which tokens are projected before the routed experts; 0 for none.
-      groups_of_token: Largest number of expert groups that a token uses, if each group is on one
-        host (node-limited routing, DeepSeek-V3, section 2.1.2); 0 for no limit.
+      groups_of_token: Largest number of expert groups that a token uses; 0 for no limit. Each group
+        is placed on one host (node-limited routing, DeepSeek-V3, section 2.1.2).
     """
 
     count: int
@@ -188,8 +191,8 @@ class Experts:
         return self.latent or width
 
     def touched(self, tokens: float) -> float:
-        """Returns the expected number of distinct experts that `tokens` tokens use if routing is
-        random."""
+        """Returns the expected number of distinct experts that `tokens` tokens use together, if
+        routing is random."""
         return self.count * (1.0 - (1.0 - self.active / self.count) ** tokens)
 
 
@@ -214,18 +217,18 @@ class CostGeometry:
     """Sizes of one model.
 
     Attributes:
-      layers: Number of layers; `expert_layers` of these have experts, the others a dense ffn.
+      layers: Number of layers. `expert_layers` of them have experts, and the others a dense ffn.
       gated: Whether the ffn has a gate, hence three matrices instead of two.
       linear: Sizes of the layers with recurrence instead of attention, or None.
       without_mixer, without_ffn: Number of layers with neither attention nor recurrence, and number
         of layers without an ffn.
       matrix_bits: Bits per value of quantized matrices; 0 if the matrices have the model's data
         type. The scales, one float32 per output, are not counted.
-      kv_dtype: Data type of KV, if not the model's data type.
-      next_token_layers: Number of next-token layers that can be loaded, beyond `layers`. Models are
-        equal with and without them.
-      images: Sizes of the vision encoder, or None without one. Models are equal with and without
-        it.
+      kv_dtype: Data type of KV; empty if it is the model's data type.
+      next_token_layers: Number of next-token layers that can be loaded in addition to `layers`.
+        Ignored when geometries are compared.
+      images: Sizes of the vision encoder, or None without one. Ignored when geometries are
+        compared.
     """
 
     name: str
@@ -275,7 +278,8 @@ class CostGeometry:
 
     @property
     def attention_kinds(self) -> tuple[tuple[GroupedAttention | LatentAttention, int], ...]:
-        """Attention sizes and number of layers of each kind of layer, windowed layers first."""
+        """The kinds of attention layers, each as (sizes, number of layers). A model has up to two
+        kinds: layers with a window come first, then layers without."""
         attention, layers = self.attention, self.attention_layers
         full = attention.full if isinstance(attention, GroupedAttention) else None
         if not isinstance(attention, GroupedAttention) or full is None:
@@ -367,8 +371,8 @@ class CostGeometry:
         return kept + index * dtype_bytes(dtype)  # an indexer's keys keep the model's type
 
     def windowed_bytes_per_token(self, dtype: str = "bfloat16") -> int:
-        """Returns the KV bytes of one token in layers with a window; 0 if all or no layers have
-        one."""
+        """Returns the bytes of one token's KV in layers with a window. Returns 0 if all layers or
+        no layers have a window."""
         return round(self.kv_bytes_per_token(dtype) * self.windowed_part)
 
     @property
@@ -379,7 +383,8 @@ class CostGeometry:
 
     @property
     def windowed_part(self) -> float:
-        """Fraction of a token's KV in layers with a window; 0 if all or no layers have one."""
+        """Fraction of a token's KV that is in layers with a window. 0 if all layers or no layers
+        have a window."""
         if isinstance(self.attention, LatentAttention) or not self.widest_window:
             return 0.0
         part = self.attention.windowed_layers * self.attention.kv_values / self.kv_values
@@ -414,8 +419,8 @@ def dtype_bytes(dtype: str) -> int:
     return DTYPE_BYTES[dtype]
 
 
-# Families whose output projection is the embedding though config.json omits it, and families of
-# which every second, sixth or fourth layer attends to the whole context though it is omitted.
+# Defaults of families if config.json omits the field. TIED: the output projection is the embedding.
+# WINDOW_PATTERN: every n-th layer attends to the whole context, and the others have a window.
 TIED = ("opt", "bloom", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
 WINDOW_PATTERN = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4}
 
@@ -450,7 +455,9 @@ def from_hf_fields(fields: Mapping[str, object], name: str = "config.json") -> C
 def _count(
     fields: Mapping[str, object], name: str, *names: str, default: int | None = None, least: int = 1
 ) -> int:
-    """Returns the first field of `names` that is given, or the default. Raises ConfigError."""
+    """Returns the value of the first field of `names` that is present, or the default. Raises
+    ConfigError if the value is not an integer of at least `least`, or if no field is present and
+    there is no default."""
     for given in names:
         value = fields.get(given)
         if value is None:
@@ -538,7 +545,8 @@ def _short(value: object) -> str:
 
 
 def _windowed_layers(fields: Mapping[str, object], layers: int, count: Callable[..., int]) -> int:
-    """Returns the number of layers with a window, by `layer_types` or by the family's rule."""
+    """Returns the number of layers with a window, from the field `layer_types` or, without this
+    field, from the rule of the model's family."""
     types, family = fields.get("layer_types"), fields.get("model_type")
     if isinstance(types, list):
         return types[:layers].count("sliding_attention")

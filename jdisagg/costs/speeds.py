@@ -1,14 +1,15 @@
-"""Estimates the speed of one kind of instance in vectorised form, so that a placement decision can
-compare a thousand workers.
+"""Predicts the times of prefills and decode steps for many workers at once (vectorised), so that a
+placement decision can compare a thousand workers.
 
 A `Speed` wraps the cost model of one kind of instance (geometry, layout, hardware, stages), or the
 times that the instance measured. The duration of a decode step is interpolated, within 3 %, from a
-grid over the number of sequences and their mean context. A queue of prompts is estimated from its
-number of tokens and of (query, key) pairs; a single prompt exactly. `speed_of` caches one `Speed`
-for each kind. Pure except for caches.
+grid over the number of sequences and their mean context. The time of a queue of prompts is
+estimated from its number of tokens and of (query, key) pairs. The time of a single prompt is
+computed exactly. `speed_of` caches one `Speed` for each kind. Has no side effects except for
+caches.
 
 With n pipeline stages, n chunks run at the same time, so that a queue of prompts takes 1/n of the
-sum of its chunks' durations. Decoding sequences are spread over n batches."""
+sum of its chunks' durations. Decoding sequences are divided among n batches."""
 
 import enum
 import functools
@@ -51,7 +52,7 @@ class Kind:
     Attributes:
         hardware: Description of the devices, if the user gave one.
         dtype: Data type of weights and KV.
-        times: Times that the instance measured. Used without `hardware`.
+        times: Times that the instance measured. Used only if `hardware` is None.
     """
 
     geometry: CostGeometry
@@ -105,8 +106,8 @@ class Speed:
         return known
 
     def backlog_rates(self, chunk_tokens: int = 0) -> tuple[float, float]:
-        """Returns the seconds per token and per (query, key) pair, for prompts that are packed into
-        full chunks of one dp rank."""
+        """Returns the prefill seconds per token and per (query, key) pair, to estimate the time of
+        a queue of prompts. Assumes that the prompts are packed into full chunks of one dp rank."""
         chunk = chunk_tokens or WHOLE_PROMPT_TOKENS
         if chunk not in self._rates:
             few = self.model.prefill_of(chunk, 0.0, chunk, 1).seconds
@@ -116,8 +117,8 @@ class Speed:
         return self._rates[chunk]
 
     def step_seconds(self, sequences: Array, contexts: Array) -> Array:
-        """Returns the seconds of a decode step of each worker. On the dp rank with the most work,
-        worker i has `sequences[i]` sequences, whose contexts sum to `contexts[i]` tokens."""
+        """Returns the seconds of a decode step of each worker. On its dp rank with the most work,
+        worker i has `sequences[i]` sequences with `contexts[i]` context tokens in total."""
         sequences = np.minimum(np.maximum(sequences, SEQUENCES[0]), SEQUENCES[-1])
         return self._steps.between(sequences, contexts / sequences)
 
@@ -171,13 +172,15 @@ class Speed:
         return self._behind_each_other(seconds + left, left or last)
 
     def _behind_each_other(self, every: Seconds, last: Seconds) -> Seconds:
-        """Returns the seconds of chunks that run through pipeline stages one after the other.
-        `every`: sum of the chunks' seconds. `last`: seconds of the last chunk."""
+        """Returns the seconds until the last of several chunks has passed all pipeline stages. A
+        chunk enters a stage when the previous chunk leaves it. `every`: sum of the chunks' seconds.
+        `last`: seconds of the last chunk."""
         return (every - last) / self.kind.layout.pp + last
 
 
 def _with_jumps(sizes: Array, jumps: tuple[int, ...]) -> Array:
-    """Returns `sizes` with additional points at each of `jumps` and directly after it."""
+    """Returns `sizes` with two additional points for each value of `jumps`: the value and the value
+    plus one. Interpolation is then exact on both sides of a jump."""
     added = [size for jump in jumps for size in (jump, jump + 1) if size < sizes[-1]]
     return np.unique(np.concatenate((sizes, np.array(added, float)))) if added else sizes
 
@@ -211,8 +214,8 @@ class _Grid:
         )
 
     def between(self, at_row: Array, at_column: Array) -> Array:
-        """Returns the interpolated value at each point. Rows must be within the table; columns are
-        clipped to the table."""
+        """Returns the interpolated value at each point (row, column). Rows must be within the
+        table. Columns beyond the table are clipped to its range."""
         at_column = np.minimum(np.maximum(at_column, self._column_cells[0, 0]), self._last)
         row = self._inner_rows.searchsorted(at_row, "right")
         column = self._inner_columns.searchsorted(at_column, "right")

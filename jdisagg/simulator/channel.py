@@ -1,15 +1,15 @@
 """Simulates KV transfers: the published KV blocks, and the duration of pulls that share links.
 
-Each worker has one `Way` out and one `Way` in for each kind of link. The bandwidth of a `Way` is
+For each kind of link, a worker has one outgoing and one incoming `Way`. The bandwidth of a `Way` is
 the sum over the links of the worker's devices, and concurrent pulls share it equally. A pull's rate
 is the lesser of its shares at the sender and at the receiver, and at most the bandwidth of one dp
-rank's links. Rates are recomputed whenever a pull begins or ends. Bandwidth that one pull cannot
-use is not redistributed, unlike in max-min fairness.
+rank's links. Rates are recomputed whenever a pull begins or ends. If a pull cannot use its whole
+share, the rest is not given to other pulls, unlike in max-min fairness.
 
 A prefill worker publishes blocks before their KV is computed. With `overlap` n > 1 the layers of a
 chunk are sent in n groups, as in the live system. All groups but the last may be transferred while
 the chunk computes. With `overlap` 1 the transfer waits for the whole chunk. Workers are identified
-by name. Invariant: the pulls of a `Way` never exceed its bandwidth."""
+by name. Invariant: the sum of the rates of the pulls of a `Way` never exceeds its bandwidth."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,8 +20,13 @@ from jdisagg.costs.hardware import Link
 
 @dataclass(slots=True, eq=False)
 class Way:
-    """All links of one kind (such as NVLink) of one worker, in one direction. `slowed` multiplies
-    the bandwidth; it is below 1 during an injected fault."""
+    """All links of one kind (such as NVLink) of one worker, in one direction.
+
+    Attributes:
+        flows: The pulls that use these links now.
+        moved_bytes: Total bytes of all pulls that used these links.
+        slowed: Factor on the bandwidth. It is below 1 during an injected fault.
+    """
 
     bytes_per_second: float
     flows: "dict[_Flow, None]" = field(default_factory=dict)
@@ -126,8 +131,8 @@ class SimulatedChannel:
     def pull(
         self, offered: SimulatedOffer, receiver: str, size_bytes: float, done: Callable[[], None]
     ) -> None:
-        """Starts the transfer of a published block to `receiver`, and calls `done` when the whole
-        block has arrived."""
+        """Starts the transfer of a published block to `receiver`. Calls `done` when the whole block
+        has arrived, or never if one of the workers is in `stalled`."""
         loop = asyncio.get_running_loop()
         if offered.owner in self.stalled or receiver in self.stalled:
             return
@@ -183,8 +188,8 @@ class SimulatedChannel:
         flow.done()
 
     def _between(self, sender: str, receiver: str) -> tuple[Link, tuple[Way, ...], float]:
-        """Returns the link, the sender's outgoing and the receiver's incoming `Way`, and the most
-        bytes per second that one pull can reach."""
+        """Returns the link between two workers, the sender's outgoing and the receiver's incoming
+        `Way`, and the largest possible rate of one pull in bytes per second."""
         known = self._links.get((sender, receiver))
         if known is None:
             ends = self.ends[sender], self.ends[receiver]

@@ -1,5 +1,4 @@
-"""The simulated cluster: the code of the live workers, membership and request path, on simulated
-meshes.
+"""Runs the code of the live workers, membership and request path on simulated meshes.
 
 It assembles a `LocalCluster` (`jdisagg/assembly.py`) and makes no decisions of its own. It must run
 on the event loop of `virtual_time`."""
@@ -63,8 +62,8 @@ class Process:
     """One process of a worker. A restart of the worker creates another `Process`.
 
     Attributes:
-        mark: Position in the worker's log of prefix cache changes, up to which the router has
-            received the changes.
+        mark: Position in the worker's log of prefix cache changes. The router has received all
+            changes up to this position.
     """
 
     worker: Worker
@@ -91,7 +90,7 @@ class SimulatedCluster:
     (benchmarks/simulator_engines/cluster.py).
 
     Args:
-      mortal: Whether workers may be killed. Support for this makes every call slightly slower.
+      mortal: Whether workers may be killed during the run. If True, every call is slightly slower.
     """
 
     executor: Callable[..., SimulatedExecutor] = SimulatedExecutor
@@ -194,7 +193,7 @@ class SimulatedCluster:
         self._beat_later(process)
 
     async def kill(self, name: str) -> None:
-        """Ends a worker as `kill -9` does: the worker stops answering at once."""
+        """Kills a worker as `kill -9` does: all calls to it fail from now on."""
         process = self.processes[name]
         if process.beating is not None:
             process.beating.cancel()
@@ -294,8 +293,8 @@ class SimulatedCluster:
         )
 
     def _beat(self, process: Process) -> None:
-        """Sends a heartbeat and sets a timer for the next one. A timer costs less than a task that
-        sleeps."""
+        """Sends a heartbeat and sets a timer for the next heartbeat. A timer takes less processor
+        time than a task that sleeps."""
         try:
             status = process.worker.status_now()
         except UnavailableError:
@@ -325,7 +324,8 @@ class SimulatedCluster:
 
 
 def _seats(fleet: Fleet) -> Iterator[Seat]:
-    """Yields a `Seat` for each instance, pool by pool. Workers of one role are numbered from 0."""
+    """Yields the name, role, pool and place of each worker, pool by pool. The names of a role's
+    workers are numbered from 0."""
     counts = {role: itertools.count() for role in WorkerRole}
     for number, (pool, places) in enumerate(zip(fleet.pools, fleet.places(), strict=True)):
         role = WorkerRole.DECODE if number == 1 else WorkerRole.PREFILL

@@ -1,4 +1,5 @@
-"""Generates workloads of conversations: each prompt starts with all earlier turns and answers.
+"""Generates workloads of conversations, in which each prompt starts with all earlier prompts and
+answers of its conversation.
 
 Blocks of prompts and answers have names, by which prefix caches find the earlier turns. All
 conversations may share one system prompt. Arrivals are an open loop: each turn arrives one think
@@ -63,8 +64,16 @@ def conversations(
     turns: ConversationTurns = ConversationTurns(),
     seed: int = 0,
 ) -> list[Arrival]:
-    """Returns `count` requests at about `rate` a second in steady state. Conversations begin as a
-    Poisson process. `lengths`: distribution of a turn's (message, answer) lengths in tokens."""
+    """Returns the first `count` requests of many conversations, in order of arrival.
+
+    Args:
+        rate: Mean number of requests per second in steady state. Conversations begin as a Poisson
+            process.
+        count: Number of requests.
+        lengths: Distribution of a turn's lengths in tokens, as (new user message, answer).
+        turns: Distribution of the number and times of turns, and sizes.
+        seed: Seed of all random numbers.
+    """
     begins = poisson(rate / turns.mean, count, lengths, seed)
     random = np.random.default_rng((seed, 1))
     found: list[Arrival] = []

@@ -23,8 +23,8 @@ DRAIN_SECONDS = 30.0
 
 
 class SimulatedSwitcher:
-    """Stands in for the live `RoleSwitcher`. A worker with a changed role uses its new pool's
-    layout."""
+    """Changes roles in a simulated cluster, in place of the live `RoleSwitcher`. After the change,
+    a worker has the layout of its new pool."""
 
     def __init__(self, cluster: SimulatedCluster, switch_seconds: float) -> None:
         self.changing = False
@@ -34,8 +34,8 @@ class SimulatedSwitcher:
     async def switch(
         self, name: str, role: WorkerRole, layout: Layout | None, seconds: float | None = None
     ) -> SwitchReport:
-        """Changes a worker's role, and raises the same errors as `RoleSwitcher`. Ignores `layout`
-        and the timeout `seconds`."""
+        """Changes a worker's role and returns when the worker serves again. Raises the same errors
+        as `RoleSwitcher`. Ignores `layout` and the timeout `seconds`."""
         cluster = self._cluster
         check_switch(cluster.membership.statuses(), name, role)
         began = cluster.clock.now()

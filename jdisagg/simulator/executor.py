@@ -2,10 +2,10 @@
 cost model estimates.
 
 Commands run one after the other, as on a device. Only pulls of KV run in parallel with other
-commands, on the simulated channel. Token ids are synthetic (`timeline`). A `DecodeSteps` command of
-k steps, called a span, is one event. `interrupt` ends a span early, between two steps, when a
-sequence waits to join the batch. Because a span is one event, the simulator's work does not grow
-with the number of tokens.
+commands, on the simulated channel. Token ids encode the worker and the step (`timeline`). A
+`DecodeSteps` command of k steps, called a span, is one event. `interrupt` ends a span early,
+between two steps, when a sequence waits to join the batch. Because a span is one event, the
+simulator's work does not grow with the number of tokens.
 
 The live loop issues steps ahead of the running step (worker/step_loop.py). A command submitted
 during a step therefore takes effect `run_ahead` steps after the running step ends. The simulation
@@ -56,8 +56,14 @@ Result = asyncio.Future[StepResult]
 
 @dataclass(slots=True, eq=False)
 class RunningSpan:
-    """A running `DecodeSteps` command. `steps`: number of steps that the span runs; an interruption
-    reduces it. `delay`: seconds that insertions of received KV add between steps."""
+    """A running `DecodeSteps` command.
+
+    Attributes:
+        start: Time at which the first step began.
+        pace: Durations of the steps.
+        steps: Number of steps that the span runs. An interruption reduces it.
+        delay: Seconds that insertions of received KV, or a fused prefill chunk, add to the span.
+    """
 
     command: DecodeSteps
     future: Result
@@ -86,7 +92,8 @@ class EngineTraits:
 
 
 class SimulatedExecutor:
-    """Implements `InterruptibleExecutor` with a cost model on a virtual clock.
+    """Simulates a mesh on a virtual clock: each command completes after the time that a cost model
+    predicts. Implements `InterruptibleExecutor`.
 
     Subclasses simulate other engines by overriding `_pace` and `_insert`
     (benchmarks/simulator_engines/executor.py)."""
@@ -140,7 +147,8 @@ class SimulatedExecutor:
         return future
 
     def interrupt(self) -> None:
-        """Ends the running span at the end of the step after which a new command would run."""
+        """Shortens the running span, so that a waiting command can run. The span ends after the
+        running step and the steps that are already issued."""
         span = self._span
         if span is not None:
             steps = self._boundary(span)
@@ -282,8 +290,9 @@ class SimulatedExecutor:
             self._span = None  # so that an interruption does not set its timer again
 
     def _ends(self, future: Result) -> bool:
-        """Returns whether a command whose simulated time has passed may complete. If the mesh is
-        broken, makes the command's future fail. If the mesh hangs, leaves the future pending."""
+        """Returns whether a command whose simulated time has passed may complete. Returns False on
+        a mesh with an injected fault: if the mesh is broken, the command's future fails, and if the
+        mesh hangs, the future stays pending."""
         if self._broken:
             _fail(future)
         return not (self._broken or self._hanging or future.done())
@@ -350,8 +359,8 @@ class SimulatedExecutor:
         self._loop.call_at(at, self._end, future, InsertResult(command.step, command.offer_id, 0))
 
     def _extract(self, command: ExtractBlock, future: Result) -> None:
-        """Copies KV out of pages: between steps for a decoding sequence, after the last chunk for a
-        prompt."""
+        """Copies KV out of pages. If the mesh has run prefill chunks and no decode span is running,
+        the copy waits for the running command. Otherwise it starts at once and delays no step."""
         start, seconds = self._loop.time(), self._costs.insert(command.valid_tokens)
         if self._prefills and self._span is None:
             start = max(start, self._free_at)
@@ -373,7 +382,8 @@ class SimulatedExecutor:
 
 
 def _sampled(chunk: PrefillChunk, token: int) -> PrefillResult:
-    """Returns the result of a chunk in which each prompt that ends samples `token`."""
+    """Returns the result of a chunk. All prompts that end in the chunk sample the same synthetic
+    token `token`."""
     samples = [
         SampledToken(row.sequence, spec.child, token) for row in chunk.rows for spec in row.samples
     ]
@@ -381,7 +391,7 @@ def _sampled(chunk: PrefillChunk, token: int) -> PrefillResult:
 
 
 def _sizes(rows: Sequence[PrefillRow]) -> list[tuple[int, int]]:
-    """Returns for each row the number of tokens to compute and of prompt tokens before them."""
+    """Returns for each row (number of tokens to compute, number of prompt tokens before them)."""
     return [(len(row.tokens), row.start) for row in rows]
 
 

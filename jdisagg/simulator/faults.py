@@ -20,7 +20,8 @@ from jdisagg.simulator.run import Hook
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Kills a worker as `kill -9` does. `back_after`: seconds until the restart; None for never."""
+    """Kills a worker as `kill -9` does. `back_after`: seconds from the death until the worker is
+    restarted, or None for no restart."""
 
     worker: str
     at_seconds: float
@@ -40,8 +41,8 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Makes all programs of a worker's mesh fail. `back_after`: seconds until the worker's restart,
-    or None for no restart."""
+    """Makes all programs of a worker's mesh fail. `back_after`: seconds from the beginning of the
+    fault until the worker's restart, or None for no restart."""
 
     worker: str
     at_seconds: float
@@ -88,7 +89,8 @@ _ENDS = {"death": Death, "stall": Stall, "broken": Broken}
 
 
 def parse_fault(text: str) -> Fault:
-    """Parses `kind:worker:at_seconds[:more]`. Raises ConfigError if the text is invalid."""
+    """Parses the text of a fault, which has one of the `FORMS`. Raises ConfigError for other
+    text."""
     kind, *parts = text.split(":")
     try:
         if kind in _ENDS and len(parts) in (2, 3):
@@ -149,8 +151,9 @@ async def _happen(cluster: SimulatedCluster, fault: Fault) -> None:
 async def _replace(
     cluster: SimulatedCluster, worker: str, after: float | None, back_after: float | None
 ) -> None:
-    """Kills a worker's current process after `after` seconds and restarts the worker `back_after`
-    seconds later. Does nothing if the process has been replaced by then."""
+    """Kills a worker's current process after `after` seconds, and restarts the worker `back_after`
+    seconds later. If `after` is None, does nothing. If `back_after` is None, the worker is not
+    restarted. Ends early if another process has replaced the current one."""
     process = cluster.processes[worker]
     if after is None:
         return

@@ -22,8 +22,8 @@ from jdisagg.simulator.host_memory import HostLink
 from jdisagg.simulator.step_costs import ModelCosts, StepCosts
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
-# Sizes of a GPU instance, since the live defaults are a CPU's. The executor bounds spans, not
-# steps_per_dispatch.
+# Sizes of a GPU instance, because the live defaults are for a CPU. The executor limits the length
+# of spans, so that steps_per_dispatch may be large.
 INSTANCE = InstanceConfig(
     slots_per_rank=256,
     chunk_tokens=8192,
@@ -33,8 +33,8 @@ INSTANCE = InstanceConfig(
     queue_limit=1_000_000,
 )
 HOSTS_PER_RACK = 4
-# By default no request is refused for waiting. Timeouts are long because pulls over slow links are,
-# and checksums are off because there are no bytes.
+# By default no request is refused because of waiting requests. Timeouts are long, because pulls
+# over slow links take long. Checksums are off, because simulated KV has no bytes.
 LIMITS = LimitsConfig(
     max_waiting_requests=1_000_000, default_deadline_seconds=3600.0, pull_seconds=60.0, verify=False
 )
@@ -48,7 +48,7 @@ class Pool:
       count: Number of instances.
       hardware: Kind of all accelerators in the pool.
       instance: Configuration of one instance, as a live worker reads it.
-      costs: Durations of steps; None takes the durations from the cost model.
+      costs: Estimates the durations of steps. If None, the cost model of the pool does.
     """
 
     count: int
@@ -87,9 +87,9 @@ class Fleet:
       link: Link between any two instances; None selects the scale-up link within a host and the
         scale-out link between hosts.
       overlap: Number of layer groups in which the KV of a prompt chunk is sent.
-      fused: Whether chunked mode runs a prefill chunk and a decode step as one step, as live
-        meshes do unless the model has recurrent state. If not, they alternate. Chunks have their
-        full size while sequences run, too.
+      fused: Whether chunked mode runs a prefill chunk and a decode step as one step. If not, they
+        alternate. Live meshes fuse them, except for models with recurrent state. Simulated chunks
+        have their full size even while sequences decode.
       context_tokens: Context length in tokens; None uses the model's.
       block_tokens: Number of tokens in one named block of the workload's prompts.
       prefix: Prefix cache settings of the workers.
@@ -161,8 +161,9 @@ class Fleet:
         return self.kv_dtype or self.geometry.kv_dtype or self.dtype
 
     def check_roles_change(self) -> None:
-        """Raises ConfigError unless the instances of both pools have equal hardware and equal
-        numbers of devices. Otherwise a worker of one pool could not serve in the other pool."""
+        """Checks whether workers of one pool could serve in the other pool. Raises ConfigError if
+        there is only one pool, or if the instances of the two pools differ in hardware or number of
+        devices."""
         if self.prefill is None:
             raise ConfigError(
                 f"roles do not change in mode {self.mode.value}: the fleet has no such pool; use"
@@ -208,8 +209,8 @@ class Fleet:
         return pool.costs or ModelCosts(self.cost_model(pool), pool.instance.codec)
 
     def limits_of(self, pool: Pool) -> MeshLimits:
-        """Returns an instance's scheduler limits. Raises ConfigError if no memory is left for
-        KV."""
+        """Returns the limits that the scheduler of an instance of `pool` works with. Raises
+        ConfigError if the weights leave no memory for KV."""
         instance = pool.instance
         if instance.pages_per_rank is None:
             model = self.cost_model(pool)
@@ -226,7 +227,7 @@ class Fleet:
             most = instance.slots_per_rank * math.ceil(self.context / instance.page_size)
             kept = pages if self.prefix.reuse else min(pages, most)
             instance = replace(instance, pages_per_rank=kept)
-        # All KV of a prompt is one block, which is a block of all stages.
+        # All KV of a prompt is sent as one block, also with several pipeline stages.
         one = replace(instance, layout=replace(instance.layout, pp=1))
         limits = mesh_limits(
             one,
@@ -313,7 +314,8 @@ def _grouped(attention: GroupedAttention, layers: int, dtype: str) -> KVSpec:
 
 
 def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
-    """Returns the KV spec of a model. Workers compare their specs when they connect."""
+    """Returns the KV spec of a model, which workers compare when they connect. Pages and transfers
+    are sized by it."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
         index = attention.index_dim

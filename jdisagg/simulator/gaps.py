@@ -81,7 +81,12 @@ def bucket_seconds(bucket: int) -> float:
 
 def merged_percentile(gaps: Sequence[Gaps], percents: Sequence[float]) -> list[float]:
     """Returns percentiles, in seconds, over the gaps of all requests. Each result is the middle of
-    a histogram bucket, and at most the longest gap. Needs at least one gap."""
+    a histogram bucket, or the longest gap if that is shorter.
+
+    Args:
+        gaps: Records of the requests, with at least one gap in all.
+        percents: Percentiles to compute, from 0 to 100.
+    """
     merged: dict[int, int] = {}
     for item in gaps:
         for bucket, count in zip(item.buckets, item.counts, strict=True):

@@ -25,7 +25,8 @@ class HostLink:
 
 
 class HostMemory:
-    """Holds the copied KV blocks of one mesh with `ranks` dp ranks, and the copies under way."""
+    """Tracks which KV blocks of one mesh, with `ranks` dp ranks, are in host memory, and until when
+    copies to and from host memory run."""
 
     def __init__(self, link: HostLink, ranks: int) -> None:
         self._link = link
@@ -37,14 +38,15 @@ class HostMemory:
         return len(self._tokens)
 
     def copied_out(self, offer_id: int, rank: int, tokens: int, now: float) -> float:
-        """Starts a copy of a block to the host at time `now`; returns the copy's end time."""
+        """Starts a copy of a block to host memory at time `now`, and returns the time at which it
+        ends."""
         self._tokens[offer_id] = tokens
         self._out[rank] = max(now, self._out[rank]) + self._link.seconds(tokens)
         return self._out[rank]
 
     def copied_back(self, offer_id: int, rank: int, now: float) -> float | None:
-        """Starts a copy of a block to the device at time `now`; returns the time when the copy
-        ends, or None if the host memory does not hold the block."""
+        """Starts a copy of a block to the device at time `now`, and returns the time at which it
+        ends. Returns None if the block is not in host memory."""
         tokens = self._tokens.get(offer_id)
         if tokens is None:
             return None

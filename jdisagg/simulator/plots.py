@@ -2,7 +2,7 @@
 
 matplotlib (extra `notebooks`) is imported only when drawing. This module uses the object interface
 of matplotlib, so that a caller's pyplot state does not change. Functions return a Figure, which
-`save` writes as .png, .svg or .pdf. Must not depend on clusters."""
+`save` writes as .png, .svg or .pdf. This module must not depend on clusters."""
 
 import importlib
 from collections.abc import Mapping, Sequence

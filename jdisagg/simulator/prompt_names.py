@@ -1,11 +1,12 @@
-"""Names the blocks of simulated prompts, so that the live prefix caches work without tokens.
+"""Computes the block hashes of simulated prompts, so that the live prefix caches work without
+tokens.
 
-A simulated prompt has a length and no tokens. A workload names the blocks of `block_tokens` tokens
-of each prompt; equal names mean that all tokens up to the block's end are equal. Live workers
-compute a chain of keyed hashes from tokens (`scheduler/residency.py`). `PromptNames` computes the
-chain from the workload's names instead, in the fleet's block size. The name of such a block is a
-hash of the names of all workload blocks that it overlaps. If the workload also names the blocks of
-answers, decode workers cache generated tokens.
+A simulated prompt has a length and no tokens. A workload has a number, its *name*, for each block
+of `block_tokens` tokens of a prompt. Equal names mean that all tokens up to the block's end are
+equal. Live workers compute a chain of keyed hashes from tokens, one for each block of the prefix
+cache (`scheduler/residency.py`). `PromptNames` computes this chain from the workload's names
+instead. The hash of a cache block covers the names of all workload blocks that it overlaps. If the
+workload also names the blocks of answers, decode workers cache generated tokens.
 
 Invariant: blocks that the workload does not name have no name."""
 
@@ -19,8 +20,8 @@ from jdisagg.simulator.workloads import Arrival
 
 
 class PromptBook:
-    """Holds the workload's block names, and the chains computed from them, by id of running
-    request. A workload's block has `block_tokens` tokens."""
+    """Stores, for each running request, the workload's block names and the chain of hashes that was
+    computed from them. A workload's block has `block_tokens` tokens."""
 
     def __init__(self, block_tokens: int = 512) -> None:
         self.block_tokens = block_tokens
@@ -47,16 +48,17 @@ class PromptBook:
 
 @dataclass(frozen=True, slots=True)
 class PromptNames(BlockNames):
-    """Implements `BlockNames` for a simulated fleet. `book`: the workload's block names."""
+    """Computes the names of cached blocks for a simulated fleet. `book`: the workload's block
+    names."""
 
     book: PromptBook = field(default_factory=PromptBook)
 
     def chain(
         self, request: Request, tokens: Sequence[int], block_tokens: int, known: Chain = ()
     ) -> Chain:
-        """Implements `BlockNames.chain`. Only the number of `tokens` matters, not their values. For
-        a request that has ended, returns `known`, the part of the chain that is already
-        computed."""
+        """Returns the hashes of the request's blocks, as `BlockNames.chain`. Only the number of
+        `tokens` is used, not their values. For a request that has ended, returns `known`, the part
+        of the chain that is already computed."""
         whole = self.book.chains.get(request.request_id)
         if whole is None:
             whole = self._named(request)

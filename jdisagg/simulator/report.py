@@ -5,11 +5,12 @@ TTFT: arrival to first token. TPOT: (finish - first token) / (output tokens - 1)
 token. TBT: every gap between two tokens at the client, with equal weight for all gaps of all
 requests. Hand-off gap: first to second token. Percentiles interpolate linearly between order
 statistics (numpy's "linear"). TBT percentiles come from histograms (`gaps`). A request attains its
-SLO if it finished and met each limit. Attainment is the fraction of all requests that arrived,
-refused requests included. Goodput is attainment x the rate of arrivals. Request rates are taken
-from first to last arrival, token rates and utilisation from first arrival to last finish.
+SLO if it finished and met each limit. Attainment is the fraction of all requests that attained
+their SLO; refused requests count as not attained. Goodput is attainment x the rate of arrivals.
+Request rates are means from first to last arrival. Token rates and utilisation are means from first
+arrival to last finish.
 
-Pure data; all times are in seconds. Must not depend on clusters."""
+Plain data; all times are in seconds. This module must not depend on clusters."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,9 +37,11 @@ class RequestOutcome:
       output_tokens: Number of delivered tokens.
       prefill, decode: Names of the workers that prefilled and decoded the request; empty if
         unknown.
-      reason: Why the request did not finish. For a finished request, why these workers were chosen.
+      reason: The error message of a request that did not finish. For a finished request, why these
+        workers were chosen; empty if unknown.
       queue_seconds: Seconds that a finished request waited for its prefill.
-      cached_tokens: Number of prompt tokens of a finished request that the prefix cache held.
+      cached_tokens: Number of prompt tokens of a finished request whose KV came from the prefix
+        cache.
     """
 
     request_id: str
@@ -147,8 +150,8 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The figures of a run. `attainment` and `utilisation` are fractions. A figure is None if it
-    needs an SLO, device usage or a price that was not given."""
+    """The figures of a run. `attainment` and `utilisation` are fractions. A figure is None if the
+    SLO, the device usage or the price that it depends on was not given."""
 
     requests: int
     ends: Mapping[str, int]

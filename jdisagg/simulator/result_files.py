@@ -58,8 +58,8 @@ class ResultFolder:
 
 
 def can_draw(asked: bool) -> bool:
-    """Returns whether matplotlib is installed. If not, prints a note to stderr, or raises
-    ConfigError if the user `asked` for plots."""
+    """Returns whether matplotlib is installed, which plots need. If it is missing, raises
+    ConfigError if the user `asked` for plots, and otherwise prints a note to stderr."""
     if importlib.util.find_spec("matplotlib") is not None:
         return True
     if asked:

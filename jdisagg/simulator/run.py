@@ -1,4 +1,4 @@
-"""Runs a workload on a simulated fleet in virtual time, through the live request path.
+"""Simulates a workload on a fleet in virtual time. Requests take the live request path.
 
     pool = Pool(2, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=4)))
     fleet = Fleet(geometry("llama-3.1-70b"), prefill=pool, decode=pool)
@@ -59,8 +59,8 @@ class Result:
       counters: Counters of the request path and the workers, summed over all processes. Prefix
         cache counters of decode workers have the prefix "decode_".
       pages_lost: Number of KV pages that were not free after the run; more than 0 is a leak.
-      stopped: Whether `enough` ended the run. `outcomes` then has only the requests that had ended,
-        and `pages_lost` is 0.
+      stopped: Whether `enough` or `begun` ended the run early. `outcomes` then has only the
+        requests that had ended, and `pages_lost` is 0.
     """
 
     outcomes: tuple[RequestOutcome, ...]
@@ -102,7 +102,8 @@ def simulate(
       settle_seconds: Virtual seconds for which the run continues after the last request.
       enough: Called with each outcome, whose request id is the index of the arrival. Returns True
         to end the run.
-      begun: As `enough`, called with the outcome so far of each request with its first token.
+      begun: Called when a request has its first token, with the request's outcome so far. Returns
+        True to end the run.
       concurrency: Number of users of a closed loop. A user sends the next request when the user's
         previous request has ended, and arrival times are ignored. None means an open loop.
       gaps: Whether outcomes have the gaps between tokens.
@@ -219,8 +220,8 @@ class _Run:
         task.add_done_callback(functools.partial(self._gone, number))
 
     def _gone(self, number: int, client: "asyncio.Task[None]") -> None:
-        """Called when a client ends. Ends the run after the last client or after an unexpected
-        error."""
+        """Handles the end of a client. Ends the run after the last client or after an unexpected
+        error. In a closed loop, starts the next request."""
         if self._outcomes[number] is None and client.cancelled():  # cancelled before its first turn
             arrival, now = self._arrivals[number], asyncio.get_running_loop().time()
             self._outcomes[number] = RequestOutcome(
@@ -312,9 +313,9 @@ class _Run:
         return self.cluster.timelines[token >> NUMBER_BITS].worker
 
     def _request(self, number: int, arrival: Arrival) -> Request:
-        """Builds the request of an arrival. Raises InvalidRequestError if the prompt is too long.
-        Checks the length before it makes the tokens, because a trace may contain prompts that
-        exceed memory."""
+        """Builds the request of an arrival. Raises InvalidRequestError if the prompt exceeds the
+        context. This is checked before the token ids are made, because a trace may have prompts
+        that do not fit into memory."""
         context = self._fleet.context
         if arrival.prompt_tokens >= context:
             raise InvalidRequestError(

@@ -4,7 +4,8 @@ All dp ranks step together, so the rank with the most work determines the durati
 Arguments describe the prompts and sequences of this rank, as in `costs/cost_model.py`. A span is a
 number of consecutive decode steps. As contexts grow by one token per step, a span is described by
 the duration of the first step and a constant increase per step. This is exact if the cost is linear
-in the context length, and otherwise interpolates between the first and the last step. Pure."""
+in the context length, and otherwise interpolates between the first and the last step. Has no side
+effects."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ MOST_REMEMBERED = 1 << 16  # size of the cache of prefill costs; workloads repea
 
 @plain
 class Pace:
-    """The durations of the decode steps of a span: seconds of the first step, and seconds by which
-    each step is longer than the previous step."""
+    """The durations of the decode steps of a span. `first`: seconds of the first step. `growth`:
+    seconds by which each step is longer than the previous step."""
 
     first: float
     growth: float = 0.0
@@ -44,11 +45,11 @@ class Pace:
 
 
 class StepCosts(Protocol):
-    """Estimates the seconds of one instance's commands. `rows`: number of tokens to compute and of
-    cached tokens before them, for each prompt on the dp rank with the most work."""
+    """Estimates the seconds of one instance's commands. `rows` describes the prompts on the dp rank
+    with the most work, as (number of tokens to compute, number of cached tokens before them)."""
 
     def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
-        """Returns the seconds until tokens are sampled and until the next batch may begin."""
+        """Returns (seconds until tokens are sampled, seconds until the next batch may begin)."""
         ...
 
     def decode(
@@ -92,8 +93,9 @@ class ModelCosts:
     Args:
       model: The cost model of the instance.
       codec: Codec of transferred KV.
-      insert_bytes_per_second: Speed at which each device receives KV directly into pages; None if
-        received KV is first stored elsewhere in device memory.
+      insert_bytes_per_second: Speed at which each device receives KV if KV is received directly
+        into pages. None means that received KV is first stored elsewhere in device memory and then
+        copied into pages.
     """
 
     def __init__(
@@ -163,6 +165,6 @@ class ModelCosts:
         return self._sent(tokens) * self._bytes_per_token
 
     def _sent(self, tokens: int) -> float:
-        """Returns the number of tokens whose KV of all layers is as large as what a hand-off sends
-        of `tokens` tokens."""
+        """Returns the size of the KV that a hand-off sends for `tokens` tokens, in units of the KV
+        of one token in all layers. It is less than `tokens` if some layers have a window."""
         return tokens - self._windowed_part * max(0, tokens - self._window)

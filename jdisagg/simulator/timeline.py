@@ -1,6 +1,8 @@
-"""Stores the times of simulated tokens. A synthetic token id encodes a worker's index and the
-number of the decode step on this worker. The time of a token is looked up after the run instead of
-being recorded for each token."""
+"""Stores the times of simulated tokens in compact form.
+
+The id of a simulated token encodes the index of a worker and the number of the decode step on this
+worker. Therefore only the times of steps are recorded, and the time of a token is looked up after
+the run."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -26,7 +28,8 @@ class Timeline:
         self._spans: list[tuple[float, float, int]] = []
 
     def add(self, start: float, pace: Pace, steps: int) -> tuple[int, ...]:
-        """Records a span of `steps` steps that began at `start`; returns the tokens' ids."""
+        """Records a span of `steps` steps that began at `start`. Returns the token id of each
+        step."""
         first = self._next
         self._next += steps
         self._numbers.append(first)

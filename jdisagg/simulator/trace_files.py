@@ -63,8 +63,8 @@ Row = Mapping[str, object]
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[Arrival]:
-    """Reads a .csv or .jsonl file, plain or gzipped, and returns its first `limit` requests by
-    time; None returns all.
+    """Reads a trace from a .csv or .jsonl file, plain or gzipped. Returns its first `limit`
+    requests in order of time, or all requests if `limit` is None.
 
     Raises:
       WorkloadError: The file is missing, unreadable, empty or has unknown columns; a value is not a

@@ -1,8 +1,8 @@
 """Divides the slots of an instance with pipeline stages into batches, as live decode workers do
 (`executor/decode_stages.py`): the batch of a slot is its number modulo the number of stages.
 
-The batches run at the same time, each in another stage, and cannot overtake each other. So all run
-as slowly as the largest batch. Pure; must not depend on requests."""
+At any time each batch is in a different stage, and batches cannot overtake each other. So all run
+as slowly as the largest batch. Has no side effects. This module must not depend on requests."""
 
 from collections.abc import Collection, Sequence
 

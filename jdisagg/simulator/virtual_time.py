@@ -24,8 +24,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Cancelled timers stay in the heap until their time. They are removed earlier when they are more
-# than this many and the majority.
+# Cancelled timers stay in the heap until their time. They are removed earlier if there are more
+# than this many of them and if they are the majority.
 MOST_CANCELLED = 256
 
 
@@ -277,8 +277,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 class VirtualClock:
-    """Clock with the time of an event loop: the loop that runs when the clock is created or, if no
-    loop runs then, when the clock is first read."""
+    """Clock that returns the virtual time of an event loop. It uses the loop that runs when the
+    clock is created. If no loop runs then, it uses the loop that runs when the clock is first
+    read."""
 
     def __init__(self) -> None:
         if _runs_a_loop():

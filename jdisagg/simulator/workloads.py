@@ -2,7 +2,7 @@
 
 An `Arrival` is one request, with lengths but no text. A workload is sorted by arrival time. Every
 function returns a new list. All randomness comes from a seed, so that equal calls give equal lists.
-Must not depend on clusters, models or clocks. `trace_files` reads traces."""
+This module must not depend on clusters, models or clocks. `trace_files` reads traces."""
 
 import math
 from collections.abc import Sequence
@@ -193,7 +193,7 @@ def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
 
 def mean_rate(arrivals: Sequence[Arrival]) -> float:
     """Returns the mean number of requests per second: (n - 1) / (last arrival - first arrival).
-    Raises WorkloadError unless two requests have different arrival times."""
+    Raises WorkloadError if the workload is empty or all requests arrive at the same time."""
     first, last = _some(arrivals)[0].at_seconds, arrivals[-1].at_seconds
     if last <= first:
         raise WorkloadError(

@@ -6,7 +6,7 @@ the whole candidate that this resource or objective allows. The dp ranks that pr
 queue whose waiting time has an exponential tail. All sequences of a decode rank are assumed to have
 the mean context length. If one pool serves both phases, prefill chunks delay decode steps, or
 lengthen them (`fused`). Bursts, packing and scheduling are ignored, because the simulator models
-them afterwards. Pure; depends on request lengths (`Demand`), not on arrival times."""
+them afterwards. Has no side effects. Uses request lengths (`Demand`), not arrival times."""
 
 import copy
 import math
@@ -26,7 +26,7 @@ from jdisagg.simulator.planning.fused import FusedChunks, FusedPace, StepTable, 
 from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.workloads import Arrival
 
-SAMPLE = 128  # requests of the sample that is priced one by one
+SAMPLE = 128  # number of requests whose times are estimated one by one
 HEADROOM = 1.1  # factor on KV pages for pages allocated ahead and prompts in transfer
 FULL = 0.98  # usable fraction of a server's time
 
@@ -58,8 +58,9 @@ class Goal:
 
 @dataclass(frozen=True)
 class Demand:
-    """The request lengths of a workload, in tokens. Means use all requests. Estimates for single
-    requests use a sample of `SAMPLE` requests, evenly spaced by prompt length."""
+    """The request lengths of a workload, in tokens. Means are over all requests. Estimates for
+    single requests use a sample of `SAMPLE` requests, evenly spaced in the order of prompt
+    lengths."""
 
     prompts: np.ndarray
     outputs: np.ndarray
@@ -117,9 +118,9 @@ class Bounds:
 
 
 class Estimator:
-    """Computes the bounds of candidates for one site and workload, and caches intermediate results
-    by layout. `fused`: whether chunked prefill runs chunks within decode steps, not between
-    them."""
+    """Computes upper bounds on the request rates of candidates, for one site and workload. Caches
+    intermediate results by layout. `fused`: whether chunked prefill runs a chunk and a decode step
+    as one step. If not, chunks run between decode steps."""
 
     def __init__(
         self,
@@ -140,7 +141,8 @@ class Estimator:
         self._tables: dict[Layout, StepTable] = {}
 
     def under(self, goal: Goal) -> "Estimator":
-        """Returns an estimator for another goal that shares the goal-independent caches."""
+        """Returns an estimator for another goal. It shares the caches of results that do not depend
+        on the goal."""
         other = copy.copy(self)
         other.goal, other._known = goal, {}
         return other
@@ -212,7 +214,8 @@ class Estimator:
             return 1 - rate * layout.dp * each / together
 
         def batch(rate: float) -> float:
-            """Returns the mean number of sequences that a dp rank decodes, or inf without bound."""
+            """Returns the mean number of sequences that a dp rank decodes at `rate`, or inf if this
+            number grows without bound."""
 
             def following(count: float) -> float:
                 step = _step(model, count, context)
@@ -376,10 +379,17 @@ def _times(ranks: int, limits: tuple[tuple[str, float], ...]) -> tuple[tuple[str
 def exposed_seconds(
     moved: np.ndarray, prefill: np.ndarray, prompts: np.ndarray, chunk: int
 ) -> np.ndarray:
-    """Returns the seconds of each prompt's transfer that do not overlap with its prefill. The KV of
-    the last chunk is always transferred after the prefill. If the link is slower than the prefill,
-    KV of earlier chunks is too. `moved`, `prefill`: seconds of each prompt's transfer and prefill.
-    `prompts`: tokens of each prompt."""
+    """Returns for each prompt the seconds of its KV transfer that do not overlap with its prefill.
+
+    The KV of the last chunk is always transferred after the prefill. If the link is slower than the
+    prefill, part of the KV of earlier chunks is also transferred after the prefill.
+
+    Args:
+        moved: Seconds of each prompt's transfer.
+        prefill: Seconds of each prompt's prefill.
+        prompts: Number of tokens of each prompt.
+        chunk: Number of tokens of a chunk.
+    """
     return np.maximum(moved * np.minimum(prompts, chunk) / prompts, moved - prefill)
 
 
@@ -401,14 +411,15 @@ def _prefill_one(model: CostModel, tokens: int, chunk: int) -> float:
 
 
 def _longest(times: np.ndarray, count: float) -> float:
-    """Returns the mean of the longest of `count` draws from `times`."""
+    """Returns the expected longest time among `count` random draws from `times`."""
     ordered = np.sort(times)
     below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
     return float(ordered @ np.diff(below))
 
 
 def _longest_with(times: np.ndarray, count: float) -> np.ndarray:
-    """Returns the mean of the longest of `count` draws from `times` and of each time."""
+    """Returns for each time of `times` the expected maximum of this time and of `count` random
+    draws from `times`."""
     order = np.argsort(times)
     ordered = times[order]
     below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
@@ -420,8 +431,9 @@ def _longest_with(times: np.ndarray, count: float) -> np.ndarray:
 
 
 def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> float:
-    """Returns the mean number of prompts in a batch, between 1 and `ranks`. A batch has the prompts
-    that arrived, at `rate` per second, during the previous batch."""
+    """Returns the mean number of prompts in a batch of an instance with `ranks` dp ranks, at most
+    one prompt for each rank. A batch has the prompts that arrived, at `rate` per second, while the
+    previous batch was computed."""
     count = 1.0
     for _ in range(rounds):
         count = min(float(ranks), max(1.0, rate * _longest(times, count)))
@@ -433,10 +445,17 @@ def _attained(
 ) -> float:
     """Returns the fraction of requests whose waiting time plus service time meets the TTFT limit.
 
-    Models an M/G/c queue with Sakasegawa's (1977) probability and mean of waiting, and an
-    exponential tail. `rate`: requests per second for each of the `servers`. `times`: seconds for
-    which each request occupies a server. `spent`: seconds from the start of each request's service
-    to its first token; None means `times`."""
+    Models an M/G/c queue. The probability and the mean of waiting are Sakasegawa's (1977), and the
+    waiting time has an exponential tail.
+
+    Args:
+        times: Seconds for which each request occupies a server.
+        rate: Requests per second for each server.
+        servers: Number of servers.
+        goal: Has the TTFT limit.
+        spent: Seconds from the start of each request's service to its first token. None means
+            `times`.
+    """
     mean = float(times.mean())
     busy = rate * mean
     if busy >= 1:

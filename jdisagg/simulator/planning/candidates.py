@@ -1,11 +1,12 @@
 """Enumerates the planner's candidates: modes, layouts and numbers of instances.
 
 `Site` describes the accelerators that are available, and `Candidate` one way to use them.
-`fitting_layouts` lists the layouts that divide the model and fit memory, or raises `NothingFits`
-with the reason. For dense models dp is 1, since dp ranks would equal separate instances. Experts
-are spread over all devices of an instance, or each expert is sharded by tp. tp stays within the
-devices that share a scale-up link (a domain). dp ranks that share experts may span domains, and
-then exchange tokens over the scale-out link. Pure. Depends on the longest request only."""
+`fitting_layouts` lists the layouts that divide the model evenly and fit into memory, or raises
+`NothingFits` with the reason. For dense models dp is 1, because dp ranks would be equivalent to
+separate instances. Experts are distributed over all devices of an instance, or each expert is
+sharded by tp. tp stays within the devices that share a scale-up link (a domain). dp ranks that
+share experts may span domains, and then exchange tokens over the scale-out link. Has no side
+effects. The only property of the workload that matters is its longest request."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)
-# Chunk size of the modes that do not search for one: longer prompts are cut.
+# Chunk size of the modes for which no chunk size is searched. Longer prompts take several chunks.
 WHOLE_CHUNK = 8192
 ACTIVATIONS = 0.1  # fraction of memory left for activations
 PAGE_TOKENS = 64
@@ -73,8 +74,8 @@ class Site:
 
     @property
     def slow_links(self) -> bool:
-        """Whether the devices of a host are linked by PCIe only. Pipeline stages are then
-        considered, for jdisagg's engine; other engines do not support stages on both sides of a
+        """Whether to consider pipeline stages: the devices of a host are connected by PCIe only,
+        and the engine is jdisagg's. Other engines do not support stages on both sides of a
         hand-off."""
         own = self.software.engine is DEFAULT_SOFTWARE.engine
         return own and self.accelerator.scale_up.bytes_per_second <= SLOW_LINK
@@ -98,9 +99,9 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mode, with the layout and the number of the instances of each role. In the unified and
-    chunked modes `prefill` is None, and the decode instances also prefill. `gather_steps`: see
-    `InstanceConfig`."""
+    """One way to use the accelerators: a mode, and for each role a layout and a number of
+    instances. In the unified and chunked modes `prefill` is None, and the decode instances also
+    prefill. `gather_steps`: as in `InstanceConfig`."""
 
     mode: Mode
     decode: Layout
@@ -131,8 +132,9 @@ class Candidate:
         return f"{decode}, chunk {self.chunk_tokens}" if self.mode is Mode.CHUNKED else decode
 
     def unit_devices(self) -> int:
-        """Returns the number of devices of the smallest group of instances with the candidate's
-        ratio of prefill to decode instances."""
+        """Returns the number of devices of the smallest group of instances that has the candidate's
+        ratio of prefill to decode instances. Such a group is the unit by which a deployment
+        grows."""
         return (
             self.devices // gcd(self.prefill_instances, self.decode_instances)
             if self.prefill
@@ -155,7 +157,8 @@ def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
     these links that are used in parallel.
 
     The scale-up link is used if it connects at least `unit_devices` accelerators. Each device has
-    its own link, so the smaller of both dp ranks limits the number of parallel links."""
+    its own link. The dp rank with fewer devices, on the prefill or the decode side, therefore
+    limits the number of parallel links."""
     assert candidate.prefill is not None
     parallel = min(candidate.prefill.tp, candidate.decode.tp)
     accelerator = site.described
@@ -224,15 +227,16 @@ def fitting_layouts(
 
 
 def _priced_alike(layout: Layout, found: list[Fitting]) -> bool:
-    """Returns whether `found` has a layout with the same cost and memory as `layout`. Sharding
-    every expert over a tensor-parallel group costs the same as giving each device of the group some
-    whole experts."""
+    """Returns whether `found` has a layout with the same predicted cost and memory as `layout`. The
+    cost model predicts the same if every expert is sharded over a tensor-parallel group as if each
+    device of the group has some whole experts."""
     whole = replace(layout, ep=1)
     return layout.ep == layout.tp and any(item.layout == whole for item in found)
 
 
 def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
-    """Yields the layouts of powers of two, with at most `most` devices and tp at most `domain`."""
+    """Yields the layouts whose sizes are powers of two, with at most `most` devices and tp of at
+    most `domain`. `experts`: whether the model has experts."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     for tp in sizes:
         if tp > domain:
@@ -248,8 +252,8 @@ def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
 
 
 def _staged_layouts(most: int) -> Iterator[Layout]:
-    """Yields the layouts of several pipeline stages, of powers of two, with at most `most`
-    devices."""
+    """Yields the layouts with several pipeline stages whose sizes are powers of two, with at most
+    `most` devices."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     for tp in sizes:
         for pp in sizes[1:]:
@@ -260,8 +264,8 @@ def _staged_layouts(most: int) -> Iterator[Layout]:
 def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Iterator[Candidate]:
     """Yields a candidate with one pool for each mode and layout, with as many instances as fit.
     Layouts with pipeline stages are omitted, because prefills and decode steps that alternate in
-    the same stages are not simulated. Prompts are gathered only with the largest chunk: small
-    chunks keep decode steps short, and gathered prompts are few and large chunks."""
+    the same stages are not simulated. Gathering prompts (`gather_steps`) is combined only with the
+    largest chunk size, because it makes few and large chunks."""
     gathered = site.software.engine.gather_steps
     for item in fitting:
         if item.layout.pp > 1:

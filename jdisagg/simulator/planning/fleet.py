@@ -1,8 +1,8 @@
 """Converts a candidate to a simulated fleet and to a configuration of the live system.
 
-Fleet and configuration have the same sizes, so that predictions hold for the configuration. A
-search simulates more decode slots than any candidate needs. A written configuration has the fewest
-slots that reach the predicted rate (`sized`)."""
+Fleet and configuration have the same sizes, so that predictions hold for the configuration. The
+search simulates more decode slots than any candidate needs. The configuration that is written has
+the smallest number of slots with which the predicted rate is still reached (`sized`)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -51,9 +51,17 @@ class FleetMaker:
     block_tokens: int = 512
 
     def sized(self, finding: Finding, holds: Callable[[Runner], bool]) -> "FleetMaker":
-        """Returns a maker with the fewest slots at which a run still reaches the finding's rate, as
-        `holds` reports; simulated or stepped, as the rate was found. The number of slots is a power
-        of two, at least 1.5 times the mean number of sequences that a dp rank decodes."""
+        """Returns a maker with the smallest number of slots at which a run still reaches the
+        finding's rate.
+
+        The number of slots is a power of two, and at least 1.5 times the mean number of sequences
+        that a dp rank decodes.
+
+        Args:
+            finding: Candidate with its highest rate.
+            holds: Returns whether a run still reaches the rate. Called with the simulated or the
+                stepped runner, whichever found the rate.
+        """
         decoding = max(
             0.0, (finding.report.latency.mean or 0.0) - (finding.report.ttft.mean or 0.0)
         )
@@ -100,8 +108,8 @@ class FleetMaker:
         *,
         gaps: bool = False,
     ) -> TrialRun:
-        """Simulates a candidate with these arrivals, and stops early when `lost` returns True.
-        Implements the planner's `Runner`. `gaps`: whether outcomes have the gaps between tokens."""
+        """Simulates a candidate with these arrivals, as the planner's `Runner`. Stops early when
+        `lost` returns True. `gaps`: whether outcomes have the times between tokens."""
         begun = lost.begun if isinstance(lost, Loss) else None
         fleet = self.fleet(candidate)
         result = simulate(fleet, arrivals, self.seed, enough=lost, begun=begun, gaps=gaps)

@@ -1,5 +1,5 @@
-"""Estimates instances that run each prefill chunk in one step with the decoding sequences, which is
-the strongest alternative to disaggregation.
+"""Estimates the performance of fused chunked prefill, in which an instance runs each prefill chunk
+in one step with the decoding sequences. It is the strongest alternative to disaggregation.
 
 A step takes the time of a decode step, plus an extra time if any dp rank of the instance has a
 chunk. The extra time is less than the time of the chunk by itself, because weights are read once
@@ -8,7 +8,7 @@ rate than large chunks. A chunk holds a piece of a prompt, or all prompts that a
 The number of chunks during a sequence's decode varies. With long chunks, some short answers
 therefore miss a TPOT limit that the mean TPOT meets.
 
-Pure; depends on request lengths and a cost model, not on arrival times."""
+Has no side effects. Uses request lengths and a cost model, not arrival times."""
 
 import math
 from collections.abc import Callable
@@ -32,10 +32,10 @@ class FusedPace:
       decode: Duration of a step without a prefill chunk.
       step: Mean duration of a step.
       chunk: Mean time that a prefill chunk adds to a step.
-      busy: Fraction of the steps in which the rank runs a chunk.
-      met: Fraction of the steps in which any rank of the instance runs a chunk.
-      held: Time for which each sampled prompt occupies the rank's prefill capacity.
-      spent: Time from the first chunk to the first token of each sampled prompt.
+      busy: Fraction of the steps in which the rank runs a chunk. met: Fraction of the steps in
+        which any rank of the instance runs a chunk. held: For each sampled prompt, the time for
+        which it occupies the rank's prefill capacity. spent: For each sampled prompt, the time from
+        the start of its first chunk to its first token.
     """
 
     sequences: float
@@ -49,8 +49,9 @@ class FusedPace:
 
 
 class StepTable:
-    """Interpolates the seconds of steps, without attention, under one layout. The number of tokens
-    determines a step with a prefill chunk, and the number of sequences a decode step."""
+    """Interpolates the seconds of steps, without attention, under one layout. The time of a step
+    with a prefill chunk is a function of its number of tokens, and the time of a decode step a
+    function of its number of sequences."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
@@ -156,9 +157,11 @@ class FusedChunks:
         )
 
     def within(self, pace: FusedPace, limit: float, outputs: np.ndarray) -> float:
-        """Returns the fraction of requests whose mean time per token is at most `limit`. Assumes
-        that each step of a request has a chunk with probability `pace.met` (normal approximation).
-        `outputs`: output tokens of each request."""
+        """Returns the fraction of requests whose mean time per token is at most `limit` seconds.
+
+        Assumes that each step of a request has a chunk with probability `pace.met`, independently
+        of other steps (normal approximation). `outputs`: number of output tokens of each
+        request."""
         spread = pace.chunk * math.sqrt(pace.met * (1 - pace.met))
         kept = 0.0
         for count, number in zip(*np.unique(outputs - 1, return_counts=True), strict=True):
@@ -172,7 +175,7 @@ class FusedChunks:
 
 
 def each_once(lengths: np.ndarray, seconds_of: Callable[[int], float]) -> np.ndarray:
-    """Returns the seconds of each length; computes those of equal lengths once."""
+    """Returns `seconds_of(length)` for each of `lengths`. Computes it once for equal lengths."""
     different, places = np.unique(lengths, return_inverse=True)
     return np.array([seconds_of(int(length)) for length in different])[places]
 

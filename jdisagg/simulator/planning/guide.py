@@ -7,8 +7,9 @@ link. Every fourth prompt is long, and its prefill delays other requests. The an
 planner's arithmetic for each mode (`guide_advice`), figures of a simulation, and the times of the
 first requests' tokens.
 
-Pure except for `main`, which reads the question as JSON from stdin and writes the answer to stdout,
-in a separate process that keeps the load off the server."""
+Has no side effects except for `main`, which reads the question as JSON from stdin and writes the
+answer to stdout. `main` runs in a separate process with low priority, so that it does not slow the
+server."""
 
 import math
 import os
@@ -106,9 +107,15 @@ class GuideQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GuideRequest(msgspec.Struct, frozen=True):
-    """Times of one request in seconds since the first arrival. `gaps`: times between consecutive
-    tokens in order, as runs of equal gaps: (seconds, number of gaps). `missed`: the objectives that
-    the request missed: "ttft", "tpot", "pause"."""
+    """One request of a simulation, for the page's plot of requests.
+
+    Attributes:
+        arrival, first_token, finish: Times in seconds since the first arrival. `first_token` is
+            None if the request received no token.
+        gaps: Times between consecutive tokens in order, as runs of equal gaps: (seconds, number of
+            gaps).
+        missed: The objectives that the request missed: "ttft", "tpot", "pause".
+    """
 
     arrival: float
     first_token: float | None
@@ -119,11 +126,11 @@ class GuideRequest(msgspec.Struct, frozen=True):
 
 
 class GuideWay(msgspec.Struct, frozen=True):
-    """Results of one mode. All percentiles are over requests.
+    """Simulated results of one mode. All percentiles are over requests, in seconds.
 
     Attributes:
         ttft_p90: Time to first token.
-        tpot_p90: Time per token after the first, with the hand-off gap.
+        tpot_p90: Time per token after the first token, hand-off gap included.
         pause_p90: Longest gap between two tokens of a request.
         pause_longest: Longest gap of all requests.
         met: Fraction of the requests that meet all objectives.
@@ -145,9 +152,16 @@ class GuideWay(msgspec.Struct, frozen=True):
 
 
 class GuideAnswer(msgspec.Struct, frozen=True):
-    """The answer to a question. `devices`: number of devices of one instance. `pause_seconds`:
-    longest gap between tokens that the objectives allow. `note`: text about how the duration of
-    fused steps was estimated."""
+    """The guide's answer to a question.
+
+    Attributes:
+        devices: Number of devices of one instance.
+        long_part: Fraction of the requests that have long prompts.
+        short_tokens: Number of tokens of the other prompts.
+        pause_seconds: Longest gap between tokens that the objectives allow.
+        note: Text on how the duration of fused steps was estimated.
+        ways: Simulated results of each mode.
+    """
 
     devices: int
     layout: str
@@ -161,7 +175,8 @@ class GuideAnswer(msgspec.Struct, frozen=True):
 
 
 def parse_question(body: bytes, kind: type[Asked]) -> Asked:
-    """Parses the user's choices from JSON. Raises InvalidRequestError for invalid fields."""
+    """Parses the user's choices from JSON into a question of type `kind`. Raises
+    InvalidRequestError for invalid JSON or fields."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -171,7 +186,7 @@ def parse_question(body: bytes, kind: type[Asked]) -> Asked:
 
 
 def arrivals_of(question: GuideQuestion) -> list[Arrival]:
-    """Returns the requests that are simulated."""
+    """Returns the workload that the guide simulates: short and long prompts in random order."""
     count = max(FEWEST_REQUESTS, min(MOST_REQUESTS, math.ceil(question.rate * SECONDS)))
     lengths = Mixture(
         (
@@ -244,7 +259,7 @@ def _way(
 
 @dataclass(slots=True)
 class _Watched:
-    """Wraps the cluster's request path and records the token ids of each request."""
+    """Forwards calls to the cluster's request path, and records the token ids of each request."""
 
     front: ServingPath
     tokens: dict[str, list[int]]

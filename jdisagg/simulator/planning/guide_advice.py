@@ -3,8 +3,8 @@
 The planner's cost model (`bounds.Estimator`) predicts the highest rate at which each mode meets the
 objectives. It ignores pauses of running streams and packing. A mode is therefore advised only if it
 also meets the objectives for most requests in a simulation. If several modes qualify, the guide
-advises the simplest mode whose predicted rate equals the highest within the prediction error.
-Pure."""
+advises the simplest mode whose predicted rate equals the highest within the prediction error. Has
+no side effects."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.workloads import Arrival
 
 ATTAINMENT = 0.9  # fraction of the requests that must meet the objectives
-# A gap of more than this multiple of the objective per token is a pause that a reader notices.
+# A gap between two tokens counts as a pause if it exceeds this multiple of the objective per token.
 PAUSE_FACTOR = 5.0
 LOW_LOAD = 0.3  # fraction of a mode's highest rate
 LIMITS = {
@@ -55,8 +55,8 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """The instances that the modes use: `instances` times the layout of `fitting`. `between`: name
-    of the link between prefill and decode."""
+    """The accelerators that all modes use: `instances` instances with the layout of `fitting`.
+    `between`: name of the link between prefill and decode instances."""
 
     card: Accelerator
     fitting: Fitting
@@ -74,8 +74,8 @@ class Workplace:
 
     @property
     def site(self) -> Site:
-        """The accelerators, with the link that the user chose for hand-offs instead of their
-        own."""
+        """The site of the planner. The link that the user chose for hand-offs replaces the links of
+        the accelerators."""
         chosen = link(self.between)
         return Site(replace(self.card, scale_up=chosen, scale_out=chosen), self.accelerators)
 
@@ -100,7 +100,7 @@ class ModeAdvice(msgspec.Struct, frozen=True):
     """The cost model's prediction for one mode.
 
     Attributes:
-        prefill_instances: 0 if all instances prefill and decode.
+        prefill_instances: Number of prefill instances; 0 if all instances prefill and decode.
         rate: Highest rate of all instances within the objectives on TTFT and TPOT, in requests per
             second.
         limit: Name of the bound that limits the rate (`bounds.Bounds`).
@@ -121,8 +121,13 @@ class ModeAdvice(msgspec.Struct, frozen=True):
 
 
 class GuideAdvice(msgspec.Struct, frozen=True):
-    """`mode`: the advised mode, or "" if no mode meets the objectives at the rate. `sentence`: the
-    reasons."""
+    """The mode that the guide advises, with its reasons.
+
+    Attributes:
+        mode: The advised mode, or "" if no mode meets the objectives at the rate.
+        sentence: The reasons, as text.
+        modes: The cost model's prediction for each mode.
+    """
 
     mode: str
     sentence: str
@@ -156,8 +161,8 @@ def arithmetic(
     chunk_tokens: int,
     objectives: Objectives,
 ) -> tuple[ModeAdvice, ...]:
-    """Returns each mode's best candidate for requests with the lengths of `arrivals`, simplest mode
-    first. `rate`: requests per second."""
+    """Predicts, for each mode, the best candidate for requests with the lengths of `arrivals`.
+    Returns the simplest mode first. `rate`: requests per second."""
     demand = Demand.of(arrivals)
     estimator = Estimator(place.site, demand, objectives.goal, [place.fitting], fused=True)
     longest = int(demand.prompts.max())

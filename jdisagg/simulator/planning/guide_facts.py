@@ -1,8 +1,9 @@
 """Computes the part of the web page's guide that needs no simulation: KV sizes and transfer times
 of prompts, and the roofline of prefill and decode.
 
-KV sizes are computed as in `jdisagg kv_calculator`, seconds with the cost model. One answer covers
-all prompt lengths and links of the page for a model on an accelerator. Pure."""
+KV sizes are computed as in `jdisagg kv_calculator`, and seconds with the cost model. For a model
+and an accelerator, one answer has all prompt lengths and links that the page offers. Has no side
+effects."""
 
 from dataclasses import replace
 
@@ -18,7 +19,8 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.simulator.planning.bounds import alone_seconds, exposed_seconds
 from jdisagg.simulator.planning.candidates import WHOLE_CHUNK, Fitting, Site, fitting_layouts
 
-# Models of the page, with the bits of their matrices where they are published in fewer than 16.
+# Models of the page, with the bits per value of their matrices. 0 means that they are published in
+# 16 bits.
 GUIDE_MODELS = {
     "llama-3.1-8b": 0,
     "qwen3-32b": 0,
@@ -37,14 +39,15 @@ GUIDE_LINKS = (
     "ethernet-10g",
 )
 PROMPTS = tuple(1 << power for power in range(8, 16))  # lengths that the page's slider offers
-LONGER_PROMPTS = (1 << 16, 1 << 17)  # drawn besides, within the model's context
+LONGER_PROMPTS = (1 << 16, 1 << 17)  # also plotted if they fit into the model's context
 DTYPE = "bfloat16"
 INSTANCE_TOKENS = 1 << 15  # an instance has room for a prompt of this many tokens and its answer
 MOST_DEVICES = 32
 CONTEXT_TOKENS = 2048  # of each sequence in the roofline's decode steps
 DECODE_BATCHES = tuple(1 << power for power in range(10))
 PREFILL_TOKENS = tuple(1 << power for power in range(4, 14))
-# Without losses and fixed times: costs at 1 FLOP/s count operations, at 1 byte/s they count bytes.
+# An ideal device without fixed times. With a peak of 1 FLOP/s, predicted seconds equal the number
+# of operations. With a bandwidth of 1 byte/s, they equal the number of bytes.
 _IDEAL = Efficiency(1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1e30, 1)
 _ENDLESS = 1e60
 
@@ -61,8 +64,8 @@ class FactsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KvTransfer(msgspec.Struct, frozen=True):
-    """The KV of one prompt over one link. `exposed_seconds`: part of `seconds` that does not
-    overlap with the prefill."""
+    """The transfer of one prompt's KV over one link. `exposed_seconds`: part of `seconds` that does
+    not overlap with the prefill."""
 
     link: str
     seconds: float
@@ -70,8 +73,13 @@ class KvTransfer(msgspec.Struct, frozen=True):
 
 
 class KvAtLength(msgspec.Struct, frozen=True):
-    """The KV of one prompt. `sent_bytes`: bytes that a hand-off transfers; fewer than `kv_bytes` in
-    a model with windowed layers. `prefill_seconds`: the prompt alone on one instance."""
+    """The KV of one prompt of `prompt_tokens` tokens.
+
+    Attributes:
+        sent_bytes: Bytes that a hand-off transfers. They are fewer than `kv_bytes` in a model with
+            windowed layers.
+        prefill_seconds: Time to prefill the prompt alone on one instance.
+    """
 
     prompt_tokens: int
     kv_bytes: int
@@ -96,7 +104,8 @@ class RooflinePoint(msgspec.Struct, frozen=True):
 
 
 class Roofline(msgspec.Struct, frozen=True):
-    """Both phases on one device. `peak_flops`, `bytes_per_second`: nominal speeds of the device."""
+    """The roofline of prefill and decode on one device. `peak_flops`, `bytes_per_second`: nominal
+    speeds of the device. `context_tokens`: context of each sequence in the decode steps."""
 
     peak_flops: float
     bytes_per_second: float
@@ -107,8 +116,8 @@ class Roofline(msgspec.Struct, frozen=True):
 
 class GuideFacts(msgspec.Struct, frozen=True):
     """Sizes and speeds of a model on an accelerator. `devices`, `layout`: the smallest instance
-    whose KV memory has room for INSTANCE_TOKENS tokens. `formula`: the factors of
-    `kv_bytes_per_token`."""
+    whose KV memory has room for INSTANCE_TOKENS tokens. `formula`: text that shows how
+    `kv_bytes_per_token` is computed."""
 
     model: str
     hardware: str
@@ -125,7 +134,8 @@ class GuideFacts(msgspec.Struct, frozen=True):
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raises InvalidRequestError, which names the choices, unless `value` is one of them."""
+    """Checks that `value` is one of `choices`. If not, raises InvalidRequestError with the
+    choices."""
     if value not in choices:
         listed = ", ".join(str(choice) for choice in choices)
         raise InvalidRequestError(f"{name} must be one of {listed}, got {str(value)[:80]!r}")

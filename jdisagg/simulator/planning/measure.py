@@ -1,7 +1,7 @@
 """Finds the highest request rate at which a candidate attains the goal in the simulator.
 
 `Measurer` can be pickled to another process. Its result for a candidate does not depend on other
-candidates. Accesses the simulator only through `Runner`. Deterministic by seed."""
+candidates. It accesses the simulator only through `Runner`. Equal seeds give equal results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +23,11 @@ class Task:
     Attributes:
       bounds: Upper bounds on the candidate's rate from the cost model.
       kv_tokens: Number of tokens whose KV fits on one dp rank.
-      rival_rate: Rate of the best candidate so far, in requests per second. The search stops once
-        this candidate cannot exceed the rate.
+      rival_rate: Rate of the best candidate so far, in requests per second. The search stops as
+        soon as it is clear that the task's candidate cannot exceed this rate.
       expected: Rate that the stepped cost model found, from which the search starts; 0 if unknown.
-      stay_seconds: Time that a request probably takes near the highest rate; 0 if unknown.
+      stay_seconds: Expected seconds from arrival to finish of a request near the highest rate; 0 if
+        unknown.
     """
 
     candidate: Candidate
@@ -51,11 +52,12 @@ class Measurer:
     seed: int = 0
 
     def trial(self, candidate: Candidate, rate: float, stay_seconds: float = 0.0) -> Trial:
-        """Simulates the candidate at `rate` requests per second (`trials`)."""
+        """Simulates the candidate at `rate` requests per second. `stay_seconds`: as in `Task`."""
         return self._trier.trial(self.runner, candidate, rate, stay_seconds)
 
     def report(self, candidate: Candidate, rate: float, stay_seconds: float) -> Report:
-        """Returns the latencies of the candidate at `rate` requests per second (`trials`)."""
+        """Simulates the candidate at `rate` requests per second and returns its latencies.
+        `stay_seconds`: as in `Task`."""
         return self._trier.report(self.runner, candidate, rate, stay_seconds)
 
     @property
@@ -65,8 +67,8 @@ class Measurer:
         )
 
     def measured(self, task: Task) -> Finding | None:
-        """Finds the candidate's highest rate. Returns None if the rate does not exceed the task's
-        `rival_rate`."""
+        """Finds the highest rate at which the task's candidate attains the goal. Returns None if
+        this rate does not exceed the task's `rival_rate`."""
         trials: list[Trial] = []
         stay = task.stay_seconds
 
@@ -134,7 +136,7 @@ def highest_rate(
     near: bool = False,
 ) -> float:
     """Returns the highest tried rate at which `attained(rate)` is at least `wanted`. The lowest
-    failing rate is higher by TOLERANCE at most.
+    tried rate that fails is at most TOLERANCE (a fraction) higher.
 
     Assumes that attainment decreases with the rate. Calls `attained` at most MOST_RUNS times.
 

@@ -9,10 +9,11 @@ skipped if a conclusive run of the best candidate takes too many requests. A `Pl
 candidates by their rate per accelerator of the site, idle accelerators included, simulated
 candidates first. It has the binding limit of each candidate and a verdict as text (`verdict`).
 
-Goals that no candidate can attain are refused before any run (`never`): a prompt is fastest alone
-in one chunk, and a decode step is fastest with a single sequence.
+Goals that no candidate can attain are refused before any run (`never`). This check uses the fastest
+cases: a prompt that is prefilled alone, and a decode step with a single sequence.
 
-Accesses the simulator only through `Runners`; prints nothing. Deterministic by seed."""
+This module accesses the simulator only through `Runners` and prints nothing. Equal seeds give equal
+plans."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -59,8 +60,8 @@ from jdisagg.simulator.planning.verdict import (
 )
 from jdisagg.simulator.workloads import Arrival
 
-# A candidate is simulated if its stepped rate is lower by less than this fraction than that of the
-# best of its kind.
+# A candidate is simulated if its stepped rate is at most this fraction below the stepped rate of
+# the best candidate of its kind.
 TIE = 0.02
 # Nothing is simulated if a conclusive run needs more requests than this and than `most_requests`.
 SIMULATED_REQUESTS = 10_000
@@ -93,9 +94,11 @@ class Search:
         dtype: Data type of weights and KV.
         codec: Codec of the KV that prefill instances send to decode instances.
         modes: Modes to compare.
-        finalists: Largest number of candidates to simulate, of those with one pool and of those
-            with two pools; also the number of stepped candidates of each mode in the plan.
-        most_requests: Cap on the number of requests of one simulated run that can be conclusive.
+        finalists: Largest number of candidates of each kind to simulate. Kinds are one pool and two
+            pools, each without and with pipeline stages. Also the number of stepped candidates of
+            each mode in the plan.
+            most_requests: Cap on the number of requests of one simulated run. A run may have more
+            if it would be inconclusive otherwise.
         fused: Whether the chunked mode runs a prefill chunk and a decode step as one program, or
             alternates them. Must equal the value of the `runner`.
         arrivals: Arrival process.
@@ -127,7 +130,8 @@ class Search:
 
 
 class Told:
-    """Receives a planner's progress and preliminary results; this class ignores them."""
+    """Receives the progress and the preliminary results of a planner. This class discards them;
+    subclasses show them."""
 
     def progress(self, text: str, done: int, total: int) -> None: ...
 
@@ -166,8 +170,9 @@ class Planner:
         self._search, self._told, self._spread = search, told, spread
 
     def plan(self, workload: Sequence[Arrival]) -> Plan:
-        """Returns the plan; blocks until all simulations have ended. Raises NothingFits, with the
-        reason, if no candidate fits or attains the goal at any rate."""
+        """Searches the best candidate and returns the plan. Blocks until all simulations have
+        ended. Raises NothingFits, with the reason, if no candidate fits or attains the goal at any
+        rate."""
         fitting, estimator = self._estimated(workload)
         cached = any(item.block_hashes for item in workload)
         if reason := never(fitting, estimator.demand, self._goal, cached):
@@ -222,8 +227,8 @@ class Planner:
             self._measure(measurer, tasks, found)
 
     def _error_bars(self, stepper: Measurer, stepped: Sequence[Finding], best: Finding) -> str:
-        """Describes the rate of the best finding if the predicted step times have the typical
-        error; "" if its candidate has no stepped rate."""
+        """Describes, as text, how the rate of the best finding changes if the predicted step times
+        have their typical error. Returns "" if its candidate has no stepped rate."""
         own = next((item for item in stepped if item.candidate == best.candidate), None)
         if own is None or not own.rate:
             return ""
@@ -306,7 +311,8 @@ class Planner:
         )
 
     def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
-        """Returns whether `runner` also attains the goal with the finding's candidate and rate."""
+        """Returns whether the finding's candidate also attains the goal at the finding's rate when
+        it is run by `runner`."""
         if not finding.rate:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)
@@ -320,7 +326,7 @@ class Planner:
 
 
 class _Found:
-    """Collects the candidates searched so far, and the findings of candidates that exceeded the
+    """Collects which candidates were searched so far, and the findings of those that exceeded the
     best earlier rate."""
 
     def __init__(self, site: Site, told: Told) -> None:
@@ -366,8 +372,8 @@ class _Found:
 
 
 def _by_kind(stepped: Sequence[Finding]) -> list[list[Finding]]:
-    """Returns the findings with one pool and with two, without and with pipeline stages. Kinds
-    without findings are left out."""
+    """Divides the findings into up to four lists: with one pool or two pools, and without or with
+    pipeline stages. Empty lists are omitted."""
     every = itertools.product((False, True), repeat=2)
     kinds: dict[tuple[bool, ...], list[Finding]] = {kind: [] for kind in every}
     for item in stepped:
@@ -376,8 +382,8 @@ def _by_kind(stepped: Sequence[Finding]) -> list[list[Finding]]:
 
 
 def _layouts_once(ranked: Sequence[Finding]) -> list[Finding]:
-    """Returns the best of the candidates with equal layouts, which differ in chunk size or numbers
-    of instances. `ranked`: findings, best first."""
+    """Returns, for each combination of mode and layouts, the best finding only. Candidates with
+    equal layouts differ in chunk size or numbers of instances. `ranked`: findings, best first."""
     found: dict[object, Finding] = {}
     for item in ranked:
         one = item.candidate
@@ -395,8 +401,9 @@ def _task(item: Finding, rival: float = 0.0, *, expected: bool = False) -> Task:
 
 
 def never(fitting: Sequence[Fitting], demand: Demand, goal: Goal, cached: bool) -> str:
-    """Returns the reason why no layout can attain the goal, even without load, or "" if one may.
-    `cached`: whether prompts may be in the prefix cache; TTFT is then not checked."""
+    """Checks whether the goal is impossible even without load. Returns the reason why no layout can
+    attain it, or "" if a layout may. `cached`: whether prompts may be in the prefix cache. If True,
+    TTFT is not checked."""
     wanted = goal.attainment - 1 / SAMPLE  # resolution of the sample
     prompts, steps = demand.sample_prompts, demand.sample_outputs - 1
     reasons = []
@@ -432,8 +439,9 @@ def _missed(
     limit: float,
     wanted: float,
 ) -> tuple[float, str, int] | None:
-    """Checks the prompt at quantile `wanted` of the lengths. Returns (seconds, fastest layout,
-    tokens) if this prompt misses the limit on the fastest layout, else None."""
+    """Checks whether the limit can be met for the fraction `wanted` of the prompts. Tests the
+    prompt at this quantile of the lengths on the layout that is fastest for it. Returns (seconds,
+    layout, tokens) if the prompt exceeds the limit, and None if it meets the limit."""
     at = min(len(prompts) - 1, max(0, int(np.ceil(wanted * len(prompts))) - 1))
     tokens = int(np.sort(prompts)[at])
     # Seconds increase with length: if this prompt meets the limit, so do all shorter ones.

@@ -1,9 +1,10 @@
 """First level of the planner's search: ranks all candidates by stepping the cost model.
 
-Candidates are stepped in the order of their bounds. A candidate is dropped after one trial if it
-does not reach nearly the rate of the best candidate of its kind: its mode, with or without pipeline
-stages. A candidate with the layouts of an earlier one is dropped if it does not exceed the rate of
-the earlier one. It is not stepped at all if its bound is far below that rate."""
+Candidates are stepped in the order of their bounds, highest first. Candidates are of the same kind
+if they have the same mode and if both or neither have pipeline stages. A candidate is dropped after
+one trial if it does not reach nearly the best rate of its kind so far. It is also dropped if an
+earlier candidate has the same layouts and a rate at least as high. A candidate whose bound is far
+below the best rate of its kind is not stepped at all."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,10 +16,10 @@ from jdisagg.simulator.planning.candidates import Candidate
 from jdisagg.simulator.planning.measure import TOLERANCE, Measurer, Task
 from jdisagg.simulator.planning.verdict import Finding
 
-# A candidate gets a rate only if it reaches this fraction, and one tolerance of the search more, of
-# the best rate of its kind.
+# The rate of a candidate is searched only if it exceeds this fraction of the best rate of its kind
+# by the search's tolerance.
 KEPT = 0.95
-# Bounds below this fraction of the best rate of their kind are not stepped.
+# Candidates whose bound is below this fraction of the best rate of their kind are not stepped.
 HOPELESS = 0.85
 # Number of requests of a stepped run; a run that decides nothing gets more.
 STEPPED_REQUESTS = 4000
@@ -86,8 +87,8 @@ def ranked_by_stepping(
 
 
 def _stay_of_best(found: Sequence[Finding], kind: Kind) -> float:
-    """Returns the mean seconds that a request takes with the best candidate of a kind, or 0. The
-    order in which processes finish does not matter."""
+    """Returns the mean seconds that a request takes with the best candidate of a kind, or 0 if none
+    was found yet. The result does not depend on the order in which processes finish."""
     alike = [item for item in found if _kind(item.candidate) == kind]
     best = max(alike, key=lambda item: (item.rate, str(item.candidate)), default=None)
     return (best.report.latency.mean or 0.0) if best else 0.0
@@ -102,8 +103,9 @@ def _layouts(candidate: Candidate) -> Layouts:
 
 
 def resolved(measurer: Measurer, ranked: Sequence[Finding]) -> list[Finding]:
-    """Returns `ranked`, findings with the best first, in the order of more exact rates: those that
-    may have the highest stepped rate get a rate within RESOLUTION."""
+    """Determines the rates of the best findings more exactly and returns all findings in the new
+    order. Findings that may have the highest stepped rate get a rate that is exact within
+    RESOLUTION. `ranked`: findings, best first."""
     near = [item for item in ranked if item.rate * (1 + TOLERANCE) >= ranked[0].rate]
     finer = [replace(item, rate=_finer(measurer, item)) for item in near]
     return [*sorted(finer, key=lambda item: -item.rate), *ranked[len(near) :]]
@@ -121,11 +123,11 @@ def _finer(measurer: Measurer, found: Finding) -> float:
 
 
 def rate_with_error(measurer: Measurer, stepped: Finding, factor: float) -> float:
-    """Returns the stepped rate of a finding's candidate if every step takes `factor` times the
-    predicted time, as a fraction of the finding's rate.
+    """Returns by what factor the stepped rate of a finding's candidate changes if every step takes
+    `factor` times the predicted time.
 
-    Scaling all times by a factor equals scaling the limits by its inverse and the rate with
-    them."""
+    It is equivalent to divide the latency limits by `factor` instead, and to divide the rate that
+    results by `factor` too."""
     goal = measurer.goal
     scaled = Goal(goal.ttft_seconds / factor, goal.tpot_seconds / factor, goal.attainment)
     task = Task(stepped.candidate, stepped.bounds, stepped.kv_tokens, expected=stepped.rate)

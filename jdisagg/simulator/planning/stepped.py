@@ -1,11 +1,12 @@
-"""Steps the cost model through a workload on a whole fleet, to rank candidates before they are
-simulated with live code.
+"""Runs a fast, simplified simulation of a workload on a whole fleet (*stepping* the cost model), to
+rank candidates before they are simulated with live code.
 
 The result has the form of a simulated run (`trials.Runner`). Queues, chunks, spans, KV room,
-hand-off and the duration of each step are modelled as in the simulator, but with plain counters: no
-messages, leases, pages or heartbeats. Requests go to the prefill instance with the fewest queued
-tokens and to the decode instance with the fewest sequences. A request takes tens of microseconds,
-where the simulator takes a millisecond. Deterministic."""
+hand-off and the duration of each step are modelled as in the simulator, but with plain counters.
+There are no messages, leases, pages or heartbeats. A request is placed on the prefill instance with
+the fewest queued tokens and on the decode instance with the fewest sequences. For each request,
+stepping takes tens of microseconds, and the simulator a millisecond. Equal arguments give equal
+results."""
 
 import heapq
 import itertools
@@ -30,8 +31,8 @@ class HandoffLinks:
 
     Attributes:
       link: The link of one device.
-      lanes: Number of links that carry one prompt's KV.
-      links: Number of links of one instance, the smaller of both sides.
+      lanes: Number of links over which one prompt's KV is sent in parallel. links: Number of links
+        of one prefill or decode instance, whichever has fewer.
     """
 
     link: Link
@@ -40,7 +41,7 @@ class HandoffLinks:
 
 
 class SteppedRunner:
-    """Steps candidates through workloads. Implements the planner's `Runner`.
+    """Runs candidates on workloads by stepping the cost model, as the planner's `Runner`.
 
     Args:
       site: The accelerators.
@@ -76,16 +77,16 @@ class SteppedRunner:
 
 
 class PrefixCache:
-    """The names of the prompt blocks that one instance caches. The least recently used block is
-    dropped first."""
+    """The prefix cache of one instance, as the names of the cached prompt blocks. The least
+    recently used block is evicted first."""
 
     def __init__(self, block_tokens: int, room_tokens: int) -> None:
         self._block, self._most = block_tokens, max(1, room_tokens // block_tokens)
         self._kept: OrderedDict[int, None] = OrderedDict()
 
     def cached_tokens(self, arrival: Arrival) -> int:
-        """Returns the number of leading prompt tokens that are cached. At least one token of a
-        prompt is computed."""
+        """Returns the number of leading prompt tokens that are cached. The result is at most the
+        prompt's length minus one, because at least one token must be computed."""
         known = itertools.takewhile(self._kept.__contains__, arrival.block_hashes)
         return min(sum(1 for _ in known) * self._block, arrival.prompt_tokens - 1)
 

@@ -7,9 +7,9 @@ its first sequence ends, or two steps after a request waits to join, as in the l
 spans, order of commands and reservations of pages follow the live workers. Preemption, swapping and
 page granularity are left out.
 
-With pipeline stages, the next chunk begins when this one leaves the first stage, and the slots of a
-dp rank form as many equal batches as there are stages. One pool with stages is not modelled.
-Pure; times are in seconds on the caller's clock."""
+With pipeline stages, the next chunk begins when the running one leaves the first stage, and the
+slots of a dp rank form as many equal batches as there are stages. One pool with stages is not
+modelled. Has no side effects. Times are in seconds on the caller's clock."""
 
 import heapq
 from collections import deque
@@ -28,7 +28,7 @@ class SteppedRequest:
     """A request in progress.
 
     Attributes:
-      cached: Number of prompt tokens that the prefix cache holds.
+      cached: Number of prompt tokens whose KV is in the prefix cache.
       left: Number of prompt tokens that are in no chunk yet.
       kept: Number of tokens for which pages are reserved.
       first: Time of the first token.
@@ -50,9 +50,14 @@ class SteppedRequest:
 
 @dataclass(slots=True)
 class Chunk:
-    """Rows of a prefill chunk by dp rank, as (new tokens, tokens before them), and the requests of
-    these rows. `ended`: requests whose prompts end in the chunk. `tokens`: new tokens of each dp
-    rank."""
+    """A prefill chunk of one instance.
+
+    Attributes:
+        rows: For each dp rank, its rows as (number of new tokens, number of tokens before them).
+        requests: The requests of all rows, in order.
+        ended: Requests whose prompts end in the chunk.
+        tokens: Number of new tokens of each dp rank.
+    """
 
     rows: list[list[tuple[int, int]]]
     requests: list[SteppedRequest]
@@ -86,13 +91,14 @@ class PromptQueues:
 
     @property
     def gathers(self) -> bool:
-        """Whether some dp rank has no prompt, and no prompt is partly in a chunk."""
+        """Whether the instance may wait for more prompts: some dp rank has no prompt, and no prompt
+        is in the middle of chunked prefill."""
         prompts = (one for queue in self._queues for one in queue)
         return not self.all_ranks and all(one.left == one.prompt - one.cached for one in prompts)
 
     def take(self) -> Chunk:
-        """Removes and returns the next chunk: on each rank the oldest prompts, up to the chunk's
-        tokens. A prompt that does not fit is split, if it is the first or has waited longest."""
+        """Removes the next chunk from the queues and returns it. On each rank it has the oldest
+        prompts, up to the chunk's number of tokens. The last prompt is split if it does not fit."""
         chunk = Chunk([], [], [], [])
         for rank, queue in enumerate(self._queues):
             rows: list[tuple[int, int]] = []
@@ -142,8 +148,8 @@ class DecodeBatch:
         return request.prompt + request.output - 1 <= self.room
 
     def reserve(self, request: SteppedRequest) -> bool:
-        """Reserves room for the prompt and the next tokens on the rank with the fewest sequences.
-        Returns whether a rank has room."""
+        """Reserves KV room for the prompt and its next tokens, on the rank with the fewest
+        sequences among those with room. Returns False if no rank has room."""
         need = request.prompt + min(request.output, self._growth)
         ranks = [
             rank
@@ -159,8 +165,8 @@ class DecodeBatch:
         return True
 
     def _taken(self, rank: int) -> int:
-        """Returns the reserved tokens of a rank, or its contexts if they outgrew the first
-        reservations."""
+        """Returns the number of tokens of KV room that a rank uses: the reserved tokens, or the
+        contexts of its sequences if these exceed the reservations."""
         return max(self.held[rank], self.contexts[rank] + self.counts[rank])
 
     def release(self, request: SteppedRequest) -> None:
@@ -177,8 +183,8 @@ class DecodeBatch:
         return self._ends[0][0] - self.steps
 
     def advance(self, steps: int) -> list[SteppedRequest]:
-        """Runs `steps` steps and removes the sequences that end. Returns these sequences, with
-        their room still held."""
+        """Runs `steps` steps. Removes and returns the sequences that end. Their room stays reserved
+        until `release`."""
         self.steps += steps
         for rank, count in enumerate(self.counts):
             self.contexts[rank] += steps * count
@@ -202,8 +208,8 @@ class SteppedSpan:
 
 @dataclass(slots=True)
 class CommandEnd:
-    """The requests that got their first token by a command, and those that got their last. `later`:
-    seconds until the first tokens leave the last pipeline stage."""
+    """The result of a command: the requests that got their first token, and those that got their
+    last token. `later`: seconds until the first tokens leave the last pipeline stage."""
 
     first: Sequence[SteppedRequest] = ()
     last: Sequence[SteppedRequest] = ()
@@ -211,8 +217,8 @@ class CommandEnd:
 
 
 class Instance:
-    """One instance that prefills, decodes or both. `mode` orders the commands of one that does
-    both.
+    """One instance that prefills, decodes or does both. If it does both, `mode` determines the
+    order of its commands.
 
     Attributes:
       queues: Prompts to prefill.
@@ -273,7 +279,8 @@ class Instance:
         return True
 
     def _gathers(self) -> bool:
-        """Returns whether prompts wait for prompts of other dp ranks (`InstanceConfig`)."""
+        """Returns whether queued prompts should wait until each dp rank has a prompt
+        (`InstanceConfig.gather_steps`)."""
         return self.queues.gathers and all(self.batch.counts)
 
     def _begin_chunk(self, now: float) -> None:
@@ -314,8 +321,9 @@ class Instance:
         self._ends(now, start + pace.seconds(steps))
 
     def issue_ahead(self) -> None:
-        """Decides the chunk after the running one if it leaves no dp rank idle, as live prefill
-        workers do. Prompts that arrive later cannot join this chunk."""
+        """Fixes the content of the next chunk while the current chunk runs, as live prefill workers
+        do. Does so only if every dp rank has a prompt. Prompts that arrive later cannot join this
+        chunk."""
         if self.chunk is not None and self._issued is None and self.queues.all_ranks:
             self._issued = self._take()
 
@@ -361,8 +369,8 @@ class Instance:
 
 
 def _fullest(chunk: Chunk) -> set[int]:
-    """Returns the dp ranks with the most tokens and with the most attention. One of them takes
-    longest."""
+    """Returns the dp rank with the most tokens and the dp rank with the most attention work. One of
+    the two determines the duration of the chunk."""
     rows = chunk.rows
     if len(rows) == 1:
         return {0}

@@ -1,5 +1,5 @@
-"""Decides by simulation whether a candidate can sustain a request rate. It sustains the rate if it
-attains the goal for any number of requests; otherwise it is overloaded.
+"""Decides by simulation whether a candidate can sustain a request rate. A candidate sustains a rate
+if it attains the goal for any number of requests. If not, it is overloaded.
 
 Requests arrive in the workload's order, as a Poisson process (with the same random numbers at every
 rate, so that curves do not jump) or at the trace's scaled times. Requests that arrive while the
@@ -22,7 +22,8 @@ repeated with more requests, up to `EXTENDS` times `most_requests`. If the longe
 inconclusive, or the workload has no more requests, the trial is marked `short`, and its rate does
 not count as sustained.
 
-Accesses the simulator only through `Runner`; does not choose rates. Deterministic by seed."""
+This module accesses the simulator only through `Runner` and does not choose rates. Equal seeds give
+equal results."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ from jdisagg.simulator.workloads import Arrival, at_rate
 TOLERANCE = 0.04  # relative tolerance of a rate at which bisection ends
 GROWTH = TOLERANCE / 2
 STAYS = 3  # `settled` drops up to a third
-MARGIN = 1.05  # by which runs are longer, as a request's time is known from other runs
+MARGIN = 1.05  # factor on the length of runs: a request's time is known from other runs only
 EXTENDS = 16
 LEAST_REQUESTS = 400
 LONGEST_SECONDS = 3600  # virtual
@@ -48,9 +49,13 @@ LONGEST_SECONDS = 3600  # virtual
 
 @dataclass(frozen=True, slots=True)
 class TrialRun:
-    """The result of one simulated run. The id of a request is its index in the arrivals. `stopped`:
-    whether the run ended early because it missed the goal; `outcomes` then has only the requests
-    that had ended."""
+    """The result of one simulated run. The id of a request is its index in the arrivals.
+
+    Attributes:
+        outcomes: Outcomes of all requests, or of those that had ended if the run was stopped.
+        usage: Device use of each worker.
+        stopped: Whether the run ended early because it missed the goal.
+    """
 
     outcomes: tuple[RequestOutcome, ...]
     usage: tuple[WorkerUsage, ...] = ()
@@ -64,8 +69,8 @@ Runner = Callable[[Candidate, Sequence[Arrival], Lost], TrialRun]
 
 @dataclass(frozen=True, slots=True)
 class Runners:
-    """The ways to run a candidate: `simulated` runs live code in virtual time, `stepped` only steps
-    the cost model."""
+    """The two ways to run a candidate: `simulated` runs live code in virtual time, and `stepped`
+    only steps the cost model."""
 
     simulated: Runner
     stepped: Runner
@@ -77,7 +82,8 @@ Process = Literal["poisson", "trace"]
 @dataclass(frozen=True, slots=True)
 class Trier:
     """Simulates candidates at given rates, with one workload and goal. `most_requests`: cap on the
-    number of requests of a run, except runs in which that many are or would be inconclusive."""
+    number of requests of a run. A run has more requests if `most_requests` are not enough for a
+    conclusion."""
 
     goal: Goal
     workload: Sequence[Arrival]
@@ -89,9 +95,9 @@ class Trier:
     def trial(
         self, runner: Runner, candidate: Candidate, rate: float, stay_seconds: float = 0.0
     ) -> Trial:
-        """Simulates the candidate at `rate` requests per second. Repeats with more requests while
-        the result is inconclusive. `stay_seconds`: time that a request probably takes; 0 if
-        unknown."""
+        """Simulates the candidate at `rate` requests per second. Repeats the run with more requests
+        while the result is inconclusive. `stay_seconds`: expected seconds from arrival to finish of
+        a request; 0 if unknown."""
         goal = self.goal
         filling = goal.ttft_seconds + self.demand.steps_mean * goal.tpot_seconds
         count = self._count(rate, filling, min(filling, stay_seconds))
@@ -142,9 +148,11 @@ class Trier:
         return summarise(settled(run.outcomes, filling, 1 / 2), goal.slo)
 
     def _count(self, rate: float, filling: float, stay: float) -> int:
-        """Returns the number of requests of the first run, long enough to reach a steady state, but
-        bounded in time at low rates. If requests take `stay` seconds and `most_requests` of them
-        cannot be conclusive, the number is the smallest that can be."""
+        """Returns the number of requests of the first run.
+
+        It is large enough to reach a steady state, and at low rates small enough to bound the run's
+        duration. If requests take `stay` seconds and `most_requests` are too few for a conclusion,
+        it is the smallest number that can be conclusive."""
         most = self.most_requests
         most = max(most, min(MARGIN * STAYS * stay * rate, EXTENDS * most))
         count = np.clip(4 * rate * filling, LEAST_REQUESTS, most)
@@ -152,9 +160,11 @@ class Trier:
 
 
 class Loss:
-    """Ends a run early. Called with the outcome of each request, it returns True once more requests
-    have missed a limit than the goal allows. `begun` counts requests whose first token is late
-    before they end."""
+    """Decides when a run can end early because the goal is missed.
+
+    An instance is called with the outcome of each request that ended. It returns True once more
+    requests have missed a limit than the goal allows. `begun` counts requests with a late first
+    token already before they end."""
 
     def __init__(self, goal: Goal, arrivals: Sequence[Arrival], filling_seconds: float) -> None:
         first, last = arrivals[0].at_seconds, arrivals[-1].at_seconds
@@ -176,7 +186,8 @@ class Loss:
         return self._missed > self._may_miss
 
     def begun(self, outcome: RequestOutcome) -> bool:
-        """As a call, with the outcome so far of a request that has its first token."""
+        """Handles a request that has received its first token, given its outcome so far. Returns
+        True if the run can end."""
         assert outcome.ttft is not None
         if outcome.ttft <= self._ttft or int(outcome.request_id) < self._from:
             return False
@@ -210,15 +221,16 @@ def _judged(rate: float, run: TrialRun, judged: Sequence[RequestOutcome], goal: 
 
 
 def requests_needed(found: Finding) -> int:
-    """Returns the number of requests of a conclusive run at the rate of a finding."""
+    """Returns the number of requests that a run at the rate of a finding needs to be conclusive."""
     return int(MARGIN * STAYS * (found.report.latency.mean or 0.0) * found.rate)
 
 
 def requests_at(
     workload: Sequence[Arrival], rate: float, count: int, arrivals: Process, seed: int
 ) -> list[Arrival]:
-    """Returns the first `count` requests of the workload at `rate` per second. A shorter workload
-    is repeated. A workload with named blocks is not repeated, because this would add cache hits."""
+    """Returns the first `count` requests of the workload, with new arrival times at `rate` requests
+    per second. A workload with fewer requests is repeated, unless its blocks have names: repeated
+    names would add cache hits. In that case the result has fewer than `count` requests."""
     if any(item.block_hashes for item in workload):
         count = min(count, len(workload))
     if arrivals == "trace" and len(workload) > 1:
@@ -236,8 +248,9 @@ def requests_at(
 def settled(
     outcomes: Sequence[RequestOutcome], filling_seconds: float, part: float = 1 / 3
 ) -> list[RequestOutcome]:
-    """Returns the outcomes of requests that arrived after the first `filling_seconds`, or after the
-    fraction `part` of the time between first and last arrival if that is shorter."""
+    """Drops the outcomes of requests that arrived while the cluster filled. Returns the outcomes of
+    requests that arrived after the first `filling_seconds`, or after the fraction `part` of the
+    time between first and last arrival if that is shorter."""
     arrivals = [item.arrival for item in outcomes]
     first, last = min(arrivals), max(arrivals)
     begin = first + min(filling_seconds, part * (last - first))

@@ -1,7 +1,7 @@
 """Describes the planner's results as text: the limit that binds each candidate, the best mode, and
 the reasons.
 
-Uses only the figures of a `Finding`; states a reason only if a figure supports it."""
+The text uses only the figures of a `Finding`, and states a reason only if a figure supports it."""
 
 import math
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Trial:
       unfinished: Fraction of the counted requests that did not finish; `reason` is the most
         frequent reason.
       overload: Whether the queue grew so fast that the goal would be missed with more arrivals.
-      short: Whether arrivals ended too soon for a conclusion.
+      short: Whether the run had too few arrivals for a conclusion.
     """
 
     rate: float
@@ -50,7 +50,8 @@ class Trial:
 
     @property
     def lasting_attainment(self) -> float:
-        """Attainment if arrivals never ended; 0 if the trial is an `overload` or `short`."""
+        """Attainment that the candidate sustains for any number of arrivals. It is 0 if the trial
+        is an `overload` or `short`."""
         return 0.0 if self.overload or self.short else self.attainment
 
 
@@ -64,8 +65,9 @@ class Finding:
       link_share: Fraction of the link's bandwidth that is in use at `rate`.
       kv_share: Mean fraction of the decode instances' KV memory that requests hold at `rate`.
       tokens_per_second: Output tokens per second at `rate`.
-      short: Whether the arrivals were too few to decide if a higher rate is possible.
-      simulated: Whether live code was simulated, or only the cost model was stepped.
+      short: Whether there were too few arrivals to decide if a higher rate is possible. simulated:
+        Whether the rate was found by simulating live code. If False, it was found by stepping the
+        cost model.
     """
 
     candidate: Candidate
@@ -84,9 +86,13 @@ class Finding:
 
 
 def binding_limit(trial: Trial, limits: Bounds) -> str:
-    """Returns the limit that binds a candidate, as text: the limit that most requests missed in
-    `trial`, with the most likely cause according to `limits`. `trial` failed just above the
-    candidate's highest rate."""
+    """Returns, as text, the limit that prevents a higher rate of a candidate: the limit that most
+    requests missed in `trial`, with its most likely cause.
+
+    Args:
+        trial: Trial at a rate just above the candidate's highest rate, which missed the goal.
+        limits: Bounds of the candidate, which determine the most likely cause.
+    """
     known = dict(limits.limits)
     tokens = {
         name: rate
@@ -136,7 +142,13 @@ def stepped_answer(stepped: Sequence[Finding]) -> str:
 
 
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
-    """Describes which mode is best, by how much and why. `findings` are ranked, best first."""
+    """Returns the text of a plan's verdict: which mode is best, by how much and why.
+
+    Args:
+        findings: Findings, best first.
+        estimator: Estimator of the plan, which gives reasons.
+        left_out: Modes without a candidate, each with the reason.
+    """
     said = _compared(findings, estimator, left_out)
     said += _stages(findings, estimator)
     if any(item.candidate.mode is Mode.CHUNKED for item in findings):
@@ -154,8 +166,8 @@ def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequenc
 
 
 def _stages(findings: Sequence[Finding], estimator: Estimator) -> str:
-    """Compares the best two pools with pipeline stages with those without. Returns "" if the
-    findings do not have both."""
+    """Describes how the best candidate with two pools and pipeline stages compares with the best
+    with two pools and no stages. Returns "" if one of the two is missing."""
     two = [item for item in findings if item.candidate.prefill and item.rate]
     staged = next((item for item in two if item.candidate.staged), None)
     plain = next((item for item in two if not item.candidate.staged), None)
@@ -255,8 +267,9 @@ def error_bars(best: Finding, low: float, high: float, error: float) -> str:
 
 
 def devices_for(finding: Finding, rate: float) -> int:
-    """Returns the number of accelerators needed to serve `rate` requests per second with copies
-    of the smallest group of instances that has the finding's ratio of roles."""
+    """Returns the number of accelerators that are needed to serve `rate` requests per second. The
+    deployment consists of copies of the smallest group of instances that has the finding's ratio of
+    prefill to decode instances."""
     unit = finding.candidate.unit_devices()
     groups = finding.candidate.devices // unit
     return math.ceil(rate * groups / finding.rate - 1e-9) * unit
@@ -297,8 +310,8 @@ def _said(finding: Finding) -> str:
 
 
 def _why(one: Finding, two: Finding, estimator: Estimator) -> str:
-    """Describes why finding `one` (one pool) has a higher rate than finding `two` (two pools); ""
-    if the reason is unknown."""
+    """Describes why the finding `one` (one pool) has a higher rate than the finding `two` (two
+    pools). Returns "" if the reason is unknown."""
     reasons = []
     if "hand-off" in two.binding or "link" in two.binding or two.link_share > 0.8:
         reasons.append("the link is slow for the KV that is transferred")
