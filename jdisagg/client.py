@@ -232,9 +232,9 @@ class AsyncClient(WeightsCalls):
         """Clears the prefix caches of all workers and returns the number of dropped blocks.
 
         Raises:
-            UnauthenticatedError: The token belongs to a tenant. A tenant may not clear the caches
-                of other tenants.
-            UnavailableError: A worker did not answer. Its prefix cache is possibly not cleared.
+            UnauthenticatedError: The token belongs to a tenant. Only the operator's token may clear
+            caches, because tenants share them.
+            UnavailableError: A worker did not answer. Its prefix cache may still hold blocks.
         """
         return (await self._unary(self._stub.ResetCache, pb.ResetCacheRequest())).blocks
 

@@ -380,8 +380,8 @@ class ServiceConfig:
         return self.advertise_host or self.host
 
     def at(self, host: str) -> "ServiceConfig":
-        """Returns a copy in which `host` is the address of the server, of its callers and of the KV
-        transfers."""
+        """Returns a copy that uses `host` as the address that the server binds, as the address to
+        which clients connect, and for KV transfers."""
         return replace(self, host=host, advertise_host="", kv_host="")
 
     @property

@@ -263,11 +263,12 @@ class InstanceTimeouts(_Part):
 
     Attributes:
         beat_seconds: Interval of the heartbeats between leader and followers.
-        silence_seconds: Time without a heartbeat of a process after which a running instance fails.
-        starting_silence_seconds: Time without a message of a process after which a starting
-            instance fails, while processes load and compile.
-        start_seconds: Time limit for all processes to connect through JAX, after which JAX ends
-            them.
+        silence_seconds: A running instance fails if one of its processes sends no heartbeat for
+        this long.
+        starting_silence_seconds: The same limit during the start, while processes load and compile.
+        Any message counts.
+        start_seconds: Time limit for all processes to connect through JAX. JAX then ends the
+        processes.
     """
 
     beat_seconds: float = 0.5

@@ -1,7 +1,7 @@
-"""Reads the configuration of MiniMax-Text-01 and M1. They have lightning attention
-(`models/lightning.py`) in most layers, attention with rotary positions on a part of each head in
-the others, Mixtral's experts, and a residual stream that continues from the normalised input of
-each block."""
+"""Reads the configuration of MiniMax-Text-01 and M1. Most layers have lightning attention
+(`models/lightning.py`). The others have softmax attention with rotary positions on a part of each
+head. The experts are those of Mixtral. The residual connection adds each block's normalised input,
+not its raw input."""
 
 from dataclasses import replace
 

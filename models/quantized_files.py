@@ -211,7 +211,8 @@ def _compressed(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str
 
 
 def _four_bit_floats(files: SafetensorsFiles, base: str) -> Fp4Matrix:
-    """Returns a matrix of compressed-tensors' nvfp4- or mxfp4-pack-quantized."""
+    """Returns a matrix that is stored in the format `nvfp4-pack-quantized` or
+    `mxfp4-pack-quantized` of compressed-tensors."""
     out, pairs = files.shapes()[f"{base}weight_packed"]
     scale = f"{base}weight_scale"
     powers = scale in files.shapes() and files.kind(scale) == "U8"

@@ -211,8 +211,8 @@ def _text_name(name: str) -> str:
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """Returns file names by tensor name from the index. Returns None without an index, or if none
-    of the index's files exist, because their tensors were merged into a single file."""
+    """Returns the index's map from tensor name to file name. Returns None if there is no index, or
+    if none of its files exist (as after merging a checkpoint into a single file)."""
     index_path = directory / _INDEX
     if not index_path.is_file():
         return None

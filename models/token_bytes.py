@@ -67,8 +67,8 @@ def _replaced(part: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _letters() -> dict[str, int]:
-    """Returns the bytes of GPT-2's alphabet: printable bytes stand for themselves, and the others
-    are letters from 256 on, in order."""
+    """Returns GPT-2's map from characters to bytes: a printable byte has its own character, and the
+    other bytes have code points 256, 257 and so on, in order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {

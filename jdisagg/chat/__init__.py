@@ -1,1 +1,1 @@
-"""Parts of a chat that are not text: tools, tool calls and reasoning."""
+"""Parts of a chat other than the content of messages: tools, tool calls and reasoning."""

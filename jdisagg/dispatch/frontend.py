@@ -213,7 +213,8 @@ class Frontend:
     async def _encoded(
         self, prompt: Prompt, options: SamplingOptions, within_context: bool
     ) -> tuple[Encoded, SamplingParams]:
-        """Returns the tokens of the prompt, and sampling parameters that fit into the context."""
+        """Returns the prompt's tokens, and the sampling parameters with `max_tokens` reduced to
+        what fits into the context."""
         self._check_option_ids(options)
         size_bytes = self.prompts.check(prompt)
         chat = chat_of(prompt)

@@ -319,9 +319,10 @@ def stage_cut(pp: int, layer_groups: int | None) -> StageCut:
 def groups_of_layers(spec: KVSpec, asked: int | None, pp: int = 1) -> int:
     """Returns the number of layer groups. Each group is one program of a prefill chunk, and a
     group's KV is transferred while the next group computes. With n groups the transfer of the last
-    group, 1/n of the KV, cannot overlap with computation. On the other hand, each block costs host
-    work. `asked` is the configured number. If it is None, the result is the largest number of
-    groups with which the blocks of a typical prompt are large enough. Both sides of a hand-off must
+    group, 1/n of the KV, cannot overlap with computation. More groups therefore hide more of the
+    transfer, but each transferred block costs host time. `asked` is the configured number. If it is
+    None, the result is the largest number of groups with which the blocks of a typical prompt are
+    large enough for an efficient transfer. Both sides of a hand-off must
     use the same number.
 
     Raises:

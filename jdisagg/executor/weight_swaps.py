@@ -139,8 +139,8 @@ class WeightsReading:
 
 @dataclass
 class _Resting:
-    """State of a sleeping mesh: the copies in host memory of the model's arrays (None for a dropped
-    array) and of the adapters' stacks."""
+    """What a sleeping mesh keeps in host memory: copies of the model's arrays (None for an array
+    that was dropped), and of the stacked LoRA weights."""
 
     model: "list[_HostArray] | None"
     stacks: "list[list[_HostArray]]"

@@ -3,9 +3,11 @@ worker reports or work is placed.
 
 There are three kinds of columns: the worker's last status, its description (place, role, speed),
 and the work that this router has sent and that no status includes yet (`own_`, maintained by
-`accounts.py`). The `own_` columns spread a burst of requests between two heartbeats over the
-workers. Rows stay in the order in which the workers arrived, so that a replayed decision breaks
-ties in the same way. Times are arguments.
+`accounts.py`). Because it counts its own recent work, the router spreads a burst of requests over
+the workers before the next heartbeats arrive. Rows stay in the order in which the workers arrived,
+so that a replayed decision breaks
+ties in the same way. Functions take the current time as an argument, so that decisions can be
+replayed.
 
 If a column's name has no prefix, its value is the sum over a worker's dp ranks. `best_` columns
 describe the rank with the most free pages, which takes the next sequence. `most_` columns describe

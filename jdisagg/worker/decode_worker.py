@@ -438,7 +438,7 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
-        """Makes the sequences of a group ready to decode, because their KV has arrived."""
+        """Marks the sequences of a group as ready to decode, when all their KV has arrived."""
         stream = self._streams[group.key]
         stream.kv_bytes_moved = received.bytes_moved
         stream.exposed_seconds = received.exposed_seconds

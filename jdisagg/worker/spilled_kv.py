@@ -38,8 +38,8 @@ class SpilledKv:
     """Swaps the sequences of one decode mesh out and in.
 
     Args:
-        changed: Function that is called when pages became free, or when a sequence ended or became
-            ready.
+        changed: Function that is called after pages are freed, or after a sequence ends or becomes
+        ready.
         most_seconds: Longest time that a swapped-out sequence may wait for pages.
     """
 

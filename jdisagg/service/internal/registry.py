@@ -250,7 +250,8 @@ class RegistryClient:
             link.mark = await link.port.kept(self._card.boot_id, news)
 
     async def _share_use(self, link: "_RouterLink") -> None:
-        """Sends the quota use of the other routers to a router, and receives the router's own use.
+        """Exchanges clients' quota use with a router: sends the use that the other routers counted,
+        and receives the use that this router counted.
         Does nothing if the exchange is not due, or if the worker has a single router."""
         now = asyncio.get_running_loop().time()
         if len(self._links) == 1 or now < link.share_at:
