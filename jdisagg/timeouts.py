@@ -264,11 +264,11 @@ class InstanceTimeouts(_Part):
     Attributes:
         beat_seconds: Interval of the heartbeats between leader and followers.
         silence_seconds: A running instance fails if one of its processes sends no heartbeat for
-        this long.
+            this long.
         starting_silence_seconds: The same limit during the start, while processes load and compile.
-        Any message counts.
+            Any message counts.
         start_seconds: Time limit for all processes to connect through JAX. JAX then ends the
-        processes.
+            processes.
     """
 
     beat_seconds: float = 0.5

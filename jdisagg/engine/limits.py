@@ -322,8 +322,7 @@ def groups_of_layers(spec: KVSpec, asked: int | None, pp: int = 1) -> int:
     group, 1/n of the KV, cannot overlap with computation. More groups therefore hide more of the
     transfer, but each transferred block costs host time. `asked` is the configured number. If it is
     None, the result is the largest number of groups with which the blocks of a typical prompt are
-    large enough for an efficient transfer. Both sides of a hand-off must
-    use the same number.
+    large enough for an efficient transfer. Both sides of a hand-off must use the same number.
 
     Raises:
         ConfigError: There are fewer groups than pipeline stages.

@@ -5,9 +5,8 @@ There are three kinds of columns: the worker's last status, its description (pla
 and the work that this router has sent and that no status includes yet (`own_`, maintained by
 `accounts.py`). Because it counts its own recent work, the router spreads a burst of requests over
 the workers before the next heartbeats arrive. Rows stay in the order in which the workers arrived,
-so that a replayed decision breaks
-ties in the same way. Functions take the current time as an argument, so that decisions can be
-replayed.
+so that a replayed decision breaks ties in the same way. Functions take the current time as an
+argument, so that decisions can be replayed.
 
 If a column's name has no prefix, its value is the sum over a worker's dp ranks. `best_` columns
 describe the rank with the most free pages, which takes the next sequence. `most_` columns describe

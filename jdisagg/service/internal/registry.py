@@ -251,8 +251,8 @@ class RegistryClient:
 
     async def _share_use(self, link: "_RouterLink") -> None:
         """Exchanges clients' quota use with a router: sends the use that the other routers counted,
-        and receives the use that this router counted.
-        Does nothing if the exchange is not due, or if the worker has a single router."""
+        and receives the use that this router counted. Does nothing if the exchange is not due, or
+        if the worker has a single router."""
         now = asyncio.get_running_loop().time()
         if len(self._links) == 1 or now < link.share_at:
             return
