@@ -92,11 +92,11 @@ _TRAITS = {
         warm_runs=3,
         limit_has_fraction=True,  # XLA_CLIENT_MEM_FRACTION
         # Autotuning is off, because XLA would compile and time several forms of every kind of
-        # fusion. The unrolled passes of sampling have hundreds of fusions, and took more than 98 s
-        # on an H100 with 16 cores.
+        # fusion. The unrolled passes of a sampling program have hundreds of fusions. With
+        # autotuning, one such program compiled for more than 98 s on an H100.
         compiler_options=(("xla_gpu_experimental_enable_fusion_autotuner", False),),
-        # In full float32 precision Triton's products have no tensor cores: they are slower than
-        # cuBLAS, and each of many candidates takes seconds to compile.
+        # In full float32 precision Triton's products use no tensor cores, and each of many
+        # candidates takes seconds to compile.
         float32_options=(("xla_gpu_enable_triton_gemm", False),),
     ),
     "tpu": PlatformTraits(
