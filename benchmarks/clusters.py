@@ -47,8 +47,9 @@ def _child(page: str, said: str, arguments: tuple[str, ...]) -> Iterator[str]:
                     yield address[1]
                     break
             else:
-                raise SystemExit(f"{page} did not start")
-        except (KeyboardInterrupt, SystemExit):
+                log.seek(0)
+                raise SystemExit(f"{page} did not start: {log.read()[-2000:]}")
+        except KeyboardInterrupt:  # the start took too long
             log.seek(0)
             print(log.read()[-4000:], file=sys.stderr)
             raise

@@ -218,8 +218,7 @@ class DevicelessPrograms(Programs):
         with use_abstract_mesh(self._abstract), self.precision():
             lowered = self._trace(self._abstract, body, arguments, *specs).lower()
             read = self._bytes_of(arguments, in_specs, donate)
-            options = self.options_of(arguments)
-            compiled, counted = self._counted(lowered, name, read, options)
+            compiled, counted = self._counted(lowered, name, read, self.options_of(arguments))
         memory = compiled.memory_analysis()
         assert memory is not None
         self._report(
@@ -284,8 +283,8 @@ class GpuPrograms(DevicelessPrograms):
         self, lowered: jax.stages.Lowered, name: str, read: int, options: dict[str, str | bool]
     ) -> tuple[jax.stages.Compiled, Callable[..., Counted]]:
         with tempfile.TemporaryDirectory() as dump:
-            options |= {**self._options, "xla_dump_to": dump}
-            compiled = lowered.compile(compiler_options=options)
+            more = {**self._options, "xla_dump_to": dump}
+            compiled = lowered.compile(compiler_options=options | more)
             thunks = count_thunks(Path(dump))
         copied = largest_copy(compiled.as_text() or "")
         return compiled, partial(GpuCounted, **thunks, copied_bytes=copied)
