@@ -7,24 +7,19 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 
-def first_quick(cases: Iterable[Sequence[object]], quick: int = 1) -> list[object]:
-    """Returns cases for `parametrize`: all but the first `quick` are in lane `ci`."""
-    return _later(cases, quick, pytest.mark.ci)
+def first_quick(cases: Iterable[Sequence[object]], quick: int = 1, ci: int = 1) -> list[object]:
+    """Returns cases for `parametrize`: after the first `quick`, `ci` are in lane `ci`, and all
+    others are slow."""
+    marks = {number: pytest.mark.ci for number in range(quick, quick + ci)}
+    return [
+        case if number < quick else pytest.param(*case, marks=marks.get(number, pytest.mark.slow))
+        for number, case in enumerate(cases)
+    ]
 
 
 def first_ci(cases: Iterable[Sequence[object]], ci: int = 1) -> list[object]:
     """Returns cases for `parametrize` of a test in lane `ci`: all but the first `ci` are slow."""
-    return _later(cases, ci, pytest.mark.slow)
-
-
-def _later(
-    cases: Iterable[Sequence[object]], first: int, mark: pytest.MarkDecorator
-) -> list[object]:
-    """Marks all but the first cases."""
-    return [
-        case if number < first else pytest.param(*case, marks=mark)
-        for number, case in enumerate(cases)
-    ]
+    return first_quick(cases, quick=ci, ci=0)
 
 
 def sort_into_lanes(items: list[pytest.Item]) -> None:

@@ -85,7 +85,7 @@ def packed(recording: Recording) -> bool:
     "prefill, decode",
     [
         ("tp=2", "dp=2"),
-        pytest.param("dp=2", "tp=2", marks=pytest.mark.ci),
+        pytest.param("dp=2", "tp=2", marks=pytest.mark.slow),
         pytest.param("pp=2", "pp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("dp=2,tp=2", "tp=4", marks=pytest.mark.slow),
     ],

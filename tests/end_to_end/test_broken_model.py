@@ -15,6 +15,7 @@ from jdisagg.config import Mode
 from jdisagg.errors import BrokenModelError
 from jdisagg.request import Request
 from tests.end_to_end.clusters import LLAMA, Running, config, running
+from tests.lanes import first_ci
 
 pytestmark = pytest.mark.ci
 
@@ -51,7 +52,7 @@ def poison(run: Running) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "kv_dtype"),
-    [(Mode.DISAGGREGATED, ""), (Mode.CHUNKED, ""), (Mode.DISAGGREGATED, "fp8")],
+    first_ci([(Mode.DISAGGREGATED, ""), (Mode.CHUNKED, ""), (Mode.DISAGGREGATED, "fp8")]),
 )
 async def test_a_sequence_without_finite_logits_ends_alone(mode, kv_dtype, tmp_path):
     sizes = config(mode, "tp=1", "tp=1", directory=untied(tmp_path / "model"))

@@ -93,7 +93,7 @@ FORCED: list[Mapping[tuple[str, int], Fault]] = [
 @pytest.mark.parametrize(
     "forced",
     [
-        pytest.param(FORCED[0], id="lost"),
+        pytest.param(FORCED[0], id="lost", marks=pytest.mark.slow),
         pytest.param(FORCED[1], id="late", marks=pytest.mark.slow),
         pytest.param(FORCED[2], id="refused", marks=pytest.mark.slow),
         pytest.param(FORCED[3], id="garbled"),

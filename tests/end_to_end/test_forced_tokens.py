@@ -91,8 +91,8 @@ async def one_by_one(monkeypatch: pytest.MonkeyPatch, directory: Path = LLAMA) -
 @pytest.mark.parametrize(
     ("mode", "prefill", "decode", "steps"),
     [
-        (Mode.UNIFIED, "", "tp=1", 1),
-        (Mode.CHUNKED, "", "dp=2,tp=2", 4),
+        pytest.param(Mode.UNIFIED, "", "tp=1", 1, marks=pytest.mark.slow),
+        pytest.param(Mode.CHUNKED, "", "dp=2,tp=2", 4, marks=pytest.mark.slow),
         (Mode.DISAGGREGATED, "tp=2", "dp=2", 1),
         pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2", 1, marks=pytest.mark.slow),
     ],

@@ -39,8 +39,8 @@ def texts(prompt: list[int], images: tuple[PromptImage, ...]) -> list[str]:
     "name",
     [
         "qwen3_5_images",
-        pytest.param("mistral3_images", marks=pytest.mark.ci),
-        pytest.param("qwen3_vl_images", marks=pytest.mark.ci),
+        pytest.param("mistral3_images", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_images", marks=pytest.mark.slow),
     ],
 )
 async def test_images_of_every_api_give_the_tokens_of_transformers(

@@ -57,10 +57,10 @@ def rows(run: Running) -> list[PrefillRow]:
     ("name", "mode"),
     [
         (QWEN, Mode.DISAGGREGATED),
-        pytest.param(QWEN, Mode.UNIFIED, marks=pytest.mark.ci),
+        pytest.param(QWEN, Mode.UNIFIED, marks=pytest.mark.slow),
         pytest.param(PIXTRAL, Mode.CHUNKED, marks=pytest.mark.ci),
         pytest.param(QWEN, Mode.CHUNKED, marks=pytest.mark.slow),
-        pytest.param(PIXTRAL, Mode.DISAGGREGATED, marks=pytest.mark.ci),
+        pytest.param(PIXTRAL, Mode.DISAGGREGATED, marks=pytest.mark.slow),
         pytest.param(PIXTRAL, Mode.UNIFIED, marks=pytest.mark.slow),
         pytest.param(DEEP, Mode.DISAGGREGATED, marks=pytest.mark.ci),
         pytest.param(DEEP, Mode.CHUNKED, marks=pytest.mark.slow),
@@ -90,7 +90,7 @@ async def test_streams_are_those_of_transformers_and_only_the_same_image_is_a_hi
         assert alone.tokens == changed.tokens
 
 
-@pytest.mark.parametrize("name", [PIXTRAL, pytest.param(QWEN, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("name", [PIXTRAL, pytest.param(QWEN, marks=pytest.mark.slow)])
 async def test_an_image_is_encoded_once_and_text_beside_it_is_not_changed(
     name: str, tmp_path: Path
 ) -> None:

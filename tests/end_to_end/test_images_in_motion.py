@@ -30,8 +30,8 @@ Images = tuple[PromptImage, ...]
     [
         pytest.param(QWEN, "dp=2,tp=2", "tp=2", marks=pytest.mark.slow),
         pytest.param(PIXTRAL, "tp=2", "dp=2", marks=pytest.mark.ci),
-        pytest.param("qwen3_5_moe_images", "tp=2,ep=2", "dp=2,ep=2", marks=pytest.mark.ci),
-        pytest.param(DEEP, "dp=2,tp=2", "tp=1", marks=pytest.mark.ci),
+        pytest.param("qwen3_5_moe_images", "tp=2,ep=2", "dp=2,ep=2", marks=pytest.mark.slow),
+        pytest.param(DEEP, "dp=2,tp=2", "tp=1", marks=pytest.mark.slow),
     ],
 )
 async def test_streams_are_those_of_transformers_on_sharded_prefill_meshes(

@@ -43,13 +43,15 @@ def _dense_logprobs(
     ("name", "mode", "prefill", "decode", "exponents"),
     [
         pytest.param("llama", Mode.DISAGGREGATED, "tp=2", "dp=2", ONES, marks=pytest.mark.ci),
-        pytest.param("llama", Mode.CHUNKED, "", "dp=2,tp=2", BY_HEAD, marks=pytest.mark.ci),
+        pytest.param("llama", Mode.CHUNKED, "", "dp=2,tp=2", BY_HEAD, marks=pytest.mark.slow),
         pytest.param("llama", Mode.DISAGGREGATED, "tp=1", "tp=4", BY_HEAD, marks=pytest.mark.slow),
         pytest.param("moe", Mode.DISAGGREGATED, "dp=2,tp=2", "tp=4", ONES, marks=pytest.mark.slow),
         pytest.param(
             "deepseek_v3", Mode.DISAGGREGATED, "tp=1", "tp=2", BY_HEAD, marks=pytest.mark.ci
         ),
-        pytest.param("gpt_oss", Mode.DISAGGREGATED, "tp=2", "dp=2", BY_HEAD, marks=pytest.mark.ci),
+        pytest.param(
+            "gpt_oss", Mode.DISAGGREGATED, "tp=2", "dp=2", BY_HEAD, marks=pytest.mark.slow
+        ),
         pytest.param("qwen2_windows", Mode.CHUNKED, "", "tp=4", BY_HEAD, marks=pytest.mark.slow),
         pytest.param("gemma3", Mode.DISAGGREGATED, "tp=1", "tp=2", BY_HEAD, marks=pytest.mark.slow),
         pytest.param(

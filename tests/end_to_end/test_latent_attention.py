@@ -16,6 +16,7 @@ from jdisagg.layout.axes import Layout
 from models.checkpoint import LoadedModel, load_model
 from tests.end_to_end.clusters import GOLDEN, config, golden_copy, golden_greedy, running
 from tests.end_to_end.test_prefix_reuse import push_out
+from tests.lanes import first_ci
 
 # The second one has an indexer, whose keys are cached beside the latents.
 NAMES = ("deepseek_v3", "deepseek_v32")
@@ -30,7 +31,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("mode", "host_gib"),
-    [(Mode.DISAGGREGATED, 0.0), (Mode.DISAGGREGATED, 0.1), (Mode.CHUNKED, 0.0)],
+    first_ci([(Mode.DISAGGREGATED, 0.1), (Mode.DISAGGREGATED, 0.0), (Mode.CHUNKED, 0.0)]),
 )
 async def test_what_stays_serves_later_requests(model: Path, mode: Mode, host_gib: float) -> None:
     """In pages, or in host memory when these have no room."""
@@ -63,7 +64,7 @@ async def test_what_stays_serves_later_requests(model: Path, mode: Mode, host_gi
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name",), first_ci((name,) for name in NAMES[::-1]))
 def test_a_sequence_that_is_moved_midway_goes_on_as_if_it_had_not_been(name: str) -> None:
     prompt, greedy = golden_greedy(GOLDEN / name)
     kept = {"latent": CACHED} | ({"index": INDEX} if name == "deepseek_v32" else {})

@@ -10,6 +10,7 @@ from jdisagg.config import Mode, PrefixConfig
 from jdisagg.request import Request
 from tests.end_to_end.clusters import Running, config, running
 from tests.fakes.cluster import Collected
+from tests.lanes import first_ci
 
 SLOTS, HIGH = 4, 3
 
@@ -29,11 +30,13 @@ def low_requests(run: Running) -> list[Request]:
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("mode", "decode", "host_gib"),
-    [
-        (Mode.DISAGGREGATED, "tp=1", 0.25),
-        (Mode.DISAGGREGATED, "tp=1", 0.0),
-        (Mode.CHUNKED, "tp=1", 0.25),
-    ],
+    first_ci(
+        [
+            (Mode.DISAGGREGATED, "tp=1", 0.25),
+            (Mode.DISAGGREGATED, "tp=1", 0.0),
+            (Mode.CHUNKED, "tp=1", 0.25),
+        ]
+    ),
 )
 async def test_low_streams_yield_to_high_ones_and_equal_undisturbed_ones(mode, decode, host_gib):
     engine = config(mode, "tp=1", decode, slots=SLOTS, context=256)

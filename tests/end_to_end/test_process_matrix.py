@@ -106,12 +106,12 @@ async def check(matrix: Matrix, case: Case, channel: str = "transfer engine") ->
 
 
 # Each layout and both page sizes, dtypes and codecs once; every pair of them is in the slow lane.
-@pytest.mark.parametrize(("case",), first_ci(zip(PAIRWISE), 5), ids=str)
+@pytest.mark.parametrize(("case",), first_ci(zip(PAIRWISE), 3), ids=str)
 async def test_two_processes_move_kv_and_give_the_tokens_of_one(matrix: Matrix, case: Case):
     await check(matrix, case)
 
 
-@pytest.mark.parametrize("case", PAIRWISE[:2], ids=str)
+@pytest.mark.parametrize(("case",), first_ci(zip(PAIRWISE[:2])), ids=str)
 async def test_likewise_from_device_to_device(lending: Matrix, case: Case):
     await check(lending, case, "CUDA memory")
 

@@ -27,6 +27,7 @@ from tests.end_to_end.test_cluster import all_free, cluster, wait_until
 from tests.end_to_end.test_layouts import PROMPT, check_continuations, expected
 from tests.end_to_end.test_token_identity import mixed_requests, reference, streams
 from tests.end_to_end.two_decoders import TwoDecoders
+from tests.lanes import first_ci
 
 ci, slow = pytest.mark.ci, pytest.mark.slow
 LAYERS = 4
@@ -60,7 +61,7 @@ PAIRS = [
         ("pp=2,tp=2", "pp=3"),
         pytest.param("pp=2", "tp=1", marks=slow),
         pytest.param("tp=2", "pp=4", marks=slow),
-        pytest.param("pp=3", "pp=2,dp=2", marks=ci),
+        pytest.param("pp=3", "pp=2,dp=2", marks=slow),
     ],
 )
 async def test_stages_give_the_tokens_of_a_dense_pass_and_move_the_bytes_of_the_kv(
@@ -78,7 +79,7 @@ async def test_every_pair_of_stages_gives_the_tokens_of_a_dense_pass(
 
 
 @ci
-@pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
+@pytest.mark.parametrize(("mode",), first_ci([(Mode.CHUNKED,), (Mode.UNIFIED,)]))
 async def test_stages_of_one_pool_give_the_tokens_of_a_dense_pass(mode: Mode) -> None:
     await check(config(mode, decode="pp=3", chunk=16))
 
@@ -137,7 +138,7 @@ async def test_sequences_that_move_between_stages_and_one_mesh_give_the_streams_
     ("prefill", "decode"),
     [
         pytest.param("tp=2", "pp=2", id="opt-13b", marks=slow),
-        pytest.param("tp=4", "pp=2,tp=2", id="opt-66b"),
+        pytest.param("tp=4", "pp=2,tp=2", id="opt-66b", marks=slow),
     ],
 )
 async def test_the_placements_of_distserve_with_two_stages_of_decode_give_the_streams_of_each_alone(

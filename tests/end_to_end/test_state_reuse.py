@@ -64,10 +64,10 @@ SIZES = {"context": 256, "slots": 4, "chunk": 64}
         pytest.param("kimi_linear", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.slow),
         pytest.param("kimi_linear", Mode.CHUNKED, "tp=2", "tp=2", marks=pytest.mark.slow),
         pytest.param("lfm2", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.slow),
-        pytest.param("minimax", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.ci),
+        pytest.param("minimax", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.slow),
         pytest.param("qwen3_5", Mode.UNIFIED, "tp=1", "tp=2", marks=pytest.mark.slow),
         pytest.param("nemotron_h_moe", Mode.DISAGGREGATED, "dp=2", "tp=1", marks=pytest.mark.slow),
-        pytest.param("granite4_hybrid", Mode.CHUNKED, "tp=1", "dp=2", marks=pytest.mark.ci),
+        pytest.param("granite4_hybrid", Mode.CHUNKED, "tp=1", "dp=2", marks=pytest.mark.slow),
         pytest.param("granite4_hybrid", Mode.UNIFIED, "tp=1", "tp=1", marks=pytest.mark.slow),
     ],
 )

@@ -13,6 +13,7 @@ from jdisagg.messages.step_commands import DecodeSteps, InsertBlock, PrefillChun
 from jdisagg.request import Request
 from tests.end_to_end.clusters import Running, config, running
 from tests.fakes.cluster import Collected
+from tests.lanes import first_ci
 
 SENTENCE = (
     "once upon a time there was a little dog who lived in the forest and it liked to play with a"
@@ -130,7 +131,7 @@ def decoded_while_chunks_landed(run: Running) -> bool:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
+@pytest.mark.parametrize(("mode",), first_ci([(Mode.CHUNKED,), (Mode.UNIFIED,)]))
 async def test_all_at_once_on_one_mesh_gives_the_same_streams(mode):
     result, _ = await all_at_once(config(mode, decode="dp=2,tp=2"))
     assert result == await reference()
@@ -153,7 +154,7 @@ async def outgrow_their_pages(
 @pytest.mark.parametrize(
     ("mode", "prefill", "decode", "pages", "steps", "host_gib"),
     [
-        (Mode.DISAGGREGATED, "tp=1", "tp=1", 58, 1, 0.0),
+        pytest.param(Mode.DISAGGREGATED, "tp=1", "tp=1", 58, 1, 0.0, marks=pytest.mark.slow),
         pytest.param(Mode.DISAGGREGATED, "tp=1", "tp=1", 58, 4, 0.0, marks=pytest.mark.slow),
         pytest.param(Mode.CHUNKED, "tp=1", "tp=1", 58, 1, 0.0, marks=pytest.mark.slow),
         pytest.param(Mode.DISAGGREGATED, "tp=1", "tp=2", 58, 1, 0.25, marks=pytest.mark.slow),

@@ -22,6 +22,7 @@ from tests.end_to_end.clusters import (
     running,
 )
 from tests.end_to_end.test_layouts import PROMPT, expected
+from tests.lanes import first_ci
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def forms_of_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("directory", "prefill", "decode"),
     [
         (LLAMA, "tp=2", "dp=2"),
-        pytest.param(MOE, "tp=2,ep=2", "dp=2,tp=1,ep=2", marks=pytest.mark.ci),
+        pytest.param(MOE, "tp=2,ep=2", "dp=2,tp=1,ep=2", marks=pytest.mark.slow),
     ],
     ids=["llama", "experts"],
 )
@@ -52,7 +53,7 @@ async def test_a_tpus_forms_give_the_tokens_of_a_dense_pass(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["mistral4", "gpt_oss"])
+@pytest.mark.parametrize(("name",), first_ci([("gpt_oss",), ("mistral4",)]))
 async def test_latents_and_sinks_in_a_tpus_forms_give_the_tokens_of_transformers(
     name: str, tmp_path: Path
 ) -> None:

@@ -398,7 +398,7 @@ async def test_kv_of_old_weights_in_host_memory_and_on_disk_serves_no_request(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("case",), first_ci(zip(MADE), 3))
+@pytest.mark.parametrize(("case",), first_ci(zip(MADE)))
 async def test_all_that_is_made_from_weights_is_made_anew(tmp_path: Path, case: str) -> None:
     base = MOE if case == "experts" else LLAMA
     engine = config(prefill="tp=2,ep=2" if case == "experts" else "tp=2", directory=base)
@@ -488,7 +488,7 @@ def device_bytes(run: Running) -> int:
     ("level", "prefill"),
     [
         (1, "tp=2"),
-        pytest.param(2, "tp=2", marks=pytest.mark.ci),
+        pytest.param(2, "tp=2", marks=pytest.mark.slow),
         pytest.param(1, "pp=2", marks=pytest.mark.slow),
     ],
 )

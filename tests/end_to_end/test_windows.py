@@ -41,7 +41,7 @@ PAGE = 4
     [
         ("gpt_oss", "tp=1", "tp=2"),
         pytest.param("gemma2", "tp=2", "dp=2,tp=2", marks=pytest.mark.slow),
-        pytest.param("gemma3", "dp=2", "tp=4", marks=pytest.mark.ci),
+        pytest.param("gemma3", "dp=2", "tp=4", marks=pytest.mark.slow),
         pytest.param("gemma4", "tp=2", "dp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("gemma4_moe", "tp=1", "tp=2", marks=pytest.mark.slow),
     ],
@@ -116,7 +116,7 @@ async def test_nothing_is_compiled_for_windows_once_it_is_warm(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "prefill", "decode"),
     [
-        pytest.param("gpt_oss", "dp=2", "tp=2", marks=pytest.mark.ci),
+        pytest.param("gpt_oss", "dp=2", "tp=2", marks=pytest.mark.slow),
         pytest.param("gemma3", "tp=2", "dp=2", marks=pytest.mark.slow),
         pytest.param("gemma4", "tp=1", "tp=1", marks=pytest.mark.slow),
     ],

@@ -34,7 +34,7 @@ from tests.models.sharded import sharded_logits
 
 # plain; latents; biases and windows; windows and heads of two sizes; sinks; state beside attention
 KINDS = ["llama_tied", "deepseek_v3", "qwen2_windows", "gemma4", "gpt_oss", "qwen3_next"]
-SOME_QUICK = first_quick([(kind,) for kind in KINDS], 2)
+SOME_QUICK = first_quick([(kind,) for kind in KINDS], 2, ci=2)
 RANDOM = np.random.default_rng(5)
 IDS = RANDOM.integers(3, 131, 40).tolist()
 EXPONENTS = (-7, 3, -2, 9, 0)
@@ -60,7 +60,7 @@ def _assert_equal(found: KVScales, expected: KVScales) -> None:
             np.testing.assert_array_equal(values, theirs[name])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype",), first_quick([("float32",), ("bfloat16",)], ci=0))
 @pytest.mark.parametrize(("name",), SOME_QUICK)
 def test_where_nothing_is_rounded_scales_change_no_bit(
     name: str, dtype: str, tmp_path: Path
