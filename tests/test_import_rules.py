@@ -9,6 +9,7 @@ each other. 5. Served or serving code never imports `tools` or `benchmarks`.
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -94,13 +95,16 @@ def reached(graph: dict[str, set[str]], start: str) -> tuple[set[str], dict[str,
     return ours, foreign
 
 
-GRAPH = import_graph("jdisagg", *sorted(CLIENTS))
+@cache
+def product() -> dict[str, set[str]]:
+    """Returns the graph of what is shipped. Not at import, which every test worker would pay."""
+    return import_graph("jdisagg", *sorted(CLIENTS))
 
 
 def rooms(names: tuple[str, ...]) -> list[str]:
     return sorted(
         module
-        for module in GRAPH
+        for module in product()
         if module.startswith("jdisagg.") and module.split(".")[1] in names
     )
 
@@ -115,9 +119,9 @@ def room(module: str) -> str:
 def loads(name: str, forbidden: set[str]) -> dict[str, dict[str, str]]:
     """Returns the modules of a room (or of the package itself) that load something forbidden: what,
     and by which import."""
-    modules = [name] if name in GRAPH else rooms((name,))
+    modules = [name] if name in product() else rooms((name,))
     found = {
-        module: {top: via for top, via in reached(GRAPH, module)[1].items() if top in forbidden}
+        module: {top: via for top, via in reached(product(), module)[1].items() if top in forbidden}
         for module in modules
     }
     return {module: what for module, what in found.items() if what}
@@ -134,9 +138,9 @@ def test_the_door_and_the_client_never_reach_jax(name: str) -> None:
 
 
 def test_the_package_never_imports_its_clients() -> None:
-    for module in GRAPH:
+    for module in product():
         if module.split(".")[0] == "jdisagg":
-            ours, foreign = reached(GRAPH, module)
+            ours, foreign = reached(product(), module)
             outside = {name.split(".")[0] for name in ours} | set(foreign)
             assert not outside & CLIENTS, f"{module} reaches {outside & CLIENTS}"
 
@@ -144,9 +148,9 @@ def test_the_package_never_imports_its_clients() -> None:
 def test_no_two_rooms_import_each_other() -> None:
     arrows = {
         (room(module), room(target))
-        for module, targets in GRAPH.items()
+        for module, targets in product().items()
         for target in targets
-        if target in GRAPH and room(module) and room(target)
+        if target in product() and room(module) and room(target)
     }
     both_ways = {(a, b) for a, b in arrows if a < b and (b, a) in arrows}
     assert not both_ways
@@ -157,7 +161,7 @@ def test_what_is_shipped_imports_nothing_that_only_makes_or_measures_it() -> Non
     outside = ("tools", "benchmarks", "tests")
     assert not {
         (module, target)
-        for module, targets in GRAPH.items()
+        for module, targets in product().items()
         for target in targets
         if target.split(".")[0] in outside
     }
@@ -194,7 +198,7 @@ def test_benchmarks_that_tests_load_define_no_flag_twice() -> None:
 
 
 def test_the_rules_see_what_they_guard() -> None:
-    assert any("jax" in targets for targets in GRAPH.values()), (
+    assert any("jax" in targets for targets in product().values()), (
         "the executor imports jax: the graph must show it"
     )
     assert len(rooms(PURE)) > 20
