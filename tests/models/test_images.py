@@ -22,6 +22,7 @@ from jdisagg.ops.dense_recurrence import recur_from_the_beginning
 from models.checkpoint import load_model
 from models.inspection import inspect
 from tests.golden.images import FIXTURES, GOLDEN, golden_images
+from tests.lanes import first_quick
 
 
 def encoded(model: Any, image: PromptImage, form: ImageFormat) -> tuple[jax.Array, ...]:
@@ -37,7 +38,7 @@ def encoded(model: Any, image: PromptImage, form: ImageFormat) -> tuple[jax.Arra
     return model.vision.merger(x, shards), *deep
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize(("name",), first_quick(((name,) for name in FIXTURES), ci=4))
 def test_logits_of_a_prompt_with_images_equal_transformers(name: str) -> None:
     expected, images = golden_images(name)
     model = load_model(GOLDEN / name, Layout(), jax.devices()[:1], images=True).model

@@ -14,6 +14,7 @@ from jdisagg.ops.kv_pages import PastPages
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.prefill_attention import prefill_attention
 from jdisagg.ops.quarantine import MARKER, SHOWS, seal
+from tests.lanes import first_quick
 
 pytestmark = pytest.mark.one_device
 
@@ -79,8 +80,8 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PAST_POSITIONS", 2 * SLOTS)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("platform",), first_quick([("cpu",), ("gpu",)]))
+@pytest.mark.parametrize(("block",), first_quick((block,) for block in BLOCKS))
 def test_a_decode_step_attends_to_the_selected_blocks(
     block: int, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,8 +107,10 @@ def test_a_decode_step_attends_to_the_selected_blocks(
     np.testing.assert_allclose(got_TNH, want_TNH[rows], atol=2e-5)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize(("block", "past"), [(8, 0), (8, 5), (4, 16), (6, 21), (6, 16)])
+@pytest.mark.parametrize(("platform",), first_quick([("cpu",), ("gpu",)]))
+@pytest.mark.parametrize(
+    ("block", "past"), first_quick([(6, 21), (8, 0), (8, 5), (4, 16), (6, 16)])
+)
 def test_a_chunk_attends_to_the_selected_blocks_of_its_own_and_earlier_tokens(
     block: int, past: int, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from jdisagg.scheduler.residency import BlockNames, Residency
 from jdisagg.scheduler.window_pages import WindowPages, WindowSnapshots
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
+from tests.lanes import first_quick
 
 PAGE, BLOCK, WINDOW, CHUNK, LONGEST = 4, 8, 10, 16, 120
 SPEC = KVSpec.attention(2, 1, 8, "float32", (WINDOW, None))
@@ -114,7 +115,7 @@ def storm(pages: int, check: Callable[[Held], None]) -> Held:
     return run
 
 
-STORMS = pytest.mark.parametrize("pages", [40, 90, 400])
+STORMS = pytest.mark.parametrize(("pages",), first_quick([(40,), (90,), (400,)], ci=2))
 
 
 @STORMS

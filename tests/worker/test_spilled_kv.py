@@ -18,6 +18,7 @@ from jdisagg.timeouts import HandoffTimeouts, Timeouts
 from tests.fakes.cluster import Cluster, Collected, toy_request
 from tests.fakes.fake_executor import Costs, FakeExecutor
 from tests.fakes.virtual_time import run_virtually
+from tests.lanes import first_quick
 from tests.worker.test_prefix_reuse import NAMES, Talk, limits, storm
 
 TOKEN_BYTES = 16
@@ -88,7 +89,7 @@ def test_without_host_memory_the_same_is_prefilled_again() -> None:
     run_virtually(main)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed",), first_quick([(seed,) for seed in range(4)]))
 @pytest.mark.parametrize(
     ("mode", "page_size", "ranks", "names"),
     [
