@@ -132,6 +132,7 @@ async def test_adapters_of_routed_experts_equal_the_merged_checkpoint_where_expe
         assert [one.tokens[0] for one in done] == [found.answers[n % 3] for n in range(6)]
 
 
+@pytest.mark.ci
 async def test_kv_is_shared_within_an_adapter_and_never_with_other_content_of_its_name(
     tmp_path: Path,
 ) -> None:
@@ -200,6 +201,7 @@ async def test_drafts_change_no_token_of_an_adapter(tmp_path: Path) -> None:
             raise AssertionError("nothing was drafted")
 
 
+@pytest.mark.ci
 async def test_adapters_take_turns_in_too_few_slots_and_keep_them_while_used(
     tmp_path: Path,
 ) -> None:

@@ -35,6 +35,7 @@ def texts(prompt: list[int], images: tuple[PromptImage, ...]) -> list[str]:
     return [written(prompt[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [

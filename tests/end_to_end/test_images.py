@@ -90,6 +90,7 @@ async def test_streams_are_those_of_transformers_and_only_the_same_image_is_a_hi
         assert alone.tokens == changed.tokens
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [PIXTRAL, pytest.param(QWEN, marks=pytest.mark.slow)])
 async def test_an_image_is_encoded_once_and_text_beside_it_is_not_changed(
     name: str, tmp_path: Path

@@ -128,11 +128,11 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         pytest.param("deepseek_v3", "tp=4,ep=4", "dp=4,ep=4", 16, marks=slow),
         pytest.param("deepseek_v3", "dp=2,tp=2", "tp=1", 16, marks=slow),
         # An indexer that selects 16 of the positions.
-        ("deepseek_v32", "tp=2", "dp=2", 16),
+        pytest.param("deepseek_v32", "tp=2", "dp=2", 16, marks=ci),
         pytest.param("deepseek_v32", "tp=1", "tp=4", 64, marks=slow),
         pytest.param("glm_moe_dsa", "dp=2,tp=2", "tp=2,ep=2", 16, marks=slow),
         # An indexer that selects 3 blocks of 8 positions, for each KV head.
-        ("minimax_m3", "tp=2", "dp=2", 16),
+        pytest.param("minimax_m3", "tp=2", "dp=2", 16, marks=ci),
         pytest.param("minimax_m3", "tp=1", "tp=4", 64, marks=slow),
         pytest.param("minimax_m3", "tp=4,ep=4", "dp=2,tp=2,ep=4", 16, marks=slow),
         pytest.param("mimo_v2_flash", "tp=2,ep=2", "dp=2,tp=2", 16, marks=ci),
@@ -143,7 +143,7 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         pytest.param("llama4", "tp=2,ep=2", "dp=2,tp=2,ep=4", 16, marks=ci),
         pytest.param("llama4_dense", "tp=1", "tp=4", 16, marks=slow),
         # State beside KV. With chunks of 16 the second one starts from a state.
-        ("qwen3_5", "tp=2", "dp=2,tp=1", 16),
+        pytest.param("qwen3_5", "tp=2", "dp=2,tp=1", 16, marks=ci),
         pytest.param("granite4_moe", "tp=2", "dp=2,tp=1", 16, marks=slow),
         pytest.param("lfm2", "tp=4", "dp=2", 16, marks=ci),
         pytest.param("lfm2", "dp=2", "tp=2", 64, marks=slow),
@@ -155,7 +155,7 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         pytest.param("qwen3_next", "tp=1", "tp=4", 16, marks=slow),
         pytest.param("qwen3_next", "tp=4,ep=4", "dp=2,tp=2,ep=4", 16, marks=slow),
         # State and latents, which are cut for as many shards as the state has heads.
-        ("kimi_linear", "tp=2", "dp=2", 16),
+        pytest.param("kimi_linear", "tp=2", "dp=2", 16, marks=ci),
         pytest.param("kimi_linear", "tp=1", "tp=4", 64, marks=slow),
         pytest.param("kimi_linear", "dp=2", "dp=2,tp=2,ep=4", 16, marks=slow),
         pytest.param("kimi_linear", "tp=4,ep=4", "tp=2", 16, marks=slow),
@@ -212,6 +212,7 @@ async def test_a_family_on_one_mesh_gives_the_tokens_of_transformers(
         await check_continuations(run, directory, (24, 51, 40))
 
 
+@ci
 async def test_prompts_that_wait_for_prompts_of_other_ranks_give_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def forms_of_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_layout, "axis_order", lambda axes: tuple(reversed(range(axes))))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("directory", "prefill", "decode"),
     [

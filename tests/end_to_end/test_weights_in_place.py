@@ -484,6 +484,7 @@ def device_bytes(run: Running) -> int:
     return sum(buffers.values())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("level", "prefill"),
     [

@@ -113,6 +113,7 @@ async def test_nothing_is_compiled_for_windows_once_it_is_warm(tmp_path: Path) -
         assert run.cluster.compilations == compiled
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "prefill", "decode"),
     [
