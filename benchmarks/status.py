@@ -228,10 +228,6 @@ METRICS = {
             "* tokens|gap limit ms",
         ),
     ],
-    "Codecs (bytes on the wire, of bfloat16)": [
-        Metric(codec, "", "", "codecs", f"*bfloat16|{codec}|of_none")
-        for codec in ("int8", "int4", "fp8")
-    ],
     "Faults: `benchmarks.soak`, ten minutes at random": [
         Metric("streams interrupted", "", "", "chaos", _CHAOS + "streams_interrupted"),
         Metric("scenarios that went wrong", "at most 0", "", "chaos", _CHAOS + "wrong"),
@@ -354,7 +350,6 @@ SCRIPTS = {
     "http_door": "benchmarks.http_door",
     "handoff": "benchmarks.handoff",
     "low_load": "benchmarks.low_load",
-    "codecs": "benchmarks.codecs",
     "chaos": "benchmarks.soak",
     "messages": "benchmarks.messages",
     "followers": "benchmarks.followers",
