@@ -309,9 +309,6 @@ METRICS = {
         Metric("TTFT, mean error", "at most 15", "%", "blis_runs", f"{_BLIS}|ttft_mape"),
         Metric("end to end, mean error", "at most 10", "%", "blis_runs", f"{_BLIS}|e2e_mape"),
     ],
-    "Messages between processes, against protocol buffers (times as fast)": [
-        Metric("encode and decode", "at least 5", "", "messages", "messages|*|times_as_fast")
-    ],
     "Speed of the simulator, one core": [
         Metric(
             "8,502 requests on 40 instances, requests per second",
@@ -351,8 +348,6 @@ SCRIPTS = {
     "handoff": "benchmarks.handoff",
     "low_load": "benchmarks.low_load",
     "chaos": "benchmarks.soak",
-    "messages": "benchmarks.messages",
-    "followers": "benchmarks.followers",
     "placement": "benchmarks.placement",
     "prefix_hits": "benchmarks.prefix_hits",
     "role_switch": "benchmarks.role_switch",
