@@ -256,8 +256,6 @@ METRICS = {
     "Roles that change": [
         Metric("first time in a role", "", "s", "role_switch", "median_seconds_to_become|first|*"),
         Metric("a role held before", "", "s", "role_switch", "median_seconds_to_become|later|*"),
-        Metric("the controller decides after", "", "s", "elastic_live", "long_*|decided_after*"),
-        Metric("longest pause meanwhile", "", "s", "elastic_live", "long_*|longest_pause_seconds"),
     ],
     "Conversations of eight turns: TTFT of later turns, caches off / defaults": [
         Metric(name, f"at least {goal}", "", f"conversations_{model}", f"{model}|ttft ratio")
@@ -351,7 +349,6 @@ SCRIPTS = {
     "placement": "benchmarks.placement",
     "prefix_hits": "benchmarks.prefix_hits",
     "role_switch": "benchmarks.role_switch",
-    "elastic_live": "benchmarks.elastic_live",
     "conversations_measured": "benchmarks.conversations",
     "conversations_hybrid": "benchmarks.conversations",
     "restarts_shipped": "benchmarks.restarts",
@@ -362,7 +359,6 @@ SCRIPTS = {
     "simulator_speed": "benchmarks.simulator_speed",
     "plans": "benchmarks.plans",
     "plans_moe": "benchmarks.plans",
-    "stages": "benchmarks.stages",
     "tpu_programs": "benchmarks.tpu_programs",
 }
 
