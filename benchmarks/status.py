@@ -243,15 +243,7 @@ METRICS = {
             "s",
             "placement",
             "instances|1000|decision_p99_seconds",
-        ),
-        Metric(
-            "hit rates of blocks, beyond those published",
-            "at most 0.1",
-            "points",
-            "prefix_hits",
-            "[cs]*|*|plain_lru",
-            "[cs]*|*|published",
-        ),
+        )
     ],
     "Roles that change": [
         Metric("first time in a role", "", "s", "role_switch", "median_seconds_to_become|first|*"),
@@ -347,7 +339,6 @@ SCRIPTS = {
     "low_load": "benchmarks.low_load",
     "chaos": "benchmarks.soak",
     "placement": "benchmarks.placement",
-    "prefix_hits": "benchmarks.prefix_hits",
     "role_switch": "benchmarks.role_switch",
     "conversations_measured": "benchmarks.conversations",
     "conversations_hybrid": "benchmarks.conversations",
