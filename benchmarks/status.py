@@ -161,7 +161,6 @@ def _handoff(size: str) -> list[Metric]:
 
 
 _CHAOS = "random, ten minutes, seed 1|-1|total|"
-_HELD_OUT = "*fitted to llama-2-70b|held_out|"
 _RMSE = "attainment_rmse_points|"
 _BLIS = "records|all|all"
 _HALF = "errors|all|other half"
@@ -260,10 +259,6 @@ METRICS = {
         Metric(f"{what}, as fast", "", "", "restarts_shipped", f"{name}|speed")
         for name, what in (("loaded", "all programs loaded"), ("processor", "processor time"))
     ],
-    "Cost model, BLOOM-176B held out (median error)": [
-        Metric(phase, goal, "%", "cost_model", f"{_HELD_OUT}{phase}|rows|median_percent")
-        for phase, goal in (("prefill", "at most 8"), ("decode", "at most 12"))
-    ],
     "Simulator against measured runs, held out (attainment, RMSE)": [
         Metric("DistServe c21d11", "at most 4", "points", "fidelity", f"{_RMSE}*c21d11|ours"),
         Metric("DistServe c21d12", "", "points", "fidelity", f"{_RMSE}distserve-c21d12|ours"),
@@ -343,7 +338,6 @@ SCRIPTS = {
     "conversations_measured": "benchmarks.conversations",
     "conversations_hybrid": "benchmarks.conversations",
     "restarts_shipped": "benchmarks.restarts",
-    "cost_model": "benchmarks.cost_model",
     "fidelity": "benchmarks.fidelity",
     "public_runs": "benchmarks.public_runs",
     "blis_runs": "benchmarks.blis_runs",
