@@ -1,6 +1,6 @@
-"""Simulates the claims of four published studies, and explains why the results differ.
+"""Simulates the claims of two published studies, and explains why the results differ.
 
-    python -m benchmarks.papers distserve            # or splitwise, taichi, prfaas
+    python -m benchmarks.papers distserve            # or splitwise
     python -m benchmarks.papers distserve --small    # a tenth of the requests; writes nothing
     python -m benchmarks.papers distserve --page     # the page alone, from the results kept
 
@@ -15,10 +15,10 @@ import time
 from absl import app, flags
 
 from benchmarks.measure import machine, save
-from benchmarks.papers import distserve, prfaas, splitwise, taichi
+from benchmarks.papers import distserve, splitwise
 from benchmarks.papers.runs import RESULTS, page, read, words
 
-STUDIES = {"distserve": distserve, "splitwise": splitwise, "taichi": taichi, "prfaas": prfaas}
+STUDIES = {"distserve": distserve, "splitwise": splitwise}
 _SMALL = flags.DEFINE_bool("small", False, "A tenth of the requests; nothing is written.")
 _PAGE = flags.DEFINE_bool("page", False, "Write the page again from the results that are kept.")
 
