@@ -162,7 +162,6 @@ def _handoff(size: str) -> list[Metric]:
 
 _CHAOS = "random, ten minutes, seed 1|-1|total|"
 _RMSE = "attainment_rmse_points|"
-_BLIS = "records|all|all"
 _HALF = "errors|all|other half"
 _LARGE = "1,000 instances, 100,000 requests|"
 
@@ -290,10 +289,6 @@ METRICS = {
             "coverage|of_those*",
         ),
     ],
-    "Cost model against BLIS's runs, nothing fitted": [
-        Metric("TTFT, mean error", "at most 15", "%", "blis_runs", f"{_BLIS}|ttft_mape"),
-        Metric("end to end, mean error", "at most 10", "%", "blis_runs", f"{_BLIS}|e2e_mape"),
-    ],
     "Speed of the simulator, one core": [
         Metric(
             "8,502 requests on 40 instances, requests per second",
@@ -340,7 +335,6 @@ SCRIPTS = {
     "restarts_shipped": "benchmarks.restarts",
     "fidelity": "benchmarks.fidelity",
     "public_runs": "benchmarks.public_runs",
-    "blis_runs": "benchmarks.blis_runs",
     "simulator_speed": "benchmarks.simulator_speed",
     "plans": "benchmarks.plans",
     "plans_moe": "benchmarks.plans",
