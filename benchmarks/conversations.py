@@ -15,9 +15,6 @@ alternating order, over gRPC, from this process.
   prompt tokens that was cached.
 - distinct: prompts without a common prefix, eight at a time. Figures: tokens per second, and the
   server's processor milliseconds per prompt, which depend less on the load of the machine.
-- start: seconds from the start of the process until it has answered a request, with a warm
-  compilation cache; and the median TTFT of the prompts of the next `--early` seconds, one at a
-  time, while programs are loaded beside them.
 - predictions: `jdisagg serve` without any other flag (beside --model for another model than the
   shipped one). 20 prompts of mixed lengths, every third continuing an earlier one, then 40 more of
   them, one at a time or four. Figure: the median of |predicted - measured| / measured over the 40,
@@ -43,7 +40,7 @@ from benchmarks.peers.checkpoint import FOLDER, HYBRID_MODEL, measured_checkpoin
 from jdisagg.client import AsyncClient
 
 _MODELS = flags.DEFINE_list("models", ["shipped"], "Which models: shipped, measured, hybrid.")
-_ROUNDS = flags.DEFINE_integer("rounds", 4, "Rounds of conversations, of traffic and of starts.")
+_ROUNDS = flags.DEFINE_integer("rounds", 4, "Rounds of conversations and of traffic.")
 _TURNS = flags.DEFINE_integer("turns", 8, "Turns of a conversation.")
 _FIRST = flags.DEFINE_integer("first", 480, "Tokens of a conversation's first prompt.")
 _NEW = flags.DEFINE_integer("new", 40, "New tokens of each later turn.")
@@ -54,9 +51,8 @@ _SETTLE = flags.DEFINE_float(
     "settle", 30.0, "Seconds before the first round, in which optional programs are compiled."
 )
 _FIGURES = flags.DEFINE_list(
-    "figures", ["conversations", "starts", "predictions"], "Which figures to measure."
+    "figures", ["conversations", "predictions"], "Which figures to measure."
 )
-_EARLY = flags.DEFINE_float("early", 20.0, "Seconds after a start in which prompts are timed.")
 _CONTEXT = flags.DEFINE_integer("context_tokens", 1024, "Longest prompt and answer.")
 _SERVER = flags.DEFINE_multi_string("server", [], "A further flag of both servers.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
@@ -138,37 +134,6 @@ async def both(model: Path) -> AsyncIterator[tuple[dict[str, AsyncClient], dict[
     with started(model, "defaults") as one, started(model, "off") as other:
         async with ready(one) as defaults, ready(other) as off:
             yield {"defaults": defaults, "off": off}, {"defaults": one, "off": other}
-
-
-async def starts(model: Path, rounds: int) -> dict[str, object]:
-    """Returns the seconds of each start, and the TTFT of the prompts after it. The first round is
-    not counted."""
-    begun: dict[str, list[float]] = {name: [] for name in ARGUMENTS}
-    early: dict[str, list[float]] = {name: [] for name in ARGUMENTS}
-    rng = np.random.default_rng(0)
-    for number in range(rounds + 1):
-        for name in list(ARGUMENTS)[:: 1 if number % 2 else -1]:
-            since = time.perf_counter()
-            with started(model, name) as address:
-                async with ready(address) as client:
-                    seconds = [time.perf_counter() - since]
-                    vocabulary = (await client.model()).vocabulary
-                    until = time.perf_counter() + _EARLY.value
-                    while time.perf_counter() < until:
-                        prompt = rng.integers(3, vocabulary, 200).tolist()
-                        seconds.append((await first_token(client, prompt))[0])
-            if number:
-                begun[name].append(seconds[0])
-                early[name] += seconds[1:]
-    return {
-        "start seconds": {n: [round(s, 2) for s in v] for n, v in begun.items()},
-        "start ratio": ratio(begun["off"], begun["defaults"]),
-        "prompts after a start": {n: len(v) for n, v in early.items()},
-        "their ttft ms, p50, p90": {
-            n: [round(1e3 * float(s), 1) for s in np.quantile(v, (0.5, 0.9))] if v else []
-            for n, v in early.items()
-        },
-    }
 
 
 async def predictions(arguments: tuple[str, ...]) -> dict[str, object]:
@@ -259,8 +224,6 @@ async def measure(model: str, path: Path) -> dict[str, object]:
     figures: dict[str, object] = {}
     if "conversations" in _FIGURES.value:
         figures |= await traffic(path)
-    if "starts" in _FIGURES.value:
-        figures |= await starts(path, _ROUNDS.value)
     if "predictions" in _FIGURES.value:
         given = () if model == "shipped" else (f"--model={path}",)
         figures["predictions"] = await predictions(given)

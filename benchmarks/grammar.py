@@ -17,7 +17,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -27,7 +26,8 @@ from absl import app, flags
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.measure import paired, save
-from benchmarks.plain_loop import KV_HEADS, MEASURED_MODEL, VOCABULARY
+from benchmarks.measured_model import NoText, load
+from benchmarks.plain_loop import VOCABULARY
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.replica import Loaded
@@ -35,16 +35,11 @@ from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.grammar.matcher import mask_words
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import DecodeSteps, StepCommand, StepResult
-from jdisagg.model_api import Device
-from jdisagg.ops.parameters import layout_mesh
 from jdisagg.request import Grammar, GrammarKind, Request, SamplingParams
 from jdisagg.scheduler import executor as limits_of
 from launch.grammars import grammar_compiler
 from launch.shipped import SHIPPED_MODEL
-from models.catalog import read_config
-from models.checkpoint import LoadedModel, load_model
-from models.decoder import init_model
-from models.hf_config import HfConfig
+from models.checkpoint import load_model
 
 _MODEL = flags.DEFINE_enum("model", "measured", ["measured", "shipped"], "Which model.")
 _COMPACT = flags.DEFINE_bool("compact", False, "Answers without blanks.")
@@ -76,13 +71,6 @@ RECORDS = PEOPLE | {
 COMPACT = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(RECORDS))
 
 
-class NoText:
-    """Detokenizer that returns no text, for runs that use tokens only."""
-
-    def decode(self, ids: object, *, skip_special_tokens: bool = True) -> str:
-        return ""
-
-
 def made_up_tokenizer() -> TokenizerText:
     """Returns a tokenizer with all bytes and random words, half of which begin with a space."""
     draw = np.random.default_rng(0)
@@ -101,10 +89,7 @@ def made_up_tokenizer() -> TokenizerText:
 
 
 def made_up() -> tuple[Loaded, GrammarCompiler]:
-    config = read_config(HfConfig(MEASURED_MODEL, "the measured model"))
-    model = init_model(config, jax.random.key(0), dtype="float32")
-    mesh = layout_mesh(Layout(), KV_HEADS, jax.devices()[:1])
-    return LoadedModel(model, mesh, Layout()), GrammarCompiler(made_up_tokenizer)
+    return load(Layout(), jax.devices()[:1]), GrammarCompiler(made_up_tokenizer)
 
 
 def shipped() -> tuple[Loaded, GrammarCompiler]:
@@ -137,12 +122,9 @@ class Measured:
             warm_up=False,
         )
 
-        def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
-            return loaded
-
         # no option of a server: nobody is better off without runs
         limits_of.LONGEST_RUN = longest_run
-        self.cluster = EmbeddedCluster(config, load, NoText(), jax.devices()[:1])
+        self.cluster = EmbeddedCluster(config, lambda *_: loaded, NoText(), jax.devices()[:1])
         self.cluster.constrain(grammars)
         self._vocabulary = loaded.model.vocabulary
         self._count = self.decode_steps = 0
