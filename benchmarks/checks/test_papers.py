@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.papers import distserve, splitwise
+from benchmarks.papers import splitwise
 from benchmarks.papers.__main__ import STUDIES
-from benchmarks.papers.runs import RESULTS, TOLERANCE, Load, Tally, highest, page, read, words
-from jdisagg.simulator.planning.bounds import Goal
+from benchmarks.papers.runs import RESULTS, TOLERANCE, highest, page, read, words
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
 
@@ -30,16 +29,6 @@ def crosses(attained: Callable[[float], float], rate: float, wanted: float) -> b
     """Returns whether the committed rate attains the goal and one beyond the search's tolerance
     does not."""
     return attained(rate) >= wanted > attained(rate * (1 + 2 * TOLERANCE))
-
-
-def test_a_committed_rate_of_distserve_is_what_the_code_gives() -> None:
-    name, *rates = row("distserve", 1, "our engine, two pools: 1 x tp2 -> 1 x tp1")
-    goal = Goal(0.25, 0.05)
-    (serve, devices), *_ = [
-        (serve, devices) for step, serve, devices in distserve.steps(Tally()) if step == name
-    ]
-    load = Load(distserve.sharegpt(1500), goal, 1500)
-    assert crosses(lambda rate: load.attained(serve, rate), float(rates[3]) * devices, 0.9)  # type: ignore[arg-type]
 
 
 def test_a_committed_rate_of_splitwise_is_what_the_code_gives() -> None:
