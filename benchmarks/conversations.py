@@ -3,8 +3,7 @@ traffic.
 
     python -m benchmarks.conversations --name=conversations
     python -m benchmarks.conversations --models=measured --first=1400 --new=100 \
-        --context_tokens=2304 --figures=conversations --talks=1 --rounds=2 --batches=0 \
-        --server=--slots_per_rank=2
+        --context_tokens=2304 --talks=1 --rounds=2 --batches=0 --server=--slots_per_rank=2
 
 Two servers with one model run side by side: one with the defaults, and one without any cache
 (`--prefix_cache=false`, no host memory, no appended turns). Both get the same prompts in
@@ -15,10 +14,6 @@ alternating order, over gRPC, from this process.
   prompt tokens that was cached.
 - distinct: prompts without a common prefix, eight at a time. Figures: tokens per second, and the
   server's processor milliseconds per prompt, which depend less on the load of the machine.
-- predictions: `jdisagg serve` without any other flag (beside --model for another model than the
-  shipped one). 20 prompts of mixed lengths, every third continuing an earlier one, then 40 more of
-  them, one at a time or four. Figure: the median of |predicted - measured| / measured over the 40,
-  both of which are the router's own records of the first token.
 
 Models: `shipped` (a Llama that is part of the repository), `measured` (124.7M random weights) and
 `hybrid` (126.6M, gated delta nets in three of four layers).
@@ -49,9 +44,6 @@ _TALKS = flags.DEFINE_integer("talks", 4, "Conversations of a round.")
 _BATCHES = flags.DEFINE_integer("batches", 3, "Batches of distinct prompts of a round; 0: none.")
 _SETTLE = flags.DEFINE_float(
     "settle", 30.0, "Seconds before the first round, in which optional programs are compiled."
-)
-_FIGURES = flags.DEFINE_list(
-    "figures", ["conversations", "predictions"], "Which figures to measure."
 )
 _CONTEXT = flags.DEFINE_integer("context_tokens", 1024, "Longest prompt and answer.")
 _SERVER = flags.DEFINE_multi_string("server", [], "A further flag of both servers.")
@@ -136,49 +128,6 @@ async def both(model: Path) -> AsyncIterator[tuple[dict[str, AsyncClient], dict[
             yield {"defaults": defaults, "off": off}, {"defaults": one, "off": other}
 
 
-async def predictions(arguments: tuple[str, ...]) -> dict[str, object]:
-    """Returns the relative errors of the first tokens that the router predicts."""
-    rng, found = np.random.default_rng(0), dict[str, object]()
-    for together in (1, 4):
-        with server(*arguments) as address:
-            async with ready(address) as client:
-                await asyncio.sleep(_SETTLE.value)
-                about = await client.model()
-                longest = about.context_tokens - _ANSWER.value - 1
-                prompts: list[list[int]] = []
-                for number in range(60):
-                    new = int(np.exp(rng.uniform(np.log(16), np.log(longest))))
-                    earlier = prompts[number - 3] if number % 3 == 2 else []
-                    prompt = earlier + rng.integers(3, about.vocabulary, new).tolist()
-                    prompts.append(prompt[:longest])
-                gate = asyncio.Semaphore(together)
-
-                async def one(prompt: list[int]) -> None:
-                    async with gate:
-                        await first_token(client, prompt)
-
-                for some in (prompts[:20], prompts[20:]):
-                    await asyncio.gather(*map(one, some))
-                past = (await client.routing()).decisions[:40]
-        errors = [
-            (one.predicted_ttft_seconds - one.ttft_seconds) / one.ttft_seconds
-            for one in past
-            if one.predicted_ttft_seconds and one.ttft_seconds
-        ]
-        kinds = [one.kind for one in past]
-        found[f"{together} at a time"] = {
-            "requests": len(errors),
-            "kinds": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
-            "error, median": round(float(np.median(np.abs(errors))), 3) if errors else None,
-            "signed, p10 p50 p90": [
-                round(float(e), 3) for e in np.quantile(errors, (0.1, 0.5, 0.9))
-            ],
-            "ttft ms, p50": round(1e3 * statistics.median(o.ttft_seconds or 0 for o in past), 1),
-        }
-        print(found, flush=True)
-    return found
-
-
 def ratio(ours: list[float], theirs: list[float]) -> float:
     """Median over pairs of ours / theirs."""
     return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 4)
@@ -221,12 +170,7 @@ async def traffic(path: Path) -> dict[str, object]:
 
 
 async def measure(model: str, path: Path) -> dict[str, object]:
-    figures: dict[str, object] = {}
-    if "conversations" in _FIGURES.value:
-        figures |= await traffic(path)
-    if "predictions" in _FIGURES.value:
-        given = () if model == "shipped" else (f"--model={path}",)
-        figures["predictions"] = await predictions(given)
+    figures = await traffic(path)
     print(model, figures, flush=True)
     return figures
 
