@@ -182,7 +182,6 @@ def table(found: Mapping[str, Mapping[str, Figures]]) -> list[str]:
 def _prepared(
     name: str, engine: SimulatedEngine, run: MeasuredRun, known: Mapping[str, Mapping[str, float]]
 ) -> SimulatedEngine:
-    """Returns the engine with its constants, which are fitted or taken from `known`."""
     if name == SHORT_OF_MEMORY:
         engine = replace(engine, kv_tokens=kv_tokens_seen(run, FITTED_REQUESTS))
     if not _FIT.value and name in known:
