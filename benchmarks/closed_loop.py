@@ -86,8 +86,6 @@ class Times:
 
 @dataclass(slots=True)
 class _Record:
-    """The measured times of the burst and of later requests."""
-
     load: Load
     measured: int
     ttft: list[float] = field(default_factory=lambda: [0.0, 0.0])

@@ -3,8 +3,7 @@ traffic.
 
     python -m benchmarks.conversations --name=conversations
     python -m benchmarks.conversations --models=measured --first=1400 --new=100 \
-        --context_tokens=2304 --figures=conversations --talks=1 --rounds=2 --batches=0 \
-        --server=--slots_per_rank=2
+        --context_tokens=2304 --talks=1 --rounds=2 --batches=0 --server=--slots_per_rank=2
 
 Two servers with one model run side by side: one with the defaults, and one without any cache
 (`--prefix_cache=false`, no host memory, no appended turns). Both get the same prompts in
@@ -15,13 +14,6 @@ alternating order, over gRPC, from this process.
   prompt tokens that was cached.
 - distinct: prompts without a common prefix, eight at a time. Figures: tokens per second, and the
   server's processor milliseconds per prompt, which depend less on the load of the machine.
-- start: seconds from the start of the process until it has answered a request, with a warm
-  compilation cache; and the median TTFT of the prompts of the next `--early` seconds, one at a
-  time, while programs are loaded beside them.
-- predictions: `jdisagg serve` without any other flag (beside --model for another model than the
-  shipped one). 20 prompts of mixed lengths, every third continuing an earlier one, then 40 more of
-  them, one at a time or four. Figure: the median of |predicted - measured| / measured over the 40,
-  both of which are the router's own records of the first token.
 
 Models: `shipped` (a Llama that is part of the repository), `measured` (124.7M random weights) and
 `hybrid` (126.6M, gated delta nets in three of four layers).
@@ -43,7 +35,7 @@ from benchmarks.peers.checkpoint import FOLDER, HYBRID_MODEL, measured_checkpoin
 from jdisagg.client import AsyncClient
 
 _MODELS = flags.DEFINE_list("models", ["shipped"], "Which models: shipped, measured, hybrid.")
-_ROUNDS = flags.DEFINE_integer("rounds", 4, "Rounds of conversations, of traffic and of starts.")
+_ROUNDS = flags.DEFINE_integer("rounds", 4, "Rounds of conversations and of traffic.")
 _TURNS = flags.DEFINE_integer("turns", 8, "Turns of a conversation.")
 _FIRST = flags.DEFINE_integer("first", 480, "Tokens of a conversation's first prompt.")
 _NEW = flags.DEFINE_integer("new", 40, "New tokens of each later turn.")
@@ -53,10 +45,6 @@ _BATCHES = flags.DEFINE_integer("batches", 3, "Batches of distinct prompts of a 
 _SETTLE = flags.DEFINE_float(
     "settle", 30.0, "Seconds before the first round, in which optional programs are compiled."
 )
-_FIGURES = flags.DEFINE_list(
-    "figures", ["conversations", "starts", "predictions"], "Which figures to measure."
-)
-_EARLY = flags.DEFINE_float("early", 20.0, "Seconds after a start in which prompts are timed.")
 _CONTEXT = flags.DEFINE_integer("context_tokens", 1024, "Longest prompt and answer.")
 _SERVER = flags.DEFINE_multi_string("server", [], "A further flag of both servers.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
@@ -140,80 +128,6 @@ async def both(model: Path) -> AsyncIterator[tuple[dict[str, AsyncClient], dict[
             yield {"defaults": defaults, "off": off}, {"defaults": one, "off": other}
 
 
-async def starts(model: Path, rounds: int) -> dict[str, object]:
-    """Returns the seconds of each start, and the TTFT of the prompts after it. The first round is
-    not counted."""
-    begun: dict[str, list[float]] = {name: [] for name in ARGUMENTS}
-    early: dict[str, list[float]] = {name: [] for name in ARGUMENTS}
-    rng = np.random.default_rng(0)
-    for number in range(rounds + 1):
-        for name in list(ARGUMENTS)[:: 1 if number % 2 else -1]:
-            since = time.perf_counter()
-            with started(model, name) as address:
-                async with ready(address) as client:
-                    seconds = [time.perf_counter() - since]
-                    vocabulary = (await client.model()).vocabulary
-                    until = time.perf_counter() + _EARLY.value
-                    while time.perf_counter() < until:
-                        prompt = rng.integers(3, vocabulary, 200).tolist()
-                        seconds.append((await first_token(client, prompt))[0])
-            if number:
-                begun[name].append(seconds[0])
-                early[name] += seconds[1:]
-    return {
-        "start seconds": {n: [round(s, 2) for s in v] for n, v in begun.items()},
-        "start ratio": ratio(begun["off"], begun["defaults"]),
-        "prompts after a start": {n: len(v) for n, v in early.items()},
-        "their ttft ms, p50, p90": {
-            n: [round(1e3 * float(s), 1) for s in np.quantile(v, (0.5, 0.9))] if v else []
-            for n, v in early.items()
-        },
-    }
-
-
-async def predictions(arguments: tuple[str, ...]) -> dict[str, object]:
-    """Returns the relative errors of the first tokens that the router predicts."""
-    rng, found = np.random.default_rng(0), dict[str, object]()
-    for together in (1, 4):
-        with server(*arguments) as address:
-            async with ready(address) as client:
-                await asyncio.sleep(_SETTLE.value)
-                about = await client.model()
-                longest = about.context_tokens - _ANSWER.value - 1
-                prompts: list[list[int]] = []
-                for number in range(60):
-                    new = int(np.exp(rng.uniform(np.log(16), np.log(longest))))
-                    earlier = prompts[number - 3] if number % 3 == 2 else []
-                    prompt = earlier + rng.integers(3, about.vocabulary, new).tolist()
-                    prompts.append(prompt[:longest])
-                gate = asyncio.Semaphore(together)
-
-                async def one(prompt: list[int]) -> None:
-                    async with gate:
-                        await first_token(client, prompt)
-
-                for some in (prompts[:20], prompts[20:]):
-                    await asyncio.gather(*map(one, some))
-                past = (await client.routing()).decisions[:40]
-        errors = [
-            (one.predicted_ttft_seconds - one.ttft_seconds) / one.ttft_seconds
-            for one in past
-            if one.predicted_ttft_seconds and one.ttft_seconds
-        ]
-        kinds = [one.kind for one in past]
-        found[f"{together} at a time"] = {
-            "requests": len(errors),
-            "kinds": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
-            "error, median": round(float(np.median(np.abs(errors))), 3) if errors else None,
-            "signed, p10 p50 p90": [
-                round(float(e), 3) for e in np.quantile(errors, (0.1, 0.5, 0.9))
-            ],
-            "ttft ms, p50": round(1e3 * statistics.median(o.ttft_seconds or 0 for o in past), 1),
-        }
-        print(found, flush=True)
-    return found
-
-
 def ratio(ours: list[float], theirs: list[float]) -> float:
     """Median over pairs of ours / theirs."""
     return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 4)
@@ -256,14 +170,7 @@ async def traffic(path: Path) -> dict[str, object]:
 
 
 async def measure(model: str, path: Path) -> dict[str, object]:
-    figures: dict[str, object] = {}
-    if "conversations" in _FIGURES.value:
-        figures |= await traffic(path)
-    if "starts" in _FIGURES.value:
-        figures |= await starts(path, _ROUNDS.value)
-    if "predictions" in _FIGURES.value:
-        given = () if model == "shipped" else (f"--model={path}",)
-        figures["predictions"] = await predictions(given)
+    figures = await traffic(path)
     print(model, figures, flush=True)
     return figures
 

@@ -240,7 +240,6 @@ def _decode(executor: MeshExecutor, case: Case) -> None:
 
 
 def _drafts(executor: MeshExecutor, case: Case) -> None:
-    """Compiles the steps that verify drafts."""
     for variant in executor.variants:
         if not variant.masked:
             executor.warm_drafts(case.batch, variant)

@@ -376,7 +376,6 @@ def largest_copy(hlo: str) -> int:
 
 
 def _name(key: Hashable) -> str:
-    """Returns a readable name for a program's key."""
     kind, *rest = key if isinstance(key, tuple) else (key,)
     words = [str(kind)]
     for part in rest:

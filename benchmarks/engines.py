@@ -232,7 +232,6 @@ def _jittered(arrivals: Sequence[Arrival], draw: int) -> list[Arrival]:
 
 
 def _own_blocks(number: int, arrival: Arrival) -> tuple[int, ...]:
-    """Returns block names for prompt and answer that no other request has."""
     count = -(-(arrival.prompt_tokens + arrival.output_tokens) // BLOCK_TOKENS)
     return tuple(range(1 + (number << 20), 1 + (number << 20) + count))
 

@@ -2,6 +2,7 @@
 runs?
 
     python -m benchmarks.fidelity [--only=distserve,vllm] [--fit] --name=fidelity
+    python -m benchmarks.fidelity --table      # for results/fidelity.md, which is written by hand
 
 `measured_runs.py` defines the split. The constants of each engine are fitted to its run at the
 lowest rate on one layout. Higher rates, and decode with two pipeline stages, are predicted. vLLM
@@ -46,12 +47,17 @@ _ONLY = flags.DEFINE_list(
 _FIT = flags.DEFINE_bool(
     "fit", False, "Fit the constants again; else those in the results file are used."
 )
+_TABLE = flags.DEFINE_bool("table", False, "Print the table of the results file; run nothing.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
 # Title of runs with two stages whose batches take turns as on live decode workers.
 LIVE_TURNS = "live turns, "
 PREFIXES = ("distserve-c21d11", "distserve-c21d12", LIVE_TURNS + "distserve-c21d12", "vllm-")
 SHORT_OF_MEMORY = "RTX4090/Llama-3.1-8B"  # its first requests fill it
+COLUMNS = (
+    *("ttft_mean_ms", "ttft_p50_ms", "ttft_p90_ms"),
+    *("tpot_mean_ms", "tpot_p50_ms", "tpot_p90_ms", "tpot_p99_ms"),
+)
 Figures = dict[str, object]
 
 
@@ -158,10 +164,24 @@ def _tell(name: str, figures: Figures) -> None:
     )
 
 
+def table(found: Mapping[str, Mapping[str, Figures]]) -> list[str]:
+    """Returns the rows of the results as Markdown: measured, predicted, and both errors."""
+    columns = ("attainment", *(name.removesuffix("_ms").replace("_", " ") for name in COLUMNS))
+    rows = [("run", "", *columns), ("---",) * (2 + len(columns))]
+    for name, figures in found["runs"].items():
+        title = f"{name} ({'held out' if figures['held_out'] else 'fitted'})"
+        for kind in ("measured", "predicted", "errors", "constant_predictor_errors"):
+            values: Mapping[str, float] = figures[kind]  # type: ignore[assignment]
+            first = values.get("attainment_percent", values.get("attainment_points", 0.0))
+            sign = "+" if "errors" in kind else ""
+            cells = (f"{value:{sign}.1f}" for value in (first, *map(values.__getitem__, COLUMNS)))
+            rows.append((title if kind == "measured" else "", kind.replace("_", " "), *cells))
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
 def _prepared(
     name: str, engine: SimulatedEngine, run: MeasuredRun, known: Mapping[str, Mapping[str, float]]
 ) -> SimulatedEngine:
-    """Returns the engine with its constants, which are fitted or taken from `known`."""
     if name == SHORT_OF_MEMORY:
         engine = replace(engine, kv_tokens=kv_tokens_seen(run, FITTED_REQUESTS))
     if not _FIT.value and name in known:
@@ -176,6 +196,9 @@ def main(argv: list[str]) -> None:
     del argv
     path = RESULTS / f"{_NAME.value or 'fidelity'}.json"
     old = json.loads(path.read_text()) if path.exists() else {}
+    if _TABLE.value:
+        print(*table(old), sep="\n")
+        return
     constants, results = dict(old.get("constants", {})), dict(old.get("runs", {}))
     lone, crowded = distserve_runs(), vllm_runs()
     for name, engine in starts().items():

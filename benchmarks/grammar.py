@@ -3,11 +3,10 @@
     python -m benchmarks.grammar --model=measured --rounds=5 [--compact] [--name=grammar]
 
 The embedded cluster in unified mode decodes eight sequences at temperature 1. The figures are mean
-seconds per token. Without a grammar is compared with: eight sequences under a JSON schema; one
-under it and seven without; and eight on a mesh that does not use forced tokens. `compact`: a schema
-without white space, which forces many tokens. `measured`: the model of `benchmarks/plain_loop.py`
-(12 layers, 768 wide) with 32,000 artificial tokens. `shipped`: the tiny model with its tokenizer.
-Weights and texts are meaningless here; only masks and steps are measured. Also measured: host time
+seconds per token: eight sequences under a JSON schema, and one under it and seven without, against
+eight without. `compact`: a schema without white space, which forces many tokens. `measured`: the
+model of `benchmarks/plain_loop.py` (12 layers, 768 wide) with 32,000 artificial tokens. `shipped`:
+the tiny model with its tokenizer. Weights and texts are meaningless here. Also measured: host time
 to compute one row's mask, processor time per token (which a busy machine changes less), and, for
 eight sequences under the schema, the number of decode steps and of tokens that needed no separate
 step."""
@@ -17,7 +16,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -27,7 +25,8 @@ from absl import app, flags
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks.measure import paired, save
-from benchmarks.plain_loop import KV_HEADS, MEASURED_MODEL, VOCABULARY
+from benchmarks.measured_model import NoText, load
+from benchmarks.plain_loop import VOCABULARY
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.replica import Loaded
@@ -35,16 +34,10 @@ from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.grammar.matcher import mask_words
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import DecodeSteps, StepCommand, StepResult
-from jdisagg.model_api import Device
-from jdisagg.ops.parameters import layout_mesh
 from jdisagg.request import Grammar, GrammarKind, Request, SamplingParams
-from jdisagg.scheduler import executor as limits_of
 from launch.grammars import grammar_compiler
 from launch.shipped import SHIPPED_MODEL
-from models.catalog import read_config
-from models.checkpoint import LoadedModel, load_model
-from models.decoder import init_model
-from models.hf_config import HfConfig
+from models.checkpoint import load_model
 
 _MODEL = flags.DEFINE_enum("model", "measured", ["measured", "shipped"], "Which model.")
 _COMPACT = flags.DEFINE_bool("compact", False, "Answers without blanks.")
@@ -76,13 +69,6 @@ RECORDS = PEOPLE | {
 COMPACT = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(RECORDS))
 
 
-class NoText:
-    """Detokenizer that returns no text, for runs that use tokens only."""
-
-    def decode(self, ids: object, *, skip_special_tokens: bool = True) -> str:
-        return ""
-
-
 def made_up_tokenizer() -> TokenizerText:
     """Returns a tokenizer with all bytes and random words, half of which begin with a space."""
     draw = np.random.default_rng(0)
@@ -101,10 +87,7 @@ def made_up_tokenizer() -> TokenizerText:
 
 
 def made_up() -> tuple[Loaded, GrammarCompiler]:
-    config = read_config(HfConfig(MEASURED_MODEL, "the measured model"))
-    model = init_model(config, jax.random.key(0), dtype="float32")
-    mesh = layout_mesh(Layout(), KV_HEADS, jax.devices()[:1])
-    return LoadedModel(model, mesh, Layout()), GrammarCompiler(made_up_tokenizer)
+    return load(Layout(), jax.devices()[:1]), GrammarCompiler(made_up_tokenizer)
 
 
 def shipped() -> tuple[Loaded, GrammarCompiler]:
@@ -114,12 +97,9 @@ def shipped() -> tuple[Loaded, GrammarCompiler]:
 
 
 class Measured:
-    """The cluster, and batches of requests. `longest_run`: largest number of forced tokens per
-    step; 1 disables them."""
+    """The cluster, and batches of requests."""
 
-    def __init__(
-        self, loaded: Loaded, grammars: GrammarCompiler, schema: Grammar, longest_run: int
-    ) -> None:
+    def __init__(self, loaded: Loaded, grammars: GrammarCompiler, schema: Grammar) -> None:
         self._schema = schema
         pages = (BATCH + 1) * (PROMPT + OUTPUT) // 16 + 8
         config = EngineConfig(
@@ -137,12 +117,7 @@ class Measured:
             warm_up=False,
         )
 
-        def load(layout: Layout, devices: Sequence[Device]) -> Loaded:
-            return loaded
-
-        # no option of a server: nobody is better off without runs
-        limits_of.LONGEST_RUN = longest_run
-        self.cluster = EmbeddedCluster(config, load, NoText(), jax.devices()[:1])
+        self.cluster = EmbeddedCluster(config, lambda *_: loaded, NoText(), jax.devices()[:1])
         self.cluster.constrain(grammars)
         self._vocabulary = loaded.model.vocabulary
         self._count = self.decode_steps = 0
@@ -205,9 +180,7 @@ def mask_seconds(grammars: GrammarCompiler, vocabulary: int) -> list[float]:
 async def run() -> dict[str, object]:
     loaded, grammars = made_up() if _MODEL.value == "measured" else shipped()
     schema = COMPACT if _COMPACT.value else SCHEMA
-    # in this order: the one sets what the other is to have
-    measured = Measured(loaded, grammars, schema, limits_of.LONGEST_RUN)
-    one_by_one = Measured(loaded, grammars, schema, longest_run=1)
+    measured = Measured(loaded, grammars, schema)
     masks = mask_seconds(grammars, loaded.model.vocabulary)
     figures: dict[str, object] = {
         "model": _MODEL.value,
@@ -218,41 +191,33 @@ async def run() -> dict[str, object]:
             "99th percentile": 1e3 * masks[-2],
         },
     }
-    kinds = {
-        "none": (measured, 0),
-        f"1 of {BATCH}": (measured, 1),
-        f"{BATCH} of {BATCH}": (measured, BATCH),
-        f"{BATCH} of {BATCH}, no runs": (one_by_one, BATCH),
-    }
+    kinds = {"none": 0, f"1 of {BATCH}": 1, f"{BATCH} of {BATCH}": BATCH}
     taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     steps: dict[str, list[int]] = {kind: [] for kind in kinds}
     forced: list[float] = []
     await measured.cluster.start()
-    await one_by_one.cluster.start()
     try:
         for number in range(-WARM_ROUNDS, _ROUNDS.value):
-            for kind, (mesh, rows) in kinds.items():
-                before = mesh.decode_steps, mesh.forced_tokens
-                seconds = await mesh.step(rows, (number + WARM_ROUNDS) * BATCH)
+            for kind, rows in kinds.items():
+                before = measured.decode_steps, measured.forced_tokens
+                seconds = await measured.step(rows, (number + WARM_ROUNDS) * BATCH)
                 if number >= 0:
                     taken[kind].append(seconds)
-                    steps[kind].append(mesh.decode_steps - before[0])
-                    if mesh is measured and rows == BATCH:
+                    steps[kind].append(measured.decode_steps - before[0])
+                    if rows == BATCH:
                         # the first token of each is a prefill's
-                        forced.append((mesh.forced_tokens - before[1]) / (BATCH * (OUTPUT - 1)))
+                        count = measured.forced_tokens - before[1]
+                        forced.append(count / (BATCH * (OUTPUT - 1)))
     finally:
         await measured.cluster.stop()
-        await one_by_one.cluster.stop()
     figures["decode steps of a batch"] = {
         kind: statistics.median(counts) for kind, counts in steps.items()
     }
     figures["tokens without a step of their own"] = statistics.median(forced)
-    _, one, all_of_them, no_runs = kinds
-    pairs = [(one, "none"), (all_of_them, "none"), (no_runs, "none"), (all_of_them, no_runs)]
     for at, clock in enumerate(("of the clock", "of a processor")):
-        for ours, theirs in pairs:
-            figures[f"{ours} with a grammar, against {theirs}, seconds {clock} a token"] = paired(
-                [each[at] for each in taken[ours]], [each[at] for each in taken[theirs]]
+        for kind in list(kinds)[1:]:
+            figures[f"{kind} with a grammar, against none, seconds {clock} a token"] = paired(
+                [each[at] for each in taken[kind]], [each[at] for each in taken["none"]]
             )
     return figures
 

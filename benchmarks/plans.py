@@ -145,7 +145,6 @@ def every_candidate(case: Case, rate: float) -> dict[str, object]:
 
 
 def _workload(case: Case) -> list[Arrival]:
-    """Returns the workload that `launch.plan_inputs` makes from the same flags."""
     return within_context(
         poisson(1.0, 4000, mixture(case.mixture), 0), geometry(case.model).context_tokens
     )

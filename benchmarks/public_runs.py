@@ -72,7 +72,6 @@ def predict(point: Point) -> Predicted:
 
 
 def _warmed(point: Point, times: Times, load: Load) -> Predicted:
-    """Returns the times with the delay of a run's first burst included."""
     return Predicted(point, replace(times, ttft=times.ttft + cold_seconds(point) / load.rounds))
 
 

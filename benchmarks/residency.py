@@ -1,24 +1,18 @@
-"""Measures what the prefix cache saves in conversations, and its cost for prompts that never
-repeat.
+"""How soon does a prompt's KV come back: from pages, host memory and disk, and for a sequence that
+was suspended?
 
-    python -m benchmarks.residency --name=residency
+    python -m benchmarks.residency --rounds=3 [--aside] [--name=residency]
 
-Two embedded clusters run over the same random weights; one has a prefix cache. Both receive
-conversations of eight turns, one conversation at a time and turn by turn (each answer is part of
-the next prompt), then prompts without common prefixes, four at a time. The order of the two
-clusters changes with each round. The first rounds only compile.
-- ttft: time to the first token of turns 2 to 8.
-- conversation: time of all turns of one conversation.
-- fresh: time of prompts without common prefixes, which shows the cost of hashing and caching.
-
---tiers measures the TTFT of a prompt by the tier from which its KV comes, by prompt length: not
-cached, in the prefill mesh's pages, in host memory (after other prompts took the pages), and on
-disk (after host memory evicted it; the folder is --disk, and what was just written is in the
-system's file cache). The decode mesh's cache is cleared each time.
+One embedded cluster over random weights, one device a mesh. The figures are the time to the first
+token of a prompt by the tier from which its KV comes, by prompt length: not cached, in the prefill
+mesh's pages, in host memory (after other prompts took the pages), and on disk (after host memory
+evicted it; the folder is --disk, and what was just written is in the system's file cache). The
+decode mesh's cache is cleared each time. The first round only compiles.
 
 --aside measures the time from the resumption of a suspended sequence to its next token, by prompt
 length: on a cluster with host memory for suspended sequences, and on one without, which prefills
-and transfers them again. The two take turns. No other KV is cached."""
+and transfers them again. The two take turns. No other KV is cached. What caches save conversations
+is measured by `benchmarks.conversations`."""
 
 import asyncio
 import statistics
@@ -40,18 +34,13 @@ from jdisagg.request import Request, SamplingParams
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
 
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds, a conversation each.")
-_MODES = flags.DEFINE_list("modes", ["chunked", "disaggregated"], "Which clusters.")
-_FRESH = flags.DEFINE_integer("fresh", 8, "Prompts without anything in common, a round.")
-_TIERS = flags.DEFINE_bool("tiers", False, "Pages and host memory instead of conversations.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds.")
 _ASIDE = flags.DEFINE_bool("aside", False, "Sequences that were set aside instead.")
 _DISK = flags.DEFINE_string("disk", "", "Folder of the tier on disk; '': a temporary one.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
-CONTEXT = 3072
-TURNS, FIRST, TURN, ANSWER = 8, 1280, 88, 24
+CONTEXT, ANSWER = 3072, 24
 WARM_ROUNDS = 1
-FRESH_TOKENS, AT_ONCE = 700, 4
 LENGTHS = (384, 1024, 2048)
 
 
@@ -59,7 +48,7 @@ class Contender:
     """A cluster with one device per mesh, with or without a prefix cache."""
 
     def __init__(
-        self, mode: Mode, reuse: bool, host_gib: float = 0.0, pages: int = 160, disk: str = ""
+        self, reuse: bool, host_gib: float = 0.0, pages: int = 160, disk: str = ""
     ) -> None:
         """`disk`: folder of the disk tier, which also serves as the model directory."""
         instance = InstanceConfig(
@@ -71,7 +60,7 @@ class Contender:
         )
         config = EngineConfig(
             model=ModelConfig(disk, context_tokens=CONTEXT),
-            mode=mode,
+            mode=Mode.DISAGGREGATED,
             prefill=instance,
             decode=instance,
             prefix=PrefixConfig(
@@ -84,103 +73,17 @@ class Contender:
             warm_up=False,
         )
         self.cluster = EmbeddedCluster(config, load, NoText(), jax.devices())
-        self.conversation_seconds: list[float] = []
-        self.ttft_seconds: list[float] = []
-        self.fresh_seconds: list[float] = []
-        self.prompt_tokens = self.cached_tokens = 0
         self._count = 0
 
-    async def ask(self, prompt: tuple[int, ...], tokens: int) -> tuple[float, tuple[int, ...]]:
-        """Returns the seconds to the first token, and the answer."""
+    async def first_token(self, prompt: tuple[int, ...]) -> float:
         self._count += 1
-        params = SamplingParams(max_tokens=tokens, temperature=0.0)
-        began, first, answer = time.perf_counter(), 0.0, []
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        began = time.perf_counter()
+        first = 0.0
         async for event in self.cluster.stream(Request(f"r{self._count}", prompt, params)):
-            if event.token_ids and not answer:
+            if event.token_ids:
                 first = time.perf_counter() - began
-            answer += event.token_ids
-            if event.usage:
-                self.prompt_tokens += event.usage.prompt_tokens
-                self.cached_tokens += event.usage.cached_tokens
-        return first, tuple(answer)
-
-    async def converse(self, words: np.ndarray) -> None:
-        """Runs one conversation. `words`: the user's messages, one per turn."""
-        history: tuple[int, ...] = tuple(words[:FIRST].tolist())
-        began = time.perf_counter()
-        for turn in range(TURNS):
-            if turn:
-                at = FIRST + (turn - 1) * TURN
-                history += tuple(words[at : at + TURN].tolist())
-            first, answer = await self.ask(history, ANSWER)
-            history += answer
-            if turn:
-                self.ttft_seconds.append(first)
-        self.conversation_seconds.append(time.perf_counter() - began)
-
-    async def fresh(self, prompts: np.ndarray) -> None:
-        began = time.perf_counter()
-        for low in range(0, len(prompts), AT_ONCE):
-            batch = [tuple(prompt.tolist()) for prompt in prompts[low : low + AT_ONCE]]
-            await asyncio.gather(*(self.ask(prompt, 4) for prompt in batch))
-        self.fresh_seconds.append(time.perf_counter() - began)
-
-    def forget(self) -> None:
-        """Discards the measurements of warm-up rounds."""
-        for seconds in (self.conversation_seconds, self.ttft_seconds, self.fresh_seconds):
-            seconds.clear()
-        self.prompt_tokens = self.cached_tokens = 0
-
-
-async def compare(mode: Mode) -> dict[str, object]:
-    kept, plain = Contender(mode, reuse=True), Contender(mode, reuse=False)
-    both = [kept, plain]
-    for one in both:
-        await one.cluster.start()
-    rng = np.random.default_rng(0)
-    hits = (0, 0)
-    try:
-        for number in range(WARM_ROUNDS + _ROUNDS.value):
-            words = rng.integers(3, plain_loop.VOCABULARY, FIRST + TURNS * TURN)
-            prompts = rng.integers(3, plain_loop.VOCABULARY, (_FRESH.value, FRESH_TOKENS))
-            if number == WARM_ROUNDS:
-                for one in both:
-                    one.forget()
-            for one in both[:: 1 if number % 2 else -1]:
-                before = one.prompt_tokens, one.cached_tokens
-                await one.converse(words)
-                if one is kept and number >= WARM_ROUNDS:
-                    hits = (
-                        hits[0] + one.prompt_tokens - before[0],
-                        hits[1] + one.cached_tokens - before[1],
-                    )
-            for one in both[:: 1 if number % 2 else -1]:
-                await one.fresh(prompts)
-    finally:
-        for one in both:
-            await one.cluster.stop()
-    ttft = [statistics.median(one.ttft_seconds) for one in both]
-    figures = {
-        "cached part of prompts": hits[1] / hits[0],
-        "ttft of turns 2 to 8": paired(kept.ttft_seconds, plain.ttft_seconds),
-        "median ttft ratio": ttft[1] / ttft[0],
-        "conversation": paired(kept.conversation_seconds, plain.conversation_seconds),
-        "fresh": paired(kept.fresh_seconds, plain.fresh_seconds),
-    }
-    speeds = {
-        name: round(statistics.median(a / b for a, b in zip(theirs, ours, strict=True)), 3)
-        for name, ours, theirs in (
-            ("conversation", kept.conversation_seconds, plain.conversation_seconds),
-            ("fresh", kept.fresh_seconds, plain.fresh_seconds),
-        )
-    }
-    print(
-        f"{mode.value}: {100 * hits[1] / hits[0]:.1f} % of prompts cached; p50 ttft of turns 2 to 8"
-        f" {1e3 * ttft[0]:.1f} ms against {1e3 * ttft[1]:.1f} ({ttft[1] / ttft[0]:.2f} x);"
-        f" speed of conversations {speeds['conversation']}, of fresh prompts {speeds['fresh']}",
-        flush=True,
-    )
-    return figures
+        return first
 
 
 async def tiers() -> dict[str, object]:
@@ -188,7 +91,7 @@ async def tiers() -> dict[str, object]:
     prompts."""
     disk = tempfile.TemporaryDirectory(dir=_DISK.value or None)
     pages = CONTEXT // InstanceConfig.page_size
-    one = Contender(Mode.DISAGGREGATED, True, 2.0, pages, disk.name)
+    one = Contender(True, 2.0, pages, disk.name)
     prefill, decode = one.cluster._workers
     assert isinstance(prefill, PrefillWorker)
     sources, counters = prefill._sources, prefill.counters
@@ -199,7 +102,7 @@ async def tiers() -> dict[str, object]:
 
     async def ttft(prompt: tuple[int, ...]) -> float:
         decode._kept.clear()
-        seconds = (await one.ask(prompt, 1))[0]
+        seconds = await one.first_token(prompt)
         while not sources.quiet:
             await asyncio.sleep(0.01)
         return seconds
@@ -267,8 +170,8 @@ async def back(one: Contender, prompt: tuple[int, ...]) -> float:
 
 
 async def aside() -> dict[str, object]:
-    spills = Contender(Mode.DISAGGREGATED, reuse=False, host_gib=1.0)
-    plain = Contender(Mode.DISAGGREGATED, reuse=False)
+    spills = Contender(reuse=False, host_gib=1.0)
+    plain = Contender(reuse=False)
     both, rng, figures = [spills, plain], np.random.default_rng(0), dict[str, object]()
     for one in both:
         await one.cluster.start()
@@ -300,12 +203,7 @@ async def aside() -> dict[str, object]:
 def main(_: list[str]) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     use_compilation_cache("~/.cache/jdisagg/xla")
-    if _TIERS.value or _ASIDE.value:
-        figures = asyncio.run(tiers() if _TIERS.value else aside())
-        if _NAME.value:
-            print(save(_NAME.value, figures))
-        return
-    figures = {mode: asyncio.run(compare(Mode(mode))) for mode in _MODES.value}
+    figures = asyncio.run(aside() if _ASIDE.value else tiers())
     if _NAME.value:
         print(save(_NAME.value, figures))
 

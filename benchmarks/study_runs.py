@@ -67,7 +67,6 @@ def measured(
 
 
 def _missed(judged: Sequence[RequestOutcome], limits: Limits) -> dict[str, float]:
-    """Returns the fractions of the requests that miss each of the limits."""
     alone = {
         "ttft": SloLimits(limits.ttft),
         "tpot": SloLimits(None, limits.tpot),

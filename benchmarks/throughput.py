@@ -1,14 +1,12 @@
 """How fast is the engine against a plain jitted loop over the same model on one device?
 
-    python -m benchmarks.throughput --dtype=float32 --parts=prefill,decode,offline,sampled,grpc
-    --rounds=5
+    python -m benchmarks.throughput --dtype=float32 --parts=prefill,decode --rounds=5
 
 Engine: the embedded cluster in unified mode, through the whole request path (tokens in, tokens out;
 no text). Loop: `benchmarks/plain_loop.py`. Both run in one process, round by round in turn; a
 figure is the median over rounds of loop seconds / engine seconds. Prefill: one prompt to its first
 token. Decode: seconds a step with B sequences at context 512 and on. Offline: 32 requests, 512
-tokens in, 64 out. Sampled: engine with temperature 0.8 and top-p 0.95 against engine greedy. gRPC:
-the offline workload sent by a client process against the same workload called directly.
+tokens in, 64 out. Sampled: engine with temperature 0.8 and top-p 0.95 against engine greedy.
 
     python -m benchmarks.throughput --peer=vllm --peer_python=ENV/bin/python --dtype=float32
 
@@ -33,12 +31,11 @@ from absl import app, flags
 
 from benchmarks import plain_loop
 from benchmarks.measure import paired, save
+from benchmarks.measured_model import NoText
 from benchmarks.peers import link
 from benchmarks.peers.checkpoint import measured_checkpoint
 from benchmarks.peers.contender import DRIVERS, PeerEngine, Tokens, check_same, step_seconds
 from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
-from jdisagg.dispatch.frontend import Frontend
-from jdisagg.dispatch.prompts import ModelInfo
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.host_settings import keep_freed_memory
 from jdisagg.errors import ConfigError, JdisaggError
@@ -69,16 +66,9 @@ _PEER_PYTHON = flags.DEFINE_string(
 
 PROMPT, OUTPUT, BATCH, SLOT = 512, 64, 32, 576
 CONTEXT = 2304
-AGAINST_LOOP = ("prefill", "decode", "offline", "sampled", "grpc")
+AGAINST_LOOP = ("prefill", "decode", "offline", "sampled")
 AGAINST_PEER = AGAINST_LOOP[:3]
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 16
-
-
-class NoText:
-    """Detokenizer that returns no text, for runs that use tokens only."""
-
-    def decode(self, ids: object, *, skip_special_tokens: bool = True) -> str:
-        return ""
 
 
 class MeasuredEngine:
@@ -228,8 +218,6 @@ async def run() -> dict[str, object]:
                     ),
                     lambda n=size: second(engine.batch(prompts[:n], OUTPUT)),
                 )
-            if "grpc" in parts:
-                figures["gRPC"] = await grpc_cost(engine, prompts)
             if isinstance(theirs, PeerEngine):
                 figures["cores busy"] = theirs.busy()
         finally:
@@ -314,54 +302,6 @@ async def offline(
     }
 
 
-async def grpc_cost(engine: MeasuredEngine, prompts: np.ndarray) -> dict[str, object]:
-    """Compares the offline workload sent by a client process over gRPC with the same workload
-    called directly."""
-    from jdisagg.config import LimitsConfig, ServiceConfig
-    from jdisagg.service.server import GenerationServer
-
-    info = ModelInfo(
-        "measured",
-        "llama",
-        plain_loop.VOCABULARY,
-        CONTEXT,
-        _DTYPE.value,
-        Mode.UNIFIED,
-        None,
-        Layout(),
-        0,
-    )
-    codec: object = type("Codec", (NoText,), {"eos_ids": ()})()
-    frontend = Frontend(engine.cluster.path, codec, info, LimitsConfig())  # type: ignore[arg-type]
-    server = GenerationServer(frontend, ServiceConfig(port=0))
-    port = await server.start()
-    command = (
-        sys.executable,
-        "-m",
-        "benchmarks.offline_client",
-        f"--target=127.0.0.1:{port}",
-        f"--output={OUTPUT}",
-        f"--count={BATCH}",
-        f"--prompt={PROMPT}",
-    )
-    client = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
-    assert client.stdin and client.stdout
-
-    async def over_the_wire() -> float:
-        assert client.stdin and client.stdout
-        client.stdin.write(b"go\n")
-        return float((await client.stdout.readline()).decode())
-
-    try:
-        return await rounds(over_the_wire, lambda: first(engine.batch(prompts, OUTPUT)))
-    finally:
-        client.stdin.close()
-        await client.wait()
-        await server.drain()
-
-
 async def rounds(
     ours: Callable[[], Awaitable[float]], theirs: Callable[[], Awaitable[float]]
 ) -> dict[str, object]:
@@ -374,10 +314,6 @@ async def timed(call: Awaitable[object]) -> float:
     started = time.perf_counter()
     await call
     return time.perf_counter() - started
-
-
-async def first(call: Awaitable[tuple[float, float, object]]) -> float:
-    return (await call)[0]
 
 
 async def second(call: Awaitable[tuple[float, float, object]]) -> float:

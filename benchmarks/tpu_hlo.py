@@ -130,7 +130,6 @@ def _memory_bytes(
 def _read_inside(
     inside: list[_Operation], index: int, array: _Array, computations: dict[str, list[_Operation]]
 ) -> int:
-    """Returns the bytes of a fusion's operand that the fusion reads."""
     names = {operation.name for operation in inside if operation.parameter == index}
     read = 0
     for operation in inside:

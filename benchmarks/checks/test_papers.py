@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.papers import distserve, prfaas, splitwise, taichi
+from benchmarks.papers import splitwise
 from benchmarks.papers.__main__ import STUDIES
-from benchmarks.papers.runs import RESULTS, TOLERANCE, Load, Tally, highest, page, read, words
-from jdisagg.simulator.planning.bounds import Goal
+from benchmarks.papers.runs import RESULTS, TOLERANCE, highest, page, read, words
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
 
@@ -32,16 +31,6 @@ def crosses(attained: Callable[[float], float], rate: float, wanted: float) -> b
     return attained(rate) >= wanted > attained(rate * (1 + 2 * TOLERANCE))
 
 
-def test_a_committed_rate_of_distserve_is_what_the_code_gives() -> None:
-    name, *rates = row("distserve", 1, "our engine, two pools: 1 x tp2 -> 1 x tp1")
-    goal = Goal(0.25, 0.05)
-    (serve, devices), *_ = [
-        (serve, devices) for step, serve, devices in distserve.steps(Tally()) if step == name
-    ]
-    load = Load(distserve.sharegpt(1500), goal, 1500)
-    assert crosses(lambda rate: load.attained(serve, rate), float(rates[3]) * devices, 0.9)  # type: ignore[arg-type]
-
-
 def test_a_committed_rate_of_splitwise_is_what_the_code_gives() -> None:
     found = row("splitwise", 0, "code", "Baseline-H100")
     bench = splitwise.Bench(800)
@@ -52,21 +41,6 @@ def test_a_committed_rate_of_splitwise_is_what_the_code_gives() -> None:
         return float(max(limits.values()) <= 1)
 
     assert crosses(kept, float(found[5]), 1.0)  # type: ignore[arg-type]
-
-
-def test_a_committed_rate_of_taichi_is_what_the_code_gives() -> None:
-    found = row("taichi", 1, "decode workers do not prefill")
-    load = Load(taichi.workload(), taichi.REGIMES["balanced"], 700)
-    prefills = int(str(row("taichi", 0, "balanced")[7]).split(" ")[0])
-    serve = Tally().server(taichi.two_pools(prefills))
-    assert crosses(lambda rate: load.attained(serve, rate), float(found[1]) * 8, 0.9)  # type: ignore[arg-type]
-
-
-def test_a_committed_rate_of_prfaas_is_what_the_code_gives() -> None:
-    found = row("prfaas", 0, "32 H200 far + 64 H20, all far")
-    load = Load(prfaas.workload(500), prfaas.GOAL, 500)
-    serve = Tally().server(prfaas.naive())
-    assert crosses(lambda rate: load.attained(serve, rate), float(found[1]), 0.9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("guess", [0.5, 3.0, 20.0])
@@ -95,12 +69,3 @@ def test_a_request_alone_on_an_a100_machine_is_not_slowed() -> None:
         assert found[f"TTFT P{percent}"] * most == pytest.approx(1.0, abs=0.05)
     for percent, most in setting.rest:
         assert found[f"E2E P{percent}"] * most == pytest.approx(1.0, abs=0.05)
-
-
-def test_far_prompts_are_told_apart_by_length_where_a_threshold_divides_them() -> None:
-    load = Load(prfaas.workload(120), prfaas.GOAL, 120)
-    fleet = prfaas.selective(3, threshold=16384)
-    outcomes = prfaas.served(fleet, load, 1.0, 120)
-    assert all(prfaas.went_far(item, fleet) <= (item.prompt_tokens >= 16384) for item in outcomes)
-    part, _, right = prfaas.divided(outcomes, fleet)
-    assert 0.2 < part < 0.9 and right > 0.95

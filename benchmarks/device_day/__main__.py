@@ -51,7 +51,6 @@ def _alone(part: str, arguments: list[str]) -> int:
 
 
 def _run(part: str, out: Path, small: bool, seconds: float, only: str, programs: str) -> int:
-    """Runs a part. Returns 0 if no row failed."""
     if small:
         os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported, for children too
     from benchmarks.device_day.day import Day, table

@@ -14,13 +14,12 @@ import numpy as np
 
 from benchmarks.device_day.day import Day, Figures
 from benchmarks.device_day.timing import seconds_of
-from benchmarks.sampling import rows_of
 from jdisagg.model_api import Shards
 from jdisagg.ops import paged_attention_pallas
 from jdisagg.ops.moe import ExpertWeights, route, routed_experts
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.prefill_attention import PastPages, prefill_attention
-from jdisagg.ops.sampling import greedy, sample
+from jdisagg.ops.sampling import SamplingRows, greedy, sample
 from jdisagg.transfer.channel import BlockStamp
 from jdisagg.transfer.codec import CODECS, codec, stamp_array
 
@@ -235,7 +234,7 @@ def sampling(day: Day, platform: str) -> Figures:
                     chosen = jax.jit(greedy)(here)
                 else:
                     kind = platform if where == "here" else "cpu"
-                    rows = rows_of(batch, 3, **parameters)  # type: ignore[arg-type]
+                    rows = rows_of(batch, **parameters)  # type: ignore[arg-type]
                     chosen = jax.jit(partial(sample, platform=kind))(here, rows)
                 tokens[where] = np.asarray(chosen)
         differ = int((tokens["here"] != tokens["cpu"]).sum())
@@ -243,6 +242,18 @@ def sampling(day: Day, platform: str) -> Figures:
             raise WrongAnswer(f"{name}: {differ} of {batch} tokens are not the CPU's")
         figures[name] = f"{batch} equal"
     return figures
+
+
+def rows_of(batch: int, top_k: float = 0, top_p: float = 1, min_p: float = 0) -> SamplingRows:
+    return SamplingRows(
+        temperature=jnp.full(batch, 0.8, jnp.float32),
+        top_k=jnp.full(batch, int(top_k), jnp.int32),
+        top_p=jnp.full(batch, top_p, jnp.float32),
+        min_p=jnp.full(batch, min_p, jnp.float32),
+        seed=jnp.asarray(np.arange(2 * batch, dtype=np.uint32).reshape(batch, 2)),
+        child=jnp.zeros(batch, jnp.int32),
+        position=jnp.arange(batch, dtype=jnp.int32) + 3,
+    )
 
 
 def packed(day: Day, name: str) -> Figures:

@@ -1,24 +1,22 @@
-"""Simulates the claims of four published studies, and explains why the results differ.
+"""Simulates the claims of Splitwise, and explains why the results differ.
 
-    python -m benchmarks.papers distserve            # or splitwise, taichi, prfaas
-    python -m benchmarks.papers distserve --small    # a tenth of the requests; writes nothing
-    python -m benchmarks.papers distserve --page     # the page alone, from the results kept
+    python -m benchmarks.papers splitwise            # --small: a tenth of the requests, no files
+    python -m benchmarks.papers splitwise --page     # the page alone, from the results kept
 
-Each study is a file of this folder: hardware, models, workload and fleets as close to the paper's
-as they are published. Beside the comparison itself, some runs change one property at a time.
-Results: `results/papers_NAME.json`. Page: `results/papers_NAME.md`, made from `words/NAME.md`
-(written by hand from the figures) and the tables. Uses one process and one core, for a few minutes
-per study."""
+Hardware, models, workload and fleets are as close to the paper's as they are published. Beside the
+comparison itself, some runs change one property at a time. Results: `results/papers_NAME.json`.
+Page: `results/papers_NAME.md`, made from `words/NAME.md` (written by hand from the figures) and the
+tables. Uses one process and one core, for a few minutes."""
 
 import time
 
 from absl import app, flags
 
 from benchmarks.measure import machine, save
-from benchmarks.papers import distserve, prfaas, splitwise, taichi
+from benchmarks.papers import splitwise
 from benchmarks.papers.runs import RESULTS, page, read, words
 
-STUDIES = {"distserve": distserve, "splitwise": splitwise, "taichi": taichi, "prfaas": prfaas}
+STUDIES = {"splitwise": splitwise}
 _SMALL = flags.DEFINE_bool("small", False, "A tenth of the requests; nothing is written.")
 _PAGE = flags.DEFINE_bool("page", False, "Write the page again from the results that are kept.")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.papers.runs import Tally, highest
+from benchmarks.papers.runs import highest
 from jdisagg.config import Mode
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
@@ -20,6 +20,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.planning.trials import requests_at, settled
 from jdisagg.simulator.report import RequestOutcome
+from jdisagg.simulator.run import simulate
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival
 
@@ -183,7 +184,8 @@ class Bench:
     """Finds the rates that designs sustain. `most`: number of requests of a run."""
 
     def __init__(self, most: int) -> None:
-        self.tally, self.most = Tally(), most
+        self.most = most
+        self.runs = 0
         self._slowdowns: dict[str, Slowdowns] = {}
         self._workloads: dict[str, Sequence[Arrival]] = {}
 
@@ -194,8 +196,8 @@ class Bench:
         slowdowns = self._slowdowns.setdefault(setting.model, Slowdowns(setting.model))
         count = int(np.clip(rate * SECONDS, 300, self.most))
         arrivals = requests_at(workload, rate, count, "poisson", seed=0)
-        serve = self.tally.server(setting.fleet(design, division))
-        outcomes = serve(arrivals, lambda outcome: False)
+        self.runs += 1
+        outcomes = simulate(setting.fleet(design, division), arrivals).outcomes
         return slowdowns.kept(settled(outcomes, SECONDS / 3), setting.rest)
 
     def carried(
@@ -308,4 +310,4 @@ def tables(small: bool) -> tuple[list[dict[str, object]], int]:
                         "better of HA, HHcap over H100"],
             "rows": changed(bench, power[0][1]),
         },
-    ], bench.tally.runs  # fmt: skip
+    ], bench.runs  # fmt: skip

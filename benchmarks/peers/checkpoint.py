@@ -57,7 +57,6 @@ def measured_checkpoint(
 
 
 def _tensors(config: dict[str, object], seed: int) -> dict[str, np.ndarray]:
-    """Returns all weights under their published names, kernels [out, in]."""
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     width, heads, kv_heads, head = (int(str(config[name])) for name in names)
     ffn, vocabulary = int(str(config["intermediate_size"])), int(str(config["vocab_size"]))
@@ -99,7 +98,6 @@ def _tensors(config: dict[str, object], seed: int) -> dict[str, np.ndarray]:
 def _delta_net(
     config: dict[str, object], kernel: Callable[..., np.ndarray], rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """Returns the tensors of a layer of gated delta net."""
     names = ("key_heads", "value_heads")
     k_heads, v_heads = (int(str(config[f"linear_num_{name}"])) for name in names)
     k_head, v_head = (int(str(config[f"linear_{name}_head_dim"])) for name in ("key", "value"))

@@ -141,7 +141,6 @@ class _Starting(NamedTuple):
 
 
 def _wait(server: _Starting, seconds: float) -> None:
-    """Waits until the server answers."""
     body = {"model": server.model, "prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
     question = urllib.request.Request(
         f"{server.url}/v1/completions",

@@ -294,8 +294,6 @@ class _FaultyPull(AroundPull):
 
 
 class _LatePull(_FaultyPull):
-    """A pull that ends later than the inner pull."""
-
     def __init__(self, inner: Pull, plan: FaultPlan, clock: Clock) -> None:
         super().__init__(inner, plan, Fault.DELAY)
         self._clock = clock
@@ -312,8 +310,6 @@ class _LatePull(_FaultyPull):
 
 
 class _GarbledPull(_FaultyPull):
-    """A pull whose result has one wrong byte."""
-
     def __init__(self, inner: Pull, plan: FaultPlan, rank: int) -> None:
         super().__init__(inner, plan, Fault.CORRUPT)
         self._rank = rank

@@ -108,8 +108,6 @@ class Moments:
 
 
 class _HeldPull(AroundPull):
-    """A pull that does not end until it is released."""
-
     def __init__(self, inner: Pull, held: _Held) -> None:
         super().__init__(inner)
         self._hold = held

@@ -234,7 +234,6 @@ class Harness:
         ]
 
     def _members(self, worker: str) -> list[str]:
-        """Returns the worker's processes, under the names by which orders address them."""
         count = self._cluster.shape.processes
         return [worker] if count == 1 else [f"{worker}.{process}" for process in range(count)]
 
@@ -255,7 +254,6 @@ class Harness:
         number: int,
         outcome: Outcome,
     ) -> None:
-        """Injects the fault, releases the hand-off, and ensures that the fault took effect."""
         if own is not None:
             assert own.poll() is None, "the client had ended before it could be killed"
             own.kill()

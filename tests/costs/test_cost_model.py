@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.measured_steps import eager_accelerator, measured_steps
 from jdisagg.costs.catalog import CATALOG, geometry
 from jdisagg.costs.cost_model import CODEC_BITS, Cost, CostModel, Kernels, wire_bytes_per_token
 from jdisagg.costs.fitting import Errors, Observation, fit, predict, relative_errors
@@ -24,6 +23,7 @@ from jdisagg.costs.hardware import (
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, from_hf_fields
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
+from tests.costs.measured_steps import eager_accelerator, measured_steps
 
 FREE = Link("free", 1e30, 0.0, 1.0)
 IDEAL = Accelerator(

@@ -1,5 +1,4 @@
-"""Reads the measured steps of `data/splitwise_perf_model.csv.gz` as observations for fitting and
-validating a cost model."""
+"""Reads the measured steps of `benchmarks/data/splitwise_perf_model.csv.gz` as observations."""
 
 import csv
 import gzip
@@ -14,7 +13,7 @@ from jdisagg.costs.fitting import Observation
 from jdisagg.costs.hardware import Accelerator, accelerator
 from jdisagg.layout.axes import Layout
 
-DATA = Path(__file__).resolve().parent / "data" / "splitwise_perf_model.csv.gz"
+DATA = Path(__file__).resolve().parents[2] / "benchmarks/data/splitwise_perf_model.csv.gz"
 MODELS = {"llama2-70b": "llama-2-70b", "bloom-176b": "bloom-176b"}
 MACHINES = {"a100-80gb": "a100", "h100-80gb": "h100", "h100-80gb-pcap": "h100"}
 
