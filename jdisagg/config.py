@@ -21,7 +21,7 @@ from jdisagg.prefix_config import NO_PREFIX as NO_PREFIX  # re-exported
 from jdisagg.prefix_config import PrefixConfig as PrefixConfig
 
 SPECULATE = ("auto", "mtp", "eagle", "ngram", "off")
-KV_CHANNELS = ("auto", "engine", "nixl", "cuda")
+KV_CHANNELS = ("auto", "engine", "nixl")
 KEPT_RESPONSES_MIB = 64
 _ORIGIN = re.compile(r"https?://[^/\s,]+")
 
@@ -296,11 +296,9 @@ class ServiceConfig:
             on a host of several interfaces or with a translated address. The port is the same.
         kv_host: Address of the interface for KV from and to other hosts, to which other workers
             connect. Empty means `advertise_host` if it is an address of this machine, else `host`.
-        kv_channel: Channel for KV from other processes. "auto" takes the first available of: CUDA
-            IPC between GPUs of one host (JAX 0.11 refuses it), shared memory on one host, NIXL if
-            both sides have it with RDMA, and JAX's transfer engine. "engine" never uses NIXL or
-            CUDA IPC. "nixl" always uses NIXL. "cuda" is "auto", and also reports why CUDA IPC is
-            unavailable.
+        kv_channel: Channel for KV from other processes. "auto" takes the first available of: shared
+            memory on one host, NIXL if both sides have it with RDMA, and JAX's transfer engine.
+            "engine" never uses NIXL. "nixl" always uses NIXL.
 
     Raises:
         ConfigError: A field is invalid. The message names the field and its value.

@@ -270,10 +270,9 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "kv_channel": _one_of(
             KV_CHANNELS,
             None,
-            "Channel for KV from other processes. auto: GPU to GPU or shared memory on one host,"
-            " else NIXL if both sides have it and RDMA, else JAX's transfer engine. engine: never"
-            " NIXL or GPU to GPU. nixl: NIXL if both sides have it. cuda: auto, but logs why GPU to"
-            " GPU is unavailable.",
+            "Channel for KV from other processes. auto: shared memory on one host, else NIXL if"
+            " both sides have it and RDMA, else JAX's transfer engine. engine: never NIXL. nixl:"
+            " NIXL if both sides have it.",
         ),
         "canary_seconds": _real(
             5.0, "Seconds between the small requests that check readiness. 0: never.", least=0

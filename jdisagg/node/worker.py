@@ -188,9 +188,7 @@ class WorkerRuntime:
         self._address = called_address(self._service)
         self._interface = kv_interface(self._service)
         credentials = cluster_credentials(self._service)
-        self._memories = Memories.of_worker(
-            self._service.kv_channel, self._interface, state.devices
-        )
+        self._memories = Memories.of_worker(self._service.kv_channel, self._interface)
         end = self._memories.end(self._address, random_id())
         self._link = GrpcKvLink(end, credentials)
         self._peers = PeerPorts(credentials, state.clock, state.config.limits.timeouts.call)

@@ -131,25 +131,24 @@ class Matrix:
 
 
 @contextmanager
-def two_processes(lends: bool = False) -> Iterator[Matrix]:
+def two_processes() -> Iterator[Matrix]:
     """Starts two processes with this process's XLA flags and folder of compiled programs. They end
-    with this context, or with this process. `lends`: as of `host.main`."""
+    with this context, or with this process."""
     hosts = []
     try:
-        hosts += [_start(lends), _start(lends)]  # which is which does not matter yet
+        hosts += [_start(), _start()]  # which is which does not matter yet
         yield Matrix(*hosts)
     finally:
         for host in hosts:
             host.end()
 
 
-def _start(lends: bool) -> HostProcess:
+def _start() -> HostProcess:
     """The pipe closes when either process ends, which ends the other."""
     ours, its = Pipe()
     cache: str = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     program = (
-        "from tests.end_to_end.process_matrix.host import main;"
-        f" main({its.fileno()}, {cache!r}, {lends})"
+        f"from tests.end_to_end.process_matrix.host import main; main({its.fileno()}, {cache!r})"
     )
     with its:
         return HostProcess(
