@@ -315,14 +315,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "otlp_endpoint": _text(
             "", "OpenTelemetry collector for spans, e.g. http://host:4317. '' disables it."
         ),
-        "decision_log": _text(
-            "", "File for the router's decisions. See `jdisagg replay_decisions`."
-        ),
-        "record": _text(
-            "",
-            "Folder for recordings of every mesh's commands, prompts included. See `jdisagg"
-            " replay`.",
-        ),
+        "decision_log": _text("", "File for the router's decisions, one JSON object a line."),
         "cluster_log_dir": _text(None, "Folder for one log file per process."),
         "table": _yes(None, "Show the live table. Default: on where stderr is a terminal."),
     },
@@ -459,9 +452,6 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "keep": _text(None, "File with the state of training, to continue from."),
     },
     "Files": {
-        "recording": _list(None, "Recordings, separated by commas, of meshes that exchanged KV."),
-        "log": _text(None, "Decision log."),
-        "show": _count(10, "Largest number of differences to print.", least=0),
         "inputs": _text(None, "Folder with *.timeline.json files."),
         "request": _text(None, "Id of the only request to keep."),
         "slowest": _count(0, "Keep this many of the slowest requests. 0: all.", least=0),

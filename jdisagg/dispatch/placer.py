@@ -503,7 +503,7 @@ class Placer:
     def _decide(self, query: PlacementQuery, now: float) -> PlacementOutcome:
         answer = decide(self.accounts.state, query, now, self._rules)
         if not isinstance(answer, Deferred):
-            self.events.answered(self.accounts.state, query, now, self._rules, answer)
+            self.events.answered(query, now, answer)
         return answer
 
     def _work(self, asked: PlacementRequest) -> Work:
