@@ -40,7 +40,6 @@ GROUPS = {
         "calibrate_kv": "compute scaling factors for an fp8 KV cache",
         "convert": "convert a Hugging Face checkpoint to Orbax form",
     },
-    "Debug": {"trace": "merge timelines into one trace for Perfetto"},
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 

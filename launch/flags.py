@@ -33,7 +33,7 @@ CODECS = list(CODEC_BITS)
 ROOT = Path(DEFAULT_RECIPE).parent.parent
 
 OBSERVE = (
-    "metrics_port", "metrics_host", "timelines", "log_format", "log_requests", "otlp_endpoint",
+    "metrics_port", "metrics_host", "log_format", "log_requests", "otlp_endpoint",
 )  # fmt: skip
 CLIENT = ("target", "authority", "certificate", "key", "server_name")
 SERVICE = (
@@ -307,9 +307,6 @@ GROUPS: dict[str, dict[str, Spec]] = {
     "Observation": {
         "metrics_port": _count(0, "Port of Prometheus metrics (GET /metrics). 0: disabled."),
         "metrics_host": _text("127.0.0.1", "Address on which metrics are served."),
-        "timelines": _text(
-            "", "Folder for timelines, written at exit and at SIGUSR1. See `jdisagg trace`."
-        ),
         "log_format": _one_of(FORMATS, "text", "Log lines as text or as JSON objects."),
         "log_requests": _yes(False, "Log a line for every request that ended or was refused."),
         "otlp_endpoint": _text(
@@ -452,9 +449,6 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "keep": _text(None, "File with the state of training, to continue from."),
     },
     "Files": {
-        "inputs": _text(None, "Folder with *.timeline.json files."),
-        "request": _text(None, "Id of the only request to keep."),
-        "slowest": _count(0, "Keep this many of the slowest requests. 0: all.", least=0),
         "output": _text(None, "File to write."),
         "json": _text(None, "File for the figures as JSON."),
         "out": _text(None, "Folder for requests.csv (or .parquet), report.json and plots."),
