@@ -81,9 +81,8 @@ _HIDDEN = flags.DEFINE_list("hidden", ["4", "8", "16", "32"], "Layer groups of p
 _CHANNEL = flags.DEFINE_enum(
     "channel",
     "memory",
-    ["memory", "engine", "nixl", "cuda"],
-    "Shared memory, as on one host, or the engine, or NIXL (UCX_TLS=tcp: as between hosts), or from"
-    " device to device (on a CPU by a stand-in of the driver, whose rates mean nothing).",
+    ["memory", "engine", "nixl"],
+    "Shared memory, as on one host, or the engine, or NIXL (UCX_TLS=tcp: as between hosts).",
 )
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 

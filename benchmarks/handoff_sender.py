@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.device_day.lent import driver
 from jdisagg.config import ServiceConfig
 from jdisagg.engine.host_settings import hand_over_quickly, keep_freed_memory
 from jdisagg.layout.axes import Layout
@@ -32,7 +31,6 @@ from jdisagg.model_api import Device
 from jdisagg.node.kv_endpoint import TRANSPORTS, KvEndpoint
 from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.channel import BlockStamp, block_sharding
-from jdisagg.transfer.device_memory import LentMemory
 from jdisagg.transfer.nixl_memory import nixl_memory
 from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.transfer.transfer_engine import EngineOptions
@@ -191,7 +189,7 @@ def _finish(computing: Sequence[Computing], seconds: float = 0.0) -> tuple[float
 
 def link_thread(channel: str) -> KvEndpoint:
     """Starts this process's KV link, server and channel. `channel` selects the backend: "memory"
-    (shared memory), "cuda" (CUDA IPC), "nixl", or the JAX transfer engine."""
+    (shared memory), "nixl", or the JAX transfer engine."""
     return KvEndpoint(ServiceConfig(port=0), memories=_memories(channel))
 
 
@@ -199,8 +197,6 @@ def _memories(channel: str) -> Memories:
     match channel:
         case "memory":
             return Memories(SharedMemory())
-        case "cuda":
-            return Memories(device=LentMemory(driver()))
         case "nixl":
             return Memories(nixl=nixl_memory(channel, "127.0.0.1"))
         case _:

@@ -26,8 +26,7 @@ from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
 from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.layout.axes import Layout
-from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.decision import PlacementOutcome, PlacementPolicy, PlacementQuery
+from jdisagg.router.decision import PlacementOutcome, PlacementQuery
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.router.elastic_signals import SloTarget
 from jdisagg.simulator.elastic import elastic
@@ -50,14 +49,7 @@ class Decisions(NoRouterEvents):
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
 
-    def answered(
-        self,
-        state: ClusterState,
-        query: PlacementQuery,
-        now: float,
-        policy: PlacementPolicy,
-        answer: PlacementOutcome,
-    ) -> None:
+    def answered(self, query: PlacementQuery, now: float, answer: PlacementOutcome) -> None:
         self.digest.update(f"{now!r} {answer!r}\n".encode())
 
     def measured(self, what: str, predicted: float, actual: float) -> None:

@@ -21,7 +21,7 @@ from jdisagg.prefix_config import NO_PREFIX as NO_PREFIX  # re-exported
 from jdisagg.prefix_config import PrefixConfig as PrefixConfig
 
 SPECULATE = ("auto", "mtp", "eagle", "ngram", "off")
-KV_CHANNELS = ("auto", "engine", "nixl", "cuda")
+KV_CHANNELS = ("auto", "engine", "nixl")
 KEPT_RESPONSES_MIB = 64
 _ORIGIN = re.compile(r"https?://[^/\s,]+")
 
@@ -203,9 +203,6 @@ class RoutingConfig:
         local_gain: Fraction in [0, 1). A decode worker that has running streams, or that does not
             have most of the prompt cached, computes the prompt itself only if this saves time. The
             saving must exceed this fraction of the predicted time of prefill and hand-off together.
-        far_link: Name (costs/hardware.py) of the link between workers in different racks.
-        output_quantile: Quantile in (0, 1) of recent output lengths that the router takes as the
-            predicted length of an answer. None predicts max_tokens.
         tenant_weights: Shares under load, as "name=number,name=number". The default share is 1.
         tenant_quotas: Tokens per second, as "name=number,name=number". Other tenants have no quota.
         quota_burst_seconds: Size of the burst that a tenant may use at once, in seconds of its
@@ -224,8 +221,6 @@ class RoutingConfig:
     tpot_slo_seconds: float | None = None
     hold_seconds: float = 0.5
     local_gain: float = 0.1
-    far_link: str = "ethernet-25g"
-    output_quantile: float | None = 0.75
     tenant_weights: str = ""
     tenant_quotas: str = ""
     quota_burst_seconds: float = 10.0
@@ -239,11 +234,6 @@ class RoutingConfig:
                 _positive(f"routing.{name}", getattr(self, name))
         if not 0 <= self.local_gain < 1:
             raise ConfigError(f"routing.local_gain must be in [0, 1), got {self.local_gain}")
-        if self.output_quantile is not None and not 0 < self.output_quantile < 1:
-            raise ConfigError(
-                f"routing.output_quantile must be in (0, 1), got {self.output_quantile}; none"
-                " predicts max_tokens"
-            )
         if self.far_prefill_tokens < 0:
             raise ConfigError(
                 "routing.far_prefill_tokens must not be negative, got"
@@ -296,11 +286,9 @@ class ServiceConfig:
             on a host of several interfaces or with a translated address. The port is the same.
         kv_host: Address of the interface for KV from and to other hosts, to which other workers
             connect. Empty means `advertise_host` if it is an address of this machine, else `host`.
-        kv_channel: Channel for KV from other processes. "auto" takes the first available of: CUDA
-            IPC between GPUs of one host (JAX 0.11 refuses it), shared memory on one host, NIXL if
-            both sides have it with RDMA, and JAX's transfer engine. "engine" never uses NIXL or
-            CUDA IPC. "nixl" always uses NIXL. "cuda" is "auto", and also reports why CUDA IPC is
-            unavailable.
+        kv_channel: Channel for KV from other processes. "auto" takes the first available of: shared
+            memory on one host, NIXL if both sides have it with RDMA, and JAX's transfer engine.
+            "engine" never uses NIXL. "nixl" always uses NIXL.
 
     Raises:
         ConfigError: A field is invalid. The message names the field and its value.

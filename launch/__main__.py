@@ -40,11 +40,6 @@ GROUPS = {
         "calibrate_kv": "compute scaling factors for an fp8 KV cache",
         "convert": "convert a Hugging Face checkpoint to Orbax form",
     },
-    "Debug": {
-        "trace": "merge timelines into one trace for Perfetto",
-        "replay": "re-run a recording and check that the output is the same",
-        "replay_decisions": "repeat a router's logged decisions and compare them",
-    },
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 

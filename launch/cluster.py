@@ -48,7 +48,7 @@ flags = define(
     *ENGINE,
     *SERVICE,
     *HTTP,
-    *("kv_channel", "canary_seconds", "elastic", "decision_log", "record", "cluster_log_dir"),
+    *("kv_channel", "canary_seconds", "elastic", "decision_log", "cluster_log_dir"),
     "table",
     *OBSERVE,
 )
@@ -113,7 +113,6 @@ def cluster_config() -> ClusterConfig:
         flags.routers,
         flags.processes_per_instance,
         observe_config(flags),
-        flags.record,
         flags.decision_log,
         gpus,
         None if by_ray else flags.gpus_per_worker,

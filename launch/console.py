@@ -5,7 +5,6 @@ without a traceback on Ctrl-C, or if the reader of the output has closed the pip
         run(main, flags)
 """
 
-import logging
 import os
 import signal
 import sys
@@ -177,12 +176,6 @@ def _command(main: Callable[[], int | None]) -> str:
 
 
 def _mind_signals() -> None:
-    """Makes Ctrl-C raise KeyboardInterrupt again, which launch/__init__.py prevents during imports.
-    Makes SIGUSR1, which requests a timeline, log a warning instead of ending the process."""
+    """Makes Ctrl-C raise KeyboardInterrupt again, which launch/__init__.py prevents during
+    imports."""
     signal.signal(signal.SIGINT, _interrupted)
-    signal.signal(
-        signal.SIGUSR1,
-        lambda *_: logging.getLogger("launch").warning(
-            "SIGUSR1 requests a timeline, but none is recorded; start with --timelines=DIR"
-        ),
-    )

@@ -33,7 +33,7 @@ CODECS = list(CODEC_BITS)
 ROOT = Path(DEFAULT_RECIPE).parent.parent
 
 OBSERVE = (
-    "metrics_port", "metrics_host", "timelines", "log_format", "log_requests", "otlp_endpoint",
+    "metrics_port", "metrics_host", "log_format", "log_requests", "otlp_endpoint",
 )  # fmt: skip
 CLIENT = ("target", "authority", "certificate", "key", "server_name")
 SERVICE = (
@@ -270,10 +270,9 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "kv_channel": _one_of(
             KV_CHANNELS,
             None,
-            "Channel for KV from other processes. auto: GPU to GPU or shared memory on one host,"
-            " else NIXL if both sides have it and RDMA, else JAX's transfer engine. engine: never"
-            " NIXL or GPU to GPU. nixl: NIXL if both sides have it. cuda: auto, but logs why GPU to"
-            " GPU is unavailable.",
+            "Channel for KV from other processes. auto: shared memory on one host, else NIXL if"
+            " both sides have it and RDMA, else JAX's transfer engine. engine: never NIXL. nixl:"
+            " NIXL if both sides have it.",
         ),
         "canary_seconds": _real(
             5.0, "Seconds between the small requests that check readiness. 0: never.", least=0
@@ -308,22 +307,12 @@ GROUPS: dict[str, dict[str, Spec]] = {
     "Observation": {
         "metrics_port": _count(0, "Port of Prometheus metrics (GET /metrics). 0: disabled."),
         "metrics_host": _text("127.0.0.1", "Address on which metrics are served."),
-        "timelines": _text(
-            "", "Folder for timelines, written at exit and at SIGUSR1. See `jdisagg trace`."
-        ),
         "log_format": _one_of(FORMATS, "text", "Log lines as text or as JSON objects."),
         "log_requests": _yes(False, "Log a line for every request that ended or was refused."),
         "otlp_endpoint": _text(
             "", "OpenTelemetry collector for spans, e.g. http://host:4317. '' disables it."
         ),
-        "decision_log": _text(
-            "", "File for the router's decisions. See `jdisagg replay_decisions`."
-        ),
-        "record": _text(
-            "",
-            "Folder for recordings of every mesh's commands, prompts included. See `jdisagg"
-            " replay`.",
-        ),
+        "decision_log": _text("", "File for the router's decisions, one JSON object a line."),
         "cluster_log_dir": _text(None, "Folder for one log file per process."),
         "table": _yes(None, "Show the live table. Default: on where stderr is a terminal."),
     },
@@ -460,12 +449,6 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "keep": _text(None, "File with the state of training, to continue from."),
     },
     "Files": {
-        "recording": _list(None, "Recordings, separated by commas, of meshes that exchanged KV."),
-        "log": _text(None, "Decision log."),
-        "show": _count(10, "Largest number of differences to print.", least=0),
-        "inputs": _text(None, "Folder with *.timeline.json files."),
-        "request": _text(None, "Id of the only request to keep."),
-        "slowest": _count(0, "Keep this many of the slowest requests. 0: all.", least=0),
         "output": _text(None, "File to write."),
         "json": _text(None, "File for the figures as JSON."),
         "out": _text(None, "Folder for requests.csv (or .parquet), report.json and plots."),

@@ -33,7 +33,7 @@ REHEARSAL_TOKENS = 4
 flags = define(
     *("prompt", "prompts_file"),
     *SAMPLING,
-    *(*ENGINE, "devices", "record"),
+    *(*ENGINE, "devices"),
     temperature=0.0,
     top_k=0,
     top_p=1.0,
@@ -73,7 +73,7 @@ async def _generate(config: EngineConfig, prompts: list[str]) -> None:
     meshes = f"{prefill}decode {config.decode.layout}"
     began = time.monotonic()
     _say(f"loading {served_name(config.model.directory)} ({meshes})")
-    deployment = deployment_of(config, record_to=flags.record, tell=_say)
+    deployment = deployment_of(config, tell=_say)
     names = ("temperature", "top_k", "top_p", "seed", "ignore_eos")
     options = cast(SamplingOptions, {name: getattr(flags, name) for name in names})
     several = PromptRun(deployment, flags.chat, **options)
@@ -84,14 +84,13 @@ async def _generate(config: EngineConfig, prompts: list[str]) -> None:
 
     await deployment.start()
     try:
-        if not flags.record:
-            kept = config.compilation_cache
-            _say(f"compiling for this prompt{f' (or loading from {kept})' if kept else ''}")
-            longest, rehearsal = max(prompts, key=len), time.monotonic()
-            async for _ in several.stream(longest, REHEARSAL_TOKENS):
-                pass
-            now = time.monotonic()
-            _say(f"ready after {now - began:.1f} s, {now - rehearsal:.1f} s of them compiling")
+        cache = config.compilation_cache
+        _say(f"compiling for this prompt{f' (or loading from {cache})' if cache else ''}")
+        rehearsal = time.monotonic()
+        async for _ in several.stream(max(prompts, key=len), REHEARSAL_TOKENS):
+            pass
+        now = time.monotonic()
+        _say(f"ready after {now - began:.1f} s, {now - rehearsal:.1f} s of them compiling")
         started = time.monotonic()
         await several.all_at_once(prompts, flags.max_tokens, show)
         if len(prompts) > 1:

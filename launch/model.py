@@ -190,7 +190,6 @@ def model_source(
 def deployment(
     config: EngineConfig,
     observer: Observer | None = None,
-    record_to: str = "",
     events: RouterEvents = NO_ROUTER_EVENTS,
     tell: Callable[[str], None] = _log.info,
 ) -> Deployment:
@@ -202,7 +201,7 @@ def deployment(
     source = model_source(model, speculate, config.service)
     source = replace(source, name=config.service.served_model_name or source.name)
     tokenizer = Tokenizer.from_directory(directory)
-    return Deployment(config, source, tokenizer, observer, record_to, events, tell)
+    return Deployment(config, source, tokenizer, observer, events, tell)
 
 
 def _relayout(loaded: Loaded, layout: Layout, devices: Sequence[Device]) -> Loaded:

@@ -35,7 +35,7 @@ from launch.flags import ENGINE, HTTP, OBSERVE, SERVICE, define
 from launch.model import deployment as deployment_of
 from launch.settings import engine_config, observe_config
 
-flags = define(*ENGINE, *SERVICE, *HTTP, *("devices", "decision_log", "record"), *OBSERVE)
+flags = define(*ENGINE, *SERVICE, *HTTP, *("devices", "decision_log"), *OBSERVE)
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ async def _serve(
     or None after a signal."""
     broken: UnavailableError | None = None
     async with observing("serve", observe) as observer:
-        deployment = deployment_of(config, observer, flags.record, decisions or NO_ROUTER_EVENTS)
+        deployment = deployment_of(config, observer, decisions or NO_ROUTER_EVENTS)
         try:
             await deployment.start(at_once=True)
             if observer:

@@ -148,7 +148,6 @@ def observe_config(given: Given) -> ObserveConfig:
     return ObserveConfig(
         metrics_port=given.metrics_port,
         metrics_host=given.metrics_host,
-        timelines=given.timelines,
         log_format=given.log_format,
         log_requests=given.log_requests,
         otlp_endpoint=_otlp_endpoint(given),

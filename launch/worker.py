@@ -52,7 +52,7 @@ flags = define(
     *SERVICE,
     *("advertise_host", "kv_host", "kv_channel", "devices", "gpus", "place"),
     *("num_processes", "process_id", "coordinator"),
-    *("record", "config_file", *OBSERVE),
+    *("config_file", *OBSERVE),
     port=0,
     gpus=(None, "GPUs or TPU chips to use, e.g. 0-3,6. Default: all that are visible."),
 )
@@ -129,7 +129,6 @@ def _of_flags() -> WorkerProcessConfig:
         f"/{socket.gethostname()}" if flags.place is None else flags.place,
         ProcessPlace(flags.process_id, flags.num_processes, flags.coordinator),
         observe_config(flags),
-        flags.record,
     )
 
 

@@ -2,7 +2,6 @@
 decodes. The processes share the device's memory (`XLA_PYTHON_CLIENT_MEM_FRACTION`), so they run
 before this process uses the device."""
 
-import json
 import os
 import statistics
 import sys
@@ -29,11 +28,7 @@ KEY, PEER = 0x1234567890ABCDEF, "gpu-day#1"
 
 
 def run(day: Day) -> None:
-    for allocator in ("default",) if day.small else ("default", "platform", "cuda_async"):
-        day.row(
-            f"device memory lent, {allocator} allocator", partial(lent, day, allocator), shares=True
-        )
-    for channel in ("memory", "cuda") if day.small else ("engine", "memory", "cuda"):
+    for channel in ("memory",) if day.small else ("engine", "memory"):
         day.row(f"between two processes, {channel}", partial(processes, day, channel), shares=True)
     engines: list[Engine] = []
 
@@ -58,17 +53,6 @@ def processes(day: Day, channel: str) -> Figures:
         *(f"--megabytes={megabytes}", f"--rounds={rounds}", "--pairs=tp=1>tp=1", "--hidden=4"),
     )
     return {"lines": [line for line in said(day, command).splitlines() if "GB/s" in line]}
-
-
-def lent(day: Day, allocator: str) -> Figures:
-    """Measures transfers between two processes by CUDA memory handles, also if one process is
-    killed. Reports if memory of an allocator cannot be exported."""
-    command = (
-        *(sys.executable, "-m", "benchmarks.device_day.lent"),
-        *(f"--megabytes={1 if day.small else 1024}", f"--allocator={allocator}"),
-    )
-    lines = said(day, command).splitlines()
-    return json.loads(next(line for line in reversed(lines) if line.startswith("{")))
 
 
 def said(day: Day, command: tuple[str, ...]) -> str:

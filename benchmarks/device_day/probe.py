@@ -1,11 +1,8 @@
-"""Probes the machine: versions, XLA's description of the GPU, ceilings of copies and products, and
-whether the driver lets processes share an array's memory."""
+"""Probes the machine: versions, XLA's description of the GPU, ceilings of copies and products."""
 
-import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +13,6 @@ from jax.sharding import SingleDeviceSharding
 from benchmarks.device_day.day import Day, Figures
 from benchmarks.device_day.timing import seconds_of
 
-# of CUpointer_attribute in cuda.h
-LEGACY_IPC, ALLOWED_HANDLES = 10, 14
-CUDA_SUCCESS = 0
-
 
 def run(day: Day) -> None:
     megabytes, side = (16, 512) if day.small else (4096, 8192)
@@ -27,7 +20,6 @@ def run(day: Day) -> None:
     day.row("nvidia-smi", smi, gpu=True)
     day.row("target config", lambda: target_config(day), gpu=True)
     day.row("memory", lambda: dict(jax.devices()[0].memory_stats() or {}))
-    day.row("shared memory of an array", sharing, gpu=True)
     day.row("copy on the device", lambda: copy(megabytes))
     for dtype in ("bfloat16", "float32"):
         day.row(f"product, {dtype}", lambda dtype=dtype: product(side, dtype))
@@ -71,26 +63,6 @@ def target_config(day: Day) -> Figures:
     path = day.out / "target_config.txt"
     path.write_text(config)
     return {"file": path.name, "characters": len(config)}
-
-
-def sharing() -> Figures:
-    """Returns whether the memory of a JAX array can be exported: by CUDA IPC, and by which kinds of
-    handle (a mask of CUmemAllocationHandleType)."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    array = jax.block_until_ready(jnp.ones((1 << 20,), jnp.uint8))
-    pointer = ctypes.c_uint64(array.unsafe_buffer_pointer())
-
-    def attribute(number: int, kind: Any) -> object:
-        value = kind()
-        status = cuda.cuPointerGetAttribute(ctypes.byref(value), ctypes.c_int(number), pointer)
-        return value.value if status == CUDA_SUCCESS else f"CUDA error {status}"
-
-    handle = (ctypes.c_char * 64)()
-    return {
-        "legacy IPC capable": attribute(LEGACY_IPC, ctypes.c_int),
-        "allowed handle types": attribute(ALLOWED_HANDLES, ctypes.c_uint64),
-        "cuIpcGetMemHandle status": cuda.cuIpcGetMemHandle(ctypes.byref(handle), pointer),
-    }
 
 
 def copy(megabytes: int) -> Figures:

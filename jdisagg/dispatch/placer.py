@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 from jdisagg.clock import Clock
 from jdisagg.config import RoutingConfig
-from jdisagg.costs.hardware import link
 from jdisagg.costs.speeds import PriceSource
 from jdisagg.dispatch.admission_queue import AdmissionQueue
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
@@ -69,7 +68,6 @@ def rules_of(config: RoutingConfig, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> Pl
         tpot_slo_seconds=math.inf if slo is None else slo,
         hold_seconds=config.hold_seconds,
         local_gain=config.local_gain,
-        far=link(config.far_link),
         suspect_seconds=timeouts.membership.suspect_seconds,
         gone_seconds=timeouts.membership.gone_seconds,
         peer_fetch=bool(config.peer_fetch),
@@ -270,7 +268,7 @@ class Placer:
         self._rules = settings.policy or rules_of(config, timeouts)
         self._affinity = settings.affinity
         self.coming = ComingPrefixes()
-        self.lengths = LearnedLengths(config.output_quantile)
+        self.lengths = LearnedLengths()
         self._config = config
         self._clock = clock
         self._counters = counters
@@ -503,7 +501,7 @@ class Placer:
     def _decide(self, query: PlacementQuery, now: float) -> PlacementOutcome:
         answer = decide(self.accounts.state, query, now, self._rules)
         if not isinstance(answer, Deferred):
-            self.events.answered(self.accounts.state, query, now, self._rules, answer)
+            self.events.answered(query, now, answer)
         return answer
 
     def _work(self, asked: PlacementRequest) -> Work:

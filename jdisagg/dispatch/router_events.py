@@ -5,21 +5,13 @@ handle only some events, and `RouterEventsList` forwards events to several liste
 
 from typing import Protocol
 
-from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.decision import PlacementOutcome, PlacementPolicy, PlacementQuery
+from jdisagg.router.decision import PlacementOutcome, PlacementQuery
 
 
 class RouterEvents(Protocol):
-    def answered(
-        self,
-        state: ClusterState,
-        query: PlacementQuery,
-        now: float,
-        policy: PlacementPolicy,
-        answer: PlacementOutcome,
-    ) -> None:
-        """Called when placement has placed or refused a request. `state` is the snapshot on which
-        it decided. A deferred request is reported only when it is finally placed or refused."""
+    def answered(self, query: PlacementQuery, now: float, answer: PlacementOutcome) -> None:
+        """Called when placement has placed or refused a request. A deferred request is reported
+        only when it is finally placed or refused."""
         ...
 
     def measured(self, what: str, predicted: float, actual: float) -> None:
@@ -35,14 +27,7 @@ class RouterEvents(Protocol):
 class NoRouterEvents:
     """Listener that ignores all events."""
 
-    def answered(
-        self,
-        state: ClusterState,
-        query: PlacementQuery,
-        now: float,
-        policy: PlacementPolicy,
-        answer: PlacementOutcome,
-    ) -> None: ...
+    def answered(self, query: PlacementQuery, now: float, answer: PlacementOutcome) -> None: ...
 
     def measured(self, what: str, predicted: float, actual: float) -> None: ...
 
@@ -55,16 +40,9 @@ class RouterEventsList:
     def __init__(self, *listeners: RouterEvents) -> None:
         self._listeners = listeners
 
-    def answered(
-        self,
-        state: ClusterState,
-        query: PlacementQuery,
-        now: float,
-        policy: PlacementPolicy,
-        answer: PlacementOutcome,
-    ) -> None:
+    def answered(self, query: PlacementQuery, now: float, answer: PlacementOutcome) -> None:
         for listener in self._listeners:
-            listener.answered(state, query, now, policy, answer)
+            listener.answered(query, now, answer)
 
     def measured(self, what: str, predicted: float, actual: float) -> None:
         for listener in self._listeners:

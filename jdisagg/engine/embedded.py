@@ -60,7 +60,6 @@ from jdisagg.worker.weights_updates import ServedWeights
 
 PREFILL, DECODE = "prefill-0", "decode-0"
 LOOK_SECONDS = 0.25
-Record = Callable[[str, Replica], Executor]
 
 
 def devices_of(config: EngineConfig) -> int:
@@ -102,7 +101,6 @@ class EmbeddedCluster:
         devices: Devices for the meshes. The prefill mesh gets the first ones.
         observer: Observer of the workers, the meshes and the request path (`observed_path`), or
             None.
-        record: Function that wraps each mesh's executor to record its commands, or None.
         events: Listener that receives the router's decisions, or None.
     """
 
@@ -113,13 +111,12 @@ class EmbeddedCluster:
         detokenizer: Detokenizer,
         devices: Sequence[Device],
         observer: Observer | None = None,
-        record: Record | None = None,
         events: RouterEvents = NO_ROUTER_EVENTS,
     ) -> None:
         self.config = config
         self.clock = MonotonicClock()
         self.channel = InProcessChannel(self.clock)
-        self._observer, self._record = observer, record
+        self._observer = observer
         self._meshes: list[Executor] = []
         prefill_devices, decode_devices = carve_devices(config, devices)
         groups = self._layer_groups
@@ -196,8 +193,7 @@ class EmbeddedCluster:
                 sizes in the configuration.
             fetches: Whether a prefill worker may fetch cached KV from other workers.
         """
-        executor = self._record(name, replica) if self._record else replica.executor
-        self._meshes.append(wrap.mesh(name, executor, self._observer))
+        self._meshes.append(wrap.mesh(name, replica.executor, self._observer))
         context = WorkerContext(
             name,
             self.clock,

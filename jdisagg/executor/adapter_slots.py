@@ -77,8 +77,7 @@ class AdapterSlots:
         return AdapterReading(command.step, reading)
 
     def put(self, command: PutAdapter) -> None:
-        """Writes an adapter into its slot. Waits until the adapter is read: a replay of recorded
-        commands issues this command without waiting for the result of `ReadAdapter`."""
+        """Writes an adapter into its slot. Waits until the adapter is read."""
         self._put_all(self._reads.pop(command.digest).result(), command.slot)
 
     def warm_up(self) -> None:

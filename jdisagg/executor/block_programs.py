@@ -43,7 +43,7 @@ from jdisagg.transfer.boxes import head_granule
 from jdisagg.transfer.channel import BlockStamp, Channel, Pull, PullTarget
 from jdisagg.transfer.codec import Codec, codec
 from jdisagg.transfer.host_store import HostStore
-from jdisagg.transfer.pieces import NO_CODEC, warm_blanks, warm_pieces
+from jdisagg.transfer.pieces import NO_CODEC, warm_pieces
 
 COPIES_PER_CALL = 8
 
@@ -485,12 +485,7 @@ class MeshBlocks:
                 programs.copy(((0, 0, programs.nowhere),))
 
     def warm_insert(
-        self,
-        groups: range,
-        tokens: int,
-        kind: KvKind = KvKind.POSITIONS,
-        codec: str = NO_CODEC,
-        blanks: bool = False,
+        self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS, codec: str = NO_CODEC
     ) -> None:
         """Compiles the programs that insert a block, by running them for each piece size that peers
         may send.
@@ -500,8 +495,6 @@ class MeshBlocks:
             tokens: Number of tokens in the block.
             kind: Kind of the block's contents.
             codec: Name of the codec that packs the pieces.
-            blanks: Whether the channel writes received pieces into arrays that JAX has allocated
-                before (`transfer.pieces.blank`).
         """
         of_kind = self._kind(kind, groups.start)
         programs, targets = of_kind.programs, of_kind.targets
@@ -509,8 +502,6 @@ class MeshBlocks:
         layers = programs.layers(groups.start, len(groups))
         for granule in targets.granules():
             resident = targets.target(pull, layers, granule).resident
-            if blanks:
-                warm_blanks(resident)
             parts = resident * (targets.local_heads // granule)
             programs.insert(insert, parts).block_until_ready()
 

@@ -329,8 +329,7 @@ class MeshExecutor:
         """Compiles the programs that insert a block, by running them on an empty block in the form
         that peers send. Recurrent state is sent without a codec."""
         codec = NO_CODEC if kind is KvKind.STATE else self.role.codec
-        blanks = bool(self.card.ends) and self.platform == "gpu" and kind is not KvKind.STATE
-        self.blocks.warm_insert(groups, tokens, kind, codec, blanks)
+        self.blocks.warm_insert(groups, tokens, kind, codec)
 
     def pull_target(self, block: PullBlock) -> PullTarget:
         """Returns the destination of a pull into this mesh. Must be called on the dispatch

@@ -312,8 +312,7 @@ class WeightSwaps:
             )
 
     def _put(self, number: int) -> None:
-        """Replaces the weights by staged ones. Waits until these are read: a replay of recorded
-        commands issues this command without waiting for the result of `ReadWeights`."""
+        """Replaces the weights by staged ones. Waits until these are read."""
         reading, self._reading = self._reading, None
         assert reading is not None and reading.number == number, "the worker read them before"
         self._end_offers()

@@ -3,8 +3,8 @@
 The API server validates each grammar in a separate process (`admit`). Workers use the compiled
 grammar to mask tokens. An API server and a worker in one process share the compiler and its cache.
 `prepare` compiles in threads, a few grammars at a time, so that no grammar delays a stream.
-`matcher` then finds the grammar in the cache. In a follower of a multi-process instance and in a
-replay, `prepare` is not called, and `matcher` compiles the grammar itself.
+`matcher` then finds the grammar in the cache. In a follower of a multi-process instance,
+`prepare` is not called, and `matcher` compiles the grammar itself.
 
 llguidance's limits bound the memory of a grammar and the time to compute a mask. The compiler in
 llguidance releases Python's global interpreter lock."""

@@ -22,15 +22,12 @@ class KvEnd:
             (transfer/shared_memory.py). Empty if they cannot.
         nixl: Whether other processes can read the process's memory over NIXL
             (transfer/nixl_memory.py).
-        device: Name of the host on which the process exports device memory by CUDA IPC
-            (transfer/device_memory.py). Empty without CUDA IPC.
     """
 
     control: str
     boot_id: int
     memory: str = ""
     nixl: bool = False
-    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)

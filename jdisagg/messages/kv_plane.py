@@ -23,8 +23,7 @@ otherwise wait in the transfer engine forever.
 
 This is the exchange for JAX's transfer engine. Other backends use the same messages. With shared
 memory, S replies at once and sets the region's first byte when all bytes are written; R sends
-Pulled after its last read. With NIXL, R reads the bytes that S wrote into registered memory. With
-CUDA IPC on one host, R copies directly from S's arrays.
+Pulled after its last read. With NIXL, R reads the bytes that S wrote into registered memory.
 
 Any message may be lost, late or duplicated. Ids are therefore used once, and every wait has a
 deadline. A device number is the number that JAX gives the device in the process that owns it."""
@@ -42,7 +41,6 @@ class KvBackend(enum.StrEnum):
     ENGINE = "engine"
     SHARED = "shared"
     NIXL = "nixl"
-    CUDA = "cuda"
 
 
 class Wanted(Message, frozen=True):
@@ -160,34 +158,7 @@ class InRegistered(Message, frozen=True):
     offsets: tuple[int, ...]
 
 
-class LentAllocation(Message, frozen=True):
-    """A device allocation that other processes of the host can open by its CUDA IPC handle.
-    `number` identifies the allocation at the sender, and `size` is in bytes."""
-
-    handle: bytes
-    number: int
-    size: int
-
-
-class OnDevice(Message, frozen=True):
-    """Location of pieces in the sender's device memory.
-
-    Attributes:
-        allocations: Device allocations that contain the pieces.
-        places: For each array, index of the allocation that contains it.
-        offsets: For each array, byte offset in its allocation.
-        checksums: For each array, checksum of its bytes (`byte_sum`). Empty if this receiver has
-            already pulled successfully from all of these allocations. Also empty from senders of
-            protocol 41 and earlier.
-    """
-
-    allocations: tuple[LentAllocation, ...]
-    places: tuple[int, ...]
-    offsets: tuple[int, ...]
-    checksums: tuple[bytes, ...] = ()
-
-
-KvMemory = InMemory | InRegistered | OnDevice
+KvMemory = InMemory | InRegistered
 
 
 class Posted(Message, frozen=True):

@@ -3,9 +3,9 @@ StepResult`).
 
 A command refers to sequences, dp ranks, pages and decode slots by number. It contains every token
 id that the mesh does not have yet. It contains no arrays and does not depend on the clock or on
-randomness. Commands can therefore be broadcast to the processes of an instance, recorded, replayed,
-or run by a cost model. Positions count from the sequence's first token. Page ids are local to a dp
-rank.
+randomness. Commands can therefore be broadcast to the processes of an instance, run by a cost
+model, or repeated with the same results. Positions count from the sequence's first token. Page ids
+are local to a dp rank.
 
 State of a sequence with tokens t_0..t_(n-1): pages hold the KV of positions 0..n-2, and the slot
 holds `token` = t_(n-1) and `position` = n-1. A decode step writes the KV of `token`, samples t_n

@@ -49,7 +49,6 @@ class ClusterConfig:
         routers: Number of routers.
         processes: Number of processes of each worker.
         observe: Metrics, tracing and logging.
-        record_to: Folder for recordings of the workers' commands, or empty.
         decision_log: File for the first router's placement decisions, or empty.
         gpus: Indices or UUIDs of the GPUs, or indices of the TPU chips, to assign to the worker
             processes, in order. If empty, none are assigned.
@@ -66,7 +65,6 @@ class ClusterConfig:
     routers: int = 1
     processes: int = 1
     observe: ObserveConfig = field(default_factory=ObserveConfig)
-    record_to: str = ""
     decision_log: str = ""
     gpus: tuple[int | str, ...] = ()
     gpus_per_process: int | None = None
@@ -216,7 +214,6 @@ class ClusterPlan:
                 f"/{socket.gethostname()}",
                 ProcessPlace(index, count, coordinator),
                 replace(config.observe, metrics_port=metrics_port),
-                config.record_to,
                 len(self.instances),
             )
             for index, port in enumerate(instance.ports)

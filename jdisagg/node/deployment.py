@@ -41,7 +41,6 @@ from jdisagg.model_api import Device
 from jdisagg.node.accelerators import accelerators_of_host
 from jdisagg.node.gpus import DEVICE_FRACTION, set_memory_fraction
 from jdisagg.node.hardware_files import find_accelerator
-from jdisagg.node.recording import embedded_recorder
 from jdisagg.node.warm_up import WarmedBefore, progress_bar
 from jdisagg.observe.observer import Observer
 from jdisagg.router.cluster_state import Description
@@ -160,7 +159,6 @@ class Deployment:
         model: Checkpoint to serve.
         tokenizer: Tokenizer of the checkpoint.
         observer: Metrics and tracing, or None.
-        record_to: Folder for recordings of the meshes' commands. If empty, nothing is recorded.
         events: Listener for events of the router.
         tell: Function that reports the planned memory use. Called before allocation, with one line
             of text for each mesh.
@@ -175,7 +173,6 @@ class Deployment:
         model: ModelSource,
         tokenizer: ChatTokenizer,
         observer: Observer | None = None,
-        record_to: str = "",
         events: RouterEvents = NO_ROUTER_EVENTS,
         tell: Callable[[str], None] = _log.info,
     ) -> None:
@@ -191,14 +188,12 @@ class Deployment:
             tell(plan.summary)
         self.config = config
         self.tokenizer = tokenizer
-        record = embedded_recorder(record_to, replace(config.model, directory=model.directory))
         self.cluster = EmbeddedCluster(
             replace(config, model=replace(config.model, directory=str(model.directory))),
             model.load,
             tokenizer,
             devices,
             observer,
-            record,
             events,
         )
         self.cluster.constrain(model.grammars)

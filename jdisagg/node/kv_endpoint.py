@@ -11,8 +11,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
-import jax
-
 from jdisagg.address import EVERY_INTERFACE, host_port, is_local
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
@@ -74,7 +72,7 @@ class KvEndpoint:
         self._service = service = replace(service, port=port, drain_seconds=0.0)
         self._interface = kv_interface(service)
         if memories is None:
-            memories = Memories.of_worker(service.kv_channel, self._interface, jax.local_devices())
+            memories = Memories.of_worker(service.kv_channel, self._interface)
         self._memories, self._services = memories, tuple(services)
         self.end = memories.end(called_address(service), random_id())
         self._started: Future[None] = Future()

@@ -41,7 +41,6 @@ class WorkerProcessConfig:
         place: Location of the worker in the network, as in `WorkerCard`.
         process: Index of the process in its instance.
         observe: Metrics, tracing and logging.
-        record_to: Folder for recordings of the worker's commands, or empty.
         sharers: Number of workers on this host that share its memory, including this one.
     """
 
@@ -53,7 +52,6 @@ class WorkerProcessConfig:
     place: str
     process: ProcessPlace = field(default_factory=ProcessPlace)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
-    record_to: str = ""
     sharers: int = 1
 
 

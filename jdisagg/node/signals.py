@@ -14,14 +14,13 @@ def end_at_once() -> None:
     """Makes SIGTERM and SIGINT end the process silently, with exit status 128 + signal number.
 
     This applies until an event loop handles the signals. No exception is raised, because a normal
-    exit would wait for threads that compile. SIGUSR1 is ignored."""
+    exit would wait for threads that compile."""
 
     def end(number: int, _: FrameType | None) -> None:
         os._exit(128 + number)
 
     for number in ENDS:
         signal.signal(number, end)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 class StopSignals:

@@ -12,7 +12,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import jax
 
@@ -61,7 +60,6 @@ from jdisagg.node.instance_group import follow, lead
 from jdisagg.node.kv_endpoint import TRANSPORTS, called_address, kv_interface
 from jdisagg.node.kv_events import KvEventPublisher
 from jdisagg.node.peer_ports import PeerPorts
-from jdisagg.node.recording import record
 from jdisagg.node.role_state import Role, RoleState
 from jdisagg.node.run_files import WorkerProcessConfig
 from jdisagg.node.signals import StopSignals
@@ -102,7 +100,6 @@ class WorkerSpec:
     Attributes:
         routers: Addresses of the routers.
         fingerprint: Hash that identifies the model, its data types and its quantization.
-        record_to: Folder for recordings of the worker's commands. If empty, nothing is recorded.
         place, geometry, hardware: Location, model geometry and hardware that the worker publishes
             (`WorkerCard`, `ModelCard`).
         sharers: Number of workers on this host that share its memory, including this one.
@@ -116,7 +113,6 @@ class WorkerSpec:
     family: str
     model_name: str
     fingerprint: str
-    record_to: str = ""
     place: str = ""
     geometry: CostGeometry | None = None
     hardware: Accelerator | None = None
@@ -136,7 +132,6 @@ def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
         family=source.family,
         model_name=source.name,
         fingerprint=model_fingerprint(model.directory, model.dtype, model.weights, model.kv_dtype),
-        record_to=config.record_to,
         place=config.place,
         geometry=source.geometry,
         hardware=find_accelerator(hardware) if hardware else None,
@@ -188,9 +183,7 @@ class WorkerRuntime:
         self._address = called_address(self._service)
         self._interface = kv_interface(self._service)
         credentials = cluster_credentials(self._service)
-        self._memories = Memories.of_worker(
-            self._service.kv_channel, self._interface, state.devices
-        )
+        self._memories = Memories.of_worker(self._service.kv_channel, self._interface)
         end = self._memories.end(self._address, random_id())
         self._link = GrpcKvLink(end, credentials)
         self._peers = PeerPorts(credentials, state.clock, state.config.limits.timeouts.call)
@@ -331,10 +324,8 @@ class WorkerRuntime:
             elif not beside:
                 warmed.note({MESH: instance.times})
             state.roles.warm()
-            executor = self._watched(
-                instance,
-                await leading.over(instance.executor, end) if leading else instance.executor,
-            )
+            executor = await leading.over(instance.executor, end) if leading else instance.executor
+            executor = wrap.mesh(state.spec.name, executor, state.observer)
             mark = None if before else warmed
             later = LaterPrograms(state.spec.name, instance, mark, state.clock.now)
             status = await self._serve_with(instance, executor, later if beside else None)
@@ -483,20 +474,6 @@ class WorkerRuntime:
         if done:
             working.result()
         return done
-
-    def _watched(self, instance: Replica, executor: Executor) -> Executor:
-        """Returns the executor wrapped for recording and for metrics, if these are configured."""
-        spec, config = self._state.spec, self._state.config
-        if spec.record_to:
-            executor = record(
-                Path(spec.record_to),
-                spec.name,
-                executor,
-                instance.executor,
-                config.instance.layout,
-                config.model,
-            )
-        return wrap.mesh(spec.name, executor, self._state.observer)
 
     def _card(self, instance: Replica, worker: Worker) -> WorkerCard:
         limits, model, spec = instance.executor.limits, instance.loaded.model, self._state.spec

@@ -1,4 +1,4 @@
-"""Observability: metrics, timelines, structured logs and the readiness canary.
+"""Observability: metrics, traces, structured logs and the readiness canary.
 
 Packages that are observed do not import this one. Instead, the code that assembles a process wraps
 ports (interfaces of workers), meshes and the request path (`wrap.py`). In a process without an

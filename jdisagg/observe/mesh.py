@@ -132,22 +132,14 @@ class ObservedExecutor:
         )
 
     def _record(self, command: StepCommand, started: float, now: float) -> None:
-        tracing, worker, track = self._observer.tracing, self._worker, f"mesh of {self._worker}"
+        tracing = self._observer.tracing
+        worker = self._worker
         match command:
             case PrefillChunk():
                 self._record_chunk(command, started, now)
             case DecodeSteps():
                 if command.chunk is not None:
                     self._record_chunk(command.chunk, started, now)
-                running = sum(len(slots) for slots in command.slots)
-                sizes: dict[str, Value] = {
-                    "steps": command.steps,
-                    "running": running,
-                    "admits": len(command.admits),
-                    "drafts": sum(one.count for one in command.drafts),
-                    "step": command.step,
-                }
-                tracing.span("decode steps", started, now, None, track=track, **sizes)
                 for admit in command.admits:
                     writer = self._writers.get(
                         (admit.rank, self._page(admit.pages, admit.position))
@@ -162,14 +154,11 @@ class ObservedExecutor:
                         step=command.step,
                     )
             case InsertBlock() | ExtractBlock():
-                name = _NAMES[type(command)]
-                tracing.span(name, started, now, track=track, step=command.step)
-                ref = offer_key(command.offer_id)
                 tracing.span(
-                    name,
+                    _NAMES[type(command)],
                     started,
                     now,
-                    ref,
+                    offer_key(command.offer_id),
                     worker=worker,
                     start=command.start,
                     tokens=command.valid_tokens,
@@ -177,16 +166,8 @@ class ObservedExecutor:
                 )
 
     def _record_chunk(self, command: PrefillChunk, started: float, now: float) -> None:
-        tracing, worker, track = self._observer.tracing, self._worker, f"mesh of {self._worker}"
-        tracing.span(
-            "prefill chunk",
-            started,
-            now,
-            track=track,
-            step=command.step,
-            rows=len(command.rows),
-            tokens=sum(len(row.tokens) for row in command.rows),
-        )
+        tracing = self._observer.tracing
+        worker = self._worker
         for row in command.rows:
             args: dict[str, Value] = {
                 "start": row.start,

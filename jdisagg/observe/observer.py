@@ -1,6 +1,6 @@
 """The observer of a process, which assembly code passes to `wrap.py`.
 
-    observer = Observer("decode-0", timelines=True)
+    observer = Observer("decode-0", [otlp_processor("http://host:4317")])
     executor = wrap.mesh("decode-0", executor, observer)
     port = wrap.decode("decode-0", port, observer)
     path = wrap.path(path, observer)
@@ -10,15 +10,14 @@ of `wrap` return their argument unchanged."""
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from jdisagg.observe.metrics import Metrics
 from jdisagg.observe.recent_requests import RecentRequests
-from jdisagg.observe.trace_events import TraceEventExporter
-from jdisagg.observe.tracing import Tracing, otlp_processor, tracer_provider
+from jdisagg.observe.tracing import Tracing, tracer_provider
 
 _CAUSES_KEPT = 4096
 # The cause of an attempt with which a client resumes a stream of another server. It is no failure.
@@ -46,21 +45,18 @@ class Observer:
     """The metrics of a process, and its tracing spans if requested.
 
     Args:
-        process: Name of this process in metrics, logs and timelines.
-        timelines: Whether to store the newest spans, from which a timeline can be written.
-        otlp_endpoint: Address of an OTLP collector for spans, or "".
+        process: Name of this process in metrics, logs and spans.
+        processors: Receivers of all spans.
         now: Monotonic clock of all measurements, in seconds.
         wall: Clock that returns seconds since the epoch.
-        recent: Whether to store the spans of the latest traced requests for the web page. If there
-            are neither timelines nor a collector, a request is traced only if its client requests
-            this.
+        recent: Whether to store the spans of the latest traced requests for the web page. Without
+            other processors, a request is traced only if its client requests this.
     """
 
     def __init__(
         self,
         process: str,
-        timelines: bool = False,
-        otlp_endpoint: str = "",
+        processors: Sequence[SpanProcessor] = (),
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         recent: bool = False,
@@ -69,16 +65,7 @@ class Observer:
         self.now = now
         self.metrics = Metrics(process)
         self.causes = Causes()
-        self.timeline = TraceEventExporter(process) if timelines else None
         self.recent = RecentRequests() if recent else None
-        processors: list[SpanProcessor] = []
-        if self.timeline is not None:
-            processors.append(SimpleSpanProcessor(self.timeline))
-        if otlp_endpoint:
-            processors.append(otlp_processor(otlp_endpoint))
-        every = bool(processors)
-        if self.recent is not None:
-            processors.append(SimpleSpanProcessor(self.recent))
-        self.tracing = Tracing(
-            tracer_provider(process, processors) if processors else None, now, wall, every
-        )
+        own = () if self.recent is None else (SimpleSpanProcessor(self.recent),)
+        provider = tracer_provider(process, (*processors, *own)) if processors or own else None
+        self.tracing = Tracing(provider, now, wall, every=bool(processors))

@@ -3,26 +3,21 @@
     async with observing("decode-0", config) as observer:
         executor = wrap.mesh("decode-0", executor, observer)
 
-If configured, the context opens the metrics port, exports spans, and writes a timeline at the end
-and on SIGUSR1. Everything stops when the context ends, even after an error. An error in the
-configuration is raised at the start of the context. A later failure to write a timeline is only
-logged, so that observability never stops the process. Timelines are written in a thread."""
+If configured, the context opens the metrics port and exports spans. Everything stops when the
+context ends, even after an error. An error in the configuration is raised at the start of the
+context."""
 
 import asyncio
 import contextlib
-import logging
-import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from jdisagg.address import listening_socket
 from jdisagg.errors import ConfigError
-from jdisagg.folders import made_folder
 from jdisagg.observe.logs import FORMATS
 from jdisagg.observe.metrics import OTHER_METRICS_PORT
 from jdisagg.observe.observer import Observer
-
-_log = logging.getLogger(__name__)
+from jdisagg.observe.tracing import otlp_processor
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,6 @@ class ObserveConfig:
     Args:
         metrics_port: Port that serves Prometheus metrics, or 0 for no port.
         metrics_host: Network interface of the metrics port. 0.0.0.0 means all interfaces.
-        timelines: Folder to which timelines are written, or "" for no timelines.
         log_format: One of `logs.FORMATS`.
         log_requests: Whether to log every finished request.
         otlp_endpoint: Address of an OTLP collector that receives spans, such as `http://host:4317`,
@@ -43,7 +37,6 @@ class ObserveConfig:
 
     metrics_port: int = 0
     metrics_host: str = "127.0.0.1"
-    timelines: str = ""
     log_format: str = "text"
     log_requests: bool = False
     otlp_endpoint: str = ""
@@ -69,7 +62,7 @@ class ObserveConfig:
 
     @property
     def on(self) -> bool:
-        return bool(self.metrics or self.metrics_port or self.timelines or self.otlp_endpoint)
+        return bool(self.metrics or self.metrics_port or self.otlp_endpoint)
 
 
 @contextlib.asynccontextmanager
@@ -82,65 +75,22 @@ async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observ
         config: Settings of observability.
 
     Raises:
-        ConfigError: The port is in use, the timeline folder cannot be created, or the span exporter
-            is not installed.
+        ConfigError: The port is in use, or the span exporter is not installed.
     """
     if not config.on:
-        with _on_usr1(None, ""):
-            yield None
+        yield None
         return
-    folder = str(made_folder("timelines", config.timelines)) if config.timelines else ""
-    observer = Observer(process, bool(folder), config.otlp_endpoint, recent=config.metrics)
+    processors = [otlp_processor(config.otlp_endpoint)] if config.otlp_endpoint else []
+    observer = Observer(process, processors, recent=config.metrics)
     close = (
         observer.metrics.serve(config.metrics_port, config.metrics_host)
         if config.metrics_port
         else None
     )
     try:
-        with _on_usr1(observer, folder):
-            yield observer
+        yield observer
     finally:
         if close is not None:
             # In a thread, because a scrape may be waiting for this loop.
             await asyncio.to_thread(close)
-        await asyncio.to_thread(_write, observer, folder)
         await asyncio.to_thread(observer.tracing.close)
-
-
-def write_timeline(observer: Observer | None, folder: str) -> None:
-    """Writes the process's timeline in a thread. If timelines are off, logs this. Used as the
-    handler of SIGUSR1. Call this function on the event loop."""
-    if observer is None or not folder:
-        _log.info("SIGUSR1: no timeline to write; start with --timelines=DIR")
-        return
-    asyncio.get_running_loop().run_in_executor(None, _write, observer, folder)
-
-
-@contextlib.contextmanager
-def _on_usr1(observer: Observer | None, folder: str) -> Iterator[None]:
-    """Context manager that writes a timeline on SIGUSR1, so that the signal does not end the
-    process. Does nothing outside the main thread."""
-    loop = asyncio.get_running_loop()
-    try:
-        loop.add_signal_handler(signal.SIGUSR1, write_timeline, observer, folder)
-    except (ValueError, NotImplementedError, RuntimeError):
-        yield
-        return
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGUSR1)
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def _write(observer: Observer, folder: str) -> None:
-    if observer.timeline is None:
-        return
-    try:
-        observer.tracing.flush()
-        path = observer.timeline.write(folder)
-    except OSError as error:
-        _log.warning("the timeline could not be written to %s: %s", folder, error)
-    else:
-        _log.info("timeline written to %s", path)

@@ -58,7 +58,7 @@ class RecentRequests(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         for span in spans:
             args: dict = dict(span.attributes or {})
-            if "request" in args and "track" not in args and span.context is not None:
+            if "request" in args and span.context is not None:
                 self._keep(f"{span.context.trace_id:032x}", span, args)
         return SpanExportResult.SUCCESS
 

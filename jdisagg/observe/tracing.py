@@ -9,9 +9,7 @@ registered. In this way, no function needs a context parameter only for tracing.
 
 Spans are created when their work is complete. Times of the observer's clock are converted to times
 since the epoch, by one comparison with the wall clock at the start. An instant is a span without
-duration, with the attribute `instant`. Work that a mesh does for many requests together belongs to
-no single trace. Its spans have the attribute `track` in place of an owner, and appear in timelines
-only.
+duration, with the attribute `instant`.
 
 If there is no OpenTelemetry provider, no spans are created, stored or sent. OpenTelemetry's
 environment variables are not read."""
@@ -24,7 +22,7 @@ from opentelemetry import context as otel
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
@@ -138,8 +136,7 @@ class Tracing:
             name: Name of the span.
             started, ended: Times of the observer's clock.
             owner: Trace context or key to which the span belongs.
-            **attributes: Attributes of the span. A span with the attribute `track` belongs to no
-                single request, and has no owner.
+            **attributes: Attributes of the span.
         """
         if not self.on:
             return
@@ -215,14 +212,6 @@ class Tracing:
         return round((instant + self._epoch) * 1e9)
 
 
-class _RequestsAlone(BatchSpanProcessor):
-    """Batch span processor that drops spans that belong to no single request."""
-
-    def on_end(self, span: ReadableSpan) -> None:
-        if not span.attributes or "track" not in span.attributes:
-            super().on_end(span)
-
-
 def tracer_provider(process: str, processors: Sequence[SpanProcessor]) -> TracerProvider:
     """Returns an OpenTelemetry provider that applies the caller's sampling decision. If a caller
     has sent none, it records all spans. `process` is the process's name."""
@@ -268,7 +257,7 @@ def otlp_processor(endpoint: str) -> SpanProcessor:
     exporter = OTLPSpanExporter(
         endpoint, insecure=endpoint.startswith("http://"), timeout=int(OTLP_SECONDS)
     )
-    return _RequestsAlone(
+    return BatchSpanProcessor(
         exporter,
         max_queue_size=OTLP_QUEUE_SPANS,
         schedule_delay_millis=1000.0 * OTLP_SECONDS,

@@ -14,7 +14,7 @@ the fullest rank."""
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from jdisagg.costs.hardware import Link
 from jdisagg.costs.speeds import Array, Kind, PriceSource, Speed, speed_of
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.router.link_costs import Indices, LinkCosts, LinkSide, MeasuredLinks
+from jdisagg.router.link_costs import Indices, LinkCosts, LinkSide
 from jdisagg.router.prefix_index import Roster
 
 PARTS = ("rack", "host", "domain", "process")
@@ -388,37 +388,6 @@ class ClusterState:
         self._rows = {other: index for index, other in enumerate(self._names)}
         self._roster_rows = None
         self._change_form()
-
-    def numbers(self, name: str) -> dict[str, float]:
-        """Returns a worker's values by column. Columns that its description determines are left
-        out."""
-        row = self._rows[name]
-        return {
-            column: float(self.table[column][row]) for column in COLUMNS if column not in DESCRIBED
-        }
-
-    def restore(self, name: str, description: Description, numbers: Mapping[str, float]) -> None:
-        """Adds a worker from a decision record. `numbers` has its values by column. Raises KeyError
-        for an unknown column."""
-        self._descriptions[name] = description
-        row = self._rows.get(name)
-        if row is None:
-            row = self._add(name)
-        for column, number in numbers.items():
-            self.table[column][row] = number
-        self.bar(row, float(self.table["barred_until"][row]))
-        self._forms.pop(name, None)
-        self._change_form()
-
-    @property
-    def measured_links(self) -> MeasuredLinks:
-        """Latency in seconds and seconds per byte of each measured link (sender, receiver)."""
-        return self._measured
-
-    def restore_links(self, links: MeasuredLinks) -> None:
-        """Replaces all measured links."""
-        self._measured = dict(links)
-        self._forget_links()
 
     def bar(self, row: int, until: float) -> None:
         """Makes placement avoid the worker until time `until`. It is still chosen if there is no

@@ -16,7 +16,7 @@ gain of a switch is
     gain = rate * (horizon * (after - now) - switch_seconds * (now - meanwhile)) - harm of moving
         the running sequences
 
-The gain must exceed `least_gain` of the horizon's requests. The formula thus charges the time for
+The gain must exceed `LEAST_GAIN` of the horizon's requests. The formula thus charges the time for
 draining, re-sharding the weights and warm-up. A switch that would make the other pool short is not
 made.
 
@@ -24,7 +24,7 @@ Hysteresis: a switch requires that a pool is short for `patience_seconds`. Fewer
 only after a pool had spare workers for `calm_seconds`. After a switch no other switch is made for
 `cooldown_seconds`, and earlier observations are discarded. The model may be wrong. So that a
 mistake is not repeated, a pool that was short with n workers is not reduced to n workers under a
-similar load for `remember_seconds`. Without traffic there is no switch. If only one worker of a
+similar load for `REMEMBER_SECONDS`. Without traffic there is no switch. If only one worker of a
 role takes requests, it keeps its role."""
 
 import math
@@ -41,6 +41,12 @@ LIKE_LOAD = 0.75
 # Upper bound of a pool's need, relative to its size. Larger values come from the worst moments of a
 # queue.
 MOST_OVER = 2.0
+# Peak utilization (`PoolView.peak_use`) above which a pool is short of workers.
+FULL_USE = 0.95
+# Share of the horizon's requests that a switch must gain.
+LEAST_GAIN = 0.02
+# For this long a pool that was short of workers does not give one away at a similar load.
+REMEMBER_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,6 @@ class ElasticConfig:
 
     Attributes:
         target_use: Mean utilization that a pool should have, in [0, 1].
-        full_use: Peak utilization (`PoolView.peak_use`) above which a pool is short of workers.
         least_requests: Least number of ended requests in the observation window. If there are
             fewer, their latencies are ignored.
         move_harm: Cost of migrating one running request, as a number of requests that miss the
@@ -64,11 +69,8 @@ class ElasticConfig:
     calm_seconds: float = 300.0
     cooldown_seconds: float = 60.0
     horizon_seconds: float = 600.0
-    remember_seconds: float = 3600.0
     switch_seconds: float = 30.0
     target_use: float = 0.8
-    full_use: float = 0.95
-    least_gain: float = 0.02
     least_requests: int = 8
     move_harm: float = 0.1
     least_prefill: int = 1
@@ -84,20 +86,12 @@ class ElasticConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"elastic.{name} must be positive, got {getattr(self, name)}")
-        for name in (
-            "patience_seconds",
-            "calm_seconds",
-            "cooldown_seconds",
-            "remember_seconds",
-            "move_harm",
-            "least_gain",
-        ):
+        for name in ("patience_seconds", "calm_seconds", "cooldown_seconds", "move_harm"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"elastic.{name} must not be negative, got {getattr(self, name)}")
-        if not 0 < self.target_use <= self.full_use <= 1:
+        if not 0 < self.target_use <= FULL_USE:
             raise ConfigError(
-                f"elastic.target_use={self.target_use} and elastic.full_use={self.full_use} must"
-                " lie in (0, 1], and the first must not exceed the second"
+                f"elastic.target_use must be in (0, {FULL_USE}], got {self.target_use}"
             )
         if self.least_prefill < 1 or self.least_decode < 1:
             raise ConfigError(
@@ -342,7 +336,7 @@ def _decode(config: ElasticConfig, view: View) -> _Pool:
             f"TTFT {view.ttft_attainment:.0%} within {config.slo.ttft_seconds:g} s, and"
             f" {pool.waiting:.1f} requests wait for room"
         )
-    elif view.requests and pool.peak_use >= config.full_use:
+    elif view.requests and pool.peak_use >= FULL_USE:
         short = f"pages or slots {pool.peak_use:.0%} in use"
     load = size * pool.peak_use / config.target_use
     return _Pool(WorkerRole.DECODE, pool, short, load, _need(size, load, bool(short), over))
@@ -386,7 +380,7 @@ def _remembered(
     def one(pool: _Pool, since: float | None, before: WasShort | None) -> WasShort | None:
         if since is not None and now - since >= config.patience_seconds:
             return WasShort(pool.size, pool.load, now)
-        return before if before is not None and now - before.at <= config.remember_seconds else None
+        return before if before is not None and now - before.at <= REMEMBER_SECONDS else None
 
     first, second = map(one, pools, memory.short_since, memory.was_short)
     return first, second
@@ -444,7 +438,7 @@ def _choose(
         key=lambda one: (one.running + one.waiting, -sum(one.free_pages), one.name),
     )
     gain = _gain(config, memory, view, to, donor, worker)
-    worth = config.least_gain * view.requests_per_second * config.horizon_seconds
+    worth = LEAST_GAIN * view.requests_per_second * config.horizon_seconds
     if gain <= worth:
         return (
             None,

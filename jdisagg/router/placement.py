@@ -115,36 +115,6 @@ def decide(
     return decision if query.under_way else _admitted(state, decision, weighed, query, policy)
 
 
-def witnesses(
-    state: ClusterState, query: PlacementQuery, now: float, policy: PlacementPolicy, most: int = 16
-) -> frozenset[str]:
-    """Returns the workers that a decision record must contain. These are the best `most` workers of
-    each role, and workers from which they may fetch KV. A decision among these workers equals the
-    decision among all workers."""
-    prefills, decodes = candidates(state, query, now, policy)
-    if len(prefills) + len(decodes) <= 2 * most:
-        rows = [*prefills.rows, *decodes.rows]
-    elif prefills.unknown or decodes.unknown:
-        rows = [
-            row
-            for some in (prefills, decodes)
-            for row in some.rows[np.argsort(_reluctance(state, some, query), kind="stable")[:most]]
-        ]
-        # Include a worker of unknown speed, so that the subset makes no predictions either.
-        rows += [
-            some.rows[np.argmin(some.table["speed"])] for some in (prefills, decodes) if len(some)
-        ]
-    else:
-        weighed = weigh(state, prefills, decodes, query, now, policy)
-        best = np.minimum(weighed.pairs.min(axis=0, initial=np.inf), weighed.alone)
-        rows = [*weighed.prefills.rows, *decodes.rows[np.argsort(best, kind="stable")[:most]]]
-        rows += [holder.row for holder in weighed.prefills.holders]
-        rows += [*decodes.rows[np.argsort(weighed.alone, kind="stable")[:most]]]
-    source, tokens = _source(state, prefills, decodes, query, policy)
-    rows += [source] if tokens else []
-    return frozenset(state.name(int(row)) for row in rows)
-
-
 def weigh(
     state: ClusterState,
     prefills: Candidates,

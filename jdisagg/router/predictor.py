@@ -34,12 +34,11 @@ class LearnedLengths:
     them on. A router that has just started therefore predicts from the answers of others.
 
     Args:
-        quantile: Share of answers that should not exceed the prediction. None means that the
-            request's max_tokens is predicted; past answers then only determine `typical_tokens`.
+        quantile: Share of answers that should not exceed the prediction.
         classes: Largest number of stored classes. The least recently observed class is evicted.
     """
 
-    def __init__(self, quantile: float | None = 0.75, classes: int = 4096) -> None:
+    def __init__(self, quantile: float = 0.75, classes: int = 4096) -> None:
         self._quantile = quantile
         self._most = classes
         self._all = _Lengths()
@@ -51,8 +50,6 @@ class LearnedLengths:
 
     def predict(self, tenant: str, prompt_tokens: int, most_tokens: int) -> int:
         """Predicts the number of tokens of an answer, which is at most `most_tokens`."""
-        if self._quantile is None:
-            return most_tokens
         for lengths in (
             self._classes.get((tenant, prompt_tokens.bit_length())),
             self._tenants.get(tenant),

@@ -1,10 +1,10 @@
 """The interface between the two halves of a channel and the backends that move bytes.
 
-Four backends implement the interface: the JAX transfer engine (transfer_engine.py), shared memory
-(shared_memory.py), NIXL (nixl_memory.py) and CUDA IPC (device_memory.py). `KvSender` uses one
-`Outlet` for each receiver process, `KvPuller` one `Inlet` for each sender process. `KvSender` and
-`KvPuller` never check which backend they use: every difference between backends is an attribute or
-a method here. This module must not import an implementation."""
+Three backends implement the interface: the JAX transfer engine (transfer_engine.py), shared memory
+(shared_memory.py) and NIXL (nixl_memory.py). `KvSender` uses one `Outlet` for each receiver
+process, `KvPuller` one `Inlet` for each sender process. `KvSender` and `KvPuller` never check which
+backend they use: every difference between backends is an attribute or a method here. This module
+must not import an implementation."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -54,8 +54,7 @@ class Reserved:
         leaves: Number of arrays that the receiver will read.
         sources: Device arrays that must be computed before `Outlet.write` is called. Empty if the
             backend itself waits for the computation.
-        memory: Location of the arrays. None if the location is known only after `Outlet.write`, or
-            if the JAX transfer engine holds the arrays.
+        memory: Location of the arrays. None if the JAX transfer engine holds them.
     """
 
     leaves: int
@@ -87,9 +86,8 @@ class Outlet(Protocol):
         """
         ...
 
-    def write(self, pull_id: int) -> KvMemory | None:
-        """Writes the reserved arrays and returns their location. Called after their source arrays
-        are computed."""
+    def write(self, pull_id: int) -> None:
+        """Writes the reserved arrays. Called after their source arrays are computed."""
         ...
 
     def pulled(self, pull_id: int) -> None:

@@ -2,8 +2,8 @@
 
 `Memories` owns the memory of this process that other processes can read. `BackendChoice` selects
 the first backend that both processes support and that has not failed between these two processes.
-The order is CUDA IPC, shared memory, NIXL, JAX transfer engine. If the configuration names NIXL,
-NIXL comes first."""
+The order is shared memory, NIXL, JAX transfer engine. If the configuration names NIXL, NIXL comes
+first."""
 
 import logging
 from collections.abc import Sequence
@@ -11,16 +11,13 @@ from dataclasses import dataclass
 
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import KvBackend
-from jdisagg.model_api import Device
 from jdisagg.transfer.backend import Backend, Inlet
-from jdisagg.transfer.device_memory import LentMemory, lent_memory
 from jdisagg.transfer.nixl_memory import NixlMemory, nixl_memory
 from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.transfer.transfer_engine import EngineBackend, EngineOptions
 
 _log = logging.getLogger(__name__)
 _TITLES = {
-    KvBackend.CUDA: "CUDA memory",
     KvBackend.SHARED: "shared memory",
     KvBackend.NIXL: "NIXL",
     KvBackend.ENGINE: "transfer engine",
@@ -34,48 +31,37 @@ class Memories:
     Attributes:
         shared: Shared memory of this host, or None.
         nixl: Memory registered with NIXL, or None.
-        device: Device memory exported over CUDA IPC, or None.
-        no_device: Reason why CUDA IPC is unavailable although it is configured. "" otherwise.
     """
 
     shared: SharedMemory | None = None
     nixl: NixlMemory | None = None
-    device: LentMemory | None = None
-    no_device: str = ""
 
     @staticmethod
-    def of_worker(channel: str, host: str, devices: Sequence[Device]) -> "Memories":
+    def of_worker(channel: str, host: str) -> "Memories":
         """Allocates the memory from which other processes may read a worker's KV. `channel`
         (`ServiceConfig.kv_channel`) selects the kinds of memory. Raises ConfigError if NIXL is
         configured by name and cannot be used."""
-        nixl = nixl_memory(channel, host)
-        return Memories(SharedMemory.of_host(), nixl, *lent_memory(channel, devices))
+        return Memories(SharedMemory.of_host(), nixl_memory(channel, host))
 
     def end(self, control: str, boot_id: int) -> KvEnd:
         """Returns the endpoint record (`KvEnd`) of this process, which publishes its address and
         its backends to peers."""
         shared = self.shared.name if self.shared else ""
-        lends = self.device.host if self.device else ""
-        return KvEnd(control, boot_id, shared, self.nixl is not None, lends)
+        return KvEnd(control, boot_id, shared, self.nixl is not None)
 
     def backends(self, options: EngineOptions) -> tuple[Backend, ...]:
         """Returns the backends of this process, the preferred one first."""
         nixl_first = self.nixl is not None and self.nixl.first
-        found = (
-            self.nixl if nixl_first else None,
-            self.device,
-            self.shared,
-            None if nixl_first else self.nixl,
-            EngineBackend(options),
-        )
-        return tuple(backend for backend in found if backend is not None)
+        memories = (self.nixl, self.shared) if nixl_first else (self.shared, self.nixl)
+        usable = (memory for memory in memories if memory is not None)
+        return (*usable, EngineBackend(options))
 
 
 class BackendChoice:
     """Chooses the backend for each sender process. Callers must hold the lock of `KvPuller`."""
 
-    def __init__(self, memories: Memories, backends: Sequence[Backend]) -> None:
-        self._memories, self._backends = memories, backends
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self._backends = backends
         self._proven: set[tuple[KvEnd, KvBackend]] = set()
         self._failed: dict[tuple[KvEnd, KvBackend], str] = {}
 
@@ -88,16 +74,8 @@ class BackendChoice:
         )
 
     def describe(self, end: KvEnd, backend: KvBackend) -> str:
-        """Returns "ADDRESS BACKEND" for logs. If CUDA IPC is configured but unavailable, the reason
-        is appended."""
-        own, why = self._memories, self._failed.get((end, KvBackend.CUDA), "")
-        if backend is KvBackend.SHARED and not why:
-            if own.no_device:
-                why = own.no_device
-            elif own.device is not None and not end.device:
-                why = "the sender lends none"
-        title = _TITLES[backend]
-        return f"{end.control} {title}, no CUDA memory: {why}" if why else f"{end.control} {title}"
+        """Returns "ADDRESS BACKEND" for logs."""
+        return f"{end.control} {_TITLES[backend]}"
 
     def succeeded(self, end: KvEnd, backend: KvBackend) -> None:
         """Records that a pull from the process `end` by this backend succeeded."""

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import jax
-import msgspec
 
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
@@ -75,14 +74,14 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Posting:
-    """The memory that is reserved for one pull. `reserved` is the answer without the location of
-    the arrays. `answer` is the answer to send, or None until the sender may answer the receiver."""
+    """The memory that is reserved for one pull. `answered` is set once the receiver may have the
+    answer."""
 
     offer_id: int
     leaves: int
     until: float
-    reserved: Posted
-    answer: Posted | None = None
+    answer: Posted
+    answered: bool = False
 
 
 @dataclass(slots=True)
@@ -285,7 +284,7 @@ class KvSender:
     def _answer(self, receiver: KvEnd, posting: _Posting, address: str = "") -> None:
         """Sends the location of the pieces to the receiver. Sends nothing if the receiver has
         started to pull them from `address` already."""
-        posting.answer = posting.reserved
+        posting.answered = True
         if not address:
             self._link.send(receiver, posting.answer)
 
@@ -305,16 +304,14 @@ class KvSender:
         if peer is None or posting is None:
             return  # withdrawn meanwhile
         try:
-            memory = peer.outlet.write(request.pull_id)
+            peer.outlet.write(request.pull_id)
         except Exception as error:
             _withdraw(peer, request.pull_id, "")
             broken = HandoffError(
                 f"the pieces of offer {request.offer_id:#x} could not be computed or moved: {error}"
             )
             return self._refuse(receiver, request, broken)
-        if memory is not None:
-            posting.reserved = msgspec.structs.replace(posting.reserved, memory=memory)
-        if posting.answer is None:
+        if not posting.answered:
             self._answer(receiver, posting)
 
     def _answer_again(self, receiver: KvEnd, request: PullRequest) -> None:
@@ -327,7 +324,7 @@ class KvSender:
             # The receiver has extended the pull's deadline if bytes keep arriving.
             seconds = request.deadline_seconds + self._timeouts.slack_seconds
             posting.until = max(posting.until, self._clock.now() + seconds)
-            if posting.answer is not None:
+            if posting.answered:
                 self._link.send(receiver, posting.answer)
         elif ended is not None:
             self._link.send(

@@ -52,7 +52,7 @@ class NegotiatedChannel:
         options = EngineOptions(host, transports)
         self._backends = memories.backends(options)
         self._sender = KvSender(clock, end, link, options, self._backends)
-        self._puller = KvPuller(clock, link, options, BackendChoice(memories, self._backends))
+        self._puller = KvPuller(clock, link, options, BackendChoice(self._backends))
 
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
         """Processes a message that arrived over the link. Thread-safe; never blocks."""

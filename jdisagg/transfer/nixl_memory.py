@@ -45,7 +45,7 @@ def nixl_memory(channel: str, host: str) -> "NixlMemory | None":
     else returns None. Raises ConfigError if NIXL is configured by name and cannot be used."""
     if channel == "nixl":
         return NixlMemory(NixlAgent(host), first=True)
-    if channel not in ("auto", "cuda"):
+    if channel != "auto":
         return None
     try:
         # Not used: no other host can read from a loopback address, and over TCP the transfer engine
@@ -81,7 +81,7 @@ class NixlMemory(Backend):
 
     Args:
         agent: NIXL agent of this process.
-        first: Whether NIXL is preferred to shared memory and CUDA IPC.
+        first: Whether NIXL is preferred to shared memory.
     """
 
     kind = KvBackend.NIXL
@@ -191,7 +191,7 @@ class NixlOutlet(Outlet):
         memory = InRegistered(region.metadata, region.address, size, lies)
         return Reserved(len(lies), leaves.sources, memory)
 
-    def write(self, pull_id: int) -> InRegistered | None:
+    def write(self, pull_id: int) -> None:
         region, offsets, _ = self._posted[pull_id]
         arrays = self._unwritten.pop(pull_id).arrays()
         for array, offset in zip(arrays, offsets, strict=True):

@@ -338,29 +338,6 @@ class RequestedPieces:
         )
 
 
-def blank(aval: jax.ShapeDtypeStruct) -> jax.Array:
-    """Allocates an array on the single device of its sharding, for code that writes the array
-    without JAX. The allocation may still be in progress at return."""
-    return _blank(aval.shape, aval.dtype, aval.sharding)()
-
-
-@functools.lru_cache(maxsize=1024)
-def _blank(
-    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
-) -> Callable[[], jax.Array]:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
-
-
-def warm_blanks(resident: Sequence[jax.Array]) -> None:
-    """Compiles `blank` for pieces with the shape, dtype and sharding of the zeros `resident`.
-    The call blocks."""
-    for zeros in resident:
-        for shard in zeros.addressable_shards:
-            place = jax.sharding.SingleDeviceSharding(shard.device)
-            aval = jax.ShapeDtypeStruct(shard.data.shape, zeros.dtype, sharding=place)
-            blank(aval).block_until_ready()
-
-
 def encode(
     piece_1CGTH: jax.Array, codec_name: str, stamp: BlockStamp, first_head: int
 ) -> tuple[jax.Array, ...]:

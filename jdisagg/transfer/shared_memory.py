@@ -183,7 +183,7 @@ class SharedOutlet(Outlet):
         memory = InMemory(region.descriptor, region.inode, lies)
         return Reserved(len(lies), leaves.sources, memory)
 
-    def write(self, pull_id: int) -> InMemory | None:
+    def write(self, pull_id: int) -> None:
         region, offsets = self._posted[pull_id]
         region.write(self._unwritten.pop(pull_id).arrays(), offsets)
         region.set_written(True)

@@ -43,8 +43,7 @@ def test_other_servers_spellings_are_read_or_translated() -> None:
 
 
 def test_a_script_that_is_given_words_ends_with_one_line() -> None:
-    for module, status in (("router", EXIT_CONFIG), ("replay_decisions", 2)):
-        first = "--log=x" if module == "replay_decisions" else "--port=0"
+    for module, first, status in (("router", "--port=0", EXIT_CONFIG), ("wake", "--target=x:1", 2)):
         (end,) = ends(module, (first, "stray"))
         assert (end.status, end.out) == (status, "")
         assert (
@@ -119,7 +118,7 @@ def test_what_is_no_routers_setting_is_refused() -> None:
     assert end.status == EXIT_CONFIG and "limits." in end.err
 
 
-def test_flags_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+def test_flags_that_mean_nothing_are_refused() -> None:
     (system,) = ends("ask", ("--prompt=x", "--system=be kind"))
     assert (system.status, system.out) == (1, "")
     assert system.err == "error: --system='be kind' needs --chat\n"
@@ -127,12 +126,6 @@ def test_flags_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     assert (
         deadline.status == 2
         and "--deadline_seconds=-1: -1.0 is not a non-negative number" in deadline.err
-    )
-    (tmp_path / "empty.jsonl").write_text("")
-    (empty,) = ends("replay_decisions", (f"--log={tmp_path / 'empty.jsonl'}",))
-    assert (empty.status, empty.out) == (1, "")
-    assert empty.err.startswith(
-        f"error: decision log '{tmp_path / 'empty.jsonl'}' holds no decision; "
     )
 
 

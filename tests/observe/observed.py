@@ -7,14 +7,15 @@ from jdisagg.observe.observer import Observer
 from jdisagg.request import Request
 from tests.fakes.cluster import Cluster, Collected
 from tests.fakes.virtual_time import VirtualClock, run_virtually
+from tests.observe.spans import TracedObserver
 
 
 class ObservedCluster(Cluster):
     """Build inside `run_virtually`. `observed` stands where `path` stands."""
 
     def __init__(self, observer: Observer | None = None, **options: object) -> None:
-        self.observer = observer or Observer(
-            "test", timelines=True, now=VirtualClock().now, wall=lambda: VirtualClock().now() + 1e9
+        self.observer = observer or TracedObserver(
+            "test", now=VirtualClock().now, wall=lambda: VirtualClock().now() + 1e9
         )
         super().__init__(
             wrap_prefill=lambda port: wrap.prefill("prefill0", port, self.observer),

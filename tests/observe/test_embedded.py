@@ -1,4 +1,4 @@
-"""The real meshes, observed: one engine serves a few requests, and its metrics and timeline say
+"""The real meshes, observed: one engine serves a few requests, and its metrics and spans say
 so."""
 
 import asyncio
@@ -16,8 +16,8 @@ from jdisagg.request import Request, SamplingParams, StreamEvent
 from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_model
 from models.tokenizer import Tokenizer
+from tests.observe.spans import TracedObserver, ends, starts, trace_of
 from tests.observe.test_metrics import Samples, at, parse
-from tests.observe.test_timeline import ends, starts, trace_of
 
 pytestmark = pytest.mark.ci
 
@@ -36,7 +36,7 @@ def cluster_of(config: EngineConfig, observer: Observer) -> EmbeddedCluster:
     return EmbeddedCluster(config, load, tokenizer, jax.devices(), observer)  # type: ignore[arg-type]
 
 
-async def test_an_embedded_cluster_is_seen_from_the_first_token_to_the_last(tmp_path: Path) -> None:
+async def test_an_embedded_cluster_is_seen_from_the_first_token_to_the_last() -> None:
     small = InstanceConfig(
         layout=Layout(dp=1, tp=1),
         page_size=16,
@@ -53,7 +53,7 @@ async def test_an_embedded_cluster_is_seen_from_the_first_token_to_the_last(tmp_
         warm_up=False,
     )
 
-    observer = Observer("embedded", timelines=True)
+    observer = TracedObserver("embedded")
     cluster = cluster_of(config, observer)
 
     async def ask(name: str) -> list[StreamEvent]:
@@ -85,7 +85,7 @@ async def test_an_embedded_cluster_is_seen_from_the_first_token_to_the_last(tmp_
         == cluster.decode.executor.programs.compilations
         > 0
     )
-    events = trace_of(observer, tmp_path, "a")
+    events = trace_of(observer, "a")
     assert len(starts(events, "prefill chunk")) == 3, "70 tokens in chunks of 32"
     assert (
         len(starts(events, "pull"))

@@ -11,8 +11,8 @@ from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.fake_disk import FakeDisk
 from tests.fakes.virtual_time import run_virtually
 from tests.observe.observed import ObservedCluster
+from tests.observe.spans import trace_of
 from tests.observe.test_metrics import Samples, at, parse
-from tests.observe.test_timeline import trace_of
 from tests.worker.test_host_tier import BLOCK_BYTES, FAST, other
 from tests.worker.test_prefix_reuse import NAMES, limits
 
@@ -26,7 +26,7 @@ def keeping() -> ObservedCluster:
     )
 
 
-async def served(folder: Path) -> tuple[Samples, list[CachedTokens], ObservedCluster, dict]:
+async def served() -> tuple[Samples, list[CachedTokens], ObservedCluster, dict]:
     """Prompts 1 to 6 in pages for one of them, each twice in a row, then the first again; samples,
     what usage said, the cluster, and the root of the last one's trace."""
     async with keeping() as cluster:
@@ -41,13 +41,13 @@ async def served(folder: Path) -> tuple[Samples, list[CachedTokens], ObservedClu
             while not cluster.prefill._sources.quiet:
                 await asyncio.sleep(0.1)
         samples = parse(await cluster.observer.metrics.scrape())
-        events = trace_of(cluster.observer, folder, request=request.request_id)
+        events = trace_of(cluster.observer, request.request_id)
         (root,) = [event["args"] for event in events if event["name"] == "request"]
         return samples, told, cluster, root
 
 
-def test_tokens_by_tier_are_those_that_clients_were_told(tmp_path: Path) -> None:
-    samples, told, _, root = run_virtually(lambda: served(tmp_path))
+def test_tokens_by_tier_are_those_that_clients_were_told() -> None:
+    samples, told, _, root = run_virtually(served)
     whole = sum(told, CachedTokens())
     assert whole.pages and whole.host and whole.disk and not whole.peer
     for tier, tokens in whole.by_tier().items():
@@ -60,8 +60,8 @@ def test_tokens_by_tier_are_those_that_clients_were_told(tmp_path: Path) -> None
     assert root["cached_tokens"] == told[-1].total
 
 
-def test_blocks_and_bytes_of_each_tier_are_those_that_lie_there(tmp_path: Path) -> None:
-    samples, _, cluster, _ = run_virtually(lambda: served(tmp_path))
+def test_blocks_and_bytes_of_each_tier_are_those_that_lie_there() -> None:
+    samples, _, cluster, _ = run_virtually(served)
     mesh = cluster.prefill_mesh
     sizes = {
         "pages": (cluster.prefill._residency.blocks, BLOCK_BYTES, 5),
@@ -79,7 +79,7 @@ def test_blocks_and_bytes_of_each_tier_are_those_that_lie_there(tmp_path: Path) 
 def test_bytes_and_moves_of_each_tier_are_those_of_the_blocks_that_went_and_came(
     tmp_path: Path,
 ) -> None:
-    samples, _, cluster, _ = run_virtually(lambda: served(tmp_path))
+    samples, _, cluster, _ = run_virtually(served)
     counters = cluster.prefill.counters
     read = counters["disk_blocks_read"]  # into host memory, and from there into pages
     files, pieces = 1, BLOCK_BYTES  # the fake disk counts files as of one byte

@@ -1,13 +1,6 @@
-"""Observing a process from its start to its end; ports that come and go; the merge script."""
+"""Observing a process from its start to its end; ports that come and go."""
 
 import asyncio
-import json
-import logging
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,51 +20,22 @@ from jdisagg.observe.process import ObserveConfig, observing
 from jdisagg.observe.wrap import request_log
 from jdisagg.service.server import GenerationServer
 from jdisagg.telemetry import Counters
-from tests import time_scale
-from tests.fakes.cluster import Cluster, toy_request
+from tests.fakes.cluster import Cluster
 from tests.fakes.virtual_time import VirtualClock, run_virtually
 from tests.observe.test_metrics import at, parse
 from tests.observe.test_metrics_port import get
-from tests.observe.test_timeline import trace_of
-from tests.observe.trace_format import check
 from tests.service.doors import FakePath, make_frontend
 from tools.reference import ROOT, counter_rows
 
 
-async def test_metrics_are_there_from_start_to_end_and_the_timeline_is_written(
-    tmp_path: Path,
-) -> None:
+async def test_metrics_are_there_from_start_to_end() -> None:
     (port,) = free_ports("127.0.0.1", 1)
-    async with observing(
-        "decode-0", ObserveConfig(metrics_port=port, timelines=str(tmp_path / "t"))
-    ) as observer:
+    async with observing("decode-0", ObserveConfig(metrics_port=port)) as observer:
         assert observer is not None
         samples = parse(await asyncio.to_thread(get, port))
         assert at(samples, "jdisagg_process_info", process="decode-0") == 1
-        observer.tracing.instant("one", 1.0)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        await asyncio.sleep(0.05)
-        (written,) = (tmp_path / "t").iterdir()
-        assert shown(written) == ["one"], "on demand"
-        observer.tracing.instant("two", 2.0)
-    assert shown(written) == ["one", "two"], "at the end"
     with pytest.raises(OSError):
         await asyncio.to_thread(get, port)
-
-
-def shown(timeline: Path) -> list[str]:
-    return [event["name"] for event in check(json.loads(timeline.read_text()))]
-
-
-async def test_sigusr1_without_timelines_is_a_line_in_the_log_and_ends_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.INFO):
-        for config in (ObserveConfig(), ObserveConfig(log_requests=True)):
-            async with observing("p", config):
-                os.kill(os.getpid(), signal.SIGUSR1)
-                await asyncio.sleep(0.05)
-    assert caplog.text.count("start with --timelines=DIR") == 2
 
 
 async def test_a_process_that_is_asked_for_nothing_is_not_observed() -> None:
@@ -79,28 +43,6 @@ async def test_a_process_that_is_asked_for_nothing_is_not_observed() -> None:
         assert observer is None
         port = object()
         assert wrap.prefill("p", port, observer) is port  # type: ignore[arg-type]
-
-
-async def test_a_timeline_that_cannot_be_written_stops_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        async with observing("p", ObserveConfig(timelines=str(tmp_path / "t"))):
-            (tmp_path / "t").rmdir()
-            (tmp_path / "t").write_text("")
-    assert "could not be written" in caplog.text
-
-
-async def test_a_folder_for_timelines_that_cannot_be_made_is_refused_before_the_work(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ConfigError,
-        match="timelines: folder '.*file/t' cannot be used: Not a directory; give a writable",
-    ):
-        async with observing("p", ObserveConfig(timelines=str(tmp_path / "file" / "t"))):
-            raise AssertionError("the work began")
 
 
 @pytest.mark.parametrize(
@@ -126,11 +68,9 @@ async def test_readiness_and_the_age_of_canaries_are_exported() -> None:
     ) not in samples
 
 
-def test_a_router_exports_the_workers_that_are_there_and_observes_their_ports_as_they_open(
-    tmp_path: Path,
-) -> None:
+def test_a_router_exports_the_workers_that_are_there_and_observes_ports_as_they_open() -> None:
     async def main() -> None:
-        observer = Observer("router", timelines=True, now=VirtualClock().now)
+        observer = Observer("router", now=VirtualClock().now)
         async with Cluster() as cluster:
             card = ModelCard("m", "toy", 97, 128, "float32", 1)
             workers = {"prefill0": WorkerRole.PREFILL, "decode0": WorkerRole.DECODE}
@@ -188,34 +128,6 @@ def test_peers_are_observed_as_they_are_resolved() -> None:
             await peer.abort(1, "nothing there")
 
     run_virtually(main)
-
-
-def test_the_script_merges_a_folder_into_one_trace(tmp_path: Path) -> None:
-    from tests.observe.observed import ObservedCluster
-
-    async def main() -> int:
-        async with ObservedCluster() as cluster:
-            await cluster.collect(toy_request(1))
-            await cluster.collect(toy_request(2))
-            return len(trace_of(cluster.observer, tmp_path, "r2"))  # type: ignore[attr-defined]
-
-    events = run_virtually(main)
-    command = [
-        sys.executable,
-        "-m",
-        "launch.trace",
-        f"--inputs={tmp_path}",
-        f"--output={tmp_path / 'trace.json'}",
-    ]
-    done = subprocess.run(
-        [*command, "--request=r2"], capture_output=True, text=True, timeout=time_scale.seconds(60)
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(check(json.loads((tmp_path / "trace.json").read_text()))) == events
-    absent = subprocess.run(
-        [*command, "--request=r9"], capture_output=True, text=True, timeout=time_scale.seconds(60)
-    )
-    assert absent.returncode != 0 and "r9" in absent.stderr
 
 
 def test_every_counter_has_a_meaning_and_exists_from_the_start() -> None:

@@ -161,12 +161,6 @@ def test_a_thousand_tenants_do_not_grow_it_without_bound() -> None:
     assert predictor.predict("0", 50, 10**6) != 0, "forgotten: it is like everybody's"
 
 
-def test_without_learning_the_clients_word_is_taken() -> None:
-    predictor = LearnedLengths(None)
-    predictor.observe("t", 10, 5)
-    assert predictor.predict("t", 10, 300) == 300 and predictor.typical_tokens == 5
-
-
 def test_routers_predict_from_the_answers_of_all_and_record_each_once_in_whatever_order() -> None:
     """The oracle is one predictor that observes all answers. The third router starts last."""
     draw, whole, reports = random.Random(0), LearnedLengths(0.5), list[RouterUse]()
@@ -205,7 +199,6 @@ def test_a_router_that_missed_many_answers_records_the_last_and_only_those() -> 
         ({"tenant_weights": "gold"}, "gold"),
         ({"tenant_weights": "gold=much"}, "gold=much"),
         ({"tenant_quotas": "free=0"}, "free"),
-        ({"output_quantile": 1.5}, "output_quantile"),
         ({"local_gain": 1.0}, "local_gain"),
         ({"ttft_slo_seconds": -1.0}, "ttft_slo_seconds"),
     ],

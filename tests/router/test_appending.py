@@ -1,7 +1,6 @@
 """What a decode worker beside prefill workers appends itself: the decision, worked out again by
 hand, and who is protected."""
 
-import json
 from dataclasses import replace
 
 import msgspec
@@ -16,7 +15,6 @@ from jdisagg.router.cluster_state import ClusterState, Description
 from jdisagg.router.corrections import Corrections, LearnedCorrections, PromptWay
 from jdisagg.router.cost_terms import STEPS_TO_JOIN, paced_until
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
-from jdisagg.router.decision_record import answer_of, record_of, replay
 from jdisagg.router.placement import decide
 from tests.router.fleets import H100, accounts_of, decode_status, prefill_status, state_of
 from tests.router.test_decide import decision
@@ -164,14 +162,6 @@ def test_where_no_seconds_are_predicted_only_who_runs_nothing_appends() -> None:
     assert decision(state, long, POLICY).prefill == "p0"
     better = replace(TURN, cached={"d0": 4000, "p0": 4000})
     assert decision(state, better, POLICY).prefill == "p0", "nothing is gained"
-
-
-def test_the_decision_is_recorded_and_falls_the_same_again() -> None:
-    state = state_of(prefill_status("p0"), appends("d0", 10, 20_000), appends("d1"))
-    policy = replace(POLICY, tpot_slo_seconds=0.05)
-    answer = decide(state, TURN, 0.0, policy)
-    record = json.loads(json.dumps(record_of(state, TURN, 0.0, policy, answer)))
-    assert replay(record) == answer == answer_of(record)
 
 
 # Times of the shipped model on a CPU: the prefill mesh is faster for a prompt of the same length.

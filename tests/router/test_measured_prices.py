@@ -1,6 +1,5 @@
 """Prices without a description of the hardware: from the times and links that workers report."""
 
-import json
 from dataclasses import replace
 
 import msgspec
@@ -17,7 +16,6 @@ from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.corrections import Corrections
 from jdisagg.router.cost_terms import transfers_of
 from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery, PromptWay
-from jdisagg.router.decision_record import record_of, replay
 from jdisagg.router.placement import decide
 from tests.router.fleets import decode_status, prefill_status, state_of
 
@@ -129,14 +127,3 @@ def test_corrections_decide_whether_cached_kv_is_fetched() -> None:
     assert decided(measured(), fetching).way is PromptWay.FETCH
     computing = replace(query, corrections=Corrections(cheap, dear, dear))
     assert decided(measured(), computing).way is PromptWay.PREFILL
-
-
-def test_a_decision_from_measured_times_replays_from_its_json() -> None:
-    state = measured(links=(LinkTimes("p", 0.001, 1e-9),))
-    query = replace(
-        QUERY, cached={"d": 640}, corrections=Corrections((0.01, 1.1), (0.02, 1.2), (0.03, 1.3))
-    )
-    policy = PlacementPolicy()
-    answer = decide(state, query, 0.0, policy)
-    line = json.dumps(record_of(state, query, 0.0, policy, answer), allow_nan=False)
-    assert replay(json.loads(line)) == answer

@@ -1,7 +1,6 @@
 """What a prefill worker fetches instead of computing it, against the definition worked out worker
 by worker."""
 
-import json
 from dataclasses import replace
 
 import msgspec
@@ -11,9 +10,7 @@ import pytest
 from jdisagg.costs.speeds import speed_of
 from jdisagg.router.accounts import Work
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
-from jdisagg.router.decision_record import answer_of, record_of, replay
 from jdisagg.router.peer_terms import CHUNKS_ISSUED
-from jdisagg.router.placement import decide
 from tests.router.fleets import H100, decode_status, prefill_status, random_fleet, state_of
 from tests.router.test_decide import closeness, decision
 
@@ -194,37 +191,3 @@ def test_the_least_of_computing_and_fetching_is_weighed_for_each_worker(
         said: price(chosen.prefill, said)[0] for said in sources if price(chosen.prefill, said)[1]
     }
     assert chosen.peer == source or asked[chosen.peer] == pytest.approx(seconds, rel=0.06)
-
-
-@pytest.mark.parametrize("returns", [False, True])
-@pytest.mark.parametrize("kind", [H100, None])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_recorded_decision_to_fetch_replays_to_the_same(
-    seed: int, kind: object, returns: bool
-) -> None:
-    policy = RETURN if returns else FETCH
-    state = (
-        random_fleet(seed, 60, 40).state
-        if kind
-        else state_of(
-            *[
-                msgspec.structs.replace(prefill_status(f"p{at}"), running=at % 17)
-                for at in range(60)
-            ],
-            *[decode_status(f"d{at}") for at in range(40)],
-            kind=None,
-        )
-    )
-    draw = np.random.default_rng(seed)
-    fetched = 0
-    for _ in range(30):
-        cached = {f"p{draw.integers(60)}": int(draw.integers(1, 60)) * 128 for _ in range(5)}
-        if returns:
-            cached |= {f"d{draw.integers(40)}": int(draw.integers(1, 60)) * 128 for _ in range(5)}
-        query = PlacementQuery(Work(int(draw.integers(4000, 8000)), expected_tokens=50), cached)
-        answer = decide(state, query, 0.0, policy)
-        peer = getattr(answer, "peer", "")
-        fetched += peer.startswith("d" if returns else "p")
-        line = json.dumps(record_of(state, query, 0.0, policy, answer), allow_nan=False)
-        assert replay(json.loads(line)) == answer == answer_of(json.loads(line))
-    assert fetched > 0

@@ -2,7 +2,6 @@
 the queue in front of it, and at the limit of waiting requests."""
 
 import asyncio
-import json
 from dataclasses import replace
 
 import msgspec
@@ -15,7 +14,6 @@ from jdisagg.router.accounts import Work
 from jdisagg.router.admission import admit
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.decision import Decision, Deferred, PlacementPolicy, PlacementQuery
-from jdisagg.router.decision_record import answer_of, record_of, replay
 from jdisagg.router.fairness import FairQueue, Ticket
 from jdisagg.router.placement import decide
 from jdisagg.scheduler.priorities import PRIORITY_SECONDS
@@ -51,14 +49,6 @@ def test_room_that_lower_priorities_hold_is_room(priority: int, placed: bool) ->
     if isinstance(answer, Decision):
         assert answer.terms is not None
         assert answer.terms.decode_queue == answer.terms.prefill_queue == 0
-
-
-def test_a_decision_that_counts_on_others_replays_to_itself() -> None:
-    state = full_state()
-    asked = query(state, 3)
-    answer = decide(state, asked, 0.0, POLICY)
-    record = json.loads(json.dumps(record_of(state, asked, 0.0, POLICY, answer)))
-    assert replay(record) == answer_of(record) == answer
 
 
 def test_an_entry_of_higher_priority_presses_from_behind_and_is_charged_to_its_tenant() -> None:

@@ -3,26 +3,24 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc.aio
 
 from jdisagg.client import AsyncClient
 from jdisagg.errors import JdisaggError
 from jdisagg.observe import wrap
-from jdisagg.observe.observer import Observer
-from jdisagg.observe.trace_events import merge, read_timelines
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.trace_context import incoming, outgoing, within
 from tests.fakes.cluster import toy_request
+from tests.observe.spans import TracedObserver, trace_of
 from tests.service.test_cluster_over_grpc import served
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CLIENT = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
 
 
-async def test_router_and_workers_add_to_the_trace_that_their_client_began(tmp_path: Path) -> None:
-    observers = {name: Observer(name, timelines=True) for name in ("router", "prefill0", "decode0")}
+async def test_router_and_workers_add_to_the_trace_that_their_client_began() -> None:
+    observers = {name: TracedObserver(name) for name in ("router", "prefill0", "decode0")}
     async with served(observers) as cluster:
         router = cluster.router()
         whole = wrap.path(router.path, observers["router"])
@@ -31,14 +29,9 @@ async def test_router_and_workers_add_to_the_trace_that_their_client_began(tmp_p
             assert [event async for event in whole.stream(request)]
         await asyncio.sleep(0.1)
         await router.close()
-    for observer in observers.values():
-        observer.tracing.flush()
-        assert observer.timeline is not None
-        observer.timeline.process = observer.process
-        observer.timeline.write(tmp_path / observer.process)
     shown = {
-        name: {event.name for event in merge(read_timelines(tmp_path / name), {"r1"}).traceEvents}
-        for name in observers
+        name: {event["name"] for event in trace_of(observer, "r1")}
+        for name, observer in observers.items()
     }
     assert {"request", "reserve", "prefill", "hand-off to first span"} <= shown["router"]
     assert "prefill chunk" in shown["prefill0"]

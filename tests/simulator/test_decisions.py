@@ -1,5 +1,4 @@
-"""A decision recorded in a simulated cluster replays to itself, as a live router's does, since the
-code is the same."""
+"""A simulated cluster does what its router decides, and the router knows the simulated network."""
 
 from dataclasses import replace
 
@@ -9,34 +8,24 @@ from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import LINKS, Link, accelerator
 from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.layout.axes import Layout
-from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.decision import Decision, PlacementOutcome, PlacementPolicy, PlacementQuery
-from jdisagg.router.decision_record import Record, answer_of, record_of, replay
+from jdisagg.router.decision import Decision, PlacementOutcome, PlacementQuery
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, poisson
 from tests.simulator.fleets import LENGTHS, small_fleet
 
 
-def test_a_simulated_routers_decisions_replay_to_themselves() -> None:
-    records: list[Record] = []
+def test_simulated_requests_run_where_the_router_has_placed_them() -> None:
+    answers: list[PlacementOutcome] = []
 
     class Recorded(NoRouterEvents):
-        def answered(
-            self,
-            state: ClusterState,
-            query: PlacementQuery,
-            now: float,
-            policy: PlacementPolicy,
-            answer: PlacementOutcome,
-        ) -> None:
-            records.append(record_of(state, query, now, policy, answer))
+        def answered(self, query: PlacementQuery, now: float, answer: PlacementOutcome) -> None:
+            answers.append(answer)
 
     result = simulate(small_fleet(pages=512), poisson(4.0, 40, LENGTHS, 1), events=Recorded())
-    assert len(records) == 40
-    for record, outcome in zip(records, result.outcomes, strict=True):
-        answer = replay(record)
-        assert answer == answer_of(record) and isinstance(answer, Decision)
+    assert len(answers) == 40
+    for answer, outcome in zip(answers, result.outcomes, strict=True):
+        assert isinstance(answer, Decision)
         assert outcome.prefill == answer.prefill and outcome.decode in (
             answer.decode,
             answer.prefill,
@@ -52,14 +41,7 @@ def test_the_router_expects_the_network_that_joins_the_simulated_racks(
     answers: list[PlacementOutcome] = []
 
     class Listed(NoRouterEvents):
-        def answered(
-            self,
-            state: ClusterState,
-            query: PlacementQuery,
-            now: float,
-            policy: PlacementPolicy,
-            answer: PlacementOutcome,
-        ) -> None:
+        def answered(self, query: PlacementQuery, now: float, answer: PlacementOutcome) -> None:
             answers.append(answer)
 
     pool = Pool(1, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=8)))

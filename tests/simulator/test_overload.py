@@ -4,6 +4,7 @@ workers that fail and recover."""
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,7 @@ from jdisagg.costs.catalog import geometry
 from jdisagg.costs.engines import Software
 from jdisagg.costs.hardware import accelerator
 from jdisagg.layout.axes import Layout
-from jdisagg.observe.decision_log import DecisionLog, read_records
-from jdisagg.router.decision_record import answer_of, replay
+from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.simulator import workloads
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.report import RequestOutcome, SloLimits
@@ -167,9 +167,8 @@ def test_a_quota_bounds_a_tenant_in_an_idle_cluster() -> None:
     assert {outcome.end for outcome in result.outcomes} == {"finished", "refused"}
 
 
-def test_recorded_decisions_of_a_run_replay_to_the_same(tmp_path) -> None:
+def test_a_decision_log_has_what_was_asked_and_the_answer_of_each_placement(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
-
     with DecisionLog(str(path)) as log:
         result = simulate(
             fleet(),
@@ -177,12 +176,10 @@ def test_recorded_decisions_of_a_run_replay_to_the_same(tmp_path) -> None:
             seed=0,
             events=log,
         )
-    records = list(read_records(str(path)))
-    assert len(records) >= result.counters["placements"] > 50
-    for written in records:
-        assert replay(written) == answer_of(written)
-    with path.open("a") as file:
-        file.write(json.dumps(records[0])[:40])
-    assert len(list(read_records(str(path)))) == len(records), (
-        "a last line that was being written is passed over"
-    )
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    placed = [entry for entry in entries if "decision" in entry]
+    assert len(placed) >= result.counters["placements"] > 50
+    assert all(entry["refusal"]["reason"] for entry in entries if "decision" not in entry)
+    served = {outcome.decode for outcome in result.outcomes if outcome.decode}
+    assert {entry["decision"]["decode"] for entry in placed} >= served
+    assert all(entry["query"]["work"]["tokens"] > 0 and entry["now"] >= 0 for entry in entries)

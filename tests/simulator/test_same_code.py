@@ -28,7 +28,6 @@ LIVE_ALONE = {
     "jdisagg.dispatch.roles.role_switcher",
     "jdisagg.dispatch.routing_status",
     "jdisagg.dispatch.roles.outcomes",
-    "jdisagg.router.decision_record",
     "jdisagg.router.elastic",
     "jdisagg.router.elastic_signals",
 }

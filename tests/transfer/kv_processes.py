@@ -102,16 +102,11 @@ class Post:
             handle(sender, message)
 
     def start(
-        self,
-        devices: int,
-        count: int = 1,
-        shares: bool = False,
-        nixl: bool = False,
-        lends: bool = False,
+        self, devices: int, count: int = 1, shares: bool = False, nixl: bool = False
     ) -> list["Process"]:
         """`count` processes of one job, each with so many devices; ready when this returns.
-        `shares`: they share memory with who can map it. `nixl`: theirs can be read over NIXL.
-        `lends`: they lend their devices' memory, by the stand-in of the CUDA driver."""
+        `shares`: they share memory with who can map it. `nixl`: theirs can be read over
+        NIXL."""
         with Listener(("127.0.0.1", 0)) as free:
             coordinator = f"127.0.0.1:{free.address[1]}"  # type: ignore[misc]
         port = self._listener.address[1]  # type: ignore[misc]
@@ -119,7 +114,7 @@ class Post:
         for number in range(count):
             program = (
                 f"from tests.transfer.kv_processes import child; child({port}, {devices}, {number},"
-                f" {count}, {coordinator!r}, {shares}, {nixl}, {lends})"
+                f" {count}, {coordinator!r}, {shares}, {nixl})"
             )
             children.append(
                 subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2])
@@ -227,14 +222,7 @@ class _Sending:
 
 
 def child(
-    port: int,
-    devices: int,
-    number: int,
-    count: int,
-    coordinator: str,
-    shares: bool,
-    nixl: bool,
-    lends: bool,
+    port: int, devices: int, number: int, count: int, coordinator: str, shares: bool, nixl: bool
 ) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
@@ -242,12 +230,10 @@ def child(
 
     from jdisagg.clock import MonotonicClock
     from jdisagg.transfer.backend_choice import Memories
-    from jdisagg.transfer.device_memory import LentMemory
     from jdisagg.transfer.negotiated_channel import NegotiatedChannel
     from jdisagg.transfer.nixl_agent import NixlAgent
     from jdisagg.transfer.nixl_memory import NixlMemory
     from jdisagg.transfer.shared_memory import SharedMemory
-    from tests.transfer.cuda_stand_in import StandIn
 
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -257,7 +243,6 @@ def child(
     memories = Memories(
         SharedMemory.of_host() if shares else None,
         NixlMemory(NixlAgent("127.0.0.1")) if nixl else None,
-        LentMemory(StandIn()) if lends else None,
     )
     end = memories.end(f"process {os.getpid()}", secrets.randbits(64))
     link = _Sending(connection)

@@ -1,5 +1,5 @@
 """This process's channel among other processes (kv_processes.py), each of which has what it has:
-shared memory, NIXL, devices' memory to lend."""
+shared memory, NIXL."""
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
@@ -40,7 +40,6 @@ class World:
             count,
             shares=self._memories.shared is not None,
             nixl=self._memories.nixl is not None,
-            lends=self._memories.device is not None,
         )
 
     def start(self, name: str) -> Process:

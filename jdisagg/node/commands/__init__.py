@@ -1,2 +1,1 @@
-"""Implements the `jdisagg` commands that run a task and exit, such as measurements, plans and
-replays."""
+"""Implements the `jdisagg` commands that run a task and exit, such as measurements and plans."""

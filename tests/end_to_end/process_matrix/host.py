@@ -20,20 +20,18 @@ from jdisagg.config import ServiceConfig, WorkerConfig
 from jdisagg.engine.replica import KvPlane, build_worker_replica
 from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.ids import random_id
+from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.node.peer_ports import PeerPorts
 from jdisagg.node.worker import worker_services
 from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer, cluster_credentials
-from jdisagg.transfer.backend_choice import Memories
-from jdisagg.transfer.device_memory import LentMemory
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.worker.mesh_worker import WorkerContext
 from launch.model import loader
 from tests.end_to_end.process_matrix.cases import DECODE_DEVICES, PREFILL_DEVICES, Case, Seen
 from tests.end_to_end.process_matrix.kv_watch import KvWatch
-from tests.transfer.cuda_stand_in import StandIn
 
 HOST, TRANSPORTS = "127.0.0.1", 2
 
@@ -52,14 +50,13 @@ class Looked:
 class Host:
     """The process's channel and the worker of the present case. Runs on the event loop."""
 
-    def __init__(self, lends: bool) -> None:
+    def __init__(self) -> None:
         self._clock = MonotonicClock()
-        memories = Memories(device=LentMemory(StandIn())) if lends else Memories()
-        end = memories.end(f"{HOST}:{free_ports(HOST, 1)[0]}", random_id())
+        end = KvEnd(f"{HOST}:{free_ports(HOST, 1)[0]}", random_id())
         self._plane = KvPlane((end,), TRANSPORTS)
         self._link = GrpcKvLink(end)
         self._channel = NegotiatedChannel(
-            self._clock, end, self._link, host=HOST, transports=TRANSPORTS, memories=memories
+            self._clock, end, self._link, host=HOST, transports=TRANSPORTS
         )
         self._link.deliver_to(self._channel)
         port = int(end.control.rpartition(":")[2])
@@ -116,7 +113,7 @@ class Host:
         await peers.close()
 
 
-async def _live(connection: Connection, lends: bool) -> None:
+async def _live(connection: Connection) -> None:
     calls: asyncio.Queue[tuple[str, tuple[object, ...]]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -129,7 +126,7 @@ async def _live(connection: Connection, lends: bool) -> None:
         except (EOFError, OSError):
             os._exit(0)
 
-    host = Host(lends)
+    host = Host()
     await host.start()
     threading.Thread(target=listen, daemon=True).start()
     while True:
@@ -141,14 +138,12 @@ async def _live(connection: Connection, lends: bool) -> None:
         await asyncio.to_thread(connection.send, answer)
 
 
-def main(pipe: int, cache: str, lends: bool) -> None:
+def main(pipe: int, cache: str) -> None:
     """Runs the child.
 
     Args:
         pipe: File number of this process's end of the pipe.
         cache: Folder of compiled programs.
-        lends: Whether KV goes through CUDA IPC on a stand-in of the driver, instead of the transfer
-            engine.
     """
     use_compilation_cache(cache)
-    asyncio.run(_live(Connection(pipe), lends))
+    asyncio.run(_live(Connection(pipe)))

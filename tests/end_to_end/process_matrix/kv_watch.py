@@ -1,4 +1,4 @@
-"""A decorator of an executor that copies out the KV of a sequence: on a prefill mesh after the last
+"""A watch on an executor that copies out the KV of a sequence: on a prefill mesh after the last
 chunk of its prompt, on a decode mesh before the step that admits it.
 
 It reads the page arrays themselves, by NumPy and the pages that the command names, and none of the
@@ -28,6 +28,7 @@ class KvWatch:
     def __init__(self, inner: MeshExecutor) -> None:
         self.limits, self.card = inner.limits, inner.card
         self._inner = inner
+        self._run = inner.run
         self._seen = Seen()
         self._looks: list[asyncio.Future[StepResult]] = []
         self._copy = jax.jit(lambda layers: jax.tree.map(jnp.copy, layers))
@@ -36,7 +37,7 @@ class KvWatch:
         if isinstance(command, DecodeSteps):
             for admit in command.admits:
                 self._look(admit.rank, admit.pages, admit.position)
-        running = self._inner.run(command)
+        running = self._run(command)
         if isinstance(command, PrefillChunk):
             self._seen.chunks += 1
             for row in command.rows:

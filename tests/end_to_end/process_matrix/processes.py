@@ -20,7 +20,6 @@ from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.engine.embedded import EmbeddedCluster
-from jdisagg.engine.replica import Replica
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request, SamplingParams
 from jdisagg.service.internal.remote_ports import RemoteWorker
@@ -131,25 +130,24 @@ class Matrix:
 
 
 @contextmanager
-def two_processes(lends: bool = False) -> Iterator[Matrix]:
+def two_processes() -> Iterator[Matrix]:
     """Starts two processes with this process's XLA flags and folder of compiled programs. They end
-    with this context, or with this process. `lends`: as of `host.main`."""
+    with this context, or with this process."""
     hosts = []
     try:
-        hosts += [_start(lends), _start(lends)]  # which is which does not matter yet
+        hosts += [_start(), _start()]  # which is which does not matter yet
         yield Matrix(*hosts)
     finally:
         for host in hosts:
             host.end()
 
 
-def _start(lends: bool) -> HostProcess:
+def _start() -> HostProcess:
     """The pipe closes when either process ends, which ends the other."""
     ours, its = Pipe()
     cache: str = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     program = (
-        "from tests.end_to_end.process_matrix.host import main;"
-        f" main({its.fileno()}, {cache!r}, {lends})"
+        f"from tests.end_to_end.process_matrix.host import main; main({its.fileno()}, {cache!r})"
     )
     with its:
         return HostProcess(
@@ -161,22 +159,18 @@ def _start(lends: bool) -> HostProcess:
 async def in_process(case: Case) -> tuple[Streams, dict[int, np.ndarray]]:
     """The reference: the same layouts, page sizes, dtype and codec in this process, and the KV in
     its decode mesh's pages."""
-    watches: list[KvWatch] = []
-
-    def watch(name: str, instance: Replica) -> KvWatch:
-        watches.append(KvWatch(instance.executor))
-        return watches[-1]
-
     engine = case.engine()
     load = loader(engine.model.directory, case.dtype)
     prefill, decode = jax.devices()[PREFILL_DEVICES], jax.devices()[DECODE_DEVICES]
     cluster = EmbeddedCluster(
-        engine, load, TOKENIZER, [*prefill[: engine.prefill.layout.devices], *decode], record=watch
+        engine, load, TOKENIZER, [*prefill[: engine.prefill.layout.devices], *decode]
     )
+    watch = KvWatch(cluster.decode.executor)
+    cluster.decode.executor.run = watch.run  # type: ignore[method-assign]
     await cluster.start()
     try:
         alone = [await complete(cluster, request) for request in requests()]
-        seen = await watches[-1].seen()
+        seen = await watch.seen()
         together = list(
             await asyncio.gather(*(complete(cluster, request) for request in requests()))
         )
