@@ -26,11 +26,7 @@ from models.linear import Linear, Norm, rows_of
 
 class EagleHead(nnx.Module):
     """The layer and output head of an EAGLE-3 head, which drafts tokens. Implements
-    `model_api.DraftLayer`.
-
-    Args:
-        padded: Number of draft tokens, padded to a multiple of the tensor-parallel size.
-    """
+    `model_api.DraftLayer`."""
 
     source = "eagle"
 
@@ -87,8 +83,7 @@ class EagleHead(nnx.Module):
         return x_RD + self.mlp(self.mlp_norm(x_RD), shards.of_rows(rows_R), valid_R)
 
     def logits(self, y_RD: jax.Array, shards: Shards) -> jax.Array:
-        """Returns the logits of the next draft over the model's vocabulary, float32 [R, V]. Ids
-        that are not draft tokens have -inf."""
+        """Ids that are not draft tokens have -inf."""
         out = project(
             self.norm(y_RD),
             self.head.kernel[...],

@@ -16,8 +16,8 @@ DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=131072, rope_theta=1e6, tie
 
 
 def read_1_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of Gemma. The first published files state the activation "gelu", which
-    transformers reads as the approximation by a tanh with which the model was trained."""
+    """The first published files state the activation "gelu", which transformers reads as the
+    approximation by a tanh with which the model was trained."""
     refuse_windows(hf, "this family uses full attention")
     if hf.raw("hidden_act") == "gelu":
         hf = hf.changed(hidden_act=None)
@@ -34,8 +34,7 @@ def read_1_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_2_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of Gemma 2. The bounds of scores and logits have defaults, and null
-    disables a bound."""
+    """The bounds of scores and logits have defaults, and null disables a bound."""
     hf.pass_over("sliding_window_size")  # published beside `sliding_window` and never used
     config = _read(hf, DEFAULTS_2, pattern=2, bias=hf.flag("attention_bias", False))
     scores, logits = (
@@ -72,8 +71,6 @@ def read_3_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _read(hf: HfConfig, defaults: FamilyDefaults, *, pattern: int, bias: bool) -> DecoderConfig:
-    """Reads the fields that all Gemma models share. Without `layer_types`, every `pattern`-th layer
-    has full attention."""
     config = read_decoder(
         hf, defaults, qkv_bias=bias, output_bias=bias, head_dim_default=256, activation="gelu_tanh"
     )

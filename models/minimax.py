@@ -71,7 +71,6 @@ def _factors(hf: HfConfig, of: str) -> tuple[float, float]:
 
 
 def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
-    """Returns the kind of each layer: lightning attention or full attention."""
     kinds = hf.names("layer_types")
     if kinds is None:
         kinds = tuple(LINEAR if at % 2 else FULL for at in range(count))
