@@ -79,9 +79,6 @@ def simulated_fleet(flags: Given) -> Fleet:
 
 
 def _prefix(settings: PrefixConfig, flags: Given, pool: Pool, mode: Mode) -> PrefixConfig:
-    """Returns the settings of the simulated prefix cache. The prefix cache flags override
-    `settings` (from --set), and defaults fill in the rest. `pool`: pool whose number of devices
-    determines the size of host memory."""
     names = {
         "prefix_cache": "reuse",
         "host_cache_gib": "host_gib",

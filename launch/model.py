@@ -143,13 +143,8 @@ def loader(
     """Returns a function that loads a checkpoint onto given devices each time it is called.
 
     Args:
-        directory: Folder of the checkpoint.
-        dtype: Data type of the model.
-        weights: Type to which matrices are quantized; empty for none.
-        kv_dtype: Data type of KV; empty for the model's.
         speculate: Source of drafts. If it drafts with an EAGLE-3 head or a next-token layer, the
             function also loads the head or layer.
-        draft: Folder of the EAGLE-3 head.
         service: Has the credentials for reading weights that other processes offer.
 
     Raises:
@@ -161,7 +156,6 @@ def loader(
 
 
 def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
-    """Returns `geometry` with the data types that `model` configures for weight matrices and KV."""
     return replace(
         geometry,
         matrix_bits=WEIGHT_BITS[model.weights] if model.weights else 0,
@@ -173,8 +167,7 @@ def model_source(
     model: ModelConfig, speculate: str = "off", service: ServiceConfig | None = None
 ) -> ModelSource:
     """Returns everything that a process needs to serve a model: its description, and the functions
-    that load it. Raises the errors of `load_config`. `speculate` and `service` are as in
-    `loader`."""
+    that load it. Raises the errors of `load_config`."""
     directory = model.directory
     family = load_config(directory).family
     name = served_name(directory)

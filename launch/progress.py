@@ -20,7 +20,6 @@ from jdisagg.simulator.planning.planner import Told
 
 
 def counted(label: str, *more: ProgressColumn) -> Progress:
-    """Returns a progress bar named `label`, with a counter and the additional columns `more`."""
     return progress(TextColumn(label), BarColumn(), MofNCompleteColumn(), *more)
 
 

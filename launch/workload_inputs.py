@@ -23,7 +23,6 @@ def check_positive(name: str, value: float | None) -> None:
 
 
 def slo_limits(flags: Given) -> SloLimits | None:
-    """Returns the latency limits of --ttft and --tpot, or None if neither is given."""
     given = flags.ttft is not None or flags.tpot is not None
     return SloLimits(flags.ttft, flags.tpot) if given else None
 
