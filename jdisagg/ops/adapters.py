@@ -56,7 +56,6 @@ def add_adapters(
 def add_one(
     y_TD: jax.Array, x_TD: jax.Array, factors: Factors, slot: jax.Array, platform: str
 ) -> jax.Array:
-    """Returns `y_TD` plus the product of the adapter in slot `slot` with all rows of `x_TD`."""
     at = jnp.maximum(slot - 1, 0)
     a_IR = jax.lax.dynamic_index_in_dim(factors.a_IGR, at, 1, keepdims=False)
     b_RO = jax.lax.dynamic_index_in_dim(factors.b_GRO, at, 0, keepdims=False)

@@ -20,13 +20,12 @@ ALIGNMENT = 64  # bytes; XLA:CPU aliases a buffer that begins at a multiple of i
 
 
 def axis_order(axes: int) -> tuple[int, ...]:
-    """Returns the row-major order of `axes` axes, outermost first."""
     return tuple(range(axes))
 
 
 def kept_format(axes: int, sharding: NamedSharding, platform: str) -> Any:
     """Returns the sharding of a weight or page array, with the order of its axes on platforms that
-    need it. JAX accepts the result wherever it accepts a sharding."""
+    need it."""
     if axes < 2 or not traits_of(platform).row_major:
         return sharding
     return Format(Layout(axis_order(axes)), sharding)

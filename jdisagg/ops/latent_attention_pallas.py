@@ -126,9 +126,6 @@ def _kernel(
     splits: int,
     size: int,
 ) -> None:
-    """Kernel for one (sequence, block of heads, split of the positions). q_ref [N, H], the heads of
-    each of the Q tokens; pages_ref [P, S, H]; table_ref [N]; positions_ref [Q]; first_ref, last_ref
-    []."""
     (heads, width), rows, per = q_ref.shape, ROWS, positions_ref.shape[0]
     pages, slots, _ = pages_ref.shape
     (columns,) = table_ref.shape

@@ -24,7 +24,6 @@ class Softmax(NamedTuple):
 
 
 def empty(shape: tuple[int, ...]) -> Softmax:
-    """Returns the initial state, before any score, for an attention output of this shape."""
     rows = (*shape[:-1], 1)
     return Softmax(
         jnp.full(rows, MASKED, jnp.float32),
@@ -42,7 +41,6 @@ def first(scores: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> Softmax:
 
 
 def fold(state: Softmax, scores: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> Softmax:
-    """Adds one more block of scores to the state."""
     top = jnp.maximum(state.top, scores.max(-1, keepdims=True))
     fade, weights = jnp.exp(state.top - top), jnp.exp(scores - top)
     return Softmax(
@@ -51,7 +49,6 @@ def fold(state: Softmax, scores: jax.Array, mix: Callable[[jax.Array], jax.Array
 
 
 def merge(one: Softmax, other: Softmax) -> Softmax:
-    """Merges the states of two disjoint sets of blocks."""
     top = jnp.maximum(one.top, other.top)
     fades = jnp.exp(one.top - top), jnp.exp(other.top - top)
     return Softmax(

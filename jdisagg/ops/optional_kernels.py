@@ -22,16 +22,13 @@ _off: set[str] = set()
 
 
 def switch_off(names: Iterable[str]) -> None:
-    """Replaces kernels by their XLA form in programs that are traced from now on."""
     _off.update(names)
 
 
 def switched_off() -> frozenset[str]:
-    """Returns the names of the kernels that are switched off."""
     return frozenset(_off)
 
 
 def usable(name: str) -> bool:
-    """Returns whether a kernel is enabled. The kernel must also support the platform and the
-    sizes."""
+    """The kernel must also support the platform and the sizes."""
     return name not in _off

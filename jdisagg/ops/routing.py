@@ -31,18 +31,7 @@ def route_by_scores(
     scaling: float = 1.0,
 ) -> Routing:
     """Returns the experts of each token and their weights, in float32. Ties go to the smaller
-    number.
-
-    Args:
-        logits_TE: Router logits.
-        correction_E: Bias that is added to the scores when experts are chosen, or None.
-        experts_per_token: Number of experts that each token uses.
-        scores: Name of the function that turns logits into scores.
-        groups: Number of equal, consecutive groups of experts.
-        groups_per_token: Number of groups from which each token's experts are chosen.
-        normalised: Whether chosen scores are divided by their sum.
-        scaling: Final factor of the weights.
-    """
+    number."""
     wide_TE = logits_TE.astype(jnp.float32)
     scores_TE = jax.nn.sigmoid(wide_TE) if scores == "sigmoid" else jax.nn.softmax(wide_TE, axis=-1)
     choice_TE = scores_TE
@@ -60,7 +49,6 @@ def route_by_scores(
 def _within_best_groups(
     choice_TE: jax.Array, groups: int, kept: int, best_of_group: int
 ) -> jax.Array:
-    """Sets the scores of experts outside the `kept` best groups to minus infinity."""
     tokens, experts = choice_TE.shape
     choice_TGE = choice_TE.reshape(tokens, groups, experts // groups)
     best = lax.top_k(choice_TGE, min(best_of_group, experts // groups))[0]

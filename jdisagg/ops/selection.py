@@ -50,8 +50,7 @@ def argmax(x_BV: jax.Array, *, in_blocks: bool = True) -> jax.Array:
 
 def largest(x_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Returns the `count` largest entries of each row in descending order, and their indices int32
-    [B, count], ties by index. Searches only the `count` blocks with the largest maxima, which
-    contain all of these entries."""
+    [B, count], ties by index."""
     x_BV = jnp.where(x_BV == 0, 0, x_BV)  # top_k puts -0 below 0
     x_BnS = blocks_of(x_BV)
     rows, blocks, _ = x_BnS.shape
@@ -73,8 +72,8 @@ def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -
     and all ties with the smallest of these.
 
     Exact bisection over the ordered float32 numbers, in at most 32 passes, which stops once the
-    count is met. Rows where `wanted` is False give -inf. If `wanted` is False for all rows, no pass
-    runs. `count` must be at least 1, and wanted rows must not contain NaN."""
+    count is met. Rows where `wanted` is False give -inf. `count` must be at least 1, and wanted
+    rows must not contain NaN."""
     low_B = jnp.where(wanted_B, _order_key(np.float32(-np.inf)), 0)
     high_B = jnp.where(wanted_B, _order_key(jnp.max(x_BV, axis=-1)), 0)
 
@@ -117,8 +116,7 @@ def row_sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _number(key_B: jax.Array) -> jax.Array:
-    """Converts an order key (`_order_key`) back to its float32. Keys below the key of -inf, which
-    would be NaN, give -inf."""
+    """Keys below the key of -inf, which would be NaN, give -inf."""
     x_B = _from_order_key(lax.bitcast_convert_type(key_B ^ np.uint32(1 << 31), jnp.int32))
     low = lax.bitcast_convert_type(_order_key(np.float32(-np.inf)), jnp.uint32) ^ np.uint32(1 << 31)
     # A CPU treats denormal numbers as zero in comparisons.
@@ -131,8 +129,8 @@ def _first_largest(x_BN: jax.Array) -> jax.Array:
 
 
 def _order_key(x: jax.Array | np.float32) -> jax.Array:
-    """Converts float32 numbers to int32 keys with the same order. The bits of a negative number are
-    inverted, because as integers negative numbers have the reverse order."""
+    """The bits of a negative number are inverted, because as integers negative numbers have the
+    reverse order."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
 

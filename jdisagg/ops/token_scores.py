@@ -35,8 +35,6 @@ def token_scores(
     Args:
         logits_TV: float32 logits for this device's part of the vocabulary. Padding ids have -inf.
         token_T: Tokens to score: int32 ids, numbered over the whole vocabulary.
-        shard: This device's part of the vocabulary.
-        top: Number of most likely tokens.
 
     Returns:
         Scores of all tokens, equal on every device along `shard.axes`.
