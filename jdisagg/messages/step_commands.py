@@ -4,8 +4,7 @@ StepResult`).
 A command refers to sequences, dp ranks, pages and decode slots by number. It contains every token
 id that the mesh does not have yet. It contains no arrays and does not depend on the clock or on
 randomness. Commands can therefore be broadcast to the processes of an instance, recorded, replayed,
-or run by a cost model. Positions count from the sequence's first token. Page ids are local to a dp
-rank.
+or run by a cost model. Page ids are local to a dp rank.
 
 State of a sequence with tokens t_0..t_(n-1): pages hold the KV of positions 0..n-2, and the slot
 holds `token` = t_(n-1) and `position` = n-1. A decode step writes the KV of `token`, samples t_n
@@ -65,8 +64,6 @@ class PrefillRow(Message, frozen=True):
         following: Prompt token after the last of `tokens`, or -1 at the prompt's end.
         snapshot, snapshot_at: Slot to which the row also writes its recurrent state after position
             `snapshot_at` - 1, which is in the row. If `snapshot_at` is 0, no snapshot is written.
-        adapter: Slot of the sequence's LoRA adapter. 0 is the base model.
-        images: Images of the sequence that have tokens in this row, in order.
         shift: Rotary position minus position in the sequence, before the first of these images
             (`jdisagg/images.py`).
     """
@@ -498,7 +495,6 @@ class DiskResult(Message, frozen=True):
         ages: Seconds since the block of each of `names` was written.
         skipped: Number of files without a usable block, by reason. If a `ReadWeights` lacks room,
             the entry NO_ROOM has the missing bytes of a device.
-        bytes_moved: Size of the file in bytes.
     """
 
     step: int

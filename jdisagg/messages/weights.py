@@ -197,12 +197,8 @@ class WeightsReport(Message, frozen=True):
     """Outcome of an update.
 
     Attributes:
-        weights: Identity of the new weights.
-        workers: Workers that serve the new weights now.
         failed: Text "NAME: reason" for each worker that staged the new weights but failed to
             commit. The router does not pair such a worker with workers that serve them.
-        bytes: Bytes that the weights take on all workers' devices.
-        stage_seconds: Duration of staging, during which workers served the old weights.
         pause_seconds: Time during which placement was paused.
     """
 
