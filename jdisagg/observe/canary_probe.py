@@ -51,10 +51,6 @@ class PortProbe:
     """Sends canaries through the ports (interfaces) of workers.
 
     Args:
-        prefill: Prefill ports by worker name.
-        decode: Decode ports by worker name.
-        new_id: Function that returns a unique id, for each canary and each hand-off.
-        deadline_seconds: Time limit of a canary, in seconds.
         address: Function that returns the address of a prefill worker's `PeerPort`, as in
             `HandoffSource`.
     """

@@ -123,7 +123,6 @@ _ALL = {name: text for texts in TEXTS.values() for name, text in texts.items()}
 
 
 def text_of(counter: str) -> str:
-    """Returns the description of a counter, or a general text for an unknown counter."""
     return _ALL.get(counter, f"Counter {counter} of its owner.")
 
 

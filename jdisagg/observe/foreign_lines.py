@@ -19,13 +19,7 @@ _USUAL = {"stderr": "WARNING", "stdout": "INFO"}
 
 def wrapped(line: str, process: str, now: float, stream: str = "stderr") -> str:
     """Converts an output line to the text of a JSON object. A line that is one already is returned
-    unchanged.
-
-    Args:
-        process: Name of the process that wrote the line.
-        now: Time in seconds since the epoch.
-        stream: "stderr" or "stdout".
-    """
+    unchanged."""
     try:
         if isinstance(json.loads(line), dict):
             return line

@@ -56,9 +56,7 @@ class ObservedExecutor:
     """An `Executor` that passes commands to another one and measures them.
 
     Args:
-        worker: Name of the worker, which is the label of its metrics.
         executor: Executor to measure. Its attribute `card` must not be replaced later.
-        observer: Metrics and tracing of the process.
     """
 
     def __init__(self, worker: str, executor: Executor, observer: Observer) -> None:
@@ -196,11 +194,6 @@ class ObservedExecutor:
             tracing.span("prefill chunk", started, now, _owner(worker, row), worker=worker, **args)
 
     def _remember(self, command: StepCommand) -> None:
-        """Records which hand-off or reservation writes each KV page.
-
-        No other sequence shares the page of a sequence's newest position. The writer of this page
-        therefore identifies the sequence's request. A page that is copied for a child (answer) has
-        the writer of the original."""
         match command:
             case DecodeSteps(chunk=PrefillChunk() as chunk):
                 self._remember(chunk)
@@ -222,8 +215,6 @@ class ObservedExecutor:
 
 
 def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move | None:
-    """Returns tier, direction and number of bytes of the KV that a command copied to or from host
-    memory or disk. Returns None for a command that copied none."""
     match command, result:
         case ExtractBlock(to_host=True), ExtractResult():
             part = command.groups / limits.layer_groups  # share of the layers in this piece
@@ -241,9 +232,6 @@ def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move
 
 
 def _owner(worker: str, row: PrefillRow) -> Key:
-    """Returns the tracing key of the hand-off or the reservation to which a prefill row belongs. A
-    row with offers belongs to a hand-off. A row without offers belongs to a reservation of this
-    worker."""
     return (
         offer_key(row.offers[0].offer_id) if row.offers else reservation_key(worker, row.sequence)
     )

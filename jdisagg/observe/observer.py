@@ -5,8 +5,7 @@
     port = wrap.decode("decode-0", port, observer)
     path = wrap.path(path, observer)
 
-Each wrapper implements the Protocol of the wrapped object. If the observer is None, the functions
-of `wrap` return their argument unchanged."""
+If the observer is None, the functions of `wrap` return their argument unchanged."""
 
 import time
 from collections import OrderedDict
@@ -38,7 +37,6 @@ class Causes:
             self._causes.popitem(last=False)
 
     def latest(self, tenant: str, request_id: str) -> str:
-        """Returns why the request's latest attempt ended, or "" if this is not stored."""
         return self._causes.get((tenant, request_id), "")
 
 
@@ -46,11 +44,8 @@ class Observer:
     """The metrics of a process, and its tracing spans if requested.
 
     Args:
-        process: Name of this process in metrics, logs and timelines.
         timelines: Whether to store the newest spans, from which a timeline can be written.
         otlp_endpoint: Address of an OTLP collector for spans, or "".
-        now: Monotonic clock of all measurements, in seconds.
-        wall: Clock that returns seconds since the epoch.
         recent: Whether to store the spans of the latest traced requests for the web page. If there
             are neither timelines nor a collector, a request is traced only if its client requests
             this.

@@ -314,9 +314,6 @@ class ObservedPeer:
         await proceed(handoff_id, reason)
 
     def _settle(self, handoff_id: int, receiving: _Receiving) -> None:
-        """Records the exposed transfer time of a hand-off, which is the transfer time after the end
-        of the prefill. Does nothing until the prefill has ended and the receiver has acknowledged
-        all offers."""
         if receiving.offers is None or len(receiving.acknowledged) < receiving.offers:
             return
         now, owner, ended_at = self._observer.now(), handoff_key(handoff_id), receiving.ended_at
@@ -398,8 +395,6 @@ def _owner(request: Request) -> Key:
 
 
 def _cause_in(span: Span) -> str:
-    """Returns the reason why another attempt follows after this message of a decode worker, or ""
-    if none follows."""
     if span.end is SpanEnd.PREEMPTED:
         return "preempted"
     if span.lost is not None:
@@ -411,8 +406,6 @@ def _cause_in(span: Span) -> str:
 def _failures(
     observer: Observer, worker: str, call: str, request: Request, attempt: int
 ) -> Iterator[None]:
-    """Context manager for a call to a worker. It counts an exception of the call, and stores it as
-    the reason for the request's next attempt."""
     try:
         yield
     except Exception as error:

@@ -4,9 +4,8 @@
         executor = wrap.mesh("decode-0", executor, observer)
 
 If configured, the context opens the metrics port, exports spans, and writes a timeline at the end
-and on SIGUSR1. Everything stops when the context ends, even after an error. An error in the
-configuration is raised at the start of the context. A later failure to write a timeline is only
-logged, so that observability never stops the process. Timelines are written in a thread."""
+and on SIGUSR1. A later failure to write a timeline is only logged, so that observability never
+stops the process."""
 
 import asyncio
 import contextlib
@@ -32,9 +31,6 @@ class ObserveConfig:
     Args:
         metrics_port: Port that serves Prometheus metrics, or 0 for no port.
         metrics_host: Network interface of the metrics port. 0.0.0.0 means all interfaces.
-        timelines: Folder to which timelines are written, or "" for no timelines.
-        log_format: One of `logs.FORMATS`.
-        log_requests: Whether to log every finished request.
         otlp_endpoint: Address of an OTLP collector that receives spans, such as `http://host:4317`,
             or "".
         metrics: Whether to record metrics and the latest traced requests even without a metrics
@@ -77,10 +73,6 @@ async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observ
     """Context manager that creates the process's observer. Yields None if `config` requests no
     observability.
 
-    Args:
-        process: Name of the process.
-        config: Settings of observability.
-
     Raises:
         ConfigError: The port is in use, the timeline folder cannot be created, or the span exporter
             is not installed.
@@ -108,8 +100,8 @@ async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observ
 
 
 def write_timeline(observer: Observer | None, folder: str) -> None:
-    """Writes the process's timeline in a thread. If timelines are off, logs this. Used as the
-    handler of SIGUSR1. Call this function on the event loop."""
+    """Writes the process's timeline in a thread. Used as the handler of SIGUSR1. Call this function
+    on the event loop."""
     if observer is None or not folder:
         _log.info("SIGUSR1: no timeline to write; start with --timelines=DIR")
         return
@@ -119,7 +111,7 @@ def write_timeline(observer: Observer | None, folder: str) -> None:
 @contextlib.contextmanager
 def _on_usr1(observer: Observer | None, folder: str) -> Iterator[None]:
     """Context manager that writes a timeline on SIGUSR1, so that the signal does not end the
-    process. Does nothing outside the main thread."""
+    process."""
     loop = asyncio.get_running_loop()
     try:
         loop.add_signal_handler(signal.SIGUSR1, write_timeline, observer, folder)

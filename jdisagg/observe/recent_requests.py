@@ -43,12 +43,7 @@ class RecentRequest:
 
 
 class RecentRequests(SpanExporter):
-    """Stores the spans of the latest traced requests. Use it on one event loop only.
-
-    Args:
-        traces: Largest number of traces.
-        spans: Largest number of spans of a trace.
-    """
+    """Stores the spans of the latest traced requests. Use it on one event loop only."""
 
     def __init__(self, traces: int = KEPT_TRACES, spans: int = KEPT_SPANS) -> None:
         self._most_traces = traces

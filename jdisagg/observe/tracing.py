@@ -1,20 +1,14 @@
 """OpenTelemetry spans of the work that a process does for requests.
 
-Each request has one trace. The router creates the root span. If the client sends W3C trace context
-(`jdisagg/trace_context.py`), the root span is a child of the client's span. Calls to workers
-contain the trace context. Within a process, most code has only a key: the id of a hand-off, an
-offer or a reservation. Code that has both the key and its owner (a trace context or another key)
-registers the two with `own`. A span whose key has no owner yet is stored until the owner is
-registered. In this way, no function needs a context parameter only for tracing.
+If the client sends W3C trace context (`jdisagg/trace_context.py`), the root span is a child of the
+client's span. Calls to workers contain the trace context. Within a process, most code has only a
+key: the id of a hand-off, an offer or a reservation. Code that has both the key and its owner (a
+trace context or another key) registers the two with `own`.
 
-Spans are created when their work is complete. Times of the observer's clock are converted to times
-since the epoch, by one comparison with the wall clock at the start. An instant is a span without
-duration, with the attribute `instant`. Work that a mesh does for many requests together belongs to
-no single trace. Its spans have the attribute `track` in place of an owner, and appear in timelines
-only.
+Work that a mesh does for many requests together belongs to no single trace. Its spans have the
+attribute `track` in place of an owner, and appear in timelines only.
 
-If there is no OpenTelemetry provider, no spans are created, stored or sent. OpenTelemetry's
-environment variables are not read."""
+If there is no OpenTelemetry provider, no spans are created, stored or sent."""
 
 import time
 from collections import OrderedDict
@@ -72,8 +66,6 @@ class Tracing:
 
     Args:
         provider: OpenTelemetry's provider. None turns tracing off.
-        now: The observer's clock, in seconds.
-        wall: Clock that returns seconds since the epoch.
         every: Whether to record requests whose client sent no sampling decision. If False, a
             request is recorded only if its client requests tracing.
     """
@@ -135,9 +127,7 @@ class Tracing:
         """Records a span whose work is complete.
 
         Args:
-            name: Name of the span.
             started, ended: Times of the observer's clock.
-            owner: Trace context or key to which the span belongs.
             **attributes: Attributes of the span. A span with the attribute `track` belongs to no
                 single request, and has no owner.
         """
@@ -206,8 +196,6 @@ class Tracing:
         span.end(self._ns(max(started, ended)))
 
     def _wanted(self, parent: Context) -> bool:
-        """Returns whether spans with this parent are recorded: the parent's sampling decision, or
-        the default if there is no parent."""
         context = trace.get_current_span(parent).get_span_context()
         return context.trace_flags.sampled if context.is_valid else self._every
 
@@ -216,8 +204,6 @@ class Tracing:
 
 
 class _RequestsAlone(BatchSpanProcessor):
-    """Batch span processor that drops spans that belong to no single request."""
-
     def on_end(self, span: ReadableSpan) -> None:
         if not span.attributes or "track" not in span.attributes:
             super().on_end(span)

@@ -59,7 +59,6 @@ def calls(
 def ports(
     open_ports: Callable[[WorkerCard], WorkerPorts], observer: Observer | None
 ) -> Callable[[WorkerCard], WorkerPorts]:
-    """Wraps a function that opens the ports of a worker, so that the ports are measured."""
     if observer is None:
         return open_ports
 
@@ -77,8 +76,6 @@ def ports(
 def peers(
     receiver: str, resolve: Callable[[HandoffSource], PeerPort], observer: Observer | None
 ) -> Callable[[HandoffSource], PeerPort]:
-    """Wraps the function `resolve`, which returns the port of another worker, so that the transfers
-    to the worker `receiver` are measured."""
     if observer is None:
         return resolve
     return lambda source: peer(receiver, resolve(source), observer)
@@ -86,12 +83,7 @@ def peers(
 
 def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int]) -> RequestLog:
     """Creates the request log of an API. If there is an observer, the numbers of the log are also
-    exported as metrics.
-
-    Args:
-        each: Whether to log a line for each request.
-        waiting: Function that returns the number of requests that wait for workers.
-    """
+    exported as metrics."""
     if observer is None:
         return RequestLog(each, waiting=waiting)
     observer.metrics.watch_waiting(waiting)
