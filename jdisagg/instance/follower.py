@@ -57,9 +57,6 @@ async def run_follower(
     follower.
 
     Args:
-        link: Stream to the leader.
-        join: First message, which identifies this process.
-        executor: Executor of this process's part of the mesh.
         prepare: Function that compiles the programs. It must run the same collectives in all
             processes of the instance.
 

@@ -50,7 +50,6 @@ class FollowerSession:
         self._outgoing.put_nowait(None)
 
     async def outgoing(self) -> AsyncIterator[bytes]:
-        """Yields packed messages to the follower until `close`."""
         while (packed := await self._outgoing.get()) is not None:
             yield packed
 
@@ -163,7 +162,6 @@ class Followers:
         self._on_told = callback
 
     def when_failed(self, callback: Callable[[UnavailableError], None]) -> None:
-        """Adds a callback for the first failure of the instance."""
         self._on_failure.append(callback)
 
     async def failed(self) -> UnavailableError:
@@ -205,7 +203,6 @@ class Followers:
             self._pulse.cancel()
 
     def _send_all(self, message: LeaderMessage) -> None:
-        """Packs a message once and sends it to all followers."""
         packed = pack(message)
         for session in self._sessions.values():
             session.send(packed)

@@ -15,7 +15,6 @@ def check_own_name(host: str, collectives: bool = True) -> None:
     """Checks that the name of this host resolves to a usable address.
 
     Args:
-        host: Address at which other processes reach this one (`--host`).
         collectives: Whether the processes use gloo's collectives, as on CPUs. If so, other hosts
             must be able to reach the address, unless `host` is a loopback address.
 

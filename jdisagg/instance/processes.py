@@ -94,8 +94,6 @@ def join_instance(
     Args:
         coordinator: Address (host:port) of process 0. If `coordinator`, `num_processes` and
             `process_id` are None, the cluster's scheduler (such as Slurm) provides them.
-        num_processes: Number of processes of the instance.
-        process_id: Index of this process.
         local_device_ids: Ids of the visible devices that this process uses. None means all devices,
             or one device under Slurm and Open MPI.
 
