@@ -1,5 +1,5 @@
 """Estimates how long collectives take, and how long it takes to send tokens to the devices of their
-experts and back. Has no side effects."""
+experts and back."""
 
 import math
 
@@ -34,10 +34,8 @@ def collective_seconds(
     """Returns the seconds of a collective.
 
     Args:
-        sent_bytes: Number of bytes that each device sends.
-        devices: Number of devices that take part, evenly spaced.
-        among: Number of consecutive devices over which they are spaced. It determines the link.
-        message_bytes: Size of the whole message. Large messages achieve another bandwidth.
+    sent_bytes: Number of bytes that each device sends.
+    message_bytes: Size of the whole message. Large messages achieve another bandwidth.
     """
     if devices <= 1:
         return 0.0
@@ -75,9 +73,6 @@ def exchange_seconds(
 
     Args:
         layout: Layout with experts on all of its devices.
-        tokens: Number of tokens of this dp rank.
-        everyone: Number of tokens of all dp ranks.
-        token_bytes: Bytes of a token on the way to experts, and of a result.
     """
     out_bytes, back_bytes = token_bytes
     if kernels.exchange == "gather":

@@ -17,7 +17,6 @@ class LinearAttention(Message, frozen=True):
     """Sizes of the recurrent layers of a model.
 
     Attributes:
-      layers: Number of recurrent layers.
       key_heads: Number of key heads, which Mamba-2 calls groups. Each serves value_heads /
         key_heads value heads.
       taps: Number of tokens that the convolution covers. 1 in lightning attention, which has
@@ -45,7 +44,6 @@ class LinearAttention(Message, frozen=True):
 
     @property
     def channels(self) -> int:
-        """Number of channels of the convolution, over queries, keys and values."""
         return self.key_channels + self.values
 
     @property
@@ -65,7 +63,6 @@ class LinearAttention(Message, frozen=True):
 
     @property
     def convolution(self) -> int:
-        """Number of parameters of the convolution."""
         return self.channels * self.taps if self.taps > 1 else 0
 
     @property
@@ -73,8 +70,6 @@ class LinearAttention(Message, frozen=True):
         return self.value_heads * self.value_dim
 
     def parameters(self, width: int) -> int:
-        """Returns the number of parameters of one layer: projections, scalars, gate and
-        convolution."""
         into = (1 + self.short) * self.channels + self.scalars + self.values
         if rank := self.gate_rank:
             into = self.channels + self.value_heads + 2 * rank
@@ -83,7 +78,6 @@ class LinearAttention(Message, frozen=True):
         return width * (into + self.values) + self.convolution
 
     def state_bytes(self, value_bytes: int) -> int:
-        """Returns the bytes of one sequence's state in one layer."""
         matrices = self.value_heads * self.key_dim * self.value_dim * STATE_VALUE_BYTES
         channels = self.values + self.key_channels * (self.key_copies or 1)
         return matrices + (self.taps - 1) * channels * value_bytes
