@@ -9,7 +9,6 @@ from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_by
 
 
 def adapter_bytes(geometry: CostGeometry, instance: InstanceConfig, dtype: str) -> int:
-    """Returns the bytes on one device of all adapter slots of an instance."""
     if not instance.adapters:
         return 0
     values = _attention_values(geometry, instance) + _feed_forward_values(geometry, instance)
@@ -17,8 +16,6 @@ def adapter_bytes(geometry: CostGeometry, instance: InstanceConfig, dtype: str) 
 
 
 def _attention_values(geometry: CostGeometry, instance: InstanceConfig) -> float:
-    """Returns the sum of the input and output sizes of all attention matrices on one device.
-    Multiplied by the rank, it is the number of values of one adapter's factors."""
     width, tp, total = geometry.width, instance.layout.tp, 0.0
     for kind, layers in geometry.attention_kinds:
         if isinstance(kind, LatentAttention):
@@ -37,8 +34,6 @@ def _attention_values(geometry: CostGeometry, instance: InstanceConfig) -> float
 
 
 def _feed_forward_values(geometry: CostGeometry, instance: InstanceConfig) -> float:
-    """Returns the sum of the input and output sizes of all feed-forward matrices on one device.
-    Multiplied by the rank, it is the number of values of one adapter's factors."""
     layout, width, experts = instance.layout, geometry.width, geometry.experts
     matrices = geometry.matrices
     total = geometry.dense_layers * matrices * (width + geometry.ffn / layout.tp)

@@ -26,12 +26,7 @@ _SUM_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 def model_fingerprint(
     directory: str | Path, dtype: str, weights: str = "", kv_dtype: str = ""
 ) -> str:
-    """Returns the fingerprint as 32 hexadecimal digits.
-
-    Args:
-        weights: Quantization of the weight matrices, or "" for none.
-        kv_dtype: Dtype of the KV cache, or "" for `dtype`.
-    """
+    """Returns the fingerprint as 32 hexadecimal digits."""
     root = Path(directory)
     kinds = (
         dtype + (f" weights={weights}" if weights else "") + (f" kv={kv_dtype}" * bool(kv_dtype))

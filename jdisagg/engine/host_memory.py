@@ -28,8 +28,6 @@ def free_host_memory() -> int:
 
 
 def _of_container(name: str) -> int | None:
-    """Reads the file `name` of the container's cgroup, which holds a number of bytes. Returns None
-    if the file is missing or states no limit."""
     try:
         return int((_CGROUP / name).read_text())
     except (OSError, ValueError):

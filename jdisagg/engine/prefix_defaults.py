@@ -33,7 +33,6 @@ def with_defaults(
         mode: Mode of the cluster, or DISAGGREGATED for a worker of one role.
         priced: Whether the router predicts times. It can then compare a prefill of new tokens on
             the decode worker (appending) with a hand-off from a prefill worker.
-        host_bytes: Host memory that this worker may fill with KV, in bytes.
     """
     reuse = prefix.reuse is not False
     appends = reuse and priced and mode is Mode.DISAGGREGATED and prefix.grid_tokens is None
@@ -53,12 +52,7 @@ def with_defaults(
 
 def engine_defaults(config: EngineConfig, room_bytes: int | None = None) -> EngineConfig:
     """Returns the configuration of an embedded cluster with defaults for the unset settings of the
-    prefix cache. An embedded cluster has no peers to fetch from.
-
-    Args:
-        room_bytes: Most host memory that may be used (`memory_plan.host_room`), or None for no
-            bound.
-    """
+    prefix cache. An embedded cluster has no peers to fetch from."""
     sides = (config.prefill, config.decode)
     two = config.mode is Mode.DISAGGREGATED
     prefix = with_defaults(
@@ -88,7 +82,6 @@ def worker_defaults(
         processes: Number of processes of the worker. By default, a worker of several processes
             keeps no KV in host memory, fetches no blocks from other workers, and does not append on
             the decode mesh.
-        room_bytes: Most host memory that all workers may use, or None for no bound.
     """
     alone = processes == 1
     prefix = with_defaults(
@@ -109,12 +102,7 @@ def fit_with_defaults(
     """Calls `fit`, which raises ConfigError if `config` does not fit into device memory. If so,
     calls `fit` again without the defaults that need device memory. It first omits copies to host
     memory, fetches and appending, and then reuse, which needs memory for snapshots of recurrent
-    state.
-
-    Args:
-        config: Configuration with all defaults.
-        given: Settings of the prefix cache as the user gave them.
-    """
+    state."""
     prefix, fetches = config.prefix, given.peer_fetch
     smaller = replace(
         prefix,

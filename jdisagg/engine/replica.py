@@ -58,12 +58,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Replica:
-    """A model on one mesh, with its configuration and executor.
-
-    Attributes:
-        times: Measured times of the replica's programs, or None before `measure` is called.
-        readiness: Optional capabilities whose programs are loaded.
-    """
+    """A model on one mesh, with its configuration and executor."""
 
     config: InstanceConfig
     executor: MeshExecutor
@@ -72,8 +67,7 @@ class Replica:
     readiness: Capabilities = field(default_factory=Capabilities)
 
     async def measure(self) -> None:
-        """Runs some programs and stores their times in `times`. Must be called after warm-up and
-        before the mesh serves."""
+        """Must be called after warm-up and before the mesh serves."""
 
         def measure() -> None:
             appends = self.readiness.ready(Capability.APPEND)
@@ -94,7 +88,6 @@ class Replica:
         self.readiness.load_later(needed - {Capability.GRAMMARS} if compiled else needed)
 
     async def _measure_appends(self) -> None:
-        """Measures appended chunks while the mesh serves, and adds the times to `times`."""
         found: list[tuple[int, int, float]] = []
         for measure in append_measurements(self.executor):
             await self.executor.quiet(BUSY_SECONDS)
@@ -120,8 +113,7 @@ class Replica:
 @dataclass(frozen=True, slots=True)
 class KvPlane:
     """Addresses at which other meshes reach a replica for KV transfers. `ends` are the endpoints of
-    the mesh's processes, in the order of process indices. `transports` is the number of data
-    connections per transfer."""
+    the mesh's processes, in the order of process indices."""
 
     ends: tuple[KvEnd, ...]
     transports: int
@@ -142,12 +134,10 @@ def build_replica(
     """Builds the executor of a loaded model.
 
     Args:
-        context_tokens: Number of tokens in the longest sequence.
         layer_groups: Number of layer groups, or None to derive it from the model. Both sides of a
             hand-off must use the same number.
         windows_apart: Whether the KV of sliding-window layers is transferred separately
             (`MeshLimits`).
-        prefix: Configuration of the prefix cache; by default there is none.
     """
     processes = len({one.process_index for one in loaded.mesh.devices.flat})
     check_stages(
@@ -231,7 +221,6 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
 
 
 def mesh_role(role: WorkerRole, config: InstanceConfig, prefix: PrefixConfig) -> MeshRole:
-    """Returns the capabilities that the executor of a worker in this role needs."""
     if role is WorkerRole.PREFILL:
         return MeshRole(
             prefill=True,
@@ -285,10 +274,8 @@ async def warm_up(
     all processes must run programs in the same order.
 
     Args:
-        more: Further warm-up steps, which run after those of the replicas.
         beside: Whether the replicas serve requests meanwhile. Each program is then loaded when the
             replicas are idle, or have been busy for `BUSY_SECONDS`, and nothing is measured.
-        turn: Function that is called before each program, if `beside` is set.
     """
     steps = [
         (one.executor, step)
@@ -318,7 +305,6 @@ async def warm_up(
 async def _compile(
     steps: Sequence[tuple[MeshExecutor, WarmUpStep]], together: int, progress: Progress | None
 ) -> None:
-    """Compiles the programs of steps, `together` at a time, by running each step once."""
     places, apart = asyncio.Semaphore(together), dict.fromkeys(steps)
     done = itertools.count(1)
 

@@ -10,18 +10,12 @@ layout and decode there.
     engine.score(" The end.", after=kv)    # log-probabilities of a continuation
     engine.save(kv, "story.kv")            # and `engine.load` under another layout
 
-`engine/research/kv_cache.py` has the operations that slice, join and modify caches.
-
 All calls block the caller's thread until they are done. Several prompts can be computed together,
 but only one sequence decodes at a time. To decode many sequences at once, use the embedded cluster.
-The research API uses the executors, programs, pages and channel of serving. The caller passes a
-function (`LoadModel`) that loads weights onto a mesh.
 
 By default, prefill meshes use the first of the engine's devices and session meshes the last, so
-that they overlap only if there are too few devices. `devices=` selects other devices. A device that
-belongs to two meshes holds weights and pages for both. A push between such meshes transfers no
-bytes within the device. Each pair of layout and devices is built once, with its own weights and
-pages, and exists until `engine.close()`.
+that they overlap only if there are too few devices. Each pair of layout and devices is built once,
+with its own weights and pages, and exists until `engine.close()`.
 
 Invariant: a cache or session holds the KV of exactly its `token_ids`. `next_token` is chosen, but
 its KV is not computed yet."""
@@ -91,10 +85,7 @@ class Engine:
     """Runs one model under any number of layouts. An engine is a context manager.
 
     Args:
-        load: Function that loads the model's weights onto a mesh.
         tokenizer: Tokenizer for text prompts. Without a tokenizer, prompts must be token ids.
-        devices: Devices to use. By default all devices of JAX.
-        sizes: Sizes of pages, chunks and context of each mesh.
         fingerprint: Model fingerprint (`jdisagg.engine.fingerprint`) for `save` and `load`.
     """
 
@@ -178,9 +169,7 @@ class Engine:
         are chosen greedily.
 
         Args:
-            prompts: Texts or token ids.
             layout: Layout of the mesh. Its dp ranks compute one chunk each at the same time.
-            devices: As for `prefill`.
 
         Returns:
             The caches in the order of the prompts. Each cache is on the dp rank that computed it.
@@ -209,7 +198,6 @@ class Engine:
 
         Args:
             session_id: Name of the session. No other open session may have it.
-            layout: Layout of the session's mesh.
             devices: Devices of the mesh. By default the last of the engine's devices.
 
         Raises:
@@ -293,10 +281,6 @@ class Engine:
     def save(self, kv: KVCache, path: str | os.PathLike[str]) -> None:
         """Writes a cache to a safetensors file that can be loaded under any layout.
 
-        Args:
-            kv: A whole cache or a slice of a cache.
-            path: File to write or replace.
-
         Raises:
             ConfigError: The engine has no model fingerprint.
             KVFileError: The file cannot be written.
@@ -311,11 +295,6 @@ class Engine:
         devices: Sequence[Device] | None = None,
     ) -> KVCache:
         """Reads a cache from a file that `save` wrote. Model and dtypes must be the same.
-
-        Args:
-            path: File to read.
-            layout: Layout of the mesh that receives the cache.
-            devices: As for `prefill`.
 
         Returns:
             The saved cache with its next token, on dp rank 0 of the mesh.
@@ -350,13 +329,11 @@ class Engine:
         recomputed to choose the first new token.
 
         Args:
-            source: Session or cache to continue.
             max_new_tokens: Maximum number of new tokens. None for 64, or fewer if the context has
                 less room.
             temperature, top_k, top_p, seed: As for `prefill`.
             logprobs: Number of most likely tokens whose log-probabilities are returned with
                 `next_token`, 0 to 20.
-            ignore_eos: Whether to continue after an end-of-text token.
             on_token: Function that is called with each accepted token.
 
         Returns:
@@ -386,7 +363,6 @@ class Engine:
 
     @property
     def instances(self) -> list[ResearchInstance]:
-        """All meshes that have been built."""
         return self._meshes.instances
 
     def close(self) -> None:
@@ -426,7 +402,6 @@ class Engine:
         return [replace(kv, chosen=replace(kv.next_token, sampling=choice)) for kv in caches]
 
     def _beside(self, kv: KVCache) -> Session:
-        """Returns a new unnamed session that holds a copy of the cache, on the cache's mesh."""
         devices = list(kv.mesh.devices.flat)
         session = Session("", self._meshes, self.tokenizer, kv.layout, devices)
         session.push(kv)
@@ -444,8 +419,6 @@ class Engine:
 
 
 def _within(session: Session, asked: int | None) -> int:
-    """Returns the number of new tokens to generate. Raises InvalidRequestError if the session's
-    context has too little room for `asked` tokens."""
     held, room = len(session.token_ids), session.room_tokens
     if room < 1:
         raise InvalidRequestError(

@@ -117,11 +117,7 @@ class ResearchInstance(MeshExecutor):
 
     def compute(self, runs: Sequence[Run], *, logits: bool = False) -> None:
         """Computes the runs chunk by chunk. Stores the resulting KV blocks, sampled tokens and
-        log-probabilities in the runs. The call blocks.
-
-        Args:
-            logits: Whether to also store all logits of each scored token.
-        """
+        log-probabilities in the runs. The call blocks."""
         for chunk in chunks(runs, self.limits):
             rows = [part.row(self.limits, self.ledgers[part.run.rank]) for part in chunk]
             length = max(
@@ -157,8 +153,8 @@ class ResearchInstance(MeshExecutor):
             self.ledgers[rank].free(owner)
 
     def receive(self, kv: KVCache, rank: int, owner: int, codec: str) -> None:
-        """Transfers a cache from its mesh into pages of `owner` on this mesh. The codec packs the
-        transferred values. Blocks until the transfer is complete."""
+        """Transfers a cache from its mesh into pages of `owner` on this mesh. Blocks until the
+        transfer is complete."""
         pages, spec = self.ledgers[rank].pages(owner), self.limits.kv_spec
         offers = [(random_id(), block) for block in kv.blocks]
         try:
@@ -304,8 +300,6 @@ class ResearchInstance(MeshExecutor):
         return KVCache(tokens, chosen, self.layout, self.mesh, rank, spec, tuple(blocks), seconds)
 
     def _read(self, layer: int, coordinates: jax.Array) -> jax.Array:
-        """Gathers a layer's KV for T tokens at (page, slot) coordinates [dp, 2, T]. Returns the
-        components as a block [dp, C, K, T, H]."""
         pages, kind, spec = self._pool.layers[layer], self._pool.spec.layers[layer], self._pool.spec
 
         def body(pages: tuple[jax.Array, ...], coordinates: jax.Array) -> jax.Array:

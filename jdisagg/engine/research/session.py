@@ -110,7 +110,6 @@ class Session:
         gets only the heads that its shard needs. If the transfer fails, the session is unchanged.
 
         Args:
-            kv: A cache of the same model, on any mesh.
             target_layout: Layout of another mesh to move the session to. None keeps the session's
                 mesh.
             devices: Devices of that other mesh. None selects the layout's default.
@@ -288,8 +287,6 @@ class Session:
 
 @dataclass(slots=True)
 class _Held:
-    """The state of a session on its mesh."""
-
     rank: int
     owner: int
     tokens: tuple[int, ...]
@@ -314,9 +311,6 @@ def choice_of(sampling: SamplingParams) -> SamplingParams:
 
 
 def _check_fits(kv: KVCache, limits: MeshLimits) -> None:
-    """Raises an error if no session can hold a copy of the cache: IncompatiblePeerError for a cache
-    of another model, InvalidRequestError for a cache that does not begin at position 0 or exceeds
-    the context."""
     if kv.spec != limits.kv_spec:
         raise IncompatiblePeerError(
             f"the cache's KV geometry is {kv.spec} and this model's is {limits.kv_spec};"
