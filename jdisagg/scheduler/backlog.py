@@ -12,8 +12,6 @@ def causal_pairs(start: int, end: int) -> float:
 
 
 class Backlog:
-    """Sums of uncomputed tokens and attention pairs over the prompts of one mesh."""
-
     def __init__(self) -> None:
         self.tokens = 0
         self.pairs = 0.0
@@ -28,14 +26,12 @@ class Backlog:
         self._count(cached_tokens, tokens, 1)
 
     def by_priority(self) -> dict[int, int]:
-        """Returns the number of uncomputed tokens by priority."""
         tokens: dict[int, int] = {}
         for start, end, priority in self._prompts.values():
             tokens[priority] = tokens.get(priority, 0) + end - start
         return tokens
 
     def computed(self, key: int, tokens: int) -> None:
-        """Records that the next `tokens` tokens of a prompt were computed. Ignores unknown keys."""
         known = self._prompts.get(key)
         if known is None:
             return
@@ -48,7 +44,6 @@ class Backlog:
             self._prompts[key] = until, end, priority
 
     def forget(self, key: int) -> None:
-        """Removes a prompt, so that its uncomputed tokens no longer count. Idempotent."""
         known = self._prompts.pop(key, None)
         if known is not None:
             start, end, _ = known

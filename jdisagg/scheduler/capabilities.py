@@ -22,8 +22,6 @@ class Capability(enum.Enum):
         APPEND: A decode mesh computes the last, uncached tokens of prompts.
         REUSE: A prefill mesh sends cached blocks that a decode mesh lacks, and continues from
             snapshots of recurrent state.
-        TIERS: Blocks and sequences are copied to and from host memory, disk and other workers.
-        DRAFTS: Decode steps verify drafts.
     """
 
     IMAGES = "images"
@@ -57,8 +55,6 @@ class Capabilities:
         return tuple([one.value for one in Capability if one in self._missing])
 
     def load_later(self, capabilities: Iterable[Capability]) -> None:
-        """Records that these capabilities are missing at first, because their programs are loaded
-        while the worker serves."""
         self._missing |= set(capabilities)
 
     def loaded(self, capability: Capability) -> None:
@@ -66,17 +62,14 @@ class Capabilities:
         self._wake()
 
     def give_up(self) -> None:
-        """Records that the missing capabilities stay missing, because loading a program failed."""
         self.given_up = bool(self._missing)
         self._wake()
 
     def possible(self, capability: Capability) -> bool:
-        """Returns whether the capability is ready or may still become ready."""
         return self.ready(capability) or not self.given_up
 
     async def wait(self, capability: Capability) -> None:
-        """Waits until the programs of a capability are loaded. Raises UnavailableError if loading
-        has failed."""
+        """Raises UnavailableError if loading has failed."""
         while not self.ready(capability):
             if self.given_up:
                 raise UnavailableError(
@@ -86,6 +79,5 @@ class Capabilities:
             await self._changed.wait()
 
     def _wake(self) -> None:
-        """Ends the current calls of `wait` on this event loop."""
         self._changed.set()
         self._changed = asyncio.Event()

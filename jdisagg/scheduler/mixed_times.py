@@ -15,8 +15,6 @@ KEPT_STEPS = 256
 
 
 class _Recent:
-    """The newest measurements of one program: the number of each command, and its seconds."""
-
     def __init__(self) -> None:
         self._times: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
 
@@ -33,7 +31,6 @@ class MixedTimes:
     """Measured times of decode steps on one mesh, alone and together with a prefill chunk.
 
     Args:
-        chunks: Sizes of the chunks that run with a step, in tokens, ascending.
         batches: Batch sizes of steps, ascending. Steps without a chunk are measured separately for
             each.
     """
@@ -49,7 +46,6 @@ class MixedTimes:
         """Records the seconds of a step.
 
         Args:
-            sequences: Number of sequences on the fullest dp rank.
             chunk_tokens: Padded number of tokens of the chunk, or 0 without a chunk.
         """
         self._now += 1

@@ -15,11 +15,7 @@ _WIDTH = array("i").itemsize
 
 
 class NgramSearch:
-    """The newest tokens of one sequence.
-
-    Args:
-        prompt: Prompt tokens, the first tokens of the sequence.
-    """
+    """The newest tokens of one sequence."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._tokens = bytearray(array("i", prompt[-MOST_SEARCHED:]))
@@ -31,7 +27,6 @@ class NgramSearch:
         Args:
             generated: All generated tokens. They begin with the generated tokens of the previous
                 call.
-            most: Number of tokens to predict.
 
         Returns:
             The index in `SIZES` of the n-gram that occurred before, and `most` tokens. If the
@@ -59,8 +54,6 @@ class NgramSearch:
         return kind, tuple(after)
 
     def _end_of_latest(self, size: int) -> int:
-        """Searches for the latest earlier occurrence of the last `size` bytes. Returns the byte
-        index at which it ends, or -1 if there is none."""
         tokens = self._tokens
         gram = bytes(tokens[-size:])
         at = tokens.rfind(gram, 0, len(tokens) - _WIDTH)

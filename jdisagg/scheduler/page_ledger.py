@@ -1,13 +1,10 @@
-"""The page allocator of one data-parallel rank. Records which pages each owner has. Does no I/O.
+"""The page allocator of one data-parallel rank.
 
-An owner (any integer) holds an ordered list of pages. A page may have several owners. `share` lets
-an owner hold the first pages of another one, such as the prompt of a request with n > 1. `own`
-replaces a shared page by an unshared one (copy-on-write; the caller issues the copy).
+An owner (any integer) holds an ordered list of pages.
 
 `keep` marks a page as cached: when its last owner releases the page, its contents stay, and another
 owner may `adopt` it. A cached page without an owner is called idle. It counts as free, but is
-reused only when no other page is free. The least recently released idle page is reused first. Of
-the pages that one owner released, the last page is reused first.
+reused only when no other page is free.
 
 Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.py):
 - every_page_is_free_or_held: free pages (including idle pages) and held pages are disjoint, and
@@ -16,7 +13,8 @@ Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.
 - an_owner_holds_no_page_twice
 - nothing_is_freed_twice: freeing an unknown owner indicates a bug and raises `LedgerError`
 - a_refused_request_changes_nothing: `reserve` and `extend` give all pages, or return None and
-  change nothing"""
+  change nothing
+"""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,12 +57,10 @@ class PageLedger:
         return self._references[page]
 
     def count(self, owner: int) -> int:
-        """Returns how many pages `owner` holds."""
         return len(self._holding(owner))
 
     def count_all(self, owners: Iterable[int]) -> int:
-        """Returns the total number of pages that `owners` hold. A shared page counts for each
-        owner."""
+        """A shared page counts for each owner."""
         held = self._held
         return sum([len(held[owner]) for owner in owners])
 
@@ -206,5 +202,4 @@ class PageLedger:
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """Returns the number of pages that `tokens` positions need."""
     return -(-tokens // page_size)

@@ -19,14 +19,13 @@ Instead = Literal["compute", "receive"]
 class MovePrice:
     """Estimates the time of a copy or transfer (a move) as a latency plus a time per unit of size
     (tokens or bytes). Both are fitted to the measured moves by least squares. Recent moves have
-    more weight. Prefill chunks are estimated in the same way."""
+    more weight."""
 
     def __init__(self) -> None:
         # decayed sums over moves: count, size, seconds, size squared, size x seconds
         self._count = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, size: int, seconds: float) -> None:
-        """Records that a move of `size` units took `seconds`."""
         self._count = DECAY * self._count + 1.0
         self._x = DECAY * self._x + size
         self._y = DECAY * self._y + seconds
@@ -85,20 +84,13 @@ class Prices:
             self._moves.add(tokens, seconds)
 
     def seconds(self, tokens: int) -> float | None:
-        """Returns the estimated seconds of a restore, or None before the first measurement."""
         line = self._moves.line()
         return None if line is None else line[0] + line[1] * tokens
 
     def worth(self, moved_tokens: int, computed_tokens: int, instead: Instead = "compute") -> bool:
         """Returns whether a restore is expected to be faster than the alternative `instead`. Also
         returns True while a time is not measured, and for one in `PROBE` restores that are expected
-        to be slower, so that the times of restores stay up to date.
-
-        Args:
-            moved_tokens: Number of tokens that the source has to copy or send.
-            computed_tokens: Number of tokens that the mesh would otherwise compute or receive.
-            instead: Alternative to the restore.
-        """
+        to be slower, so that the times of restores stay up to date."""
         patience = self.patience_seconds(computed_tokens, instead)
         if moved_tokens < 1 or patience == 0:
             return False

@@ -16,12 +16,7 @@ from jdisagg.scheduler.window_pages import WindowPages, WindowSnapshots
 
 def snapshots_of(limits: MeshLimits, windows: Sequence[WindowPages] = ()) -> Sequence[Snapshots]:
     """Creates the snapshots of each rank of a mesh. Returns an empty list if cache hits need no
-    snapshots.
-
-    Args:
-        windows: Pages of sliding-window layers of each rank, if these layers have pages of their
-            own.
-    """
+    snapshots."""
     if windows and limits.snapshot_tokens:
         return [WindowSnapshots(pages) for pages in windows]
     if not limits.snapshots_per_rank:
@@ -70,5 +65,4 @@ class StateSlots:
             self._ledgers[rank].free(owner)
 
     def slot(self, rank: int, owner: int) -> int:
-        """Returns the slot of an owner; 0 if the model needs no slots."""
         return self._ledgers[rank].pages(owner)[0] if self._each else 0
