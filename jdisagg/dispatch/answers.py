@@ -64,8 +64,7 @@ class ChatAnswers:
     async def of(
         self, events: AsyncGenerator[StreamEvent, None]
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yields the events `events` with their text parsed. Closing this iterator closes
-        `events`."""
+        """Closing this iterator closes `events`."""
         async with aclosing(events):
             await self._resume()
             async for event in events:
@@ -106,7 +105,7 @@ class ChatAnswers:
         return dataclasses.replace(usage, reasoning_tokens=sum(found)) if found else usage
 
     def _named(self, child: int, calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-        """Adds ids to tool calls. If the request allows only one call, drops all later calls."""
+        """If the request allows only one call, drops all later calls."""
         if not calls:
             return ()
         self._called.add(child)
@@ -117,14 +116,12 @@ class ChatAnswers:
         )
 
     def _call_id(self, child: int, call: ToolCallDelta) -> str:
-        """Returns the id of a tool call. The id stays the same if the client resumes the stream."""
         earlier = sum(len(message.tool_calls) for message in self._chat.messages)
         identity = "/".join(map(repr, (*self._request.identity, child, call.index)))
         return call_id(self._form.tools, call.name, earlier + call.index, identity)
 
     async def _resume(self) -> None:
-        """Passes the text that the client received before its stream broke to the parsers. Other
-        tasks run between blocks of tokens."""
+        """Other tasks run between blocks of tokens."""
         resumption = self._request.resumption
         for child, had in enumerate(resumption.children if resumption else ()):
             parser, text = self._parsers[child], TokenStream.of(self._decoder, self._request)

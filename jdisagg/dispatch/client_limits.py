@@ -5,8 +5,7 @@ share.
 second and tokens per second, at all routers together (spending.py). `LongTexts` tokenizes long
 texts in threads, so that they delay no stream, and limits their total size. A text is accepted if
 its size is at most half of the limit's unused part, so that small texts are accepted even while the
-largest ones are tokenized. Other texts are refused without queueing, and the client may send them
-again. Both classes are used on one event loop and read no clock."""
+largest ones are tokenized."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -47,7 +46,6 @@ class KeyUse:
             who: Client, identified by its bearer token. A client without a bearer token has no
                 limits.
             prompt_tokens: Number of prompt tokens, which are charged before the stream starts.
-            now: Time on a monotonic clock, in seconds.
             resumed: Whether the client resumes a request that was charged before. A resumed request
                 counts as a running stream only; it is not charged again.
 
@@ -99,8 +97,7 @@ def _check(spending: Spending, bucket: str, rate: float | None, cost: int, now: 
 
 
 class LongTexts:
-    """Runs work on long texts in threads. The texts that are processed at the same time have at
-    most `room_bytes` bytes."""
+    """The texts that are processed at the same time have at most `room_bytes` bytes."""
 
     def __init__(self, room_bytes: int) -> None:
         self._room_bytes = room_bytes

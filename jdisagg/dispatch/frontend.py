@@ -92,14 +92,8 @@ class Frontend:
     request with the same tenant and id is running.
 
     Args:
-        path: Request path, which runs the requests.
-        codec: Tokenizer of the served model.
-        model: The served model.
-        limits: Limits on requests, such as the largest prompt.
-        routing: Function that returns the router's routing status.
         grammars: Compiler of grammars for structured output. None means that requests for
             structured output are refused.
-        answers: Format in which the model writes reasoning and tool calls.
     """
 
     def __init__(
@@ -213,8 +207,6 @@ class Frontend:
     async def _encoded(
         self, prompt: Prompt, options: SamplingOptions, within_context: bool
     ) -> tuple[Encoded, SamplingParams]:
-        """Returns the prompt's tokens, and the sampling parameters with `max_tokens` reduced to
-        what fits into the context."""
         self._check_option_ids(options)
         size_bytes = self.prompts.check(prompt)
         chat = chat_of(prompt)
@@ -244,8 +236,7 @@ class Frontend:
         self, chat: ChatPrompt, grammar: Grammar, prompt_ids: Sequence[int]
     ) -> Grammar:
         """Returns a grammar for a chat's answer that also allows reasoning and tool calls outside
-        the request's grammar. Returns the request's grammar, which was checked before, if it cannot
-        be combined with them."""
+        the request's grammar."""
         form, tools, codec = self._answers, chat.callable_tools, self.prompts.codec
         calls = [marked_call(self._marker(form.call_mark))] if tools and form.call_mark else []
         if tools and form.plain_calls:
@@ -285,8 +276,6 @@ class Frontend:
         return self.prompts.codec.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool) -> bytes:
-        """Returns the bytes that one token adds to a text. A special token adds none if
-        `skip_special_tokens` is set."""
         if skip_special_tokens and token_id in self.prompts.codec.special_ids:
             return b""
         return self.prompts.codec.token_bytes(token_id)
@@ -294,7 +283,7 @@ class Frontend:
     def stream(
         self, request: Request, chat: ChatPrompt | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yields the events of a request. Closing this iterator cancels the request.
+        """Closing this iterator cancels the request.
 
         Args:
             chat: Chat from which the request was built, or None. Answers to a chat are parsed for
@@ -344,7 +333,6 @@ class Frontend:
                     over.set()
 
     async def _gone(self, key: tuple[str, str]) -> None:
-        """Waits until an earlier stream of a resumed request has ended in this process."""
         over = self._running.get(key)
         if over is not None:
             with contextlib.suppress(TimeoutError):
@@ -427,8 +415,6 @@ class Frontend:
 
 
 def _marker(codec: ChatTokenizer, text: str) -> str:
-    """Returns the Lark expression of a marker: its token, if the tokenizer has one for it, or else
-    its text."""
     found = [
         token_id
         for token_id in codec.encode(text, add_special_tokens=False)

@@ -34,8 +34,8 @@ class ChatImageProcessor(Protocol):
     """The model's image processor (`models/image_processor.py`).
 
     Attributes:
-        token: Id of the token that the chat template writes for an image.
-        marks: Texts of the tokens that mark images.
+    token: Id of the token that the chat template writes for an image.
+    marks: Texts of the tokens that mark images.
     """
 
     @property
@@ -55,13 +55,7 @@ class PlacedImage(NamedTuple):
 
 
 class ImageReader:
-    """Decodes and resizes images.
-
-    Args:
-        processor: Function that returns the model's image processor, or None if the model reads no
-            images.
-        limits: Limits on images.
-    """
+    """Decodes and resizes images."""
 
     def __init__(
         self, processor: Callable[[], ChatImageProcessor | None], limits: LimitsConfig
@@ -73,7 +67,6 @@ class ImageReader:
 
     @property
     def waiting_bytes(self) -> int:
-        """Number of bytes of pixels that wait to be sent to a worker."""
         return sum(map(len, self._waiting.values()))
 
     async def run(self, work: Callable[..., Result], *args: object) -> Result:

@@ -17,7 +17,6 @@ class Migration:
     """One migration of a sequence. It starts when the object is created.
 
     Args:
-        children: Tuple with the one child (parallel sample) that migrates.
         origin: Worker that runs the child now.
         source: Hand-off through which the new worker pulls the child's KV from `origin`.
     """
@@ -48,7 +47,6 @@ class Migration:
         return self._held, self._stream()
 
     async def close(self) -> None:
-        """Cancels the migration and frees its reservation at the new worker."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._free()

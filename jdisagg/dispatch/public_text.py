@@ -16,11 +16,7 @@ _HIDDEN = "(address)"
 
 
 def public(error: UnavailableError, addresses: Mapping[str, str]) -> UnavailableError:
-    """Returns the error. If its text contains an address, returns a copy without it.
-
-    Args:
-        addresses: Address of each worker, by name.
-    """
+    """Returns the error. If its text contains an address, returns a copy without it."""
     text = error.message
     for name, address in addresses.items():
         if address:

@@ -33,8 +33,6 @@ class RouterEvents(Protocol):
 
 
 class NoRouterEvents:
-    """Listener that ignores all events."""
-
     def answered(
         self,
         state: ClusterState,
@@ -50,8 +48,6 @@ class NoRouterEvents:
 
 
 class RouterEventsList:
-    """Listener that forwards each event to all `listeners`."""
-
     def __init__(self, *listeners: RouterEvents) -> None:
         self._listeners = listeners
 

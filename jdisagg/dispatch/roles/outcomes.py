@@ -24,7 +24,6 @@ class OutcomeTap:
     `messages.ports_middleware.through`).
 
     Args:
-        clock: Clock of the request path.
         tell: Function that is called with each outcome as soon as it is determined.
     """
 

@@ -33,13 +33,7 @@ class Workers(Protocol):
 
 
 class RoleSwitcher:
-    """Changes roles of workers. `counters` counts roles_switched and role_switches_failed.
-
-    Args:
-        workers: The router's workers.
-        open_port: Function that opens the role port of the worker at an address.
-        new_id: Function that returns a new id for a role change.
-    """
+    """Changes roles of workers. `counters` counts roles_switched and role_switches_failed."""
 
     def __init__(
         self,
@@ -111,8 +105,6 @@ class RoleSwitcher:
         return report
 
     async def _ask(self, port: RolePort, call: SwitchCall) -> None:
-        """Starts the role change at the worker. If the reply is lost, the worker's report shows
-        whether the change started."""
         try:
             await port.switch_role(call)
         except (UnavailableError, DeadlineExceededError):
