@@ -34,8 +34,7 @@ class SimulatedSwitcher:
     async def switch(
         self, name: str, role: WorkerRole, layout: Layout | None, seconds: float | None = None
     ) -> SwitchReport:
-        """Changes a worker's role and returns when the worker serves again. Raises the same errors
-        as `RoleSwitcher`. Ignores `layout` and the timeout `seconds`."""
+        """Raises the same errors as `RoleSwitcher`. Ignores `layout` and the timeout `seconds`."""
         cluster = self._cluster
         check_switch(cluster.membership.statuses(), name, role)
         began = cluster.clock.now()

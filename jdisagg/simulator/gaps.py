@@ -21,7 +21,6 @@ class Gaps:
     """The times between consecutive tokens of one request, in seconds.
 
     Attributes:
-      first: Seconds from the first to the second token.
       slowest_tenth: Mean of the longest 10 % of the gaps, or the longest gap if 10 % is less than
         one gap.
       buckets, counts: Histogram of all gaps: bucket numbers, and number of gaps in each.
@@ -81,12 +80,7 @@ def bucket_seconds(bucket: int) -> float:
 
 def merged_percentile(gaps: Sequence[Gaps], percents: Sequence[float]) -> list[float]:
     """Returns percentiles, in seconds, over the gaps of all requests. Each result is the middle of
-    a histogram bucket, or the longest gap if that is shorter.
-
-    Args:
-        gaps: Records of the requests, with at least one gap in all.
-        percents: Percentiles to compute, from 0 to 100.
-    """
+    a histogram bucket, or the longest gap if that is shorter."""
     merged: dict[int, int] = {}
     for item in gaps:
         for bucket, count in zip(item.buckets, item.counts, strict=True):

@@ -75,7 +75,6 @@ def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
 
 
 def load(outcomes: Sequence[RequestOutcome]) -> "Figure":
-    """Plots the number of waiting requests and of decoding requests over time."""
     figure, axes = new_figure()
     waiting = [
         (item.arrival, item.first_token if item.first_token is not None else item.finish)
@@ -98,12 +97,10 @@ def load(outcomes: Sequence[RequestOutcome]) -> "Figure":
 
 
 def save(figure: "Figure", path: str | Path) -> None:
-    """Writes a plot in the format of the path's suffix."""
     figure.savefig(path, dpi=120)
 
 
 def new_figure() -> "tuple[Figure, Axes]":
-    """Returns a figure with one pair of axes."""
     try:
         module = importlib.import_module("matplotlib.figure")
     except ImportError as error:

@@ -96,8 +96,6 @@ def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple
 
 
 def _spans(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[float, float, int]]:
-    """Returns a request's tokens as spans: (time of the first token, time of the last token, number
-    of tokens). Several meshes may have computed the tokens, one after the other."""
     spans: list[tuple[float, float, int]] = []
     at, total = 0, len(tokens)
     while at < total:

@@ -181,8 +181,6 @@ def _arrival(row: Row, names: Mapping[str, str], where: str) -> Arrival:
 
 
 def _time(value: object, where: str) -> float:
-    """Parses a number of seconds, or an ISO 8601 date and time, and returns seconds. A time without
-    an offset is UTC. Azure's traces have 7 decimals, of which the last is dropped."""
     if isinstance(value, str) and "-" in value[1:] and ":" in value:
         with suppress(ValueError, OverflowError):
             moment = datetime.fromisoformat(value.strip())

@@ -21,7 +21,6 @@ class Arrival:
     Attributes:
       block_hashes: Names of the prompt's blocks in order, as non-negative integers; the last block
         may be partial. Equal names mean that all tokens up to the block's end are equal.
-      priority: Priority as in `Request`.
       deadline: Seconds from the arrival to the deadline, or None for no deadline.
     """
 

@@ -33,10 +33,7 @@ class FleetMaker:
     Attributes:
       fused: Whether the chunked mode runs a prefill chunk and a decode step as one step. If not,
         chunks and decode steps alternate.
-      reuse: Whether workers use a prefix cache.
       hardware: Name of the accelerator in a written configuration.
-      slots: Maximum number of sequences that a dp rank decodes at once.
-      block_tokens: Number of tokens in one named block of the workload's prompts.
     """
 
     geometry: CostGeometry
@@ -58,7 +55,6 @@ class FleetMaker:
         that a dp rank decodes.
 
         Args:
-            finding: Candidate with its highest rate.
             holds: Returns whether a run still reaches the rate. Called with the simulated or the
                 stepped runner, whichever found the rate.
         """
