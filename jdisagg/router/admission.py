@@ -77,8 +77,6 @@ class Quotas:
     Args:
         tokens_per_second: Rate of each tenant, in tokens per second. Tenants that are not listed
             have no limit.
-        burst_seconds: Size of a bucket, in seconds of the tenant's rate.
-        spending: The router's record of spent tokens, which includes those spent at other routers.
     """
 
     def __init__(
@@ -108,7 +106,6 @@ class Quotas:
         self._spending.take(name, tokens)
 
     def give_back(self, tenant: str, tokens: float) -> None:
-        """Puts the tokens of a refused request back into the tenant's bucket."""
         self._spending.take(_bucket_of(tenant), -tokens)
 
 
@@ -127,12 +124,10 @@ class Drain:
         self._since: float | None = None
 
     def busy(self, now: float) -> None:
-        """Records that requests wait at time `now`."""
         self._fade(now)
         self._since = now
 
     def idle(self, now: float) -> None:
-        """Records that no request waits any more."""
         self._fade(now)
         self._since = None
 

@@ -24,8 +24,6 @@ class BreakerState(enum.Enum):
 
 @dataclass(slots=True)
 class Breaker:
-    """Circuit breaker of one worker."""
-
     backoff: Backoff = DEFAULT_TIMEOUTS.request.breaker
     failures: int = 0
     barred_until: float = 0.0

@@ -26,8 +26,6 @@ class Candidates:
     """Workers of one `side` (prefill or decode) that may be chosen.
 
     Attributes:
-        rows: Row numbers of the workers in the snapshot.
-        table: Columns of the snapshot, limited to these workers.
         against: Penalty of each worker in seconds.
     """
 
@@ -96,7 +94,6 @@ def candidates(
 def usable(
     state: ClusterState, side: Side, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> Candidates:
-    """Returns the workers of one side that may be chosen, with their penalties."""
     rows, table = side.rows, side.table or state.table.take(side.span)
     all_well = not (side.draining or query.avoid or query.loads) and now >= state.barred_until
     if all_well and not state.silent_for(now, min(policy.suspect_seconds, policy.gone_seconds)):
@@ -137,7 +134,6 @@ def with_partners(prefills: Candidates, decodes: Candidates) -> tuple[Candidates
 
 
 def partnered(some: Candidates, others: Candidates) -> Flags:
-    """Returns, for each worker of `some`, whether a worker of `others` has the same weights."""
     return np.isin(some.table["weights"], others.table["weights"])
 
 

@@ -16,8 +16,6 @@ LINGER_SECONDS = 3.0
 
 
 class ComingPrefixes:
-    """The prefixes of the prompts that workers are computing for this router."""
-
     def __init__(self) -> None:
         self._workers: dict[int, dict[str, int]] = {}  # number of prompts by block and worker
         self._prompts: dict[int, tuple[str, Sequence[int]]] = {}
@@ -38,7 +36,6 @@ class ComingPrefixes:
         return self._last_key
 
     def computed(self, key: int, now: float) -> None:
-        """Records that the prompt's first token arrived at time `now`."""
         if key in self._prompts:
             self._computed.append((now + LINGER_SECONDS, key))
 

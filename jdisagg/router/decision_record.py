@@ -6,9 +6,7 @@ and the answer.
 
 `replay` restores the snapshot from a record and decides again with the current code. A record
 contains only the workers on which the decision depends (`placement.witnesses`). It contains lengths
-and worker names, but neither token ids nor the names of tenants.
-
-Raises ConfigError for malformed records."""
+and worker names, but neither token ids nor the names of tenants."""
 
 import dataclasses
 import math
@@ -96,7 +94,6 @@ def record_of(
 
 
 def answer_of(record: Mapping[str, Any]) -> PlacementOutcome:
-    """Returns the recorded answer."""
     with _Reading():
         fields = dict(record["answer"])
         kind = _ANSWERS[fields.pop("kind_of_answer")]
@@ -177,8 +174,6 @@ def _with_infinities(fields: Mapping[str, Any]) -> Record:
 
 
 class _Reading:
-    """Context manager that converts any error while a record is read to a ConfigError."""
-
     def __enter__(self) -> None: ...
 
     def __exit__(

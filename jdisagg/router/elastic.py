@@ -1,13 +1,11 @@
 """The elastic controller: decides which worker should change its role, and advises how many workers
 of each role an autoscaler should run. Does no I/O.
 
-A pool is the set of all workers of one role. The need of a pool is the number of workers that its
-load requires. A pool is short of workers if it is the reason why requests miss the latency
-objective, or if it is full. A missed TTFT is attributed to a pool only if queueing alone explains
-it. It is attributed to prefill if prompts wait at prefill workers, or at the router while all
-prefill workers are busy. It is attributed to decode if requests wait for room at decode workers. A
-missed TPOT is attributed to decode, as long as a smaller batch could help. An empty pool is always
-short, and the other pool then gives a worker even if it is short itself.
+A pool is the set of all workers of one role. A pool is short of workers if it is the reason why
+requests miss the latency objective, or if it is full. A missed TTFT is attributed to a pool only if
+queueing alone explains it. A missed TPOT is attributed to decode, as long as a smaller batch could
+help. An empty pool is always short, and the other pool then gives a worker even if it is short
+itself.
 
 A switch is a change of one worker's role. A fluid model estimates the share of requests that meet
 the objective, with and without a switch: the smaller of both pools' min(1, workers / need). The
@@ -16,16 +14,13 @@ gain of a switch is
     gain = rate * (horizon * (after - now) - switch_seconds * (now - meanwhile)) - harm of moving
         the running sequences
 
-The gain must exceed `least_gain` of the horizon's requests. The formula thus charges the time for
-draining, re-sharding the weights and warm-up. A switch that would make the other pool short is not
-made.
+The gain must exceed `least_gain` of the horizon's requests. A switch that would make the other pool
+short is not made.
 
-Hysteresis: a switch requires that a pool is short for `patience_seconds`. Fewer workers are advised
-only after a pool had spare workers for `calm_seconds`. After a switch no other switch is made for
-`cooldown_seconds`, and earlier observations are discarded. The model may be wrong. So that a
-mistake is not repeated, a pool that was short with n workers is not reduced to n workers under a
-similar load for `remember_seconds`. Without traffic there is no switch. If only one worker of a
-role takes requests, it keeps its role."""
+Hysteresis: a switch requires that a pool is short for `patience_seconds`. After a switch no other
+switch is made for `cooldown_seconds`, and earlier observations are discarded. So that a mistake is
+not repeated, a pool that was short with n workers is not reduced to n workers under a similar load
+for `remember_seconds`. If only one worker of a role takes requests, it keeps its role."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -154,9 +149,6 @@ class Memory:
             has none.
         was_short: For each role, when and with which size its pool was last short; None if it was
             not short recently.
-        quiet_until: Time before which no switch is made.
-        switching: Name of the worker that is changing its role, or None.
-        switch_seconds: Measured duration of the last role change; None if none was measured.
     """
 
     short_since: tuple[float | None, float | None] = (None, None)
@@ -169,8 +161,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a decision. `switch` is None if no role should change now. `reason` states why a
-    role should or should not change."""
+    """Result of a decision. `switch` is None if no role should change now."""
 
     switch: Switch | None
     advice: Advice
@@ -282,14 +273,7 @@ class Controller:
         self, now: float, statuses: tuple[WorkerStatus, ...], may_switch: bool = True, held: int = 0
     ) -> Verdict:
         """Takes a sample of the workers and decides. After a result with a switch, no result has
-        another switch until `switched` is called.
-
-        Args:
-            now: Time of the sample.
-            statuses: Statuses of all workers.
-            may_switch: Whether the result may have a switch. If not, it only has advice.
-            held: Number of requests that wait at the router.
-        """
+        another switch until `switched` is called."""
         self._signals.sample(now, statuses, held)
         self.view = self._signals.view(now, self.config.slo)
         self.latest = decide(self.config, self._memory, self.view, may_switch)
@@ -361,8 +345,6 @@ def _told(config: ElasticConfig, view: View) -> bool:
 
 
 def _queue_misses(config: ElasticConfig, view: View) -> bool:
-    """Returns whether queueing is the reason for missed TTFT objectives: too few requests meet the
-    objective, and more would meet it without queueing."""
     return (
         view.ttft_attainment < config.slo.quantile
         and view.ttft_without_queue > view.ttft_attainment
@@ -370,8 +352,6 @@ def _queue_misses(config: ElasticConfig, view: View) -> bool:
 
 
 def _need(size: int, load: float, short: bool, over: float) -> float:
-    """Returns the number of workers that a pool needs. If the pool is short, this is more than its
-    `size`."""
     return (
         max(load, 1.0, size * min(MOST_OVER, max(1.1, over))) if short else min(float(size), load)
     )
@@ -380,9 +360,6 @@ def _need(size: int, load: float, short: bool, over: float) -> float:
 def _remembered(
     config: ElasticConfig, memory: Memory, now: float, pools: tuple[_Pool, _Pool]
 ) -> tuple[WasShort | None, WasShort | None]:
-    """Returns the new value of `Memory.was_short`. Records the size and load of each pool that has
-    been short for `patience_seconds`."""
-
     def one(pool: _Pool, since: float | None, before: WasShort | None) -> WasShort | None:
         if since is not None and now - since >= config.patience_seconds:
             return WasShort(pool.size, pool.load, now)
@@ -463,8 +440,6 @@ def _choose(
 def _gain(
     config: ElasticConfig, memory: Memory, view: View, to: _Pool, donor: _Pool, worker: WorkerStatus
 ) -> float:
-    """Returns the gain of a switch in requests: the additional requests within the horizon that
-    meet the objective, by the fluid model, minus the cost of the change."""
     now = _served(to.size, to.need, donor.size, donor.need)
     meanwhile = _served(to.size, to.need, donor.size - 1, donor.need)
     after = _served(to.size + 1, to.need, donor.size - 1, donor.need)
@@ -487,8 +462,6 @@ def _advise(
     pools: tuple[_Pool, _Pool],
     switch: Switch | None,
 ) -> Advice:
-    """Advises more workers for a role that is short if no switch helps. Advises one worker less for
-    a role that has had spare workers for a long time."""
     wanted: list[int] = []
     reasons: list[str] = []
     for pool, short_since, spare_since in zip(

@@ -31,7 +31,7 @@ class LearnedLengths:
     """Predicts a quantile of the lengths of past answers, and shares these lengths with other
     routers through the workers, as `Spending` shares amounts spent. Each router reports its last
     answers and their total number. A router records new answers of other routers without passing
-    them on. A router that has just started therefore predicts from the answers of others.
+    them on.
 
     Args:
         quantile: Share of answers that should not exceed the prediction. None means that the
@@ -82,7 +82,6 @@ class LearnedLengths:
 
     @property
     def typical_tokens(self) -> float:
-        """Mean length of recent answers of all tenants, in tokens."""
         return self._all.mean
 
     def _record(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
@@ -92,8 +91,6 @@ class LearnedLengths:
 
 
 class _Lengths:
-    """The last `WINDOW` lengths of answers, stored both in order of arrival and sorted by size."""
-
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
         self._sorted: list[int] = []
@@ -104,7 +101,6 @@ class _Lengths:
 
     @property
     def mean(self) -> float:
-        """Mean length of the answers, or an assumed length before the first answer."""
         return self._sum / len(self._latest) if self._latest else 256.0
 
     def add(self, length: int) -> None:
@@ -121,8 +117,6 @@ class _Lengths:
 
 
 def _kept(known: dict[Key, _Lengths], key: Key, most: int) -> _Lengths:
-    """Returns the lengths stored under a key, and marks the key as most recently used. If there are
-    more than `most` keys, evicts the oldest one."""
     lengths = known[key] = known.pop(key, None) or _Lengths()
     if len(known) > most:
         del known[next(iter(known))]

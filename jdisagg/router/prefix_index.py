@@ -87,7 +87,6 @@ class ByWorker(Mapping[str, int]):
         return int(np.count_nonzero(self.counts))
 
     def __add__(self, other: "ByWorker") -> "ByWorker":
-        """Adds the counts of two arrays that have the same `Roster`."""
         return ByWorker(self.roster, self.counts + other.counts)
 
     def __mul__(self, factor: int) -> "ByWorker":
@@ -116,11 +115,9 @@ class PrefixIndex:
         self._last: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Number of distinct pages that any worker has cached."""
         return len(self._holders)
 
     def pages(self, worker: str) -> int:
-        """Returns the number of pages that one worker has cached."""
         return len(self._pages.get(worker, ()))
 
     def last(self, worker: str) -> int:
@@ -141,8 +138,7 @@ class PrefixIndex:
         return True
 
     def replace(self, worker: str, snapshot: tuple[int, frozenset[int]]) -> None:
-        """Replaces a worker's entries by a full snapshot of its cache. The snapshot has the number
-        of the last event that it includes, and all page hashes."""
+        """The snapshot has the number of the last event that it includes, and all page hashes."""
         self._know(worker)
         number, hashes = snapshot
         for page_hash in self._pages[worker] - hashes:
@@ -203,6 +199,5 @@ class PrefixIndex:
 
 
 def _numbers(bits: int, most: int) -> npt.NDArray[np.intp]:
-    """Returns the positions of the set bits among the lowest `most` bits."""
     packed = np.frombuffer(bits.to_bytes(-(-most // 8), "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(packed, bitorder="little"))
