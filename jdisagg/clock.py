@@ -35,7 +35,7 @@ class limit:
     """Context manager that raises TimeoutError if its block takes longer than `seconds`.
 
     `with limit(seconds): await ...` is cheaper than `asyncio.timeout`, because entry and exit are
-    not coroutines. Nearly every call between workers uses `limit`."""
+    not coroutines."""
 
     __slots__ = ("_seconds", "_task", "_cancelling", "_timer", "_passed")
 

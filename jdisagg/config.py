@@ -394,7 +394,6 @@ class ServiceConfig:
 
     @property
     def cors_origins(self) -> tuple[str, ...]:
-        """Returns the entries of `http_cors_origins`."""
         origins = (origin.strip() for origin in self.http_cors_origins.split(","))
         return tuple(filter(None, origins))
 
@@ -453,14 +452,8 @@ class WorkerConfig:
     """One worker process.
 
     Attributes:
-        model: Model to serve.
         mode: CHUNKED or UNIFIED, for mixed workers. Prefill and decode workers ignore it.
-        instance: Instance on the worker's mesh.
-        limits: Bounds and time limits of requests.
-        prefix: Prefix cache.
-        service: Addresses and credentials of the worker.
         warm_up: Whether the programs for all batch and chunk sizes are compiled before serving.
-        compilation_cache: Folder of the persistent cache of compiled programs.
         kernels: Hand-written kernels on accelerators. "auto" checks each at the start and replaces
             those that fail by plain XLA, "xla" uses none, names separated by commas use only these.
     """
@@ -478,9 +471,6 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class _Change:
-    """One assignment of `override`: the field at the path `names` is set to the parsed `text`.
-    `path` is the path as the user wrote it, for error messages."""
-
     names: tuple[str, ...]
     text: str
     path: str

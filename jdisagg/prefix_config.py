@@ -76,7 +76,6 @@ class PrefixConfig:
 
     @property
     def appends(self) -> int:
-        """`append_tokens`, or 0 if it is not set."""
         return self.append_tokens or 0
 
     @property
@@ -175,8 +174,6 @@ NO_PREFIX = PrefixConfig(reuse=False)
 
 
 def _port_after(address: str, index: int) -> str:
-    """Returns a ZeroMQ address with its TCP port increased by `index`. An ipc or inproc address
-    gets `index` as a suffix. Other addresses are returned unchanged."""
     host, _, port = address.rpartition(":")
     if address.startswith("tcp:") and port.isdecimal() and int(port):
         return f"{host}:{int(port) + index}"

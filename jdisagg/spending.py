@@ -58,7 +58,6 @@ class Spending:
             self._changed.add(name)
 
     def forget(self, name: str) -> None:
-        """Removes the bucket of a limit that no longer exists."""
         self._buckets.pop(name, None)
 
     def begin(self, name: str) -> None:

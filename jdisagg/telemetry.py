@@ -32,7 +32,6 @@ class Counters:
         return self._values.get(name, 0)
 
     def snapshot(self) -> Mapping[str, int]:
-        """Returns the value of each counter, summed over labels."""
         return dict(self._values)
 
     def labelled(self) -> Mapping[tuple[str, Labels], int]:

@@ -22,8 +22,6 @@ MAX_DOUBLINGS = 64  # 2**64 exceeds every bound, and a float still holds it
 
 
 class _Times:
-    """A derived time: `factor` times the field `name` of the same dataclass."""
-
     def __init__(self, name: str, factor: float) -> None:
         self._name = name
         self._factor = factor
@@ -44,8 +42,6 @@ def _scaled(part: Any, factor: float) -> Any:
 
 
 class _Part:
-    """Base of the dataclasses in `Timeouts`. Checks that every value is positive."""
-
     __slots__ = ()
 
     def __post_init__(self) -> None:
