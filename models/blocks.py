@@ -222,8 +222,6 @@ class DecoderLayer(nnx.Module):
         rows_R: jax.Array | None = None,
         recur: Recur | None = None,
     ) -> jax.Array:
-        """Computes the layer for T tokens. Returns activations [T, D], or [R, D] for the tokens
-        `rows_R`. `model_api.Layer` describes the arguments."""
         x_RD = rows_of(x_TD, rows_R)
         normed_RD = None
         if self.attention is not None:

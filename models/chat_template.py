@@ -39,8 +39,6 @@ class ChatTemplate:
     Args:
         sources: Template text by name. "default" renders conversations. If "tool_use" is present,
             it renders conversations with tools, as in transformers.
-        special_tokens: Variables of the templates: the strings bos_token and eos_token, and the
-            list additional_special_tokens.
     """
 
     def __init__(

@@ -121,7 +121,6 @@ def load_model(
         weights: Type to which the layers' matrices are quantized while they are read. Empty means
             no quantization.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means `dtype`.
-        next_token: Whether to read the layer that drafts tokens, if the checkpoint has one.
         draft: Folder of an EAGLE-3 head, which then drafts tokens.
         cut: Function from the model's KV spec to the layers of each pipeline stage. None divides
             the layers equally.

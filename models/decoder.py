@@ -139,8 +139,6 @@ class Decoder(nnx.Module):
 
     @property
     def head(self) -> DecoderStem:
-        """The stem with final norm and output head: `stem` itself, except in a model that is loaded
-        for several pipeline stages."""
         return self.stem if self.last_stem is None else self.last_stem
 
     def adapted_layers(self, adapters: AdapterSize, make: MakeStack) -> list[DecoderLayer]:

@@ -526,7 +526,6 @@ class EagleConfig:
 
     Attributes:
         taps: Layers of the model before which its activations are the head's input, ascending.
-        vocabulary: Number of draft tokens.
         residual_after_norm: Whether the residual stream is the hidden state after its norm.
         mapped: Whether draft tokens are numbered separately from the model's tokens (`d2t`).
     """

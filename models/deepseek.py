@@ -64,7 +64,6 @@ def sparse_layers(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]
 
 
 def read_v32_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of DeepSeek-V3.2: V3 with an indexer in every layer."""
     config = _with_indexer(hf, read_latent(hf, V32_DEFAULTS, SIZES), 64, interleaved=False)
     return with_experts(hf, config, read_experts(hf, V3_ROUTING), sparse_layers(hf, config, 3))
 
@@ -186,8 +185,6 @@ def _check_turned_part(hf: HfConfig) -> None:
 
 
 def read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> DecoderConfig:
-    """Reads the config.json of a model with latent attention, except the fields that describe
-    experts."""
     if hf.raw("index_topk") is None or hf.fields.get("layer_types") is None:
         refuse_windows(hf, "this family uses full attention")
     hf.pass_over("qk_head_dim")

@@ -58,8 +58,6 @@ class EagleHead(nnx.Module):
         self.vocabulary, self.residual_after_norm = config.vocabulary, eagle.residual_after_norm
 
     def fused(self, y_TD: jax.Array, shards: Shards) -> jax.Array:
-        """Maps the concatenated activations of the model before `taps` to the head's hidden state,
-        [T, D]."""
         return self.fuse(y_TD, shards)
 
     def __call__(

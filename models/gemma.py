@@ -45,9 +45,8 @@ def read_2_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_3_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of Gemma 3. Published files omit fields that have their default value
-    in transformers. In transformers 5 `rope_parameters` has one entry per kind of layer. Earlier
-    configs give the rotary parameters only for layers without a window."""
+    """Reads the config.json of Gemma 3. In transformers 5 `rope_parameters` has one entry per kind
+    of layer. Earlier configs give the rotary parameters only for layers without a window."""
     sizes = {"vocab_size": 262208, "num_attention_heads": 8}
     hf = hf.changed(**{name: hf.count(name, size) for name, size in sizes.items()})
     given, local = hf.raw("rope_parameters"), None

@@ -53,8 +53,6 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_dots_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of dots.llm1, which has norms on each head of q and k, and GLM-4.5's
-    routing."""
     bias = hf.flag("attention_bias", False)
     config = read_decoder(hf, DOTS_DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm="head")
     hf.raw("norm_topk_prob")  # its default is false

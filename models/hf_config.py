@@ -35,7 +35,6 @@ class Outer:
     """A multimodal model whose text part is served.
 
     Attributes:
-        text: Default of the `model_type` of the text part.
         tied: Default of `tie_word_embeddings`.
         own_head: Whether `tie_word_embeddings` is read from the text part instead of the top level.
     """

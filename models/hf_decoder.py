@@ -33,8 +33,6 @@ def read_decoder(
     activation: Activation = "silu",
     ffn_default: int | None = None,
 ) -> DecoderConfig:
-    """Reads the fields that all families share. Returns a config of dense layers without a window,
-    which the family's file changes by `replace`."""
     names = ACTIVATIONS[activation]
     for field in ("hidden_act", "hidden_activation"):
         if hf.raw(field) not in (None, *names) and not hf.sizes_only:

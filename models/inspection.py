@@ -72,8 +72,6 @@ def layers_by_kind(config: DecoderConfig) -> list[tuple[str, int]]:
 
 
 def kv_by_kind(config: DecoderConfig, dtype: str) -> dict[str, int]:
-    """Returns the number of KV bytes per token in one layer, for each kind of layer that the model
-    has. Layers without KV have 0."""
     kept = zip(config.layers, config.kv_spec(dtype).layers, strict=True)
     return {
         _kind(layer, config): KVSpec((KVLayer(of_layer.components),), dtype).bytes_per_token

@@ -45,8 +45,6 @@ class AdapterStack(nnx.Module):
         return Factors(self.a[...], self.b[...])
 
     def add(self, y_TD: jax.Array, x_TD: jax.Array, rows: AdapterRows, platform: str) -> jax.Array:
-        """Returns `y_TD` plus the product of each token's row of `x_TD` with the adapter in the
-        token's slot."""
         if rows.alike:
             return add_one(y_TD, x_TD, self.factors, rows.slot_T[0], platform)
         product = partial(project, platform=platform)
@@ -122,7 +120,6 @@ class Norm(nnx.Module):
         self.epsilon, self.above_one, self.centred = epsilon, above_one, centred
 
     def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
-        """Normalises the last dimension, which is sharded over the mesh axes `over`."""
         if self.centred:
             assert not over, "no family shards these"
             return layer_norm(x, self.weight[...], None, self.epsilon)

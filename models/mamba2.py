@@ -39,8 +39,6 @@ class Convolution(nnx.Module):
     def __call__(
         self, x_TC: jax.Array, inputs_RSC: jax.Array, runs: Runs | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the outputs, and the last inputs of each sequence, which are the sequence's next
-        convolution state."""
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         if runs is None:
             y_TC, inputs_RSC = convolve_step(x_TC, kernel, inputs_RSC, bias)

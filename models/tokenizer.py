@@ -35,8 +35,8 @@ class Tokenizer:
     """Converts text to token ids and token ids to text, and renders chat templates.
 
     `eos_ids` are the tokens that end a text, with the main EOS token first. `special_ids` are
-    tokens that `decode` can omit. `sampling_defaults` apply to fields that a request leaves unset.
-    `images` is the model's image processor, or None if the model reads no images."""
+    tokens that `decode` can omit. `sampling_defaults` apply to fields that a request leaves
+    unset."""
 
     def __init__(
         self,

@@ -68,7 +68,6 @@ class VisionConfig:
 
     @property
     def kept_rows(self) -> int:
-        """Number of image tokens whose activations an instance keeps on each device."""
         return KEPT_IMAGES * MOST_PATCHES // self.merge**2
 
     @property
@@ -98,8 +97,6 @@ ACTIVATIONS: dict[object, Literal["gelu_tanh", "gelu", "silu"]] = {
 
 
 def read_vision(hf: HfConfig, width: int, vocabulary: int) -> VisionConfig | None:
-    """Returns the vision encoder of a multimodal model, or None if the model has no supported
-    one."""
     fields = hf.whole.get("vision_config")
     reader = _READERS.get(str(hf.whole.get("model_type")))
     if reader is None or not isinstance(fields, Mapping):
@@ -186,7 +183,6 @@ _READERS = {
 
 
 def spatial_sections(hf: HfConfig) -> tuple[int, int, int]:
-    """Returns the numbers of rotary frequencies for time, row and column."""
     for field in ("rope_scaling", "rope_parameters"):
         given = hf.fields.get(field)
         found = given.get("mrope_section") if isinstance(given, Mapping) else None
