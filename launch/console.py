@@ -114,8 +114,6 @@ def parsed(given: Given, arguments: Sequence[str]) -> list[str]:
 
 
 def from_environment(given: Given, arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields (name, value) of each flag that is set by an environment variable and not by
-    `arguments`."""
     words = {text.partition("=")[0] for text in _underscored(given, arguments)}
     for name in given.names:
         value = os.environ.get(VARIABLE + name.upper())

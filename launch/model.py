@@ -36,8 +36,7 @@ class CheckpointLoader:
     """Loads the checkpoint `directory` onto given devices, and later new weights of the same model
     from other folders or offers.
 
-    Implements `LoadModel` and `WeightsSource`. Also loads the checkpoint's vision encoder, and the
-    next-token layer or EAGLE-3 head if `speculate` uses it to draft tokens."""
+    Implements `LoadModel` and `WeightsSource`."""
 
     def __init__(
         self,
@@ -145,7 +144,6 @@ def loader(
     Args:
         speculate: Source of drafts. If it drafts with an EAGLE-3 head or a next-token layer, the
             function also loads the head or layer.
-        service: Has the credentials for reading weights that other processes offer.
 
     Raises:
         ConfigError: `speculate` is "eagle" and `draft` is empty.
@@ -187,8 +185,6 @@ def deployment(
     events: RouterEvents = NO_ROUTER_EVENTS,
     tell: Callable[[str], None] = _log.info,
 ) -> Deployment:
-    """Builds a router and workers in this process for the configured model, or for the shipped
-    model if none is configured."""
     directory = config.model.directory or SHIPPED_MODEL
     speculate = shared_drafts(config, config.decode.speculate)
     model = replace(config.model, directory=str(directory))

@@ -51,7 +51,6 @@ async def start_server(
 
     Args:
       program: Command line to which the flags are appended.
-      seconds: Longest wait. The first start under a layout compiles its programs.
 
     Raises:
       ConfigError: The server exited. The message has the last lines of its output.

@@ -59,7 +59,6 @@ def shared_prefixes(
     Args:
         shared_tokens: Number of tokens at the start of each prompt that are the same in all
             prompts, rounded down to whole blocks. 0 if `hit_rate` is used.
-        hit_rate: Fraction of each prompt that is the same as in other prompts.
 
     Raises:
         ConfigError: `hit_rate` is not in [0, 1), or both values are given.

@@ -64,8 +64,6 @@ def engine_config(given: Given, weights: bool = True, meshes: int = 2) -> Engine
     --dtype or --set gives takes precedence.
 
     Args:
-        given: Flags of a command.
-        weights: Whether the weights are needed if --model is downloaded.
         meshes: Number of meshes that share the host's accelerators if no flag gives a recipe or
             layouts. 0 keeps the recipe's layouts.
 
@@ -115,7 +113,6 @@ def _recipe(given: Given, meshes: int) -> EngineConfig:
 
 
 def recipe_defaults(names: Sequence[str]) -> dict[str, object]:
-    """Returns, for each flag that sets a configuration field, the value in the default recipe."""
     if "config" not in names:
         return {}
     recipe = load_recipe(DEFAULT_RECIPE)
