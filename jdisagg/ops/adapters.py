@@ -3,7 +3,7 @@ token uses the adapter of its own slot.
 
 One product covers all G slots of rank R: A [in, G, R] and B [G, R, out] are used as the matrices
 [in, G R] and [G R, out], and a mask keeps each token's own slot of x A. Slot g is entry g - 1 of G.
-A token in slot 0 has no adapter. Tokens without an adapter keep their values bit for bit."""
+Tokens without an adapter keep their values bit for bit."""
 
 from collections.abc import Callable
 from typing import NamedTuple

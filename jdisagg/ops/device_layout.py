@@ -1,10 +1,10 @@
 """Memory layout of arrays: the order of the axes of weights and pages in device memory, and the
 alignment of host arrays.
 
-XLA chooses the order from an array's shape. For heads narrower than a TPU's 128 lanes it makes the
-page number the innermost axis, and each program would copy the pool into another order and back. On
-such platforms (`PlatformTraits.row_major`) weights and pages are row-major at the border of every
-program. They must be created in this order, because a program rejects arrays in another order."""
+For heads narrower than a TPU's 128 lanes it makes the page number the innermost axis, and each
+program would copy the pool into another order and back. On such platforms
+(`PlatformTraits.row_major`) weights and pages are row-major at the border of every program. They
+must be created in this order, because a program rejects arrays in another order."""
 
 import math
 from collections.abc import Sequence

@@ -45,7 +45,6 @@ def is_hopper(device_kind: str) -> bool:
 
 
 def wgmma_applies(x_TD: jax.Array, ffn: int, device_kind: str) -> bool:
-    """Whether JAX's kernel `ragged_dot_mgpu` supports this device, data type and sizes."""
     whole = x_TD.shape[1] % MGPU_DEPTH == 0 and ffn % MGPU_DEPTH == 0
     fits = is_hopper(device_kind) and usable(WGMMA_EXPERTS)
     return fits and whole and x_TD.dtype in (jnp.bfloat16, jnp.float16)
@@ -64,7 +63,6 @@ def by_wgmma(
 
     Args:
         rows_PD: Rows sorted by expert. Rows whose expert is on another device come last.
-        biases_PF: Gate bias and up bias of each row's expert.
     """
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 

@@ -2,10 +2,9 @@
 blocks in which KV is transferred. `layout/kv_spec.py` defines both. Works on local shards inside
 `shard_map` over the mesh axes ("dp", "kv", "rep").
 
-A component [k, T, w] holds a device's k heads of w values for T tokens. If the component has no
-heads, it holds all values, and k is 1. If all components have equal shape and type, each is one row
-and nothing is copied. If other components have heads, a component without heads is divided along
-its values: each kv shard sends one part of the values, and `from_rows` gathers the parts."""
+A component [k, T, w] holds a device's k heads of w values for T tokens. If other components have
+heads, a component without heads is divided along its values: each kv shard sends one part of the
+values, and `from_rows` gathers the parts."""
 
 from collections.abc import Iterator, Sequence
 

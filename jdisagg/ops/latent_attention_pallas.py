@@ -1,10 +1,8 @@
 """Decode over cached latents (the absorbed form of `ops/latent_attention.py`) as a GPU kernel:
 Pallas, Triton backend, with the splits of `paged_attention_pallas`.
 
-A kernel program handles ROWS query heads of a sequence, few enough that the weighted sum of latents
-stays in registers, and loops over its share of the positions. The latent and the rotary part are
-read separately, because Triton's blocks are powers of two. Each latent is read once, for both
-scores and weighted sum. `interpret=True` runs the kernel on a CPU."""
+The latent and the rotary part are read separately, because Triton's blocks are powers of two.
+`interpret=True` runs the kernel on a CPU."""
 
 from functools import partial
 

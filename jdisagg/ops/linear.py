@@ -2,8 +2,7 @@
 
 A kernel is [in, out], or [out, in] if `transposed`. On a CPU the orientation [out, in] makes
 bfloat16 about 10 % faster and float32 decode a third slower. `kernel_is_transposed` chooses the
-orientation when a model is built. This module and `quantized_weights` contain all CPU tuning of
-matrix products, so that models contain none."""
+orientation when a model is built."""
 
 import jax
 import jax.numpy as jnp

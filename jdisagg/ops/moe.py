@@ -64,9 +64,7 @@ class BlockPlan(NamedTuple):
     """Order in which this device computes (token, expert) pairs. Pairs are sorted by local expert,
     pairs of other devices come last, and blocks of rows cover the local pairs.
 
-    Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]. The CPU loop always computes a
-    full block. Results beyond a block's end are overwritten by the next expert's block or never
-    read."""
+    Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]."""
 
     order_P: jax.Array
     expert_B: jax.Array

@@ -1,9 +1,8 @@
 """Online softmax of attention, which processes scores block by block.
 
 The state consists of the largest score so far, the sum of exponentials relative to this score, and
-the unnormalised weighted sum of values, all float32. Adding blocks in any order gives the softmax
-over all of their scores. Masked scores are `MASKED`, a finite number, which avoids NaN. A row with
-only masked scores so far holds meaningless values, which the first real score multiplies by 0."""
+the unnormalised weighted sum of values, all float32. Masked scores are `MASKED`, a finite number,
+which avoids NaN."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,8 +1,7 @@
 """Records which hand-written kernels the ops may use.
 
 Each kernel has a form in plain XLA with the same result, which replaces the kernel if it is
-switched off. `engine/kernel_check.py` switches kernels off at most once, before the first program
-is traced."""
+switched off."""
 
 from collections.abc import Iterable
 

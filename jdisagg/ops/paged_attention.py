@@ -77,11 +77,9 @@ def paged_attention(
             a sequence one after the other.
         k_pages_PKSH, v_pages_PKSH: Pages of keys and of values. With `latent`, the first array
             holds the cached vectors with one kv head, and the second is None.
-        table_BN: int32, one row per sequence.
         positions: int32 [B, Q], or [B] for one token per sequence. The first token of a sequence
             has the smallest position, and no position lies more than Q - 1 after it.
         cap, sinks_N, latent: See `model_api.AttendOptions`.
-        index, index_pages_PKSH: The layer's indexer, and pages with the keys of all positions.
 
     Returns:
         o_TNH in q's dtype.

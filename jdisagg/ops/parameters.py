@@ -1,9 +1,9 @@
 """Model parameters: arrays with named dimensions, and their shardings under a layout.
 
 Each parameter is an `nnx.Param` with the metadata `logical_axes`: one name per dimension, from the
-table in `layout/axes.py`. A layout maps these names to mesh axes. Flax's own sharding annotations
-are not used, because they constrain eagerly and our programs run on local shards inside
-`shard_map`. Leaves are always in the order of `jax.tree.leaves(nnx.state(module))`."""
+table in `layout/axes.py`. Flax's own sharding annotations are not used, because they constrain
+eagerly and our programs run on local shards inside `shard_map`. Leaves are always in the order of
+`jax.tree.leaves(nnx.state(module))`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, get_args

@@ -53,7 +53,6 @@ class KernelForm:
         return KernelForm(self.transposed, "", self.platform)
 
     def packed(self, *, experts: bool = False) -> bool:
-        """Whether two int4 inputs are packed into one byte."""
         traits = traits_of(self.platform)
         by_kernels = experts and traits.kernels == "gpu" and usable(BLOCK_EXPERTS)
         return self.weights == "int4" and (traits.stores_bits or by_kernels)

@@ -1,5 +1,5 @@
 """Applies recurrences to a prefill chunk. The tokens of each row (sequence) are cut into runs of
-`grain` tokens. Each run takes a few matrix products, and only the state is passed from run to run.
+`grain` tokens.
 
 At the first run of a row, the row's state is selected by `where`, never by a product with zero, so
 that a row with non-finite values affects no other row."""
@@ -35,7 +35,6 @@ def cut_into_runs(part_TX: jax.Array, runs: Runs) -> jax.Array:
 
 
 def owners(runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Returns the row that each run belongs to, and whether the run is the first of its row."""
     return runs.row_T[:: runs.grain], runs.index_T[:: runs.grain] == 0
 
 

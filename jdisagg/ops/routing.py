@@ -2,10 +2,9 @@
 in V2 (arXiv 2405.04434, section 2.1.3), sigmoid scores from V3 on (arXiv 2412.19437, section
 2.1.2).
 
-A sigmoid scores each expert independently. A learned correction for load balance is added for the
-choice of experts, but weights use the plain scores. Experts may form groups. Then only experts of a
-token's best groups are considered. A group's score is its best score (softmax) or the sum of its
-two best corrected scores (sigmoid)."""
+A learned correction for load balance is added for the choice of experts, but weights use the plain
+scores. Experts may form groups. Then only experts of a token's best groups are considered. A
+group's score is its best score (softmax) or the sum of its two best corrected scores (sigmoid)."""
 
 from typing import Literal
 

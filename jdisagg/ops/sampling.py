@@ -84,10 +84,7 @@ def sample(
 ) -> jax.Array:
     """Returns each row's token, int32 [B]: the most likely one if the temperature is 0, and
     otherwise sampled under the row's filters. Deterministic for given coordinates. Works under jit
-    and on local shards in `shard_map`.
-
-    On a GPU, and with a sharded vocabulary, top-k and top-p find their thresholds by a fixed number
-    of passes (`selection.last_value`) instead of loops with early exit."""
+    and on local shards in `shard_map`."""
     largest_B = _largest(jnp.max(_nan_to_inf(logits_BV), axis=-1), shard)
     valid_B = jnp.isfinite(largest_B)
     greedy_B = rows.temperature == 0

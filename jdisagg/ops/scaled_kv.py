@@ -1,8 +1,7 @@
 """Attention over keys and values that are stored divided by one scale per kv head.
 
-A narrow type has a small range: fp8 (e4m3) has no values beyond 448, and less precision below 2^-6.
-So keys / s and values / t are stored. Attention receives queries * s, and its mix of values is
-multiplied by t.
+Keys / s and values / t are stored, because fp8 (e4m3) has no values beyond 448. Attention receives
+queries * s, and its mix of values is multiplied by t.
 
 Scales are powers of two (`models/kv_scales.py`). Multiplication by one is exact in bfloat16 and
 float32 and commutes with products and sums, so only the rounding to e4m3 differs."""

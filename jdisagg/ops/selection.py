@@ -3,9 +3,8 @@ and the last value that satisfies a condition.
 
 All are exact, and ties go to the smaller index. XLA's own operations are slow on a CPU for a
 vocabulary: for [32, 32000] on two cores, `jnp.argmax` takes 4.7 ms (this module 0.2), `lax.top_k`
-of 20 takes 1.2 ms (this module 0.5), and a sort of 8 rows takes 21 ms. The functions first compute
-the maximum of each block of 128, which vectorises, and then look at few blocks. A row with a NaN
-gives some index in range and affects no other row."""
+of 20 takes 1.2 ms (this module 0.5), and a sort of 8 rows takes 21 ms. A row with a NaN gives some
+index in range and affects no other row."""
 
 from collections.abc import Callable, Sequence
 
@@ -96,10 +95,7 @@ def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -
 def last_value(holds: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], rows: int) -> jax.Array:
     """Returns the largest number t, float32 [rows], for which a monotone condition holds. The
     condition must hold for -inf, and for all numbers below any number for which it holds. `holds`
-    tests a list of arrays, float32 [rows], and returns one bool [rows] for each array.
-
-    Exact, in 8 unrolled passes of 15 tests each, 4 bits of the number per pass. Unrolling avoids a
-    loop, which the host would drive on a GPU."""
+    tests a list of arrays, float32 [rows], and returns one bool [rows] for each array."""
     key_B = jnp.zeros((rows,), jnp.uint32)
     for shift in range(28, -1, -4):
         asked = [_number(key_B + np.uint32(digit << shift)) for digit in range(1, 16)]

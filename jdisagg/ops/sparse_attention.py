@@ -140,7 +140,6 @@ def past_scores(
     Args:
         measure: Function from a row's keys [S, D], and a mask [1, S] of the existing keys, to
             scores [heads, Q, S / unit]; -inf where the mask is unset.
-        unit: Number of positions that share one score.
         at_once: Unrolls the loop. Only the first row may then have earlier tokens.
 
     Returns:
