@@ -36,12 +36,7 @@ LogicalAxis = Literal[
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
     """Model sizes that must be multiples of a layout's shard counts. `ffn` and `expert_ffn` are the
-    widths of the dense feed-forward block and of one routed expert.
-
-    Attributes:
-        state_key_heads, state_value_heads: Number of key and value heads of recurrent layers, 0
-            without such layers.
-    """
+    widths of the dense feed-forward block and of one routed expert."""
 
     query_heads: int
     kv_heads: int

@@ -170,8 +170,6 @@ class KVSpec:
         return sum(map(self._bytes, self.components))
 
     def bytes_per_device(self, kv_shards: int) -> int:
-        """Returns the KV bytes of one token on each device if heads are sharded over `kv_shards`
-        devices."""
         return sum(
             self._bytes(part) // (kv_shards if part.heads else 1) for part in self.components
         )
@@ -198,7 +196,6 @@ class KVSpec:
 
     @functools.cached_property
     def row_width(self) -> int:
-        """Number of elements of one head in a row, in elements of type `row_dtype`."""
         units = (
             self._units(part) // (self.row_heads if self.is_cut(part) else 1)
             for part in self.components
@@ -218,8 +215,6 @@ class KVSpec:
         return self._first_rows[layer]
 
     def is_cut(self, part: KVComponent) -> bool:
-        """Whether a component without heads is cut along its values, so that each kv shard sends a
-        part."""
         return not part.heads and self.row_heads > 1
 
     @functools.cached_property
@@ -262,8 +257,6 @@ class KVSpec:
     def latent(
         cls, layers: int, width: int, dtype: str, kept: str = "", index: int = 0
     ) -> "KVSpec":
-        """Returns the spec of multi-head latent attention (MLA), whose layers `latent_layer`
-        describes."""
         return cls((latent_layer(width, kept, index),) * layers, dtype)
 
 

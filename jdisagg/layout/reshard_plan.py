@@ -24,7 +24,6 @@ Placement = Mapping[int, Box]
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """Returns the box that an index with one slice per dimension selects from an array."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
@@ -76,8 +75,6 @@ def plan_reshard(
     """Plans the copies that change an array's placement from `source` to `destination`.
 
     Args:
-        source: Box that each source device holds.
-        destination: Box that each destination device needs.
         granule: Shape that all pieces must have. The bounds of every box must be multiples of it.
             None allows pieces of any shape.
         turn: Index of the replica to prefer among equally loaded ones. A caller that plans many

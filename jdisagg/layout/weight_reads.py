@@ -1,7 +1,5 @@
-"""Plans how slices of offered arrays are read from the devices that hold them. Has no side effects.
-
-A read is a box of one array. The reshard plan divides it into pieces, each from one device of the
-source. Consecutive pieces from one process are transferred together, as one block of bytes."""
+"""Plans how slices of offered arrays are read from the devices that hold them. Has no side
+effects."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ class ReadPiece:
     """One piece of a read.
 
     Attributes:
-        box: Bounds of the piece in the array.
         place: Bounds of the piece in the read's result.
     """
 
