@@ -69,7 +69,6 @@ class PrefixEvent(Message, frozen=True):
     Attributes:
         number: Number of the event at this worker, counted from 1 without gaps.
         page_hash: First bytes of the block's name, as an integer.
-        added: Whether the block was added. False means that it was removed.
     """
 
     number: int

@@ -1,10 +1,9 @@
 """Calls that update the weights of workers without a restart, or let workers sleep.
 
-An update has two phases. All workers stage the new weights while they serve the present ones; then
-all commit. Weights are identified by `VERSION@FINGERPRINT`, where the version is the caller's text
-and the fingerprint a hash of the checkpoint's files. The identity is part of the hashes of cached
-KV blocks and of each hand-off. KV is therefore never used with other weights than those that
-computed it."""
+All workers stage the new weights while they serve the present ones; then all commit. Weights are
+identified by `VERSION@FINGERPRINT`, where the version is the caller's text and the fingerprint a
+hash of the checkpoint's files. The identity is part of the hashes of cached KV blocks and of each
+hand-off. KV is therefore never used with other weights than those that computed it."""
 
 import enum
 from typing import Protocol

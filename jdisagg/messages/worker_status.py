@@ -36,7 +36,6 @@ class PriorityLoad(Message, frozen=True):
     """The part of a worker's load that belongs to requests of one priority.
 
     Attributes:
-        sequences: Number of sequences with pages.
         pages: Number of these pages. A shared page counts for each of its sequences.
     """
 
