@@ -1,8 +1,7 @@
 """Determines whether a cluster is ready. A cluster is ready if KV was recently transferred from a
 prefill to a decode worker.
 
-A canary is a small test request over one pair of workers. Hand-offs of client requests count too
-(`succeeded` is called for each), so that a busy pair needs no canary.
+A canary is a small test request over one pair of workers.
 
 A pair is removed when one of its workers leaves, because its transfers do not show whether the
 current workers can transfer KV."""

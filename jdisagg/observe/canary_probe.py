@@ -1,9 +1,7 @@
 """Sends a canary: a small request that tests the KV transfer of one pair of workers.
 
-A canary belongs to a separate tenant. In all other respects it is processed like a client request:
-pages are reserved, the prompt is prefilled, the KV is transferred, and tokens are decoded. The
-probe calls the ports of the two workers directly, because the request path would choose the workers
-itself. The workers' resources are freed afterwards, even after a failure."""
+A canary belongs to a separate tenant. The probe calls the ports of the two workers directly,
+because the request path would choose the workers itself."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence

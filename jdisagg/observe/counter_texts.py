@@ -127,6 +127,4 @@ def text_of(counter: str) -> str:
 
 
 def names_of(owner: str, is_worker: bool) -> Mapping[str, str]:
-    """Returns the descriptions of an owner's counters, by counter name. The owner is a worker, or a
-    component of a process such as "path"."""
     return TEXTS[WORKER] if is_worker else TEXTS.get(owner, {})

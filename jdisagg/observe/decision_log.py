@@ -4,8 +4,7 @@
     with DecisionLog("decisions.jsonl") as log:
         RequestPath(..., settings=PlacerSettings(events=log))
 
-If a write fails, the error is logged once and recording ends. The router continues. A line takes
-some kilobytes and half a millisecond. The log is therefore not for permanent use."""
+If a write fails, the error is logged once and recording ends. The router continues."""
 
 import json
 import logging

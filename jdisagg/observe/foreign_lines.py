@@ -1,7 +1,6 @@
 """Program that reads lines from stdin and writes each to stdout as one JSON object.
 
-`logs.start_logging` starts this program, which uses only the standard library, as a separate
-process. It must outlive the logging process to read its last lines. It therefore ignores signals to
+The program must outlive the logging process to read its last lines. It therefore ignores signals to
 the process group, and ends at the end of its input."""
 
 import json

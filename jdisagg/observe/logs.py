@@ -3,9 +3,9 @@
     start_logging("json", process="decode-0")
     log.warning("pull failed", extra={"request_id": request_id, "offer": offer_id})
 
-Fields of `extra` become fields of the line. In JSON format, a record is exactly one line of valid
-JSON. Lines that are written directly to stderr (by native code of gRPC, XLA and Gloo, or by a
-crashing interpreter) are converted to JSON too (`foreign_lines.py`)."""
+In JSON format, a record is exactly one line of valid JSON. Lines that are written directly to
+stderr (by native code of gRPC, XLA and Gloo, or by a crashing interpreter) are converted to JSON
+too (`foreign_lines.py`)."""
 
 import logging
 import os

@@ -2,10 +2,7 @@
 
 Commands run in order. The time of a command is therefore measured from the end of the previous
 command, and not from when the command was queued. Pulls and file commands run in parallel to
-others. Their time is measured from when they are posted. The request of a command is derived from
-ids in the commands. A prefill row and a pull contain the id of an offer (KV that is ready for
-transfer). A sequence that starts decoding belongs to the request whose command last wrote the KV
-page of the sequence's newest position."""
+others. Their time is measured from when they are posted."""
 
 import asyncio
 from collections.abc import Awaitable

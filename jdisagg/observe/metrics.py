@@ -249,7 +249,6 @@ class Metrics(NoRouterEvents):
             self.predictions.ratio.labels(what).observe(actual / predicted)
 
     def watch_counters(self, owner: str, counters: Counters) -> None:
-        """Exports all counters of `owner`, each as a metric with the counter's name."""
         self._watched.append(Watched(owner, counters))
 
     def watch_worker(
@@ -291,9 +290,6 @@ class Metrics(NoRouterEvents):
     def serve(self, port: int, host: str) -> Callable[[], None]:
         """Serves GET /metrics with prometheus_client's server, in its own threads. At a scrape,
         values are read on the event loop on which `serve` was called.
-
-        Returns:
-            A function that closes the port.
 
         Raises:
             ConfigError: The port cannot be bound.

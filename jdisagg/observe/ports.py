@@ -3,8 +3,7 @@
 The classes `Observed*` wrap a port in the calling process: ports of remote workers in a router,
 peers in a decode worker, and the workers themselves if all are in one process. `Served` wraps the
 ports of a worker in the worker's own process. It registers the request to which each reservation id
-and hand-off id belongs. Commands to the mesh contain only these ids, while calls between processes
-contain the trace context (tracing.py)."""
+and hand-off id belongs."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -330,8 +329,7 @@ class Served:
     """Middleware for all ports of a worker, in the worker's own process. It connects spans of the
     worker with the caller's trace.
 
-    Calls of `prefill` and `reserve` contain the caller's trace context. The middleware registers it
-    under the id of the hand-off or the reservation. Later calls contain only the id."""
+    Calls of `prefill` and `reserve` contain the caller's trace context."""
 
     def __init__(self, worker: str, observer: Observer) -> None:
         self._worker = worker

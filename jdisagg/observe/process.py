@@ -4,8 +4,7 @@
         executor = wrap.mesh("decode-0", executor, observer)
 
 If configured, the context opens the metrics port, exports spans, and writes a timeline at the end
-and on SIGUSR1. A later failure to write a timeline is only logged, so that observability never
-stops the process."""
+and on SIGUSR1."""
 
 import asyncio
 import contextlib

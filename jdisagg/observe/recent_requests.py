@@ -1,9 +1,8 @@
 """Spans of the latest traced requests, which the web page draws as timelines.
 
 `RecentRequests` is an OpenTelemetry exporter that stores spans by trace id. A client that has
-chosen the trace id of its request can read the request's spans while the request runs. Spans that
-belong to no request are dropped. When the store is full, the oldest trace is dropped. If a trace
-has too many spans, only its first spans and its root span are stored."""
+chosen the trace id of its request can read the request's spans while the request runs. When the
+store is full, the oldest trace is dropped."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -63,7 +62,6 @@ class RecentRequests(SpanExporter):
         return tuple(sorted(self._traces.get(trace, ()), key=lambda span: span.started))
 
     def requests(self) -> tuple[RecentRequest, ...]:
-        """Returns the requests that have ended, the latest one first."""
         return tuple(
             _request(name, span)
             for name, spans in reversed(self._traces.items())

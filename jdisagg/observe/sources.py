@@ -2,8 +2,7 @@
 elastic controller's advice.
 
 Names of metrics are derived from names of counters: `leases_expired` of worker `decode-0` becomes
-`jdisagg_leases_expired_total{owner="decode-0"}`. A new counter therefore needs no change in this
-module. Its description is in `counter_texts.py`. If a worker does not answer in time, its status is
+`jdisagg_leases_expired_total{owner="decode-0"}`. If a worker does not answer in time, its status is
 not exported, and `jdisagg_worker_up` is 0. A router's metrics about its workers have separate names
 (`jdisagg_router_worker_*`), so that sums over all processes count no worker twice."""
 
@@ -45,7 +44,6 @@ class Reading:
 
     Attributes:
         up: Whether a worker answered. None if the owner is not a worker.
-        statuses: Status of the worker, or of the router's workers.
     """
 
     owner: str

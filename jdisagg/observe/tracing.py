@@ -55,8 +55,6 @@ def reservation_key(worker: str, reservation_id: int) -> Key:
 
 
 def of_request(context: Context, request_id: str) -> Context:
-    """Returns a copy of `context` with a request id, which becomes an attribute of spans that are
-    created in this context."""
     return otel.set_value(_REQUEST, request_id, context)
 
 
@@ -172,7 +170,6 @@ class Tracing:
             self._provider.force_flush()
 
     def close(self) -> None:
-        """Passes all remaining spans to the exporters and stops them."""
         self.flush()
         if self._provider:
             self._provider.shutdown()

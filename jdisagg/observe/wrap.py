@@ -39,7 +39,6 @@ def decode(worker: str, port: DecodePort, observer: Observer | None) -> DecodePo
 
 
 def peer(receiver: str, port: PeerPort, observer: Observer | None) -> PeerPort:
-    """Wraps a peer port, through which the worker `receiver` pulls KV from another worker."""
     return through(PeerPort, port, ObservedPeer(receiver, observer)) if observer else port
 
 
