@@ -2,8 +2,7 @@
 followers and to its own part of the mesh.
 
 Results are read in the leader process only, because tokens and checksums are replicated over the
-mesh. KV pulls and disk commands are an exception. Each process pulls, writes or reads its part. If
-a process fails, ends or sends no messages, all current and future commands raise
+mesh. If a process fails, ends or sends no messages, all current and future commands raise
 `UnavailableError`. The leader's programs may then hang in a collective. The leader must therefore
 exit at once and not wait for them."""
 

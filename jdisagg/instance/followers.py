@@ -71,11 +71,7 @@ class FollowerSession:
 
 
 class Followers:
-    """The followers of one instance. Use it on one event loop only.
-
-    Args:
-        processes: Number of processes of the instance, including the leader (process 0).
-    """
+    """The followers of one instance. Use it on one event loop only."""
 
     def __init__(
         self, processes: int, clock: Clock, timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance

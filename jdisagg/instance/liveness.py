@@ -2,8 +2,7 @@
 process itself was paused.
 
 After a long garbage collection or a pause of the container, every other process would seem silent.
-Each call of `look` therefore adds at most twice the planned time between calls. The caller passes
-the current time."""
+Each call of `look` therefore adds at most twice the planned time between calls."""
 
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 

@@ -1,8 +1,7 @@
 """Joins several processes into one JAX job, and broadcasts a short text from process 0.
 
-This is the only file of the package that imports JAX. On CPU, collectives use gloo. Without flags,
-JAX detects Slurm, Kubernetes and Open MPI. `join_instance` must be called before the first use of a
-device."""
+This is the only file of the package that imports JAX. `join_instance` must be called before the
+first use of a device."""
 
 import os
 import threading
