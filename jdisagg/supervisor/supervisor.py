@@ -77,7 +77,6 @@ class SupervisedGroup:
     """One supervised group.
 
     Args:
-        take_line: Callback for each output line of a member, with the member's name and the line.
         say: Callback for messages about starts and ends, with a name and the message.
         failed: Callback if the configuration is unusable, with the group's name.
     """
