@@ -34,7 +34,6 @@ def collective_seconds(
     """Returns the seconds of a collective.
 
     Args:
-    sent_bytes: Number of bytes that each device sends.
     message_bytes: Size of the whole message. Large messages achieve another bandwidth.
     """
     if devices <= 1:
@@ -69,11 +68,7 @@ def exchange_seconds(
     sent separately to each of its experts on other devices (DeepEP's decode kernels). If it has
     more, one copy of a token is sent to each host that has some of its experts, and the host
     distributes the copy over its scale-up link at the same time (DeepEP's prefill kernels). A group
-    limit of the router (`Experts.groups_of_token`) limits the number of these hosts.
-
-    Args:
-        layout: Layout with experts on all of its devices.
-    """
+    limit of the router (`Experts.groups_of_token`) limits the number of these hosts."""
     out_bytes, back_bytes = token_bytes
     if kernels.exchange == "gather":
         # Bytes that each device sends in a ring all-gather.

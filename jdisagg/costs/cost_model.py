@@ -195,8 +195,6 @@ class CostModel:
     def _overlapped(
         self, cost: Cost, tokens: float, sampled: float, attention: Cost, elsewhere: float | None
     ) -> Cost:
-        """Returns the cost of a step that runs as two half batches: one half computes while the
-        tokens of the other half are exchanged."""
         if not (self._overlaps and tokens >= 2 and cost.exchange):
             return cost
         half = self._layers(tokens / 2, sampled / 2, elsewhere and elsewhere / 2)
@@ -212,8 +210,6 @@ class CostModel:
         return layers
 
     def host_seconds(self, sequences: int) -> float:
-        """Returns the part of a decode step's seconds in which the host works and the device is
-        idle."""
         reached = self.accelerator.efficiency
         return reached.step_seconds + reached.sequence_seconds * sequences
 

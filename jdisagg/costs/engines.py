@@ -1,7 +1,5 @@
 """Describes inference engines for the cost model: kernels, precisions, host times, batching.
 
-`jdisagg` describes this project's programs and is the default of all commands.
-
 Kernel speeds are from public tables of single operations (aiconfigurator's data of vLLM 0.14 to
 0.24, SGLang 0.5 and TensorRT-LLM 1.2 to 1.3), not from serving runs. Host times were chosen with
 half of the public serving points (benchmarks/results/public_runs.md)."""

@@ -178,8 +178,7 @@ def descend(
     minimum.
 
     Derivatives are finite differences of width `step`, because the models have kinks. Stops when a
-    round does not reduce the loss. For n unknowns, a round evaluates `residuals` n + 1 times, and
-    up to eight more times while the loss does not fall."""
+    round does not reduce the loss."""
 
     def loss(values: np.ndarray) -> float:
         return float(np.sum(2 * (np.sqrt(1 + values**2) - 1)))

@@ -2,8 +2,7 @@
 
 Peak FLOP/s are for dense bfloat16, and link speeds for one direction. Units are decimal. The
 `Efficiency` of an accelerator was measured on it, or copied from a related accelerator, which a
-comment then states. `jdisagg measure_costs` writes measured values to a file that
-`accelerator_from_fields` reads. Plain data."""
+comment then states. Plain data."""
 
 import dataclasses
 import math
@@ -100,7 +99,6 @@ class Accelerator:
     """One kind of accelerator.
 
     Attributes:
-      domain_devices: Number of devices that share the scale-up link.
       watts: Board power at full load, without host and cooling; None if unknown.
       kernels: Properties of the kernels that the engine runs on it (`costs/engines.py`).
     """

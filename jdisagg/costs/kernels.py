@@ -106,11 +106,7 @@ class Kernels:
         With `whole_contexts` the result is the lesser of two upper bounds. Graham's bound for list
         scheduling ("Bounds on multiprocessing timing anomalies", 1969) is an even share plus the
         longest job. The other bound assumes that all jobs are as long as the longest and run in
-        waves.
-
-        Args:
-            longest: Longest context length; 0 means that all contexts are equally long.
-        """
+        waves."""
         if not (self.whole_contexts and self.multiprocessors and sequences):
             return context_tokens
         share = self.multiprocessors / heads  # of a sequence's heads on one multiprocessor

@@ -118,8 +118,6 @@ def link_uses(
     prompt_tokens: int,
     tokens_per_second: float,
 ) -> list[LinkUse]:
-    """Returns, for each kind of link, the transfer time of a prompt's KV and the part of the
-    bandwidth that a stream of prompts uses."""
     uses = []
     for link in links:
         reached = link.bytes_per_second * link.efficiency * parallel

@@ -2,8 +2,7 @@
 (arXiv 2510.26692), Mamba-2 (arXiv 2405.21060), short convolutions (LFM2) and lightning attention
 (arXiv 2501.08313).
 
-The state of a sequence has constant size: a float32 matrix for each value head, and the last inputs
-of a short convolution. This module must not depend on hardware or layout."""
+This module must not depend on hardware or layout."""
 
 from jdisagg.plain import Message
 
@@ -52,7 +51,6 @@ class LinearAttention(Message, frozen=True):
 
     @property
     def sharded_key_heads(self) -> int:
-        """Number of key heads, or 0 if each shard has all key heads."""
         return 0 if self.key_copies else self.key_heads
 
     @property

@@ -1,9 +1,8 @@
 """Costs of prefills and decode steps from times that a worker measured on its own mesh.
 
 Before it serves, a worker measures a few compiled programs (`executor/step_times.py`), and reports
-the times with its status. In contrast to `cost_model`, no description of the hardware is needed. A
-chunk or batch is padded to the next size for which a program is compiled, so that its cost is a
-step function of its size. Has no side effects."""
+the times with its status. A chunk or batch is padded to the next size for which a program is
+compiled, so that its cost is a step function of its size."""
 
 from collections.abc import Iterable
 

@@ -41,11 +41,7 @@ class PriceSource(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Properties that determine the speed of an instance.
-
-    Attributes:
-        hardware: Description of the devices, if the user gave one.
-    """
+    """Properties that determine the speed of an instance."""
 
     geometry: CostGeometry
     layout: Layout
