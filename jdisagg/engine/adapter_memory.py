@@ -1,8 +1,6 @@
 """Computes the memory that the slots of LoRA adapters take on each device of an instance.
 
-A slot has room for both LoRA factors of every matrix of attention and feed-forward blocks. Factor A
-[in, rank] is sharded like the input dimension of the matrix. Factor B [rank, out] is sharded like
-the output dimension."""
+A slot has room for both LoRA factors of every matrix of attention and feed-forward blocks."""
 
 from jdisagg.config import InstanceConfig
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes

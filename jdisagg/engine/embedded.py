@@ -1,9 +1,8 @@
 """An embedded cluster: prefill and decode meshes on this process's devices, behind one request
 path.
 
-`EmbeddedCluster` builds an executor for each mesh, adds workers for the executors to a
-`LocalCluster` (`jdisagg/assembly.py`), and builds the request path. The caller passes a function
-(`LoadModel`) that loads weights onto a mesh, so that this package imports no model family."""
+The caller passes a function (`LoadModel`) that loads weights onto a mesh, so that this package
+imports no model family."""
 
 import asyncio
 import secrets
@@ -178,12 +177,7 @@ class EmbeddedCluster:
         tiers: TierRoom | None = None,
         fetches: bool = False,
     ) -> Worker:
-        """Adds a worker. Must be called before `start`.
-
-        Args:
-            tiers: Sizes of the worker's prefix cache in host memory and on disk. The default is the
-                sizes in the configuration.
-        """
+        """Adds a worker. Must be called before `start`."""
         executor = self._record(name, replica) if self._record else replica.executor
         self._meshes.append(wrap.mesh(name, executor, self._observer))
         context = WorkerContext(
@@ -267,8 +261,6 @@ class EmbeddedCluster:
 
     @property
     def found(self) -> int:
-        """Number of these programs that were loaded from disk instead of being traced and
-        compiled."""
         return sum(replica.executor.programs.found for replica in self.replicas)
 
     async def start(self, progress: Progress | None = None) -> None:
@@ -365,7 +357,6 @@ class EmbeddedCluster:
             await self.clock.sleep(LOOK_SECONDS)
 
     async def drain(self) -> None:
-        """Refuses new requests and waits until all running requests have finished."""
         await self.path.drain()
         await self.local.drain()
 

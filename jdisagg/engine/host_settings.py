@@ -30,6 +30,4 @@ def keep_freed_memory() -> bool:
 
 
 def hand_over_quickly() -> None:
-    """Shortens Python's switch interval, after which a running thread must release the
-    interpreter's lock."""
     sys.setswitchinterval(SWITCH_SECONDS)

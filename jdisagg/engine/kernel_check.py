@@ -3,9 +3,9 @@ that fail.
 
 Each kernel (`ops/optional_kernels.py`) runs once on small inputs in a child process, and its result
 is compared with plain XLA. If the kernel does not compile, crashes the process, does not terminate
-or gives a different result, plain XLA replaces it. The reason is logged and reported in the
-worker's status. The check uses fixed sizes. A kernel that fails only at a model's own sizes makes
-the worker's warm-up fail. `--kernels=xla` then replaces all kernels."""
+or gives a different result, plain XLA replaces it. The check uses fixed sizes. A kernel that fails
+only at a model's own sizes makes the worker's warm-up fail. `--kernels=xla` then replaces all
+kernels."""
 
 import contextlib
 import hashlib
@@ -60,7 +60,6 @@ def choose_kernels(choice: str, *, accelerator: str, folder: str = "") -> dict[s
             separated by commas switches off all others without a check.
         accelerator: JAX platform of the accelerator that the process uses, "gpu" or "tpu"; empty
             for none. Without one, no kernel is used.
-        folder: Folder for the results of checks; empty for none.
 
     Returns:
         The reason for each kernel that failed. Raises ConfigError for an unknown name.

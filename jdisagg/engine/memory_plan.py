@@ -1,6 +1,4 @@
-"""Plans an instance's memory on each device before allocation. The plan covers weights,
-activations, KV in transfer, recurrent states, and ring buffers of sliding-window layers. KV pages
-use the rest.
+"""Plans an instance's memory on each device before allocation.
 
 `fit_instance` sets the number of KV pages: enough for `slots_per_rank` sequences of full context,
 or as many as fit. If the context length is not configured, it is reduced until the pages of one
@@ -438,8 +436,6 @@ def check_host_cache(
 
 
 def host_room(device: Device, fraction: float | None) -> int:
-    """Returns the bytes of host memory that all workers together may fill with KV, in addition to
-    the `fraction` that virtual devices use."""
     return int(host_memory() * max(0.0, MOST_OF_HOST - _device_part(device, fraction)))
 
 

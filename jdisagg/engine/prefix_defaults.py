@@ -1,8 +1,5 @@
 """Chooses the settings of the prefix cache that the user did not set. By default all tiers except
-the disk are on.
-
-`jdisagg serve`, workers and simulations call `with_defaults` at their start. All processes of a
-cluster get the same result, except for the amount of host memory, which depends on what is free."""
+the disk are on."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,8 +48,6 @@ def with_defaults(
 
 
 def engine_defaults(config: EngineConfig, room_bytes: int | None = None) -> EngineConfig:
-    """Returns the configuration of an embedded cluster with defaults for the unset settings of the
-    prefix cache. An embedded cluster has no peers to fetch from."""
     sides = (config.prefill, config.decode)
     two = config.mode is Mode.DISAGGREGATED
     prefix = with_defaults(
@@ -79,9 +74,6 @@ def worker_defaults(
 
     Args:
         sharers: Number of workers on this host, including this one.
-        processes: Number of processes of the worker. By default, a worker of several processes
-            keeps no KV in host memory, fetches no blocks from other workers, and does not append on
-            the decode mesh.
     """
     alone = processes == 1
     prefix = with_defaults(

@@ -1,8 +1,7 @@
 """Builds and warms up a replica: a model on one mesh of this process, with the mesh's executor.
 
-Worker processes and embedded clusters use this module. The caller passes the function that loads
-weights (`LoadModel`) and the channel that transfers KV (`Channel`). This module must import neither
-gRPC nor a model family."""
+The caller passes the function that loads weights (`LoadModel`) and the channel that transfers KV
+(`Channel`). This module must import neither gRPC nor a model family."""
 
 import asyncio
 import itertools
@@ -253,8 +252,6 @@ def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:
 def load_stages(
     load: LoadModel, layout: Layout, devices: Sequence[Device], groups: int | None
 ) -> Loaded:
-    """Loads a model onto the meshes of a layout's pipeline stages. Each stage has whole layer
-    groups."""
     if layout.pp == 1:
         return load(layout, devices)
     return load(layout, devices, stage_cut(layout.pp, groups))

@@ -145,8 +145,6 @@ class RunPart:
 
 
 def chunks(runs: Sequence[Run], limits: MeshLimits) -> Iterator[list[RunPart]]:
-    """Divides the runs into prefill chunks, in order. Yields the parts of each chunk, of all dp
-    ranks."""
     largest = limits.chunk_buckets[-1]
     open_chunk: list[RunPart] = []
     used = [0] * limits.ranks

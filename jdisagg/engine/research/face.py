@@ -142,7 +142,6 @@ class Engine:
             temperature: 0 for the most likely token; otherwise at most 100.
             top_k: Number of most likely tokens to choose among; 0 for all.
             top_p: Probability mass of the most likely tokens to choose among, in (0, 1].
-            seed: Seed of the random choice.
             devices: Devices of the mesh. By default the first of the engine's devices.
 
         Returns:
@@ -178,7 +177,6 @@ class Engine:
         Raises:
             InvalidRequestError: A prompt is empty, too long or of a wrong type. The message has its
                 index.
-            LayoutError: As for `prefill`.
         """
         instance = self._prefill_instance(layout, devices)
         checked = [
@@ -197,12 +195,10 @@ class Engine:
         """Creates an empty session on the layout's mesh. Push a cache into the session to use it.
 
         Args:
-            session_id: Name of the session. No other open session may have it.
             devices: Devices of the mesh. By default the last of the engine's devices.
 
         Raises:
             InvalidRequestError: Another open session has the name `session_id`.
-            LayoutError: As for `prefill`.
         """
         if session_id in self.sessions:
             raise InvalidRequestError(
@@ -240,7 +236,6 @@ class Engine:
         """Scores given tokens, each after all tokens before it (teacher forcing).
 
         Args:
-            tokens: Text or token ids.
             after: Cache or session that precedes the tokens, or None. Scoring runs on its mesh and
                 does not change it. Its last token is recomputed in a copy, to predict the first of
                 `tokens`. With None, the first of `tokens` is not scored.
@@ -248,15 +243,10 @@ class Engine:
             top: Number of most likely tokens to return at each position, 0 to 20.
             logits: Whether to return all logits on the host, float32 [scored tokens, vocabulary].
 
-        Returns:
-            Log-probabilities, ranks, most likely tokens and, if requested, logits of the scored
-                tokens.
-
         Raises:
             InvalidRequestError: `tokens` is empty, a single token without `after`, too long or not
                 a prompt; `top` is out of range; or the session holds no KV.
             BrokenModelError: Logits are not finite.
-            LayoutError: As for `prefill`.
         """
         if not 0 <= top <= MAX_TOP_LOGPROBS:
             raise InvalidRequestError(f"top must be in [0, {MAX_TOP_LOGPROBS}], got {top}")
@@ -302,7 +292,6 @@ class Engine:
         Raises:
             KVFileError: The file is missing, truncated, damaged or of another model.
             ConfigError: The engine has no model fingerprint.
-            LayoutError: As for `prefill`.
         """
         layout = Layout.of(layout)
         place = self._prefill_instance(layout, devices).place()
@@ -331,13 +320,9 @@ class Engine:
         Args:
             max_new_tokens: Maximum number of new tokens. None for 64, or fewer if the context has
                 less room.
-            temperature, top_k, top_p, seed: As for `prefill`.
             logprobs: Number of most likely tokens whose log-probabilities are returned with
                 `next_token`, 0 to 20.
             on_token: Function that is called with each accepted token.
-
-        Returns:
-            The new tokens and their text.
 
         Raises:
             InvalidRequestError: The context has too little room, or an option is out of range.

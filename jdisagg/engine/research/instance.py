@@ -1,9 +1,8 @@
 """One mesh of the research API: the serving executor, driven synchronously by the caller's thread.
 
 Extends `MeshExecutor` in two ways: offered blocks are stored instead of being served to peers, and
-a sequence's pages can be read back as blocks. Programs, pages, slots and transfers are those of
-serving. There is no scheduler: a command runs immediately, and raises an error if too few pages are
-free. Pages belong to sessions and running prefills.
+a sequence's pages can be read back as blocks. There is no scheduler: a command runs immediately,
+and raises an error if too few pages are free.
 
 Only one sequence at a time decodes, in slot 0 of its dp rank. Not thread-safe."""
 
@@ -83,8 +82,6 @@ class ResearchInstance(MeshExecutor):
 
     @property
     def logprobs_wanted(self) -> int:
-        """Number of most likely tokens whose log-probabilities a prefill returns with the next
-        token. It is the largest number allowed."""
         return min(MAX_TOP_LOGPROBS, self.vocabulary)
 
     def place(self, rank: int = 0) -> KVPlace:

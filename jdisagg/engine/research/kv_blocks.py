@@ -4,8 +4,7 @@ from a caller's arrays.
 A block has the form in which channels transfer KV: a global array [dp, rows, kv heads K, tokens T,
 head size H] of one layer's components (see `layout/kv_spec.py`).
 
-Each operation runs on each device's own shard, as one program per shape. Only `put_layer` may
-transfer data between devices, if the caller's arrays are on other devices."""
+Each operation runs on each device's own shard, as one program per shape."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

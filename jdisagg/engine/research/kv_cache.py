@@ -62,7 +62,6 @@ class KVCache:
     """The KV cache of one sequence.
 
     Attributes:
-        token_ids: Token ids at positions [first_position, first_position + T).
         chosen: The next token. None after a slice, join or change.
         mesh, rank: Mesh with axes ("dp", "kv", "rep"), and the dp rank that holds the sequence.
         seconds: Seconds of the prefill including the next token, or of reading a session's pages.
@@ -301,8 +300,6 @@ def _values(kept: np.ndarray) -> np.ndarray:
 def blocks_of_layers(
     place: KVPlace, first_position: int, layers: Sequence[Mapping[str, LayerArray]]
 ) -> tuple[KVBlock, ...]:
-    """Returns the blocks of all layers at `place`, built from components [K, T, H] on any
-    device."""
     return tuple(
         block
         for index, components in enumerate(layers)

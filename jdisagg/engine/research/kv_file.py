@@ -1,4 +1,4 @@
-"""Reads and writes KV caches as safetensors files with a header. Other tools can read the files.
+"""Reads and writes KV caches as safetensors files with a header.
 
 The tensors `layers.<index>.<component>` [K, T, H] are not sharded and keep the dtypes of the KV, so
 a file can be loaded under any layout. The metadata field `jdisagg_kv` is the header in JSON, and

@@ -1,10 +1,9 @@
 """A session of the research API holds one sequence in the pages of one decode mesh. A cache can be
 pushed into the session, tokens can be appended and generated, and the KV can be pulled as a cache.
 
-A session owns its pages. `close` and `push` free them. Between calls the pages hold the KV of every
-token of `token_ids`. `next_token` is chosen, but its KV is not computed yet. A call that fails
-leaves the session unchanged. Sampling supports temperature, filters and seed, but no penalties or
-stop strings."""
+Between calls the pages hold the KV of every token of `token_ids`. `next_token` is chosen, but its
+KV is not computed yet. A call that fails leaves the session unchanged. Sampling supports
+temperature, filters and seed, but no penalties or stop strings."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -78,7 +77,6 @@ class Session:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens whose KV the session holds: prompt and generated tokens."""
         return self._holding().tokens
 
     @property
@@ -95,7 +93,6 @@ class Session:
 
     @property
     def room_tokens(self) -> int:
-        """Number of tokens that may still be added before the context is full."""
         return self._instance.limits.context_tokens - len(self._holding().tokens)
 
     def push(
@@ -112,14 +109,10 @@ class Session:
         Args:
             target_layout: Layout of another mesh to move the session to. None keeps the session's
                 mesh.
-            devices: Devices of that other mesh. None selects the layout's default.
             codec: Name of the codec that packs the transferred values
                 (`jdisagg.transfer.codec.CODECS`). It also applies to KV that is already on its
                 destination device. With a lossy codec, `pull()` returns values that differ from
                 `kv`.
-
-        Returns:
-            The bytes and seconds of the transfer.
 
         Raises:
             IncompatiblePeerError: The cache is of another model.
@@ -172,9 +165,6 @@ class Session:
 
         Args:
             continuation: Text or token ids. The tokenizer adds no start token to text.
-
-        Returns:
-            The appended tokens, the next token with log-probabilities, and the seconds taken.
 
         Raises:
             InvalidRequestError: `continuation` is empty, invalid or exceeds the context, or the
