@@ -1,8 +1,7 @@
 """Tracks which LoRA adapter is loaded in which adapter slot of a mesh. Does no I/O.
 
-Slots count from 1; slot 0 is the base model. An adapter is identified by the hash (digest) of its
-content. A loaded adapter stays until another adapter needs its slot. Then the least recently used
-adapter that no sequence uses is evicted.
+Slots count from 1; slot 0 is the base model. A loaded adapter stays until another adapter needs its
+slot. Then the least recently used adapter that no sequence uses is evicted.
 
 Invariants (tests/scheduler/test_adapter_table.py): a slot holds one adapter; an adapter that a
 sequence uses keeps its slot."""

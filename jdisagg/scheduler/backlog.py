@@ -1,8 +1,8 @@
 """Sums up the prefill work that a mesh has accepted but not computed yet.
 
 `tokens` is the number of uncomputed positions. `pairs` estimates the cost of their attention: it is
-the number of (query, key) pairs of causal attention in which the query is uncomputed. Sliding
-windows are ignored. Invariant: both sums are zero when no work is left."""
+the number of (query, key) pairs of causal attention in which the query is uncomputed. Invariant:
+both sums are zero when no work is left."""
 
 
 def causal_pairs(start: int, end: int) -> float:

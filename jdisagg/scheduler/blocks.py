@@ -1,7 +1,7 @@
 """Splits the KV of one row of a prefill chunk into transfer blocks, by tokens and by layers.
 
-The length of a block is `granule_tokens` times a power of two. Only its last block is padded, up to
-a multiple of `granule_tokens`.
+The length of a block is `granule_tokens` times a power of two. Only the last block of a row is
+padded, up to a multiple of `granule_tokens`.
 
 A band is a range of consecutive layer groups that are sent in the same block. For long prompts each
 layer group has its own block, which is sent while the next layer group is computed. For short

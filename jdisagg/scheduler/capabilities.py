@@ -1,8 +1,7 @@
 """The optional capabilities of a worker. Each capability needs programs in addition to the common
 programs, which every request needs. If a worker starts before its programs are compiled, it serves
-as soon as the common programs are ready. It gains its capabilities one after the other while it
-serves. Until then it works as if they were off, with two exceptions: it caches blocks from the
-start, and requests with images or grammars wait."""
+as soon as the common programs are ready. Until then it works as if the capabilities were off, with
+two exceptions: it caches blocks from the start, and requests with images or grammars wait."""
 
 import asyncio
 import enum
@@ -34,11 +33,7 @@ class Capability(enum.Enum):
 
 class Capabilities:
     """The optional capabilities of one mesh that are missing, because their programs are not loaded
-    yet. At first none is missing.
-
-    Attributes:
-        given_up: Whether loading has failed, so that the missing capabilities stay missing.
-    """
+    yet. At first none is missing."""
 
     def __init__(self) -> None:
         self._missing: set[Capability] = set()

@@ -185,8 +185,6 @@ class DecodeBatches:
         return any(not child.frozen for child in self._state.ready)
 
     def width(self) -> int:
-        """Returns the batch size of the next step: the number of sequences on the fullest dp
-        rank."""
         waiting = [0] * len(self._state.slots)
         for child in self._state.ready:
             waiting[child.rank] += not child.frozen
@@ -291,11 +289,7 @@ class DecodeBatches:
     def apply(self, result: DecodeResult, seconds: float = 0.0) -> list[tuple[SequenceGroup, int]]:
         """Appends the tokens of a result to their sequences and records the progress in
         `DecodeState.news`. Returns the sequence groups that must end because no token could be
-        sampled, each with its error code (BROKEN_TOKEN or STUCK_TOKEN).
-
-        Args:
-            result: Result of the oldest command whose result was not applied yet.
-        """
+        sampled, each with its error code (BROKEN_TOKEN or STUCK_TOKEN)."""
         broken: list[tuple[SequenceGroup, int]] = []
         drafted = False
         # rows of a span may share one tuple of tokens, which is then processed once
@@ -348,7 +342,6 @@ class DecodeBatches:
         return broken
 
     def forget(self, child: Sequence) -> None:
-        """Makes `apply` ignore the results of steps in flight for a sequence."""
         nobody = replace(child, stage=Stage.ENDED)
         for rows in self._issued.values():
             rows[child.rank] = [

@@ -149,8 +149,6 @@ class DecodeState:
         self.masked += change * (sampling.grammar is not None)
 
     def note_pages(self, child: Sequence) -> None:
-        """Updates `growing`, the keys of the children that may need more pages, after a child's
-        pages changed."""
         if self.ledgers[child.rank].count(child.key) * self.limits.page_size < child.limit:
             self.growing[child.rank].add(child.key)
         else:
@@ -168,7 +166,6 @@ class DecodeState:
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
-        """Returns, for each rank, the number of pages of sequences whose KV is still arriving."""
         pages: list[set[int]] = [set() for _ in self.ledgers]
         for group in self.groups.values():
             for child in group.children if group.root_held else ():
@@ -200,7 +197,6 @@ class DecodeState:
 
     @property
     def one_priority(self) -> bool:
-        """Whether all requests have the same priority, so that none is preempted for another."""
         return len(self._priorities) <= 1
 
     @property
@@ -252,11 +248,7 @@ class DecodeState:
         counted: bool = True,
     ) -> None:
         """Ends a finished, aborted or preempted child. Frees its slot and pages, and reports its
-        last tokens and the reason for its end. Idempotent.
-
-        Args:
-            counted: Whether a preemption increases the counter of preemptions.
-        """
+        last tokens and the reason for its end. Idempotent."""
         if child.stage is Stage.ENDED:
             return
         if child.stage is not Stage.SPILLED:

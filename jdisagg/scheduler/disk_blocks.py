@@ -33,7 +33,6 @@ class DiskBlock:
 
     Attributes:
         written: Whether the file is complete. `written_at` is the time at which it was completed.
-        readers: Number of restores that are reading the block.
     """
 
     name: bytes
@@ -178,8 +177,6 @@ class DiskBlocks:
         return block
 
     def let_go(self, blocks: Iterable[DiskBlock]) -> None:
-        """Records that reads of these blocks have ended, which makes them the most recently used
-        ones."""
         for block in reversed(tuple(blocks)):
             block.readers -= 1
             if self.knows(block):

@@ -83,7 +83,6 @@ class DraftWorth:
         self.uncharged.clear()
 
     def earn(self, steps: int) -> None:
-        """Records that `steps` steps have no drafts, which adds to the credit."""
         self.rested += steps
         self._add_credit(CREDIT_SHARE * steps)
 
@@ -92,7 +91,6 @@ class DraftWorth:
 
     @property
     def due(self) -> bool:
-        """Whether drafts should be tried again after they were slower before."""
         rested = self.rested >= LEAST_REST and self.credit >= MOST_CREDIT
         return rested and len(self.drafted) >= LEAST_SAMPLES
 
@@ -109,8 +107,6 @@ class DraftWorth:
         return max(RESTS[0], min(int(steps), RESTS[1]))
 
     def pays(self, gain: float) -> bool:
-        """Returns whether the next step should have drafts, if it is expected to yield `gain`
-        times the tokens of a step without drafts."""
         if gain <= LEAST_GAIN or len(self.plain) < LEAST_SAMPLES or self.credit <= 0:
             return False
         if len(self.drafted) < LEAST_SAMPLES:

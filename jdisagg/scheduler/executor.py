@@ -127,8 +127,7 @@ class MeshLimits:
     @property
     def mixed_batches(self) -> tuple[int, ...]:
         """Batch sizes of decode steps that run together with a prefill chunk: the largest, and
-        about a quarter of it. Two sizes keep the number of programs small. The padding costs
-        little, because a step has few rows compared with the tokens of a chunk."""
+        about a quarter of it. Two sizes keep the number of programs small."""
         largest = self.batch_buckets[-1]
         return tuple(size for size in self.batch_buckets if size in (largest, largest // 4))
 
@@ -157,8 +156,6 @@ class MeshLimits:
 
     @property
     def snapshot_slot_bytes(self) -> int:
-        """Number of bytes of the unit in which memory for snapshots is allocated: a state slot, or
-        a page of sliding-window layers."""
         if not self.window_pages_per_rank:
             return self.snapshot_bytes
         return self.page_size * self.kv_spec.windowed.bytes_per_token
@@ -211,7 +208,6 @@ class MeshLimits:
 
     @property
     def window_groups(self) -> int:
-        """Number of layer groups of separately sent sliding-window layers; 0 if there are none."""
         count = len(self.kv_spec.windowed.positioned) if self.windows_apart else 0
         return min(self.layer_groups, count)
 
@@ -220,8 +216,6 @@ class MeshLimits:
         return bands(self.window_groups, nbytes, self.block_bytes)
 
     def window_shapes(self) -> list[tuple[range, int]]:
-        """Returns (layer groups, tokens) of every block of separately sent sliding-window
-        layers."""
         if not self.windows_apart:
             return []
         longest = min(self.kv_spec.widest_window - 1, self.context_tokens)

@@ -34,7 +34,6 @@ class TierRoom:
 
     Attributes:
         disk_bytes: Bytes of disk. Blocks are written to disk from host memory only.
-        always: Whether blocks are restored even if recomputing them is estimated to be faster.
         rank_bound: Whether KV in host memory can be restored only to the dp rank that computed it,
             because the ranks are in different processes.
     """
@@ -60,7 +59,6 @@ class HostBlock:
     """A block that is in host memory or being copied there.
 
     Attributes:
-        written: Whether all pieces are in host memory.
         held: Whether the block is being copied back to pages.
     """
 
@@ -172,13 +170,10 @@ class HostBlocks:
         return True
 
     def arrived(self, name: bytes) -> HostBlock | None:
-        """Returns the block of this name, or None if it is missing or not completely copied."""
         block = self._blocks.get(name)
         return block if block is not None and block.written else None
 
     def match(self, chain: Chain, first: int, rank: int = 0) -> int:
-        """Returns the number of consecutive blocks, from index `first` of the chain on, that can be
-        restored to `rank`."""
         for count, name in enumerate(chain[first:]):
             block = self._blocks.get(name)
             if block is None or not block.written or block.held:
@@ -195,8 +190,6 @@ class HostBlocks:
         return blocks
 
     def let_go(self, blocks: Iterable[HostBlock]) -> None:
-        """Records that a restore of these blocks has ended, which makes them the most recently used
-        ones."""
         for block in reversed(tuple(blocks)):
             block.held = False
             if self._blocks.get(block.name) is block:

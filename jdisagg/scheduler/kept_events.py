@@ -3,8 +3,7 @@ share.
 
 `KeptEvents` collects the blocks that the pages of a mesh gain and lose, by data-parallel rank.
 Unlike the log for jdisagg's own routers (`KeptLog`), an event has a block's tokens, because other
-routers compute hashes of their own. The class therefore stores the tokens of each block when the
-block's hash is computed. Does no I/O."""
+routers compute hashes of their own. Does no I/O."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -55,11 +54,7 @@ class KVEventBatch(msgspec.Struct, array_like=True):
 
 
 class KeptEvents:
-    """Collects the events of one mesh.
-
-    Args:
-        pending: Callback that is called when the list of pending events becomes non-empty.
-    """
+    """Collects the events of one mesh."""
 
     def __init__(self, ranks: int, block_tokens: int, pending: Callable[[], None]) -> None:
         self._block_tokens = block_tokens

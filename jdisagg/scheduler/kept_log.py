@@ -1,10 +1,10 @@
 """Records which blocks a mesh cached and evicted. Routers use this log to keep an index of cached
 blocks.
 
-A block counts as cached while at least one rank or tier has it. The log keeps a bounded number of
-events. A router passes its position in the log (`KeptMark` in `messages/kept_blocks.py`) and gets
-the events after that position. If the log no longer has these events, or if there are more events
-than blocks, the router gets a list of all blocks instead. Does no I/O."""
+A block counts as cached while at least one rank or tier has it. A router passes its position in the
+log (`KeptMark` in `messages/kept_blocks.py`) and gets the events after that position. If the log no
+longer has these events, or if there are more events than blocks, the router gets a list of all
+blocks instead. Does no I/O."""
 
 from collections import deque
 from itertools import islice
@@ -51,8 +51,6 @@ class KeptLog:
         self._ranks.clear()
 
     def news(self, worker: str, mark: KeptMark) -> KeptNews | None:
-        """Returns the changes since the log position `mark` of a router, or None if nothing
-        changed."""
         if mark == KeptMark(self.epoch, self.number) or (not self.number and mark == KeptMark()):
             return None
         missed = self.number - mark.number

@@ -3,9 +3,7 @@ Does no I/O.
 
 The predicted time for a chunk size is its fastest recent measurement, because other work on the
 machine only adds time. Measurements older than `KEPT_STEPS` commands are dropped, because contexts
-grow. The time for a size without measurements is extrapolated from the nearest measured size. For
-this, the time that the chunk adds to the step is assumed to be proportional to the tokens of the
-chunk."""
+grow. The time for a size without measurements is extrapolated from the nearest measured size."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -55,7 +53,6 @@ class MixedTimes:
             self._mixed[chunk_tokens].add(self._now, seconds)
 
     def alone(self, sequences: int) -> float | None:
-        """Returns the seconds of a step without a chunk, or None if they are not measured."""
         return self._alone[self._batch(sequences)].fastest(self._now)
 
     def mixed(self, sequences: int) -> tuple[tuple[int, float], ...]:

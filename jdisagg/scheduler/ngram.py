@@ -1,6 +1,5 @@
 """Predicts the next tokens of a sequence by prompt lookup: it searches the sequence for an earlier
-occurrence of its last tokens, and predicts the tokens that followed there. Needs no weights. Works
-well for text that repeats its prompt, edited code, tables and loops.
+occurrence of its last tokens, and predicts the tokens that followed there. Needs no weights.
 
 The sequence's newest tokens are kept as bytes, because a search for bytes runs in C: 1 us for each
 1,000 tokens. An index from n-grams to positions would be faster to search, but costs 0.4 us and 300

@@ -37,7 +37,6 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def known_tokens(self) -> int:
-        """Number of the prompt's tokens that are cached on the rank that caches most of them."""
         return max(self.cached_tokens, default=0)
 
     def left_tokens(self, rank: int) -> int:
@@ -84,7 +83,6 @@ class Admission(msgspec.Struct, frozen=True):
         stalled: Decode workers whose prompts are not computed, because they fetch KV too slowly.
         full: Whether no chunk may be issued, because all decode workers together have too many
             unfetched tokens.
-        blocked: Key of the oldest prompt, if no rank has room for it.
     """
 
     placed: tuple[tuple[int, int], ...] = ()

@@ -1,10 +1,10 @@
 """Estimates whether restoring cached KV is faster than the alternative: recomputing the tokens, or
 receiving their KV from a prefill worker. The cached KV is in host memory, on disk or on another
-worker. Each of these sources has its own `Prices`.
+worker.
 
-The alternative takes a measured time per token. The time of a restore is estimated by a
-`MovePrice`. As long as all measured restores had similar lengths, any length is assumed to take the
-same time, so that longer restores are tried. Does no I/O."""
+The time of a restore is estimated by a `MovePrice`. As long as all measured restores had similar
+lengths, any length is assumed to take the same time, so that longer restores are tried. Does no
+I/O."""
 
 from typing import Literal
 
@@ -71,15 +71,12 @@ class Prices:
         self._moves = MovePrice()
 
     def computed_in(self, tokens: int, seconds: float, instead: Instead = "compute") -> None:
-        """Records that the alternative `instead`, computing or receiving, took `seconds` for
-        `tokens` tokens of a prompt."""
         if tokens > 0:
             now = seconds / tokens
             before = self._spared.get(instead, now)
             self._spared[instead] = before + WEIGHT * (now - before)
 
     def moved_in(self, tokens: int, seconds: float) -> None:
-        """Records that a restore of `tokens` tokens ended after `seconds`, successfully or not."""
         if tokens >= 1:
             self._moves.add(tokens, seconds)
 

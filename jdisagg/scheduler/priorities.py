@@ -27,7 +27,6 @@ def head_start(priority: int) -> float:
 
 
 def yields(priority: int, aside_seconds: float, to_priority: int) -> bool:
-    """Returns whether a sequence of `priority` may be preempted for a request of `to_priority`."""
     return aside_seconds < head_start(to_priority) - head_start(priority)
 
 
@@ -36,7 +35,6 @@ class YieldingSequence:
     """A sequence that may be preempted.
 
     Attributes:
-        newness: Sort key by age, newest sequence last.
         computed: Whether all its KV is in pages. If it is not, a preemption loses the part that was
             computed.
     """

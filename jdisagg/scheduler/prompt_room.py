@@ -21,8 +21,6 @@ class PromptRoom:
         self.windows = [WindowPages(limits) for _ in range(count)]
 
     def needed(self, tokens: int) -> int:
-        """Returns the number of state slots or window pages that suffices for a prompt of `tokens`
-        tokens."""
         return self.windows[0].needed(tokens) if self.windows else int(self.states.on)
 
     def available(self, rank: int) -> int:

@@ -145,7 +145,6 @@ class Reservations:
 
         Args:
             whole: Whether to reserve pages for the whole request, without using cached blocks.
-            computes: Whether this mesh computes the uncached tokens.
         """
         ticket = self._state.new_key()
         known = request.prompt_token_ids + children[0][1]
@@ -187,7 +186,6 @@ class Reservations:
         Returns the new groups. A group's key is the request's ticket.
 
         Args:
-            lease_until: Deadline by which the request's `generate` call must arrive.
             before: Only requests that precede this (arrival, ticket) get pages; None means no
                 limit.
         """
@@ -209,8 +207,6 @@ class Reservations:
     # ---- sequences that yield
 
     def pressing(self) -> WaitingReservation | None:
-        """Returns the first waiting request of the queue for which running sequences of lower
-        priority could be preempted."""
         lowest = self._state.lowest_priority if self.queue else None
         if lowest is None:
             return None
@@ -224,12 +220,7 @@ class Reservations:
     def to_preempt(self, waiting: WaitingReservation, coming: Sized[int]) -> list[Sequence]:
         """Returns the sequences that must be preempted so that some rank has room for a request.
         Chooses the rank whose preempted sequences have the lowest priorities, and then the fewest.
-        Returns an empty list if a rank has room already, or if preemption cannot make room.
-
-        Args:
-            coming: For each rank, the number of pages that become free when copies in flight have
-                ended.
-        """
+        Returns an empty list if a rank has room already, or if preemption cannot make room."""
         best: list[YieldingSequence] | None = None
         for rank in range(self._state.limits.ranks):
             able = self._holders(rank, waiting.priority)

@@ -67,7 +67,6 @@ class BlockNames:
 
     @classmethod
     def of(cls, config: PrefixConfig, secret: bytes, model: str) -> "BlockNames | None":
-        """Returns the block names for a configuration, or None if its prefix cache is off."""
         if not config.reuse:
             return None
         return cls(secret, model, config.grain_tokens, config.grid_tokens)
@@ -79,11 +78,6 @@ class BlockNames:
     def chain(
         self, request: Request, tokens: Sequence[int], block_tokens: int, known: Chain = ()
     ) -> Chain:
-        """Returns the names of the full blocks of `tokens`.
-
-        Args:
-            known: Names of the first blocks, if they were computed before.
-        """
         known = known[: len(tokens) // block_tokens]
         content = np.asarray(tokens[len(known) * block_tokens :], "<u4").tobytes()
         step, every = 4 * self.grain_tokens, block_tokens // self.grain_tokens
@@ -137,7 +131,6 @@ class ResidencyTree:
         return name in self._blocks
 
     def match(self, chain: Chain) -> int:
-        """Returns how many leading blocks of a prompt are cached."""
         for count, name in enumerate(chain):
             if name not in self._blocks:
                 return count
@@ -148,7 +141,6 @@ class ResidencyTree:
         return tuple(page for name in chain for page in self._blocks[name])
 
     def held_pages(self, chain: Iterable[bytes]) -> int:
-        """Returns how many pages of these cached blocks have an owner."""
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
     def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
@@ -268,7 +260,6 @@ class Residency:
 
     @property
     def keeps_answers(self) -> bool:
-        """Whether KV computed by decode steps is cached too."""
         return self._names is not None and self._names.grid_tokens is None
 
     @property
@@ -289,7 +280,6 @@ class Residency:
         return self._names.digest(purpose, *parts)
 
     def pages(self, rank: int, name: bytes) -> tuple[int, ...]:
-        """Returns the pages of a block on a rank; empty if the rank does not cache the block."""
         tree = self._trees[rank]
         return tree.pages((name,)) if name in tree else ()
 
@@ -333,7 +323,6 @@ class Residency:
         return self._events
 
     def match(self, rank: int, chain: Chain) -> int:
-        """Returns how many leading blocks of a prompt a rank caches."""
         return self._trees[rank].match(chain) if chain else 0
 
     def chain(self, request: Request, tokens: Sequence[int], known: Chain = ()) -> Chain:
@@ -435,13 +424,10 @@ class Residency:
         return self.snapshots[rank].begin(owner, tokens, rolling) if self.snapshots else None
 
     def begin_all_snapshots(self, rank: int, owner: int, cached: int, tokens: int) -> None:
-        """Begins a snapshot at each boundary between a prompt's computed blocks, if the snapshots
-        take no extra memory (`Snapshots.begin_all`)."""
         if self.snapshots:
             self.snapshots[rank].begin_all(owner, cached, tokens, self.snapshot_tokens)
 
     def settle_snapshots(self, rank: int, owner: int, chain: Chain) -> None:
-        """Caches those snapshots of a running sequence that are within the blocks of `chain`."""
         self._settle(rank, owner, chain, len(chain) * self.block_tokens)
 
     def forget_snapshots(self, rank: int, owner: int) -> None:

@@ -2,9 +2,8 @@
 sequences, one for each sample of a request with n > 1.
 
 `generated` holds all tokens of a sequence after the prompt, including those of earlier attempts.
-The sequence's KV is in the pages that the ledger lists under `key`. Positions count prompt and
-generated tokens. Steps are issued before earlier results are read, so `issued_position` is the
-sequence's position after all commands in flight."""
+Steps are issued before earlier results are read, so `issued_position` is the sequence's position
+after all commands in flight."""
 
 import enum
 from dataclasses import dataclass, field

@@ -155,7 +155,6 @@ class ChunkTimes:
         return seconds
 
     def command_ended(self, now: float) -> None:
-        """Records that the mesh has finished a command and may begin the next one."""
         self._idle_from = now
 
     def took(self, chunk_tokens: int, seconds: float) -> None:

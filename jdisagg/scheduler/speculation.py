@@ -38,8 +38,6 @@ class Drafter(Protocol):
     """Predicts the next tokens of sequences.
 
     Attributes:
-        source: Name of the drafter in metrics.
-        kinds: Number of kinds of predictions.
         on_mesh: Whether the decode step itself drafts, so that the scheduler does not know the
             tokens.
     """
@@ -118,7 +116,6 @@ class Speculation:
 
     @staticmethod
     def of(limits: MeshLimits, clock: Callable[[], float]) -> "Speculation | None":
-        """Returns the speculation of a mesh, or None if the mesh verifies no drafts."""
         runs = limits.speculates and limits.longest_run > 1
         drafter = NextTokenDrafter(limits.draft_layer) if limits.draft_layer else NgramDrafter()
         return Speculation(limits, drafter, clock) if runs else None
@@ -251,8 +248,6 @@ class Speculation:
     def _share(
         self, found: Rows[tuple[float, Draft] | None], ahead: Rows[int], room: int
     ) -> tuple[list[int], list[float]]:
-        """Divides a rank's extra rows among its sequences, so that their mean time per token is
-        lowest."""
         longest = self._limits.longest_run - 1
         values: list[tuple[float, float, int]] = []
         for index, one in enumerate(found):

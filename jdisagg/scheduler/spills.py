@@ -123,8 +123,6 @@ class Spills:
         self._spills[spill.child.key] = spill
 
     def next(self) -> Spill | None:
-        """Returns the oldest swapped-out sequence that waits for pages, or None if no sequence
-        waits."""
         waiting = [
             one
             for one in self._spills.values()
@@ -133,7 +131,6 @@ class Spills:
         return min(waiting, key=lambda spill: spill.order, default=None)
 
     def ended(self) -> tuple[Spill, ...]:
-        """Removes and returns swapped-out sequences whose requests were cancelled or expired."""
         gone = [one for one in self._spills.values() if one.child.stage is Stage.ENDED]
         for spill in gone:
             del self._spills[spill.child.key]
@@ -147,7 +144,6 @@ class Spills:
         return sum([one.child.stage is Stage.RETURNING for one in self._spills.values()])
 
     def forget(self, spill: Spill) -> None:
-        """Removes a sequence whose KV is in pages again, and frees its share of host memory."""
         del self._spills[spill.child.key]
 
 

@@ -1,10 +1,9 @@
 """Assigns the slots for recurrent state and sliding-window ring buffers on each rank of one mesh.
 Does no I/O.
 
-A sequence holds a slot from before its prefill until it ends. If the model has neither recurrent
-state nor ring buffers (`MeshLimits.ring_pages`), no slots are used and there is always room. The
-first child of a group (n > 1) uses the group's slot. Each other child has its own slot, into which
-the group's state is copied."""
+If the model has neither recurrent state nor ring buffers (`MeshLimits.ring_pages`), no slots are
+used and there is always room. The first child of a group (n > 1) uses the group's slot. Each other
+child has its own slot, into which the group's state is copied."""
 
 from collections.abc import Sequence
 

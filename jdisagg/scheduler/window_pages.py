@@ -45,7 +45,6 @@ class WindowPages:
     """The pages of sliding-window layers of one rank. Owners are sequences and restores.
 
     Attributes:
-        kept_pages: Number of pages of kept windows.
         make_room: Callback that drops one kept window and returns True, or returns False if there
             is none. If its argument is True, it drops no window at a boundary where a prompt ended,
             branched or continued.
@@ -155,7 +154,6 @@ class WindowPages:
     # ---- kept windows
 
     def keep(self, slot: int, owner: int, tokens: int) -> None:
-        """Caches the owner's window before position `tokens` under a new slot number."""
         columns = self._columns(tokens)
         pages = self._tables[owner][columns.start : columns.stop]
         self._windows[slot] = columns.start, pages
@@ -228,8 +226,6 @@ class WindowSnapshots(Snapshots):
         self._expect(owner, tokens, 1.0)
 
     def begin_all(self, owner: int, cached: int, tokens: int, multiple: int) -> None:
-        """Records that the owner's windows at all multiples of `multiple` tokens will be cached, if
-        its page table repeats no pages."""
         if not self.pages.repeats(owner):
             known = {one.tokens for one in self._pending.get(owner, ())}
             for at in range(cached // multiple * multiple + multiple, tokens, multiple):
