@@ -3,8 +3,7 @@
 The queue tries to place its first request again whenever a worker has reported its status, a prompt
 was prefilled, or an attempt (one execution of a request on chosen workers) ended. No request
 overtakes the first one, so small requests do not starve a large one. The exception is a request of
-higher priority, which may be placed first. The constructor's `place` decides whether a request is
-placed."""
+higher priority, which may be placed first."""
 
 import asyncio
 import contextlib

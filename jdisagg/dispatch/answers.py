@@ -1,8 +1,7 @@
 """Parses a model's answers to a chat into text, reasoning and tool calls.
 
-The usage in a parsed event also includes the number of reasoning tokens. The event's other fields
-are unchanged. A parser's state depends only on the text so far. So if a client resumes a stream,
-the text that it already received is parsed again."""
+A parser's state depends only on the text so far. So if a client resumes a stream, the text that it
+already received is parsed again."""
 
 import asyncio
 import dataclasses

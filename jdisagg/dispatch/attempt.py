@@ -129,10 +129,8 @@ class Attempt:
                 await to_the_end(self._free(held))
 
     async def _instead_of_appending(self, held: ReservationHandle) -> str | None:
-        """Checks the router's decision that the decode worker computes the prompt. Returns a
-        prefill worker that computes it instead, or None if the decode worker should compute it. A
-        prefill worker is needed if the decode worker has fewer prompt tokens cached than expected,
-        so that its running streams would stall for more than one chunk."""
+        """A prefill worker is needed if the decode worker has fewer prompt tokens cached than
+        expected, so that its running streams would stall for more than one chunk."""
         known = self._run.prompt_tokens + len(self.children[0].accepted)
         lacking = known - held.reservation.cached_tokens
         if lacking <= self._context.placer.most_computed(held.worker):

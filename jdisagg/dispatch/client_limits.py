@@ -45,7 +45,6 @@ class KeyUse:
         Args:
             who: Client, identified by its bearer token. A client without a bearer token has no
                 limits.
-            prompt_tokens: Number of prompt tokens, which are charged before the stream starts.
             resumed: Whether the client resumes a request that was charged before. A resumed request
                 counts as a running stream only; it is not charged again.
 

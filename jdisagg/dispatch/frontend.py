@@ -1,8 +1,7 @@
 """Front end of the request path: converts a client's input into a `Request` and streams its events.
 
-Used by the gRPC and HTTP servers and by embedded clusters. Prompts are checked and tokenized by
-`prompts`. This module checks the options, uses the request path through a Protocol, and imports
-neither gRPC nor JAX.
+This module checks the options, uses the request path through a Protocol, and imports neither gRPC
+nor JAX.
 
 Invariant: every request has a concrete seed, a deadline, and room for at least one token."""
 
@@ -235,8 +234,6 @@ class Frontend:
     async def _opened(
         self, chat: ChatPrompt, grammar: Grammar, prompt_ids: Sequence[int]
     ) -> Grammar:
-        """Returns a grammar for a chat's answer that also allows reasoning and tool calls outside
-        the request's grammar."""
         form, tools, codec = self._answers, chat.callable_tools, self.prompts.codec
         calls = [marked_call(self._marker(form.call_mark))] if tools and form.call_mark else []
         if tools and form.plain_calls:

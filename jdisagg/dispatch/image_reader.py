@@ -1,8 +1,7 @@
 """Reads the images of prompts in separate threads, so that they delay no stream.
 
 A request contains the files of its images instead of their pixels, which may be far larger. The
-pixels of a new request are kept in memory of bounded size until the prompt is sent to a worker. If
-the prompt is sent again after a failure or a preemption, the files are decoded again."""
+pixels of a new request are kept in memory of bounded size until the prompt is sent to a worker."""
 
 import asyncio
 from collections import OrderedDict

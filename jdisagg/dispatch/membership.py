@@ -93,7 +93,6 @@ class Membership:
         return self._model
 
     def has(self, card: WorkerCard) -> bool:
-        """Returns whether the worker is registered with exactly this card."""
         known = self._entries.get(card.name)
         return known is not None and known.card == card
 

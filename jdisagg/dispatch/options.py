@@ -154,10 +154,7 @@ def within_room(
     sampling: SamplingParams, options: SamplingOptions, room_tokens: int
 ) -> SamplingParams:
     """Reduces the default of max_tokens to `room_tokens`, the number of tokens that fit into the
-    context after the prompt. Raises InvalidRequestError if min_tokens does not fit.
-
-    A value of max_tokens that the client set is not changed. The frontend refuses it if it does not
-    fit."""
+    context after the prompt. Raises InvalidRequestError if min_tokens does not fit."""
     if options.get("max_tokens") is not None or sampling.max_tokens <= room_tokens:
         return sampling
     if sampling.min_tokens > room_tokens:
@@ -174,7 +171,6 @@ def prompt_numbers(prompt_tokens: int, sampling: SamplingParams) -> int:
 
 
 def check_prompt_numbers(numbers: int) -> None:
-    """Raises InvalidRequestError if one reply cannot hold `numbers` prompt log-probabilities."""
     if numbers > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
             f"prompt_logprobs: {numbers} values requested (tokens x (1 + prompt_logprobs) x n), and"

@@ -79,7 +79,6 @@ class PlacerSettings:
 
     Args:
         policy: Placement policy, or None to derive it from `routing`.
-        spending: What tenants with quotas have spent at all routers. None counts this router only.
     """
 
     routing: RoutingConfig = field(default_factory=RoutingConfig)
@@ -196,7 +195,6 @@ class PlacementHandle:
         self.worked({prefill or decode, decode})
 
     def lost(self, prefill: str, decode: str) -> None:
-        """Records that KV of `prefill` did not arrive at `decode`."""
         self._placer.pair_failed(prefill, decode)
 
     def worked(self, workers: Iterable[str]) -> None:
@@ -336,7 +334,6 @@ class Placer:
             raise
 
     def most_computed(self, decode: str) -> float:
-        """Returns the largest number of prompt tokens that a decode worker may compute itself."""
         state = self.accounts.state
         row = state.row(decode)
         return math.inf if row is None else float(most_computed(state.table)[row])
@@ -429,7 +426,6 @@ class Placer:
             self._returning = [other for other in self._returning if other is not entry]
 
     def missing(self) -> NoWorkerError | None:
-        """Returns the error for a role that has no worker now, or None if each role has one."""
         try:
             candidates(self.accounts.state, PlacementQuery(NO_WORK), self.now(), self._rules)
         except NoWorkerError as error:

@@ -1,7 +1,7 @@
 """Converts the prompts of clients (text, token ids, chats with images) to tokens and images.
 
 This module makes all checks of prompts that need the model: size, context length, token ids, chat
-roles, images. It uses the tokenizer through a Protocol.
+roles, images.
 
 Invariants: a prompt over the byte limit is refused before it is tokenized. Long text is tokenized
 in a thread, and images are read in other threads, so that they delay no stream. Images are decoded

@@ -1,7 +1,5 @@
 """Objects that all requests of a router share (the workers' ports, the placer, the clock, the
-limits and the reader of images), and calls that every attempt makes.
-
-Plain data and small helpers. Holds no state of a single request and makes no decisions."""
+limits and the reader of images), and calls that every attempt makes."""
 
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping

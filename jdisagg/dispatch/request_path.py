@@ -416,9 +416,8 @@ class RequestPath:
 
 
 def _more_useful(cause: UnavailableError | None, error: Exception) -> Exception:
-    """Returns the error to report after the last attempt. It is the worker's own error `cause`,
-    because it is more useful than the error that no worker is left. Its retry time is taken from
-    the last error."""
+    """Returns the worker's own error `cause`, because it is more useful than the error that no
+    worker is left."""
     if cause is None or cause is error or not isinstance(error, JdisaggError):
         return cause or error
     if cause.retry_after_seconds is None:

@@ -59,7 +59,6 @@ class WaitingRequest:
     Attributes:
         position: Place in the order in which the requests will be placed, from 1.
         waited_seconds: Seconds since its arrival, or since its last attempt ended.
-        reason: Reason why the first of the waiting requests cannot be placed now.
     """
 
     request_id: str
@@ -70,11 +69,7 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatus:
-    """Status of a router.
-
-    Attributes:
-        waiting_requests: The first requests that wait, in the order in which they will be placed.
-    """
+    """Status of a router."""
 
     waiting: int = 0
     decisions: tuple[PastDecision, ...] = ()

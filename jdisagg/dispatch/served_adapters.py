@@ -2,7 +2,7 @@
 
 When an adapter is loaded by name, its folder is checked and the hash of its content is computed.
 Requests carry name, folder and hash. A worker loads the adapter when the first request needs it, so
-a worker that restarts, or joins later, needs no list of adapters. Each router has its own names."""
+a worker that restarts, or joins later, needs no list of adapters."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

@@ -2,8 +2,7 @@
 
 First, all workers stage the new weights while requests run. If one worker cannot, all drop the
 staged weights and continue to serve the old ones. Then placement pauses, decode workers commit, and
-after them prefill workers. A worker without memory for a second copy sleeps during the pause: it
-stages, commits and wakes. A worker that fails to commit keeps its old weights, and the router does
+after them prefill workers. A worker that fails to commit keeps its old weights, and the router does
 not pair it with workers that have the new ones. Later, `catch_up` loads the new weights into such a
 worker, and into workers that join."""
 
@@ -89,7 +88,6 @@ class WeightsControl:
                 name of an offer.
             version: Text that identifies the weights in replies. If it is empty, a part of their
                 hash is used.
-            mode: What happens to running requests.
             deadline_seconds: Time limit of each phase: waiting for another update, reading,
                 draining.
 

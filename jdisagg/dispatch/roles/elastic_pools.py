@@ -2,8 +2,8 @@
 and makes the role changes that it recommends.
 
 If `acts` is False, the controller only gives advice, and roles change only when an operator
-requests it (`switch`). After each role change the controller starts a new observation window. The
-live router and the simulator run the same class with different clocks and ports."""
+requests it (`switch`). The live router and the simulator run the same class with different clocks
+and ports."""
 
 import asyncio
 import logging
@@ -36,7 +36,6 @@ class ElasticPools:
 
     Args:
         acts: Whether to make the role changes that the controller recommends.
-        held: Function that returns the number of requests that wait at the router.
     """
 
     def __init__(

@@ -3,8 +3,7 @@
 The switcher refuses to change the role of the last worker of a role, because a worker cannot check
 this itself. It then calls the worker and polls it until one of three outcomes: the worker serves in
 its new role and this router places requests on it, the worker serves in its old role again, or its
-process restarted in the role of its command line. A worker does not answer while it changes its
-role, so the switcher tolerates missing answers until the deadline."""
+process restarted in the role of its command line."""
 
 import asyncio
 from collections.abc import Callable
@@ -64,9 +63,6 @@ class RoleSwitcher:
             layout: Layout in the new role. None means the most common layout of workers with
                 `role`.
             seconds: Time limit of the change. None means `timeouts.role_change_seconds`.
-
-        Returns:
-            A report with state DONE or FAILED.
 
         Raises:
             InvalidRequestError, UnavailableError: The change is not allowed now.
