@@ -20,7 +20,6 @@ class Way:
     """All links of one kind (such as NVLink) of one worker, in one direction.
 
     Attributes:
-        moved_bytes: Total bytes of all pulls that used these links.
         slowed: Factor on the bandwidth. It is below 1 during an injected fault.
     """
 
@@ -65,7 +64,6 @@ class ChannelEnd:
     """A worker as an endpoint of transfers.
 
     Attributes:
-      place: Location of the worker, "rack/host/domain/process".
       lanes: Number of devices of one dp rank, over which the KV of a sequence is sharded; 0 means
         all devices.
     """
@@ -80,9 +78,6 @@ class SimulatedChannel:
 
     Attributes:
       stalled: Names of workers whose pulls never end, because of an injected fault.
-
-    Args:
-      overlap: Number of layer groups in which a chunk's KV is sent.
     """
 
     def __init__(self, link: Callable[[str, str], Link], overlap: int = 2) -> None:

@@ -1,9 +1,9 @@
 """Generates workloads of conversations, in which each prompt starts with all earlier prompts and
 answers of its conversation.
 
-Blocks of prompts and answers have names, by which prefix caches find the earlier turns. All
-conversations may share one system prompt. Arrivals are an open loop: each turn arrives one think
-time after the arrival of the previous turn, even if the previous answer has not ended."""
+Blocks of prompts and answers have names, by which prefix caches find the earlier turns. Arrivals
+are an open loop: each turn arrives one think time after the arrival of the previous turn, even if
+the previous answer has not ended."""
 
 import math
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Describes a simulated fleet: a model, pools of identical instances, their places, the links
 between instances, and the workers' configuration.
 
-`InstanceConfig` and `LimitsConfig` configure the workers, as in the live system. The other fields
-describe hardware. Constructors raise ConfigError for impossible combinations. Pure data."""
+`InstanceConfig` and `LimitsConfig` configure the workers, as in the live system. Constructors raise
+ConfigError for impossible combinations. Pure data."""
 
 import math
 from collections.abc import Callable
@@ -172,8 +172,6 @@ class Fleet:
         return sum(pool.count * pool.devices for pool in self.pools)
 
     def hardware_of(self, pool: Pool) -> Accelerator:
-        """Returns the description of the pool's accelerator with the fleet's number of devices that
-        share the scale-up link, and with the kernels of its software."""
         card = pool.hardware
         if self.host_devices:
             card = replace(card, domain_devices=self.host_devices)
@@ -279,7 +277,6 @@ class Fleet:
 
     @property
     def far(self) -> Link:
-        """Link of one device that the router assumes between workers in different racks."""
         return self._slowest(lambda hardware: hardware.scale_out)
 
     def _slowest(self, kind: Callable[[Accelerator], Link]) -> Link:
@@ -294,8 +291,6 @@ def _grouped(attention: GroupedAttention, layers: int, dtype: str) -> KVSpec:
 
 
 def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
-    """Returns the KV spec of a model, which workers compare when they connect. Pages and transfers
-    are sized by it."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
         index = attention.index_dim

@@ -3,8 +3,7 @@ hundred thousand requests fit into memory.
 
 The count, the sum, the first gap, the longest gap and the mean of the longest tenth are exact. All
 gaps are counted in a histogram whose bucket bounds grow by 2 %, so that percentiles over many
-requests are within 1 % (`merged_percentile`). Callers pass gaps as runs of equal gaps, (seconds,
-count). For example, k equal decode steps are one run."""
+requests are within 1 % (`merged_percentile`)."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,7 @@
 """Simulates the host memory of a mesh: which KV blocks it holds, and when copies end.
 
 Each dp rank copies over the links between its devices and the host. Copies in one direction run one
-after the other; the two directions are independent, and the mesh computes meanwhile. The live code
-in `worker/` decides which blocks are copied."""
+after the other; the two directions are independent, and the mesh computes meanwhile."""
 
 from dataclasses import dataclass
 

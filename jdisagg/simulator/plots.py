@@ -1,8 +1,8 @@
 """Plots runs: goodput curves, distributions of TTFT and TBT, timelines of requests and of load.
 
 matplotlib (extra `notebooks`) is imported only when drawing. This module uses the object interface
-of matplotlib, so that a caller's pyplot state does not change. Functions return a Figure, which
-`save` writes as .png, .svg or .pdf. This module must not depend on clusters."""
+of matplotlib, so that a caller's pyplot state does not change. This module must not depend on
+clusters."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
-    """Plots the cumulative distribution of TTFT over all requests; a curve ends below 1 if some
-    requests received no token."""
     figure, axes = new_figure()
     for name, outcomes in runs.items():
         seconds = np.sort([item.ttft for item in outcomes if item.ttft is not None])
@@ -37,7 +35,6 @@ def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
 
 
 def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
-    """Plots the fraction of gaps between tokens that exceed a given time, on logarithmic axes."""
     figure, axes = new_figure()
     for name, outcomes in runs.items():
         merged: dict[int, int] = {}

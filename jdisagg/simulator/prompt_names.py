@@ -36,7 +36,6 @@ class PromptBook:
         self.chains.pop(request_id, None)
 
     def blocks(self, request_id: str) -> tuple[tuple[int, ...], int]:
-        """Returns a request's block names, and the number of tokens that the blocks cover."""
         arrival = self._arrivals.get(request_id)
         if arrival is None:
             return (), 0

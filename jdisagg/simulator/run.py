@@ -88,7 +88,6 @@ def simulate(
 
     Args:
       seed: Seed of the request ids. The workload is generated with another seed.
-      hooks: Coroutine functions that receive the cluster and run concurrently with the clients.
       events: Listener that receives every decision of the router, such as
         `observe/decision_log.py`.
       progress: Called with (number of ended requests, number of all requests) after each request.

@@ -1,10 +1,10 @@
 """Estimates the seconds of a simulated executor's commands from a cost model.
 
 All dp ranks step together, so the rank with the most work determines the duration of a step.
-Arguments describe the prompts and sequences of this rank, as in `costs/cost_model.py`. A span is a
-number of consecutive decode steps. As contexts grow by one token per step, a span is described by
-the duration of the first step and a constant increase per step. This is exact if the cost is linear
-in the context length, and otherwise interpolates between the first and the last step."""
+Arguments describe the prompts and sequences of this rank, as in `costs/cost_model.py`. As contexts
+grow by one token per step, a span is described by the duration of the first step and a constant
+increase per step. This is exact if the cost is linear in the context length, and otherwise
+interpolates between the first and the last step."""
 
 import math
 from collections.abc import Sequence

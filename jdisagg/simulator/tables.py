@@ -1,7 +1,7 @@
 """Writes a run's requests as CSV or parquet, and its figures as aligned text.
 
 Column names include units. Parquet files need pyarrow (`pip install jdisagg[parquet]`), which is
-not imported for CSV. Numbers have nine significant digits."""
+not imported for CSV."""
 
 import csv
 import importlib
@@ -25,7 +25,6 @@ COLUMNS = (
 def row_of(
     item: RequestOutcome, slo: SloLimits | None = None
 ) -> tuple[str | int | float | bool | None, ...]:
-    """Returns the table row of one request: a value for each of COLUMNS, None if undefined."""
     gaps = item.gaps
     return (
         item.request_id, item.tenant, item.arrival, item.first_token, item.finish,

@@ -3,9 +3,8 @@ or JSONL, plain or gzipped.
 
 `read_trace` recognises a trace by its column names (`COLUMNS`), so that no flag needs to name the
 format. This project's format has columns at_seconds, prompt_tokens, output_tokens, and optionally
-tenant, priority, deadline, block_hashes (space separated in CSV, a list in JSONL). A row of JSONL
-may omit optional fields. Rows are sorted by time, and times start at 0. Files are UTF-8, with or
-without a byte order mark. Errors in rows name file, row and column."""
+tenant, priority, deadline, block_hashes (space separated in CSV, a list in JSONL). Rows are sorted
+by time, and times start at 0. Errors in rows name file, row and column."""
 
 import csv
 import gzip

@@ -218,16 +218,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # asyncio calls `get_debug` for each future; `bool()` returns False and is fast.
     get_debug = staticmethod(bool)  # type: ignore[assignment]
 
-    def set_debug(self, enabled: bool) -> None:
-        """Does nothing: there is no debug mode."""
+    def set_debug(self, enabled: bool) -> None: ...
 
     async def shutdown_asyncgens(self) -> None:
         for known in list(self._generators):
             if (generator := known()) is not None:
                 await generator.aclose()
 
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Does nothing: there are no threads."""
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None: ...
 
     def set_exception_handler(
         self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None

@@ -1,8 +1,7 @@
 """Generates workloads, which are lists of arrivals, from distributions, and transforms them.
 
-An `Arrival` is one request, with lengths but no text. A workload is sorted by arrival time. Every
-function returns a new list. All randomness comes from a seed, so that equal calls give equal lists.
-This module must not depend on clusters, models or clocks. `trace_files` reads traces."""
+An `Arrival` is one request, with lengths but no text. All randomness comes from a seed, so that
+equal calls give equal lists. This module must not depend on clusters, models or clocks."""
 
 import math
 from collections.abc import Sequence
@@ -185,7 +184,6 @@ def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """Returns the same requests, with times scaled to a mean of `rate` requests per second."""
     _check_rate(rate)
     return faster(arrivals, rate / mean_rate(arrivals))
 

@@ -1,10 +1,9 @@
 """Computes upper bounds on candidates' request rates, to rank candidates before simulation.
 
 A candidate is a mode, layouts and numbers of instances. A bound is the highest request rate of the
-whole candidate that this resource or objective allows. The dp ranks that prefill share an M/G/c
+whole candidate that one resource or objective allows. The dp ranks that prefill share an M/G/c
 queue whose waiting time has an exponential tail. All sequences of a decode rank are assumed to have
-the mean context length. If one pool serves both phases, prefill chunks delay decode steps, or
-lengthen them (`fused`). Bursts, packing and scheduling are ignored, because the simulator models
+the mean context length. Bursts, packing and scheduling are ignored, because the simulator models
 them afterwards. Has no side effects."""
 
 import copy
@@ -91,7 +90,6 @@ class Demand:
 
     @property
     def context_mean(self) -> float:
-        """Mean context length of a sequence over all decode steps, in tokens."""
         steps = self.outputs - 1
         if not steps.sum():
             return self.prompt_mean
@@ -116,9 +114,9 @@ class Bounds:
 
 
 class Estimator:
-    """Computes upper bounds on the request rates of candidates, for one site and workload. Caches
-    intermediate results by layout. `fused`: whether chunked prefill runs a chunk and a decode step
-    as one step. If not, chunks run between decode steps."""
+    """Computes upper bounds on the request rates of candidates, for one site and workload. `fused`:
+    whether chunked prefill runs a chunk and a decode step as one step. If not, chunks run between
+    decode steps."""
 
     def __init__(
         self,
@@ -139,8 +137,6 @@ class Estimator:
         self._tables: dict[Layout, StepTable] = {}
 
     def under(self, goal: Goal) -> "Estimator":
-        """Returns an estimator for another goal. It shares the caches of results that do not depend
-        on the goal."""
         other = copy.copy(self)
         other.goal, other._known = goal, {}
         return other

@@ -4,8 +4,7 @@
 `NothingFits` with the reason. For dense models dp is 1, because dp ranks would be equivalent to
 separate instances. Experts are distributed over all devices of an instance, or each expert is
 sharded by tp. tp stays within the devices that share a scale-up link (a domain). dp ranks that
-share experts may span domains, and then exchange tokens over the scale-out link. The only property
-of the workload that matters is its longest request."""
+share experts may span domains, and then exchange tokens over the scale-out link."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -78,8 +77,6 @@ class Site:
 
     @cached_property
     def described(self) -> Accelerator:
-        """Description of the accelerator, changed to the site's links and number of devices that
-        share a scale-up link."""
         return replace(
             self.accelerator,
             domain_devices=self.domain,

@@ -42,9 +42,7 @@ class FusedPace:
 
 
 class StepTable:
-    """Interpolates the seconds of steps, without attention, under one layout. The time of a step
-    with a prefill chunk is a function of its number of tokens, and the time of a decode step a
-    function of its number of sequences."""
+    """Interpolates the seconds of steps, without attention, under one layout."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
@@ -95,8 +93,6 @@ class FusedChunks:
         return seconds
 
     def pace(self, rate: float) -> FusedPace | None:
-        """Returns the steady state at `rate` requests per second, or None if the rate is too
-        high."""
         if rate not in self._known:
             self._known[rate] = self._settled(rate)
         return self._known[rate]

@@ -70,7 +70,6 @@ class Plan:
     Attributes:
       findings: Simulated candidates, best first, and then the best stepped candidates; only the
         latter if nothing was simulated.
-      considered: Number of candidates that were ranked with the cost model.
       left_out: Modes without a candidate, each with the reason as text.
     """
 

@@ -3,8 +3,7 @@
 Candidates are stepped in the order of their bounds, highest first. Candidates are of the same kind
 if they have the same mode and if both or neither have pipeline stages. A candidate is dropped after
 one trial if it does not reach nearly the best rate of its kind so far. It is also dropped if an
-earlier candidate has the same layouts and a rate at least as high. A candidate whose bound is far
-below the best rate of its kind is not stepped at all."""
+earlier candidate has the same layouts and a rate at least as high."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

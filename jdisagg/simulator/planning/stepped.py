@@ -1,11 +1,10 @@
 """Runs a fast, simplified simulation of a workload on a whole fleet (*stepping* the cost model), to
 rank candidates before they are simulated with live code.
 
-The result has the form of a simulated run (`trials.Runner`). Queues, chunks, spans, KV room,
-hand-off and the duration of each step are modelled as in the simulator, but with plain counters. A
-request is placed on the prefill instance with the fewest queued tokens and on the decode instance
-with the fewest sequences. For each request, stepping takes tens of microseconds, and the simulator
-a millisecond."""
+Queues, chunks, spans, KV room, hand-off and the duration of each step are modelled as in the
+simulator, but with plain counters. A request is placed on the prefill instance with the fewest
+queued tokens and on the decode instance with the fewest sequences. For each request, stepping takes
+tens of microseconds, and the simulator a millisecond."""
 
 import heapq
 import itertools
@@ -142,8 +141,6 @@ class SteppedRun:
         return [PrefixCache(self._fleet.block_tokens, room) for _ in self._first]
 
     def run(self, arrivals: Sequence[Arrival], lost: Lost | None = None) -> TrialRun:
-        """Returns the outcomes of all requests in order of arrival, or of the requests that ended
-        before `lost` returned True."""
         self._arrivals = arrivals
         self._begun = lost.begun if isinstance(lost, Loss) else None
         coming, number = len(arrivals), 0

@@ -25,9 +25,7 @@ class SteppedRequest:
     """A request in progress.
 
     Attributes:
-      cached: Number of prompt tokens whose KV is in the prefix cache.
       left: Number of prompt tokens that are in no chunk yet.
-      kept: Number of tokens for which pages are reserved.
     """
 
     number: int

@@ -44,7 +44,6 @@ class TrialRun:
 
     Attributes:
         outcomes: Outcomes of all requests, or of those that had ended if the run was stopped.
-        stopped: Whether the run ended early because it missed the goal.
     """
 
     outcomes: tuple[RequestOutcome, ...]
@@ -125,9 +124,7 @@ class Trier:
         self, runner: Runner, candidate: Candidate, rate: float, stay_seconds: float
     ) -> Report:
         """Simulates the candidate at `rate` requests per second, and returns the latencies of the
-        requests that arrive after `stay_seconds`, the time that a request takes.
-
-        Half as many requests as for a trial suffice, because nothing is decided."""
+        requests that arrive after `stay_seconds`, the time that a request takes."""
         goal = self.goal
         filling = min(stay_seconds, goal.ttft_seconds + self.demand.steps_mean * goal.tpot_seconds)
         count = min(

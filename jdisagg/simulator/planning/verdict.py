@@ -83,8 +83,6 @@ class Finding:
 
 
 def binding_limit(trial: Trial, limits: Bounds) -> str:
-    """Returns, as text, the limit that prevents a higher rate of a candidate: the limit that most
-    requests missed in `trial`, with its most likely cause."""
     known = dict(limits.limits)
     tokens = {
         name: rate
@@ -111,8 +109,6 @@ def binding_limit(trial: Trial, limits: Bounds) -> str:
 
 
 def first_answer(priced: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
-    """Describes the candidate of each mode with the highest bound, before any run. `priced`:
-    candidates with their bounds."""
     best: dict[Mode, tuple[Candidate, Bounds]] = {}
     for item in sorted(priced, key=lambda pair: -pair[1].rate):
         best.setdefault(item[0].mode, item)
@@ -133,7 +129,6 @@ def stepped_answer(stepped: Sequence[Finding]) -> str:
 
 
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
-    """Returns the text of a plan's verdict: which mode is best, by how much and why."""
     said = _compared(findings, estimator, left_out)
     said += _stages(findings, estimator)
     if any(item.candidate.mode is Mode.CHUNKED for item in findings):
@@ -214,7 +209,6 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
 
 
 def headroom(report: Report) -> str:
-    """Describes the latencies of the best finding at HEADROOM times its rate."""
     ttft, tpot = report.ttft.p90, report.tpot.p90
     parts = [
         f"{name} p90 {1e3 * value:.0f} ms"
@@ -235,8 +229,6 @@ def not_simulated(requests: int) -> str:
 
 
 def error_bars(best: Finding, low: float, high: float, error: float) -> str:
-    """Describes the rates of the best finding if all steps take longer or less time than
-    predicted."""
     each = best.per_accelerator
     return (
         f"If all steps take {error:.0%} more or {error:.0%} less time than predicted, the first row"
