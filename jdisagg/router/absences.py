@@ -2,8 +2,7 @@
 Does no I/O; times are arguments.
 
 A worker is absent from the time when the router removed it, or when it deregistered, until a worker
-registers under its name. Restarts of one cluster take similar times, because most of the time is
-spent on loading the model."""
+registers under its name."""
 
 from collections import deque
 from statistics import median

@@ -31,7 +31,6 @@ class Work:
         tokens: Number of tokens that need KV: the prompt and the tokens accepted so far.
         cached_tokens: Number of these `tokens` that the prefilling worker has cached.
         children: Number of sequences that share the KV of these `tokens`.
-        expected_tokens: Number of further tokens that each child is expected to generate.
     """
 
     tokens: int
@@ -112,8 +111,6 @@ class Accounts:
             self.state.bar(row, until)
 
     def pace(self, worker: str, until: float) -> None:
-        """Sets the earliest start time of a mixed worker's next prompt
-        (`cost_terms.paced_until`)."""
         row = self.state.row(worker)
         if row is not None:
             self.state.table["paced_until"][row] = until

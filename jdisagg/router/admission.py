@@ -136,14 +136,11 @@ class Drain:
         self._cost += cost
 
     def seconds(self, cost: float) -> float:
-        """Returns the predicted seconds until requests of total cost `cost` are served, or 0 while
-        the speed is unknown."""
         if not cost or self._seconds < DRAIN_LEAST_SECONDS:
             return 0.0
         return cost * self._seconds / self._cost if self._cost else MAX_RETRY_SECONDS
 
     def seconds_each(self) -> float | None:
-        """Returns the seconds per unit of cost, or None while the speed is unknown."""
         known = self._cost and self._seconds >= DRAIN_LEAST_SECONDS
         return self._seconds / self._cost if known else None
 
@@ -160,8 +157,7 @@ class Drain:
 
 class Lateness:
     """Recent errors of predicted times to first token, by which later predictions are corrected.
-    Predictions omit some delays (prompts of other dp ranks, a slow mesh). Without the correction,
-    the router would admit requests that miss their time limit."""
+    Without the correction, the router would admit requests that miss their time limit."""
 
     def __init__(self) -> None:
         self._errors: deque[tuple[float, float]] = deque()

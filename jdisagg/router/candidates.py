@@ -3,8 +3,7 @@ effects.
 
 Workers that are gone are never candidates. Draining workers and workers whose heartbeats are late
 are candidates, with a penalty, only if the request has tokens already. Workers with an open circuit
-breaker have a larger penalty. Workers that failed this request have the largest penalty.
-`cost_terms` predicts the costs of the request, and `placement` makes the choice."""
+breaker have a larger penalty. Workers that failed this request have the largest penalty."""
 
 import numpy as np
 
@@ -53,7 +52,6 @@ class Candidates:
 
     @property
     def unknown(self) -> bool:
-        """Whether the speed of any candidate is unknown, so that no times are predicted."""
         return self.side.unknown and bool((self.table["speed"] == UNKNOWN).any())
 
     @property
@@ -149,8 +147,6 @@ def apart(state: ClusterState, prefills: Indices, decodes: Indices) -> Flags | N
 def broken_pairs(
     state: ClusterState, query: PlacementQuery, prefills: Indices, decodes: Indices
 ) -> Array:
-    """Returns an array [prefill workers, decode workers] with the penalty in seconds of each pair
-    whose KV transfers have failed."""
     against = np.zeros((len(prefills), len(decodes)))
     for prefill, decode in query.broken:
         here, there = prefills == state.row_of(prefill), decodes == state.row_of(decode)
@@ -159,8 +155,6 @@ def broken_pairs(
 
 
 def no_worker(state: ClusterState, side: Side, kind: str) -> NoWorkerError:
-    """Returns the error for a role without candidates. Its message lists the workers of the role
-    and their states."""
     rows = side.rows
 
     def said(row: int) -> str:

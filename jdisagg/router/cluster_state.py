@@ -200,8 +200,6 @@ class ClusterState:
         return self._rows.get(name, -1)
 
     def rows_of(self, roster: Roster) -> Indices:
-        """Returns the row numbers of the workers in `roster` as a read-only array, with -1 for
-        unknown workers."""
         if self._roster_rows is None or self._roster_rows[0] is not roster:
             rows = np.fromiter(map(self.row_of, roster.names), np.intp, len(roster.names))
             self._roster_rows = roster, rows
@@ -217,12 +215,10 @@ class ClusterState:
 
     @property
     def prefill(self) -> Side:
-        """The workers that only prefill."""
         return self._both()[0]
 
     @property
     def decode(self) -> Side:
-        """The workers that decode, including mixed workers."""
         return self._both()[1]
 
     def link_costs(self, far: Link) -> LinkCosts:
@@ -306,7 +302,6 @@ class ClusterState:
             self._place(row, self._descriptions[name])
 
     def update(self, status: WorkerStatus, now: float) -> None:
-        """Stores a worker's status, without changing the `own_` columns."""
         row = self._rows.get(status.name)
         if row is None:
             row = self._add(status.name)
@@ -414,7 +409,6 @@ class ClusterState:
         self._heard_since = min(self._heard_since, at)
 
     def silent_for(self, now: float, most: float) -> bool:
-        """Returns whether any worker has sent no status for more than `most` seconds."""
         if now - self._heard_since > most:
             heard = [self.table["heard_at"][side.span] for side in self._both()]
             self._heard_since = min(float(column.min(initial=now)) for column in heard)
@@ -511,7 +505,7 @@ def _completed(description: Description, status: WorkerStatus) -> Description:
 
 
 def _form(status: WorkerStatus) -> object:
-    """Values derived from them are recomputed only if one of them changes."""
+    """Values derived from these fields are recomputed only if one of them changes."""
     return (
         status.role,
         status.page_size,

@@ -3,9 +3,8 @@
 Workers report cached blocks with their heartbeats, so `known_blocks.py` lacks the blocks of a
 prompt until it was computed and reported. A prompt that arrives in the meantime with the same
 prefix should go to the same worker, if the worker's queue is not too long. It then waits there for
-the common blocks (`scheduler/shared_prompts.py`). Entries only cover this router's own requests. An
-entry ends when its attempt ends, or `LINGER_SECONDS` after the first token, when the worker has
-reported the blocks. Does no I/O."""
+the common blocks (`scheduler/shared_prompts.py`). An entry ends when its attempt ends, or
+`LINGER_SECONDS` after the first token, when the worker has reported the blocks. Does no I/O."""
 
 from collections import deque
 from collections.abc import Sequence

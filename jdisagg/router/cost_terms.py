@@ -43,7 +43,6 @@ class Holder:
     """A worker from which prefill workers may fetch cached KV.
 
     Attributes:
-        tokens: Number of tokens of the prompt that the worker has cached.
         issued_seconds: Seconds until the commands that were already issued to the worker's mesh are
             done.
     """
@@ -96,7 +95,6 @@ class DecodeCosts:
     Attributes:
         queue: Seconds until the worker has room for the sequence.
         step: Seconds of a decode step that includes the sequence.
-        room: Whether all workers have room now.
     """
 
     rows: Indices
@@ -107,8 +105,6 @@ class DecodeCosts:
 
     @property
     def join(self) -> Array:
-        """For each worker, the seconds from the arrival of the KV to the first token that is
-        decoded from it."""
         return np.where(self.busy, STEPS_TO_JOIN, STEPS_ALONE) * self.step
 
     def join_of(self, which: int) -> float:
@@ -335,8 +331,6 @@ def local_prefills(
     query: PlacementQuery,
     now: float,
 ) -> LocalCosts:
-    """Returns the costs of prefill on decode workers. They alternate prefill chunks and decode
-    steps."""
     alone = prefills_of(state, side, decodes.rows, table, query)
     lacking = np.full(len(decodes.rows), float(query.work.tokens))
     at, cached = alone.known
@@ -383,7 +377,6 @@ def paced_until(
 
 
 def yielding_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> Array:
-    """Returns `query.yielding` for the workers `rows`, as an array [4, workers]."""
     found = np.zeros((4, len(rows)))
     for at, row in enumerate(rows):
         if (load := query.yielding.get(state.name(int(row)))) is not None:

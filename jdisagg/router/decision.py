@@ -91,8 +91,6 @@ class PlacementQuery:
         return (self.work.tokens - 1) // self.block_tokens * self.block_tokens
 
     def coming_to(self, worker: str) -> int:
-        """Returns the number of prompt tokens that a worker need not compute for this prompt,
-        because it is computing them for earlier prompts."""
         return min(self.coming.get(worker, 0), self.most_known)
 
 

@@ -1,9 +1,10 @@
 """Input of the elastic controller: the latencies of requests and the utilization of the pools (the
 workers of one role) in a sliding window.
 
-For a prefill worker it is the share of time with work. For a decode worker it is the fraction of
-pages in use or of slots in use, whichever is larger. Sequences whose KV has not arrived do not
-count as load of the decode pool, because a shortage of prefill workers increases their number.
+The utilization of a prefill worker is the share of time with work. For a decode worker it is the
+fraction of pages in use or of slots in use, whichever is larger. Sequences whose KV has not arrived
+do not count as load of the decode pool, because a shortage of prefill workers increases their
+number.
 
 Does no I/O: times are arguments and the result (`View`) is plain data."""
 
@@ -61,7 +62,6 @@ class PoolView:
     Attributes:
         use: Mean utilization, in [0, 1].
         peak_use: High quantile of the sampled utilization, in [0, 1].
-        waiting: Mean number of requests that wait for the pool, at its workers or at the router.
     """
 
     taking: tuple[WorkerStatus, ...]

@@ -108,8 +108,6 @@ class FairQueue:
         return None
 
     def first(self, most: int) -> list[Ticket]:
-        """Returns the first `most` requests in the order in which they would be served. Changes
-        nothing."""
         waiting = {
             name: sorted(
                 (urgency, ticket.key)

@@ -26,7 +26,6 @@ class KnownBlocks:
     Args:
         secret: Key with which block names are hashed. It must equal the workers' key; if it does
             not, no block is found.
-        most_blocks: Largest number of entries, summed over workers.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Predicts the time of KV transfers between each pair of workers. A transfer uses the fastest link
 that connects the two workers' places, with as many lanes as the workers' tensor parallelism allows.
 
-The costs depend only on the workers' descriptions and on links that they measured. They are
-computed once and stored until one of these changes. Matrices are [prefill workers, decode
-workers]."""
+The costs depend only on the workers' descriptions and on links that they measured. Matrices are
+[prefill workers, decode workers]."""
 
 import functools
 from collections.abc import Mapping, Sequence

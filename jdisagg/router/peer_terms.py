@@ -42,8 +42,6 @@ def with_fetches(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> PrefillCosts:
-    """Returns the costs of prefill workers if each chooses the cheaper way: computing the prompt,
-    or fetching cached KV first."""
     queue = np.maximum(0.0, costs.queue)
     waiting = np.minimum(queue, _issued(state, side, table))
     holders = _prefill_holders(costs, waiting, trusted)

@@ -3,8 +3,7 @@
 `LearnedLengths` predicts a quantile of the recent lengths in the same class. A class is the tenant
 and the prompt's length, rounded to a power of two. If a class has too few samples, all answers of
 the tenant are used. If these are too few, the answers of all tenants are used. The request's
-max_tokens is the upper bound of all predictions. An answer that max_tokens cut off counts with the
-length at the cut. Each call costs O(log n). Does no I/O."""
+max_tokens is the upper bound of all predictions. Does no I/O."""
 
 import bisect
 from collections import deque
@@ -50,7 +49,6 @@ class LearnedLengths:
         self._counts: dict[int, int] = {}  # answers counted by each other router, the latest last
 
     def predict(self, tenant: str, prompt_tokens: int, most_tokens: int) -> int:
-        """Predicts the number of tokens of an answer, which is at most `most_tokens`."""
         if self._quantile is None:
             return most_tokens
         for lengths in (
@@ -63,7 +61,6 @@ class LearnedLengths:
         return min(most_tokens, COLD_TOKENS)
 
     def observe(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        """Records the length of an answer that finished by itself or was cut off at max_tokens."""
         answer = tenant, prompt_tokens, output_tokens
         self._own.append(answer)
         self._count += 1

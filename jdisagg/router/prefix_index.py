@@ -2,10 +2,9 @@
 has cached. Blocks are called pages here, and a chain is the list of the prompt's page hashes in
 order.
 
-Each page has an entry: an integer with one bit per worker. One operation per page therefore matches
-a thousand workers. The result is a dense array with a count per worker (`ByWorker`), because
-usually most workers have the system prompt cached. The index may lag behind the caches. A wrong
-match costs time but never changes a token."""
+Each page has an entry: an integer with one bit per worker. The result is a dense array with a count
+per worker (`ByWorker`), because usually most workers have the system prompt cached. The index may
+lag behind the caches. A wrong match costs time but never changes a token."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -121,7 +120,6 @@ class PrefixIndex:
         return len(self._pages.get(worker, ()))
 
     def last(self, worker: str) -> int:
-        """Returns the sequence number of the last event that was applied for the worker."""
         return self._last.get(worker, 0)
 
     def apply(self, worker: str, events: Sequence[PrefixEvent]) -> bool:
@@ -158,7 +156,6 @@ class PrefixIndex:
         self._numbering.free(worker)
 
     def matches(self, hashes: Sequence[int]) -> ByWorker:
-        """Returns, for each worker, how many leading pages of the chain `hashes` it has cached."""
         roster = self._numbering.roster
         counts = np.zeros(len(roster.names), np.int64)
         knowing = self._holders.get(hashes[0], 0) if hashes else 0
