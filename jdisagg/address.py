@@ -59,7 +59,6 @@ def check_host(name: str, host: str, wildcard: bool) -> None:
     """Checks the form of a host in the configuration.
 
     Args:
-        name: Name of the configuration field that contains the host, for the error message.
         wildcard: Whether an address for every interface, such as 0.0.0.0, is allowed.
 
     Raises:
@@ -92,9 +91,6 @@ def numeric(host: str, purpose: str) -> str:
     """Resolves a host name to its first IPv4 address, or to its first IPv6 address if it has no
     IPv4 address. An IP address is returned unchanged.
 
-    Args:
-        purpose: Purpose of the address. The error message begins with it.
-
     Raises:
         ConfigError: The name has no address, or one that means every interface.
     """
@@ -117,9 +113,6 @@ def numeric(host: str, purpose: str) -> str:
 
 def listening_socket(host: str, port: int, remedy: str, backlog: int = 1) -> socket.socket:
     """Opens a listening TCP socket.
-
-    Args:
-        remedy: Advice to the user, with which the error message ends.
 
     Raises:
         ConfigError: The address cannot be bound.
@@ -153,7 +146,6 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def cannot_listen(host: str, port: int, error: Exception, remedy: str) -> ConfigError:
-    """Returns the error to raise when a server cannot bind its address."""
     reason = str(error)
     if isinstance(error, OSError):
         if error.errno == errno.EADDRINUSE:

@@ -1,8 +1,8 @@
 """Finds and imports the folders `models`, `launch` and `configs`.
 
-These folders use this package. To avoid a static import in the other direction, this package loads
-their modules by name. In a checkout the three folders are at the top level. A wheel has them in
-`jdisagg/_app`, so that it installs no packages with such general names."""
+To avoid a static import of these folders, this package loads their modules by name. In a checkout
+the three folders are at the top level. A wheel has them in `jdisagg/_app`, so that it installs no
+packages with such general names."""
 
 import importlib
 import sys

@@ -1,8 +1,7 @@
 """Builds workers and connects their calls, in the same way for every kind of cluster.
 
-`build_worker` builds a worker for a role. `LocalCluster` connects the workers of one process. The
-caller provides executors, channels and the request path. This module imports neither JAX nor
-gRPC."""
+`build_worker` builds a worker for a role. `LocalCluster` connects the workers of one process. This
+module imports neither JAX nor gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -55,7 +54,6 @@ def build_worker(
             receives KV.
         mode: Whether and how the decode mesh also runs prefill. Prefill workers ignore it.
         fetches: Whether the worker may fetch cached KV from other workers.
-        decoder: Class to instantiate for a decode worker.
     """
     if role is WorkerRole.PREFILL:
         return PrefillWorker(context, executor, config, limits, peers if fetches else None)
@@ -66,8 +64,6 @@ class LocalCluster:
     """The workers of one process by name, and the interfaces (ports) through which they are called.
 
     Args:
-        new_id: Function that returns a new random 64-bit number.
-        between: Function that returns the middleware for calls from a caller to a worker.
         mortal: Whether `kill` may be used. If so, each call is slightly slower.
     """
 

@@ -163,9 +163,6 @@ class AsyncClient(WeightsCalls):
         Args:
             messages: Chat to tokenize instead of `prompt`. The model's chat template is applied
                 first.
-
-        Raises:
-            JdisaggError: As in `generate`.
         """
         request = tokenize_request(prompt, messages)
         return tuple((await self._unary(self._stub.Tokenize, request)).token_ids)
@@ -244,7 +241,6 @@ class AsyncClient(WeightsCalls):
             keep_seconds: Seconds for which the KV stays in host memory, if host memory has room.
                 After this time, `resume` recomputes the KV. None means until the request's
                 deadline.
-            tenant: Tenant that was given with the request.
 
         Raises:
             InvalidRequestError: The server does not stream a request with this id.

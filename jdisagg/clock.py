@@ -70,9 +70,6 @@ class limit:
 async def turn(lock: asyncio.Lock, seconds: float, what: str) -> AsyncIterator[None]:
     """Context manager that holds `lock`, and waits at most `seconds` for it.
 
-    Args:
-        what: Name of the operation that needs the lock. The error message begins with it.
-
     Raises:
         DeadlineExceededError: Other tasks held the lock for `seconds`.
     """

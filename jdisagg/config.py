@@ -483,7 +483,6 @@ def override(config: object, assignments: typing.Sequence[str]) -> typing.Any:
     assignments does not matter.
 
     Args:
-        config: Config dataclass. It is not changed.
         assignments: Strings of the form "path.to.field=value". Each value is parsed by the type of
             its field.
 

@@ -90,20 +90,15 @@ class ImageFormat:
         return image.patches // self.merge**2
 
     def stride(self, image: PromptImage) -> int:
-        """Returns the number of tokens in a row of an image, including the row break."""
         return image.length // (image.grid[1] // self.merge)
 
     def shift(self, image: PromptImage) -> int:
-        """Returns the number by which an image shifts the positions of later tokens."""
         if not self.spatial:
             return 0
         return max(image.grid[0], *(size // self.merge for size in image.grid[1:])) - image.length
 
     def check(self, image: PromptImage, tokens: Sequence[int], pixels: bool = True) -> None:
         """Checks that an image of a prompt fits the model.
-
-        Args:
-            pixels: Whether the number of pixels is checked too.
 
         Raises:
             InvalidRequestError: The grid, the pixels or the image's tokens do not fit.

@@ -63,8 +63,6 @@ class PrefixConfig:
     events_topic: str = ""
 
     def of_worker(self, index: int) -> "PrefixConfig":
-        """Returns the configuration of worker number `index` on a host, whose event ports are
-        higher by `index`."""
         if not self.events:
             return self
         events, replay = _port_after(self.events, index), _port_after(self.events_replay, index)

@@ -206,7 +206,6 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether sampling uses penalties, which depend on earlier tokens."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -256,11 +255,7 @@ class Resumption:
     """A client's new call that resumes a broken stream of a request.
 
     The stream continues at the next token of each child (answer). Nothing is sent for children that
-    had finished.
-
-    Attributes:
-        number: Number of this resumption, counted from 1.
-    """
+    had finished."""
 
     number: int
     children: tuple[AcceptedChild, ...]
@@ -338,8 +333,6 @@ class Request:
         return scoped(self.images, self.tenant, self.cache_scope) if self.images else ()
 
     def without_pixels(self) -> "Request":
-        """Returns the request without the pixels of its images, for a worker that does not compute
-        the prompt."""
         if not self.images:
             return self
         return replace(self, images=tuple([image.without_pixels() for image in self.images]))
@@ -362,9 +355,6 @@ class Request:
         self, first_index: int, token_ids: tuple[int, ...], context_tokens: int
     ) -> "tuple[int, FinishReason | None]":
         """Finds the end of an answer within new tokens.
-
-        Args:
-            first_index: Index of the first of `token_ids` among the generated tokens of the child.
 
         Returns:
             The number of leading `token_ids` that belong to the answer, and the reason why the

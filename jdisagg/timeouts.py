@@ -81,7 +81,6 @@ class Backoff(_Part):
         self._check_order("first_seconds", "most_seconds")
 
     def seconds(self, failures: int) -> float:
-        """Returns the time to wait after `failures` consecutive failures (1 or more)."""
         return min(self.first_seconds * 2 ** min(failures - 1, MAX_DOUBLINGS), self.most_seconds)
 
 
@@ -339,8 +338,6 @@ class Timeouts:
     process: ProcessTimeouts = field(default_factory=ProcessTimeouts)
 
     def scaled(self, factor: float) -> Self:
-        """Returns a copy in which all times are multiplied by `factor`, for slow or overloaded
-        machines."""
         return _scaled(self, factor)
 
 

@@ -76,7 +76,6 @@ def opened(
     Yields the offer with the given name, or None if the name is a folder.
 
     Args:
-        name: Name of an offer, or path of a checkpoint folder.
         check: Function that is called while the worker waits for bytes of another process. It
             raises an error to stop the reading.
 
