@@ -172,8 +172,6 @@ class HfConfig:
         return other
 
     def beside(self, name: str) -> Mapping[str, object]:
-        """Returns the fields of another JSON file in the folder of config.json, or no fields if the
-        file is absent."""
         path = Path(self.where).parent / name
         return _read_fields(path) if path.is_file() else {}
 

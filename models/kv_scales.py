@@ -158,8 +158,6 @@ def _of_file(path: Path, config: DecoderConfig) -> KVScales:
 
 
 def scaled_components(layer: KVLayer) -> tuple[KVComponent, ...]:
-    """Returns the components of a layer that are stored in the narrow type. The keys of an indexer
-    keep the model's type."""
     return tuple(part for part in layer.components if part.name != "index")
 
 

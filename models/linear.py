@@ -80,8 +80,6 @@ class Linear(nnx.Module):
         return self._product(x_TD, shards, None if self.bias is None else self.bias[...])
 
     def summed(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
-        """Multiplies with a kernel whose input dimension is sharded over tp, sums over the shards,
-        and adds the bias."""
         y_TD = self._product(x_TD, shards, None)
         if shards.tp:
             y_TD = lax.psum(y_TD, shards.tp)
@@ -127,8 +125,6 @@ class Norm(nnx.Module):
 
 
 def own_heads(out_RNH: jax.Array, heads: int, shards: Shards) -> jax.Array:
-    """Selects the `heads` heads that this device processes further, from an output that all devices
-    along the mesh axis "rep" hold."""
     if out_RNH.shape[1] == heads:
         return out_RNH
     return lax.dynamic_slice_in_dim(out_RNH, lax.axis_index(shards.tp[-1]) * heads, heads, axis=1)

@@ -27,8 +27,6 @@ _FACTORS = {
 
 
 def read_published_config(hf: HfConfig) -> DecoderConfig:
-    """Reads a config.json with the field names of the released checkpoints, which differ from those
-    of transformers."""
     if not hf.flag("postnorm", False) and not hf.sizes_only:
         raise hf.error("postnorm", "must be true", "residuals before the norm are not supported")
     shared = hf.raw("shared_intermediate_size")

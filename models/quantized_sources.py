@@ -133,8 +133,6 @@ def planned_reads(
     shardings: Sequence[Any],
     tensors: Mapping[str, tuple[int, ...]],
 ) -> list[tuple[str, Box]]:
-    """Returns the parts (boxes) of tensors that loading will read for this process's devices, in
-    order, so that they can be transferred ahead."""
     reads: list[tuple[str, Box]] = []
 
     def note(name: str, index: Index) -> np.ndarray:

@@ -132,8 +132,6 @@ class SafetensorsFiles:
         )
 
     def vision_part(self) -> "SafetensorsFiles":
-        """Returns the tensors of the vision encoder of a multimodal model, with the names of
-        transformers 4 or of transformers 5 without "model."."""
         return SafetensorsFiles(
             {
                 name.removeprefix("model."): tensor

@@ -97,7 +97,6 @@ class Tokenizer:
         return self._chat is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns token ids, including BOS and other special tokens that tokenizer.json adds."""
         try:
             return list(
                 self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
