@@ -9,8 +9,6 @@ from models.tokenizer import Tokenizer
 
 
 def grammar_compiler(directory: str) -> GrammarCompiler | None:
-    """Returns the grammar compiler of a checkpoint, or None if the checkpoint has no
-    tokenizer.json. The compiler reads tokenizer.json when it compiles the first grammar."""
     path = Path(directory) / "tokenizer.json"
 
     def read() -> TokenizerText:

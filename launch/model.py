@@ -164,8 +164,6 @@ def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
 def model_source(
     model: ModelConfig, speculate: str = "off", service: ServiceConfig | None = None
 ) -> ModelSource:
-    """Returns everything that a process needs to serve a model: its description, and the functions
-    that load it. Raises the errors of `load_config`."""
     directory = model.directory
     family = load_config(directory).family
     name = served_name(directory)
