@@ -1,5 +1,5 @@
 """Decode attention over KV pages, for one or several new tokens per sequence. The k and v of the
-new tokens must already be in the pages. The KV of a sequence is read once for all its new tokens.
+new tokens must already be in the pages.
 
 `paged_attention` is the op, and `platform` chooses the implementation:
 - `loop`: a `fori_loop` over page columns with online softmax. The trip count is traced (the longest

@@ -1,9 +1,9 @@
 """Prefill attention of a packed chunk, which holds tokens of several sequences. Tokens attend to
 the chunk itself, and to KV pages with earlier tokens of the same sequence.
 
-Tokens of a segment (a row of the step) are contiguous and in order. `segment_T` is -1 for padding,
-whose output is 0. Two parts share one online softmax: *self* is causal attention among the chunk's
-tokens of the same segment, and *past* is attention to the sequence's earlier tokens in pages.
+`segment_T` is -1 for padding, whose output is 0. Two parts share one online softmax: *self* is
+causal attention among the chunk's tokens of the same segment, and *past* is attention to the
+sequence's earlier tokens in pages.
 
 On CPU *self* is cut into query blocks. On GPU both parts use cuDNN (`prefill_attention_cudnn`), on
 TPU one kernel (`prefill_attention_tpu`).
