@@ -1,7 +1,7 @@
 """KV spec: describes which arrays a model's KV cache consists of.
 
 A spec is a list of layers, each with components: K and V, or the single latent vector of multi-head
-latent attention (MLA). A component with kv heads is sharded by head over tp.
+latent attention (MLA).
 
 KV is transferred in blocks [ranks, rows, heads, tokens, values] of one type. For this, each
 component is cut into *rows* of `row_heads` heads with `row_width` values each. If other components
@@ -11,9 +11,6 @@ twice: each kv shard sends one part, and the receiver joins the parts.
 A recurrent layer has state: values of fixed size per sequence, which each step replaces. The states
 of all layers form a separate spec (`KVSpec.state`), in which one "token" is the whole state of one
 sequence.
-
-If only some layers have a sliding window, the KV of layers with and without a window may be stored
-and sent separately (`can_part`).
 
 Bytes per token = 2 x L x K x H x bytes per value for K and V, L x (latent + rope) x bytes per value
 for MLA. Does not import JAX."""

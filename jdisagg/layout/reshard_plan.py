@@ -1,8 +1,7 @@
 """Plans which bytes each device sends to which other device when an array changes its sharding.
 
 A box is a range of indices in each dimension. A placement gives the box of the global array that
-each device holds. Several devices may hold the same box (replicas), and boxes may overlap or cover
-only a part of the array.
+each device holds.
 
 Invariants for every destination device: its pieces are disjoint and fill its box exactly, so each
 destination byte arrives once. Each piece lies inside its source's box. If the destination device
