@@ -72,8 +72,6 @@ class Canary:
             known.tried_at = now
 
     def due(self, now: float, every_seconds: float) -> tuple[Pair, ...]:
-        """Returns the pairs over which a canary should be sent. These are the pairs that had
-        neither a canary nor a KV transfer in the last `every_seconds`."""
         latest = {pair: _latest(known) for pair, known in self._pairs.items()}
         return tuple(
             pair

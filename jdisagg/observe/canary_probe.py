@@ -30,8 +30,6 @@ NEW_TOKENS = 2  # the second one is decoded from transferred KV
 
 
 def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
-    """Returns all pairs of a prefill and a decode worker that accept requests. A mixed worker
-    counts as a pair by itself."""
     serving = [status for status in statuses if status.serving]
     prefills = [status.name for status in serving if status.role is WorkerRole.PREFILL]
     pairs = [

@@ -3,7 +3,7 @@
 Each process has one `Metrics` with its own registry, so that several clusters can run in one test
 process.
 
-The wrappers of this package update the groups once per batch of tokens or per command, and not per
+The wrappers of this package update metrics once per batch of tokens or per command, and not per
 token.
 
 Names are `jdisagg_<what>_<unit>`. Label values come from small fixed sets (worker, codec, cause),
@@ -261,8 +261,6 @@ class Metrics(NoRouterEvents):
         self._watched.append(Watched(name, counters, status, compilations=compilations))
 
     def watch_cluster(self, statuses: StatusesOf) -> None:
-        """Exports the statuses of all workers of a router. The metric names differ from those that
-        workers export about themselves."""
         self._watched.append(Watched("cluster", statuses=statuses))
 
     def watch_waiting(self, waiting: Callable[[], int]) -> None:

@@ -57,8 +57,6 @@ class RecentRequests(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def spans(self, trace: str) -> tuple[RecentSpan, ...]:
-        """Returns the finished spans of a trace in order of their start, or an empty tuple for an
-        unknown trace."""
         return tuple(sorted(self._traces.get(trace, ()), key=lambda span: span.started))
 
     def requests(self) -> tuple[RecentRequest, ...]:

@@ -86,8 +86,6 @@ class Watched:
 
 
 def reading_families(readings: Sequence[Reading]) -> Iterator[Metric]:
-    """Converts the values of all owners to Prometheus metric families. Each family occurs once and
-    contains the samples of all owners, as Prometheus requires."""
     yield from _counters(readings)
     compilations = _family(
         CounterMetricFamily,

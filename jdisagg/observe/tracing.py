@@ -5,9 +5,6 @@ client's span. Calls to workers contain the trace context. Within a process, mos
 key: the id of a hand-off, an offer or a reservation. Code that has both the key and its owner (a
 trace context or another key) registers the two with `own`.
 
-Work that a mesh does for many requests together belongs to no single trace. Its spans have the
-attribute `track` in place of an owner, and appear in timelines only.
-
 If there is no OpenTelemetry provider, no spans are created, stored or sent."""
 
 import time

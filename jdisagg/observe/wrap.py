@@ -45,8 +45,6 @@ def peer(receiver: str, port: PeerPort, observer: Observer | None) -> PeerPort:
 def calls(
     worker: MeshWorker, caller: MeshWorker | None, observer: Observer | None
 ) -> tuple[object, ...]:
-    """Returns middleware that measures calls to a worker of this process, for `LocalCluster`.
-    `caller` is the calling worker, or None for the request path."""
     if observer is None:
         return ()
     if caller is not None:
@@ -81,8 +79,6 @@ def peers(
 
 
 def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int]) -> RequestLog:
-    """Creates the request log of an API. If there is an observer, the numbers of the log are also
-    exported as metrics."""
     if observer is None:
         return RequestLog(each, waiting=waiting)
     observer.metrics.watch_waiting(waiting)
