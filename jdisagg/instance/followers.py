@@ -146,15 +146,11 @@ class Followers:
         return tuple(end for end in ends if end) if all(ends) else ()
 
     def order(self, command: StepCommand) -> int:
-        """Sends a command to every follower. Returns the number that reports about the command
-        have."""
         self._number += 1
         self._send_all(Ordered(self._number, command))
         return self._number
 
     def when_told(self, callback: Callable[[int, Reported | Failed], None]) -> None:
-        """Sets the callback for reports of followers. Its arguments are the process index and the
-        report."""
         self._on_told = callback
 
     def when_failed(self, callback: Callable[[UnavailableError], None]) -> None:

@@ -22,8 +22,6 @@ class SilenceWatch:
         self.silent_seconds = 0.0
 
     def look(self, now: float) -> float:
-        """Returns the number of seconds since the last message, without long pauses of this
-        process."""
         self.silent_seconds += min(now - self._looked, 2 * self._look_seconds)
         self._looked = now
         return self.silent_seconds
