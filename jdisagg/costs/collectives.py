@@ -17,8 +17,6 @@ SCALE_UP_EXCHANGE = 0.75
 
 
 def link_among(accelerator: Accelerator, devices: int) -> Link:
-    """Returns the link that limits a collective among `devices` consecutive devices: the scale-up
-    link if they all share it, and the scale-out link if not."""
     within = devices <= accelerator.domain_devices
     return accelerator.scale_up if within else accelerator.scale_out
 

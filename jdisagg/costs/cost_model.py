@@ -274,8 +274,6 @@ class CostModel:
         return (matrices + experts + embedded) / self.stages + drafts
 
     def update_seconds(self, link: Link) -> float:
-        """Predicts the seconds to transfer new weights if each device receives its part over its
-        own link."""
         return link.seconds(self.weight_bytes_per_device)
 
     def stage_weight_bytes(self, layers: int) -> float:

@@ -92,8 +92,6 @@ class EnginePreset:
     step_error: float = 0.15
 
     def shape(self, geometry: CostGeometry, weights: str) -> CostGeometry:
-        """Returns the geometry with the bits per value of quantized matrices. `weights`: precision
-        of the weights; empty for the model's data type."""
         if weights not in ("", *WEIGHT_BITS):
             raise ConfigError(
                 f"weights={weights!r} is not served by {self.name}, which has"

@@ -214,8 +214,6 @@ def bounded(name: str, value: float) -> float:
 
 
 def sigma(name: str) -> float:
-    """Returns the standard deviation of the prior around a constant's published value, in units of
-    the natural logarithm."""
     if name.endswith("_seconds"):
         return SIGMA_SECONDS
     return SIGMA_LINK if name.endswith("_bandwidth") else SIGMA_FRACTION
