@@ -320,8 +320,6 @@ async def _compile(
 
 
 async def load_rest(replicas: Sequence[Replica]) -> None:
-    """Loads the programs that `warm_up` left out, while the replicas serve. Each capability is
-    ready when all of its programs are loaded."""
     try:
         for capability in Capability:
             for replica in replicas:

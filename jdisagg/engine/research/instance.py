@@ -113,8 +113,6 @@ class ResearchInstance(MeshExecutor):
         ]
 
     def compute(self, runs: Sequence[Run], *, logits: bool = False) -> None:
-        """Computes the runs chunk by chunk. Stores the resulting KV blocks, sampled tokens and
-        log-probabilities in the runs. The call blocks."""
         for chunk in chunks(runs, self.limits):
             rows = [part.row(self.limits, self.ledgers[part.run.rank]) for part in chunk]
             length = max(
@@ -141,8 +139,6 @@ class ResearchInstance(MeshExecutor):
         return scores
 
     def score_prompt(self, prompt: tuple[int, ...], top: int, *, logits: bool = False) -> Scores:
-        """Computes the log-probabilities of a prompt's tokens, except the first, without a
-        preceding cache. The call blocks."""
         rank, owner = self.reserve(len(prompt))
         try:
             return self.score(Run(prompt, 0, rank, owner, top=top), logits=logits)
@@ -258,8 +254,6 @@ class ResearchInstance(MeshExecutor):
         return rank, owner
 
     def grow(self, rank: int, owner: int, tokens: int) -> None:
-        """Reserves more pages for the owner until they have room for `tokens` tokens. Raises
-        OverloadedError if there are too few pages."""
         ledger = self.ledgers[rank]
         count = pages_for(tokens, self.limits.page_size) - len(ledger.pages(owner))
         if count > 0 and ledger.extend(owner, count) is None:

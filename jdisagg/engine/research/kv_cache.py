@@ -7,7 +7,7 @@ cache.
 Positions: keys are stored after rotary embedding (rope), for the positions at which they were
 computed. In all layers but the first, keys and values depend on every earlier token. A slice that
 does not begin at position 0 keeps its positions. Such a slice can be inspected and saved, but not
-pushed or decoded from. It can be joined to a cache that ends where the slice begins.
+pushed or decoded from.
 
 Invariants: `blocks` hold the KV of every token of `token_ids`, and each layer covers all positions
 once, in order. `chosen` is the model's next token, whose KV is not in the cache."""
@@ -118,7 +118,6 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of the tokens' KV, without replicas and padding."""
         return len(self) * self.spec.bytes_per_token
 
     def layer(self, index: int) -> LayerKV:
