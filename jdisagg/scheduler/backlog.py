@@ -6,8 +6,6 @@ both sums are zero when no work is left."""
 
 
 def causal_pairs(start: int, end: int) -> float:
-    """Returns the number of (query, key) pairs of causal attention for the queries at positions
-    [start, end)."""
     return (end - start) * start + (end - start) * (end - start + 1) / 2
 
 
@@ -19,8 +17,6 @@ class Backlog:
         self._prompts: dict[int, tuple[int, int, int]] = {}
 
     def add(self, key: int, tokens: int, cached_tokens: int = 0, priority: int = 0) -> None:
-        """Adds a prompt, or replaces an earlier prompt of the same key. Its first `cached_tokens`
-        tokens need no computing."""
         self.forget(key)
         self._prompts[key] = cached_tokens, tokens, priority
         self._count(cached_tokens, tokens, 1)

@@ -155,8 +155,6 @@ class DecodeState:
             self.growing[child.rank].discard(child.key)
 
     def contexts(self) -> tuple[int, ...]:
-        """Returns, for each rank, the total number of tokens of its unfinished sequences.
-        Swapped-out sequences are left out."""
         contexts, absent = [0] * self.limits.ranks, (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
             prompt = len(group.request.prompt_token_ids)
@@ -273,8 +271,6 @@ class DecodeState:
             self._forget(child.group)
 
     def set_aside(self, child: Sequence) -> None:
-        """Releases the slot and pages of a child whose KV is swapped out to host memory. Reports
-        its new tokens."""
         self._vacate(child)
         self.states.free(child.rank, child.key)
         child.stage = Stage.SPILLED
@@ -282,8 +278,6 @@ class DecodeState:
         self.news.append(replace(self.untold(child), aside=True))
 
     def take_back(self, child: Sequence, rank: int) -> None:
-        """Marks a child as RETURNING: it has pages on `rank` again, and its KV is being swapped
-        in."""
         child.group.rank, child.stage = rank, Stage.RETURNING
         self.states.take(rank, child.key)
         self.living[rank] += 1
@@ -317,7 +311,6 @@ class DecodeState:
         return self.residency.chain(group.request, tokens[: child.position], group.chain)
 
     def untold(self, child: Sequence) -> ChildProgress:
-        """Returns the generated tokens that were not reported yet, and marks them as reported."""
         first, tokens, logprobs = (
             child.told,
             tuple(child.generated[child.told :]),

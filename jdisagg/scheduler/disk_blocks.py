@@ -143,7 +143,6 @@ class DiskBlocks:
         return True
 
     def expire(self, before: float) -> tuple[bytes, ...]:
-        """Drops the blocks that were written before the time `before` and returns their names."""
         gone: list[bytes] = []
         for name, block in self._by_age.items():
             if block.written_at >= before:
@@ -171,7 +170,6 @@ class DiskBlocks:
         return block is not None and block.written
 
     def hold(self, name: bytes) -> DiskBlock:
-        """Records that a read of this block begins. Blocks being read are not evicted."""
         block = self._blocks[name]
         block.readers += 1
         return block
@@ -183,8 +181,6 @@ class DiskBlocks:
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: DiskBlock) -> bool:
-        """Drops a block whose file is damaged or missing. Returns False if the block was dropped
-        before."""
         if not self.knows(block):
             return False
         self._forget(block.name)

@@ -119,8 +119,6 @@ class MeshLimits:
         return max(1, min(LONGEST_RUN, room))
 
     def extra_rows(self, batch: int) -> int:
-        """Returns the number of rows for draft tokens of a decode step with `batch` sequences on
-        each dp rank. The sequences share these rows."""
         longest = self.longest_run
         return max(longest - 1, self.draft_rows * batch) if longest > 1 else 0
 
@@ -183,8 +181,6 @@ class MeshLimits:
 
     @property
     def page_tables(self) -> int:
-        """Number of page tables that each row of a prefill chunk has: 2 if sliding-window layers
-        have pages of their own, else 1."""
         return 2 if self.window_pages_per_rank else 1
 
     @property
@@ -193,8 +189,6 @@ class MeshLimits:
         return KVSpec((KVLayer(()),) * len(self.kv_spec.layers), self.kv_spec.dtype)
 
     def seen_from(self, end: int) -> int:
-        """Returns the first position that a query at position `end` attends to through the widest
-        sliding window."""
         return max(0, end - max(0, self.kv_spec.widest_window - 1))
 
     def ring(self, slot: int, tokens: int) -> tuple[int, ...]:
@@ -235,8 +229,6 @@ class MeshLimits:
 
 
 def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
-    """Returns ascending sizes from `smallest` to `largest`. Each size is `factor` times the
-    previous size."""
     sizes: list[int] = []
     size = smallest
     while size < largest:

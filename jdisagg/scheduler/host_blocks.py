@@ -104,8 +104,6 @@ class AskedAgain:
         return name in self._evicted
 
     def asked(self, name: bytes) -> None:
-        """Records that a prompt requests this block: the prompt could use the block if it were
-        restored."""
         if name in self._evicted:
             del self._evicted[name]
             self._share = min(1.0, self._share + 1 / ASKED_WINDOW)
@@ -183,7 +181,6 @@ class HostBlocks:
         return max(0, len(chain) - first)
 
     def hold(self, names: Chain) -> tuple[HostBlock, ...]:
-        """Records that a restore of these blocks begins. Blocks being restored are not evicted."""
         blocks = tuple([self._blocks[name] for name in names])
         for block in blocks:
             block.held = True

@@ -44,7 +44,6 @@ class KeptLog:
             self._record(told, False)
 
     def cleared(self) -> None:
-        """Starts a new epoch with an empty log and no blocks."""
         self.epoch += 1
         self.number = 0
         self._events.clear()

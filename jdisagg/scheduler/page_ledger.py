@@ -68,8 +68,6 @@ class PageLedger:
         return tuple(self._holding(owner))
 
     def reserve(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Creates `owner` and assigns it `count` free pages. Returns the pages, or None if too few
-        are free."""
         if owner in self._held:
             raise LedgerError(
                 f"owner {owner} holds {len(self._held[owner])} pages already; extend it"
@@ -80,8 +78,6 @@ class PageLedger:
         return self.extend(owner, count)
 
     def adopt(self, owner: int, pages: Sequence[int]) -> tuple[int, ...]:
-        """Creates `owner` and assigns it these cached pages, which it shares with any other
-        owners."""
         if owner in self._held:
             raise LedgerError(f"owner {owner} holds pages already; adopt with a new owner")
         if not self._kept.issuperset(pages):
@@ -93,8 +89,6 @@ class PageLedger:
         return tuple(pages)
 
     def extend(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Appends `count` free pages to the pages of `owner`. Returns all its pages, or None if too
-        few are free."""
         held = self._holding(owner)
         if count > len(self._free):
             if count > self.free_pages:
@@ -110,8 +104,6 @@ class PageLedger:
         return tuple(held)
 
     def share(self, owner: int, new_owner: int, count: int) -> tuple[int, ...]:
-        """Creates `new_owner` and assigns it the first `count` pages of `owner`, which both then
-        share."""
         if new_owner in self._held:
             raise LedgerError(f"owner {new_owner} holds pages already; share with a new owner")
         pages = self._holding(owner)[:count]
@@ -142,7 +134,6 @@ class PageLedger:
         return source, destination
 
     def free(self, owner: int) -> int:
-        """Removes `owner` and releases its pages. Returns the number of pages that became free."""
         held, references, kept = self._holding(owner), self._references, self._kept
         for page in held:
             references[page] -= 1
@@ -178,7 +169,6 @@ class PageLedger:
             self._free.append(page)
 
     def touch(self, pages: Iterable[int]) -> None:
-        """Makes the idle pages among `pages` the last ones to be reused."""
         for page in pages:
             if page in self._idle:
                 self._idle.move_to_end(page)

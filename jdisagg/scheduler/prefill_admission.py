@@ -1,8 +1,5 @@
 """Decides which waiting prompts get pages on a prefill mesh, and on which data-parallel rank.
 
-Prompts are served in order of arrival. A prompt of higher priority is treated as if it had arrived
-earlier, by a fixed time per unit of priority (`scheduler/priorities.py`).
-
 No prompt overtakes another, with one exception. A decode worker that is too slow to fetch its
 prompts' KV is called a stalled destination. Prompts of a stalled destination are not computed, so
 that prompts of other destinations overtake them.

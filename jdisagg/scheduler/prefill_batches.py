@@ -2,9 +2,7 @@
 arrival. A prompt of higher priority is treated as if it had arrived earlier
 (`scheduler/priorities.py`).
 
-The rows of a chunk have an order on each rank: at most one row that continues a long prompt, then a
-few rows that start after cached positions, then rows of new prompts. Prompts are split only at
-multiples of `cut_tokens`.
+Prompts are split only at multiples of `cut_tokens`.
 
 Invariants: a prompt's rows are issued in order and without gap after its cached positions; a token
 is sampled only in the prompt's last row; a rank has at most one partly issued prompt of each
@@ -128,8 +126,6 @@ class PrefillBatches:
         queue.insert(place, job)
 
     def remove(self, sequence: int) -> None:
-        """Removes the job of a sequence, so that its remaining tokens are not issued.
-        Idempotent."""
         for queue in self._queues:
             queue[:] = [job for job in queue if job.sequence != sequence]
 

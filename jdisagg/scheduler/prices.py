@@ -40,7 +40,6 @@ class MovePrice:
 
     @property
     def per_unit(self) -> float:
-        """Mean seconds per unit, including the latency."""
         return self._y / self._x
 
     def line(self) -> tuple[float, float] | None:

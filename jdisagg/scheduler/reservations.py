@@ -1,9 +1,6 @@
 """Decides which requests get pages on a decode worker. Requests wait in a queue in order of
 arrival, and its first request is served first.
 
-A reservation has pages for the prompt, the accepted tokens, and up to `growth_tokens` further
-tokens of each child.
-
 No request overtakes the first one, so that small requests do not starve an old large request. The
 exception is a request of higher priority that gets pages by preempting sequences (`pressing`).
 
@@ -158,8 +155,6 @@ class Reservations:
         return ticket
 
     def rename(self) -> None:
-        """Computes the block hashes of all waiting requests again, because the mesh's weights have
-        changed."""
         for waiting in self.queue:
             if waiting.chain:
                 known = waiting.request.prompt_token_ids + waiting.children[0][1]

@@ -5,8 +5,7 @@ So a name identifies the block, its images, and all tokens before it, and blocks
 never have the same name. With a shorter hash, or without a key, a client could construct
 collisions.
 
-`ResidencyTree` maps block names to pages of one data-parallel rank. Cached pages that no sequence
-holds count as free and are evicted when no other page is left.
+`ResidencyTree` maps block names to pages of one data-parallel rank.
 
 Some models have layers that keep recurrent state or only the KV of a sliding window. For them, a
 hit also needs a snapshot of the state or of the window at the end of the cached prefix
@@ -144,8 +143,6 @@ class ResidencyTree:
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
     def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
-        """Registers `owner` as a user of the cached pages of a prompt's blocks, so that the pages
-        are not evicted. Returns the pages."""
         return self._ledger.adopt(owner, self.pages(chain))
 
     def keep(self, owner: int, chain: Chain) -> None:
@@ -302,8 +299,6 @@ class Residency:
         return self._guests
 
     def hold(self, rank: int, owner: int, chain: Chain) -> tuple[int, ...]:
-        """Creates `owner`, which holds the pages of the chain's blocks, so that the blocks are not
-        evicted. Returns the pages."""
         return self._trees[rank].adopt(owner, chain)
 
     def on_evicted(self, evicted: Callable[[int, bytes, int, tuple[int, ...]], None]) -> None:
@@ -381,8 +376,6 @@ class Residency:
             self._trees[rank].keep(owner, chain)
 
     def let_go(self, rank: int, owner: int, chain: Chain = ()) -> None:
-        """Releases the pages of `owner`. The blocks of `chain`, which are in its first pages, stay
-        cached."""
         if chain:
             self._trees[rank].let_go(owner, chain)
         else:
@@ -410,8 +403,6 @@ class Residency:
     def wanted_snapshots(
         self, rank: int, chain: Chain, tokens: int, cached_tokens: int
     ) -> tuple[int, ...]:
-        """Returns the positions at which a prompt of `tokens` tokens should make snapshots.
-        Positions whose snapshot is cached already are left out."""
         if not self.snapshots or not chain:
             return ()
         matched = self._trees[rank].match(chain) * self.block_tokens

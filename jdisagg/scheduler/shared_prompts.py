@@ -1,8 +1,7 @@
 """Finds prompts of one mesh that share a prefix, so that their common blocks are computed once.
 
 If the next block of a prompt is also a block of an earlier prompt (the leader), the prompt may wait
-until the leader's chunks with the common blocks are issued. It then uses the leader's KV from
-pages.
+until the leader's chunks with the common blocks are issued.
 
 A prompt waits only for prompts that precede it in the queue or have begun.
 
@@ -82,8 +81,6 @@ class SharedPrompts:
         return self._prompts[key].waits is not None
 
     def started(self, key: int) -> None:
-        """Records that a prompt has pages. From now on prompts that precede it in the queue may
-        wait for it, too."""
         if (prompt := self._prompts.get(key)) is not None:
             prompt.begun = True
 
@@ -97,8 +94,6 @@ class SharedPrompts:
         return self._release(prompt, blocks)
 
     def stall(self, key: int) -> tuple[int, ...]:
-        """Records that a prompt is not computed for now. Returns the keys of the prompts that
-        waited for it."""
         prompt = self._prompts[key]
         prompt.stalled = True
         return self._release(prompt, len(prompt.chain))

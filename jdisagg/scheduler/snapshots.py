@@ -1,10 +1,5 @@
 """Assigns the snapshot slots of one data-parallel rank, and decides which snapshots stay.
 
-A sequence that continues a cached prefix needs the prefix's KV, which is in pages, and the
-recurrent state at the prefix's end. A snapshot is a copy of this state. It is in a slot like the
-slots of sequences, is stored under the name of the prefix's last block, and is dropped with or
-before this block.
-
 When a slot is needed and none is free, the snapshot with the lowest value is dropped (greedy dual
 algorithm).
 
@@ -95,7 +90,6 @@ class Snapshots:
         return self._kept[name].tokens
 
     def use(self, name: bytes) -> tuple[int, ...]:
-        """Records that a sequence continues from a snapshot. Returns the snapshot's `place`."""
         found = self._kept[name]
         found.hits += 1
         found.share = 1.0

@@ -1,8 +1,7 @@
 """Decides which preempted sequences are swapped out to host memory, and which is swapped in next.
 
 A sequence is swapped out only if host memory has room and copying back was measured to be faster
-than recomputing. Free pages go to the oldest swapped-out sequence or waiting request
-(`scheduler/reservations.py`).
+than recomputing.
 
 If a model has recurrent state or ring buffers, steps in flight change these before they are copied.
 The results of such steps are therefore accepted.

@@ -14,8 +14,6 @@ from jdisagg.scheduler.window_pages import WindowPages, WindowSnapshots
 
 
 def snapshots_of(limits: MeshLimits, windows: Sequence[WindowPages] = ()) -> Sequence[Snapshots]:
-    """Creates the snapshots of each rank of a mesh. Returns an empty list if cache hits need no
-    snapshots."""
     if windows and limits.snapshot_tokens:
         return [WindowSnapshots(pages) for pages in windows]
     if not limits.snapshots_per_rank:

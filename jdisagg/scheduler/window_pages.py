@@ -5,8 +5,7 @@ those of the chunk. Its page table therefore repeats pages whose positions no la
 to.
 
 A kept window is the pages of the last window before a block boundary. It needs no copy, because a
-sequence that continues from the boundary only reads these pages. Pages that only kept windows use
-count as available: if no other page is free, the window with the lowest value is dropped.
+sequence that continues from the boundary only reads these pages.
 
 Invariants (each is a test of the same name in tests/scheduler/test_window_pages.py):
 - free_used_and_kept_pages_are_all_pages
