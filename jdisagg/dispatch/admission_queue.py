@@ -87,7 +87,6 @@ class AdmissionQueue(Generic[Item, PlacedT]):
         return [self._waiting[ticket.key].item for ticket in self._queue.first(most)]
 
     def changed(self) -> None:
-        """Tries to place the first request again, because a worker may have room now."""
         if self._waiting:
             self._news.set()
 

@@ -109,8 +109,6 @@ class LongTexts:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Runs `work` in a thread and returns its result. Raises OverloadedError if the text of
-        `size_bytes` bytes exceeds half of the unused bytes."""
         left_bytes = self._room_bytes - self._at_work_bytes
         if size_bytes > left_bytes / 2:
             raise OverloadedError(

@@ -88,8 +88,6 @@ class ImageReader:
         return tuple([await self._read(one) for one in placed])
 
     async def pixels(self, image: PromptImage) -> bytes:
-        """Returns the pixels of an image that `read` returned. Decodes the file again if the pixels
-        are no longer in memory."""
         waiting = self._waiting.pop(image.digest, None)
         return await self.run(self._again, image) if waiting is None else waiting
 

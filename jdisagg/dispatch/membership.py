@@ -4,8 +4,7 @@ The age of a worker's last heartbeat decides its state. A SUSPECT worker gets no
 its running requests continue. A worker that stays silent for longer counts as gone: its ports are
 closed, which ends their calls, and the worker must register again.
 
-A new process at another address is refused while the old process is alive. All workers must serve
-the model of the first one.
+A new process at another address is refused while the old process is alive.
 
 Imports neither JAX nor gRPC; worker ports come from a factory. `sweep` must be called regularly,
 because it removes the workers that are gone."""

@@ -349,13 +349,10 @@ class Placer:
         return another_prefill(state, avoid, now, self._rules, decode, broken)
 
     async def another_decode(self, avoid: frozenset[str], origin: str) -> str:
-        """Returns a decode worker to which a sequence of `origin` can migrate. Raises
-        NoWorkerError."""
         await self._renew()
         return another_decode(self.accounts.state, avoid, self.now(), self._rules, origin)
 
     def ended(self, request: Request, output_tokens: int) -> None:
-        """Records the length of an answer. The lengths of later answers are predicted from it."""
         self.lengths.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
 
     def measured_ttft(self, predicted_seconds: float, seconds: float) -> None:
@@ -374,7 +371,6 @@ class Placer:
             self._corrections.observe(decision.way, terms.uncorrected_ttft, seconds)
 
     def changed(self) -> None:
-        """Tries to place waiting requests again, because a worker may have room now."""
         self._queue.changed()
 
     # ---- breakers

@@ -145,8 +145,6 @@ class RequestRun:
         self.awake.set()
 
     def suspend(self, keep_seconds: float | None) -> None:
-        """Suspends the request, or resumes it if `keep_seconds` is None. No attempt starts while
-        the request is suspended."""
         self.keep_seconds, self.as_planned = keep_seconds, False
         self.suspensions += 1
         if keep_seconds is None:
@@ -341,7 +339,6 @@ class RequestRun:
         return event
 
     def fail(self, error: Exception) -> None:
-        """Ends the request with `error`, after the client has received all queued events."""
         self._events.put_nowait(error)
 
     def timings(self, now: float) -> Timings:

@@ -209,8 +209,6 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Adds text and returns the text that can be delivered. Returns "" after a stop string was
-        completed."""
         if self.matched or not self._stops:
             return "" if self.matched else text
         for index, character in enumerate(text):
