@@ -5,8 +5,7 @@ the sum over the links of the worker's devices, and concurrent pulls share it eq
 is the lesser of its shares at the sender and at the receiver, and at most the bandwidth of one dp
 rank's links.
 
-A prefill worker publishes blocks before their KV is computed. Invariant: the sum of the rates of
-the pulls of a `Way` never exceeds its bandwidth."""
+Invariant: the sum of the rates of the pulls of a `Way` never exceeds its bandwidth."""
 
 import asyncio
 from collections.abc import Callable

@@ -4,9 +4,6 @@ cost model estimates.
 Commands run one after the other, as on a device. A `DecodeSteps` command of k steps, called a span,
 is one event.
 
-The live loop issues steps ahead of the running step (worker/step_loop.py). A command submitted
-during a step therefore takes effect `run_ahead` steps after the running step ends.
-
 Must not depend on requests, pages or schedulers. Invariant: all commands except pulls end in the
 order in which they were submitted."""
 

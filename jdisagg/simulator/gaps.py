@@ -35,8 +35,6 @@ class Gaps:
 
     @classmethod
     def of(cls, runs: Iterable[tuple[float, int]]) -> "Gaps | None":
-        """Builds a record from runs of (seconds, number of gaps) in order of time. Returns None if
-        there are no gaps."""
         listed = [run for run in runs if run[1] > 0]
         if not listed:
             return None

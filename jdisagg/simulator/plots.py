@@ -54,8 +54,6 @@ def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
 
 
 def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
-    """Plots a bar for each of the first `limit` requests: first the time before the first token,
-    then decode. A cross marks a request that did not finish."""
     figure, axes = new_figure()
     shown = sorted(outcomes, key=lambda item: item.arrival)[:limit]
     for row, item in enumerate(shown):

@@ -5,9 +5,7 @@
     result = simulate(fleet, workloads.poisson(4.0, 1000, workloads.Fixed(1024, 128)), seed=0)
     report.summarise(result.outcomes, report.SloLimits(ttft_seconds=1.0), result.usage)
 
-Outcomes are in the order of arrival. The gaps between tokens are the times between the steps that
-computed the tokens. Equal arguments give equal results. `hooks` are coroutine functions that
-receive the cluster and run concurrently with the clients, such as faults and controllers."""
+Equal arguments give equal results."""
 
 import asyncio
 import contextlib

@@ -28,8 +28,6 @@ class Timeline:
         self._spans: list[tuple[float, float, int]] = []
 
     def add(self, start: float, pace: Pace, steps: int) -> tuple[int, ...]:
-        """Records a span of `steps` steps that began at `start`. Returns the token id of each
-        step."""
         first = self._next
         self._next += steps
         self._numbers.append(first)

@@ -139,8 +139,6 @@ class Mixture:
 def poisson(
     rate: float, count: int, lengths: Lengths, seed: int = 0, tenant: str = ""
 ) -> list[Arrival]:
-    """Returns `count` requests that arrive as a Poisson process with `rate` requests per second.
-    The first arrives at 0."""
     return gamma(rate, count, lengths, 1.0, seed, tenant)
 
 
@@ -170,15 +168,12 @@ def gamma(
 
 
 def merge(*workloads: Sequence[Arrival]) -> list[Arrival]:
-    """Merges workloads by arrival time. Simultaneous requests keep the order of the arguments."""
     return sorted(
         (item for workload in workloads for item in workload), key=lambda item: item.at_seconds
     )
 
 
 def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
-    """Returns the same requests with all arrival times divided by `speed`. Deadlines, which count
-    from the arrival, do not change."""
     _check_rate(speed)
     return [replace(item, at_seconds=item.at_seconds / speed) for item in arrivals]
 

@@ -264,8 +264,6 @@ def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Ite
 
 
 def two_pools(fitting: list[Fitting], site: Site) -> Iterator[Candidate]:
-    """Yields the candidates with two pools: every pair of layouts with every number of prefill
-    instances. The remaining accelerators get as many decode instances as fit."""
     for prefill in fitting:
         for decode in fitting:
             for count in range(1, site.accelerators // prefill.layout.devices + 1):

@@ -62,8 +62,6 @@ class Measurer:
         )
 
     def measured(self, task: Task) -> Finding | None:
-        """Finds the highest rate at which the task's candidate attains the goal. Returns None if
-        this rate does not exceed the task's `rival_rate`."""
         trials: list[Trial] = []
         stay = task.stay_seconds
 

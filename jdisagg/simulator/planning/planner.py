@@ -2,9 +2,8 @@
 
 The search has two levels. The first level ranks all candidates with the cost model: by upper bounds
 on their rates (`bounds`), and then by stepping (`ranking`, `stepped`). The second level simulates
-live code. It finds the rate of the best candidate with one pool and of the best with two pools,
-without and with pipeline stages (`measure`, `trials`). A `Plan` ranks the candidates by their rate
-per accelerator of the site, idle accelerators included, simulated candidates first.
+live code. A `Plan` ranks the candidates by their rate per accelerator of the site, idle
+accelerators included, simulated candidates first.
 
 Goals that no candidate can attain are refused before any run (`never`).
 

@@ -40,8 +40,6 @@ def ranked_by_stepping(
     spread: Spread,
     progress: Callable[[str, int, int], None],
 ) -> list[Finding]:
-    """Returns the candidates with the highest stepped rates, best first. A rate is 0 if the
-    candidate attains the goal at no rate."""
     # Bounds ignore cached prefixes, so that they bound nothing if there are any.
     hopeless = 0.0 if any(item.block_hashes for item in measurer.workload) else HOPELESS
     left: dict[Kind, list[Priced]] = {}

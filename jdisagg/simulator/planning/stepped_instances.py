@@ -79,8 +79,6 @@ class PromptQueues:
 
     @property
     def gathers(self) -> bool:
-        """Whether the instance may wait for more prompts: some dp rank has no prompt, and no prompt
-        is in the middle of chunked prefill."""
         prompts = (one for queue in self._queues for one in queue)
         return not self.all_ranks and all(one.left == one.prompt - one.cached for one in prompts)
 
@@ -136,8 +134,6 @@ class DecodeBatch:
         return request.prompt + request.output - 1 <= self.room
 
     def reserve(self, request: SteppedRequest) -> bool:
-        """Reserves KV room for the prompt and its next tokens, on the rank with the fewest
-        sequences among those with room. Returns False if no rank has room."""
         need = request.prompt + min(request.output, self._growth)
         ranks = [
             rank
@@ -309,8 +305,6 @@ class Instance:
         return chunk
 
     def interrupt(self, now: float) -> bool:
-        """Shortens the running span, so that a waiting request can join. Returns whether the span
-        became shorter."""
         span = self._span
         if span is None or self.chunk is not None or self.ends_at is None:
             return False

@@ -12,9 +12,8 @@ hold:
   first token grows by less than `GROWTH` seconds per second, which is the fraction of arrivals by
   which the queue grows.
 
-A run ends early when more counted requests than the goal allows have missed a limit. If the longest
-run is inconclusive, or the workload has no more requests, the trial is marked `short`, and its rate
-does not count as sustained."""
+If the longest run is inconclusive, or the workload has no more requests, the trial is marked
+`short`, and its rate does not count as sustained."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
