@@ -29,7 +29,6 @@ class Absences:
         self._away[worker] = role, now
 
     def came(self, worker: str, now: float) -> None:
-        """Records that a worker registered. Does nothing for a worker that was not absent."""
         _, since = self._away.pop(worker, ("", now))
         if since < now:
             self._past.append(now - since)

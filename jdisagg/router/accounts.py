@@ -79,7 +79,6 @@ class Accounts:
         self._fresh: dict[str, list[_Charge]] = {}
 
     def heard(self, status: WorkerStatus, now: float) -> None:
-        """Stores a worker's status, and ends the charges of work that the status includes."""
         self.state.update(status, now)
         self._show(status.name, now)
         for changed in self._subscribers:

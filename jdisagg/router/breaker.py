@@ -76,8 +76,6 @@ class PairBreakers:
         self._breakers.pop(pair, None)
 
     def placed(self, pair: tuple[str, str], now: float) -> None:
-        """Records that an attempt was placed on the pair. If the pair's breaker is half open, this
-        attempt is the probe."""
         if pair in self._breakers:
             self._breakers[pair][1].placed(now)
 

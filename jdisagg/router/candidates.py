@@ -56,8 +56,6 @@ class Candidates:
 
     @property
     def trusted(self) -> Flags | None:
-        """For each worker, whether cached KV may be fetched from it. None if KV may be fetched from
-        all workers."""
         return None if self.against is self.side.zeros else self.against < BARRED
 
     @property

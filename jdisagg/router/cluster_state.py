@@ -104,7 +104,6 @@ class Table:
         return self.cells[COLUMNS[column]].astype(np.int64)
 
     def take(self, which: "Indices | slice") -> "Table":
-        """Returns the columns of some workers: a view if `which` is a slice, or a copy."""
         return Table(
             self.cells[:, which] if isinstance(which, slice) else self.cells.take(which, axis=1)
         )
@@ -371,8 +370,6 @@ class ClusterState:
         self._change_form()
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Returns a worker's values by column. Columns that its description determines are left
-        out."""
         row = self._rows[name]
         return {
             column: float(self.table[column][row]) for column in COLUMNS if column not in DESCRIBED

@@ -25,8 +25,6 @@ class ComingPrefixes:
         return len(self._prompts)
 
     def placed(self, prompt: PromptBlocks, worker: str) -> int:
-        """Records that a worker will compute a prompt. Returns a key by which the entry can be
-        removed."""
         self._last_key += 1
         self._prompts[self._last_key] = worker, prompt.names
         for name in prompt.names:
@@ -50,8 +48,6 @@ class ComingPrefixes:
                     del self._workers[name]
 
     def known(self, prompt: PromptBlocks, now: float) -> dict[str, int]:
-        """Returns, by worker, the number of leading prompt tokens that the worker is computing for
-        other prompts. Workers without such tokens are left out."""
         while self._computed and self._computed[0][0] <= now:
             self.ended(self._computed.popleft()[1])
         found: dict[str, int] = {}

@@ -2,8 +2,7 @@
 effects.
 
 A prefill worker has two stages: its backlog, and the prompt itself. A decode worker has two stages:
-the wait until it has room, and a decode step that includes the sequence. A pair has one stage: the
-part of the KV transfer that remains after the prefill.
+the wait until it has room, and a decode step that includes the sequence.
 
 A decode worker has room if all of these hold: a slot is free, the rank with the most free pages has
 enough of them, there are pages for the expected growth of this router's sequences, the queue is

@@ -247,8 +247,6 @@ def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole)
 def usual_layout(
     workers: tuple[WorkerStatus, ...], worker: WorkerStatus, role: WorkerRole
 ) -> Layout:
-    """Returns the most common layout among workers with `role` that fits the worker's devices. If
-    no layout fits, returns the worker's own layout."""
     own = Layout.parse(worker.layout)
     layouts = [Layout.parse(one.layout) for one in workers if one.role is role]
     fitting = [layout for layout in layouts if layout.devices <= own.devices]
@@ -281,8 +279,6 @@ class Controller:
         return self.latest
 
     def switched(self, now: float, seconds: float | None) -> None:
-        """Records that a role change took `seconds`; None means that it failed. Starts a new
-        observation window."""
         quiet_until = now + self.config.cooldown_seconds
         known = self._memory.switch_seconds if seconds is None else seconds
         self._memory = Memory(

@@ -51,8 +51,6 @@ class KnownBlocks:
         return self._indices[scheme].pages(worker) if scheme else 0
 
     def joined(self, worker: str, scheme: KeptScheme | None) -> None:
-        """Adds a worker. `scheme` describes its block names; it is None if the worker has no prefix
-        cache."""
         self.forget(worker)
         if scheme is not None:
             _check(worker, scheme)
