@@ -151,8 +151,6 @@ class LocalCluster:
             await worker.start()
 
     async def drain(self) -> None:
-        """Makes all workers refuse new requests, and returns when the running requests have
-        finished."""
         for worker in reversed(self.workers.values()):
             await worker.drain()
 

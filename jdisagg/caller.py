@@ -37,8 +37,6 @@ class Caller:
     limits: KeyLimits = field(default=KeyLimits(), compare=False)
 
     def tenant_of(self, said: str) -> str:
-        """Returns the tenant of the token. If the token has no tenant, returns `said`, the tenant
-        field of the request."""
         return self.tenant or said
 
     def cache_scope(self, said: str, salt: str) -> str:

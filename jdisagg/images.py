@@ -25,8 +25,6 @@ Grid = tuple[int, int, int]
 
 
 def image_digest(pixels: bytes, grid: Grid) -> bytes:
-    """Returns the hash that identifies an image by its pixels, its grid and the version of the
-    processor."""
     digest = blake2b(digest_size=DIGEST_BYTES, person=b"jdisagg image")
     digest.update(f"{PROCESSOR} {grid[0]} {grid[1]} {grid[2]}\n".encode())
     digest.update(pixels)

@@ -328,8 +328,6 @@ class Request:
 
     @property
     def scoped_images(self) -> tuple[PromptImage, ...]:
-        """The images with the digests under which a mesh caches their activations. These digests
-        differ between tenants and cache scopes."""
         return scoped(self.images, self.tenant, self.cache_scope) if self.images else ()
 
     def without_pixels(self) -> "Request":
@@ -338,8 +336,6 @@ class Request:
         return replace(self, images=tuple([image.without_pixels() for image in self.images]))
 
     def most_tokens(self, context_tokens: int) -> int:
-        """Returns the largest number of tokens that a child may generate: max_tokens, or fewer if
-        the context length is reached first."""
         return min(self.sampling.max_tokens, context_tokens - len(self.prompt_token_ids))
 
     def end_at(self, index: int, token_id: int, context_tokens: int) -> "FinishReason | None":
