@@ -59,8 +59,6 @@ def check_host(name: str, host: str, wildcard: bool) -> None:
     """Checks the form of a host in the configuration.
 
     Args:
-        name: Name of the configuration field that contains the host, for the error message.
-        host: Host name or IP address.
         wildcard: Whether an address for every interface, such as 0.0.0.0, is allowed.
 
     Raises:
@@ -82,7 +80,6 @@ def check_host(name: str, host: str, wildcard: bool) -> None:
 
 
 def is_local(host: str) -> bool:
-    """Returns whether `host` is an address, or the name of an address, of this machine."""
     try:
         _listen(host, 0, 1).close()
     except OSError:
@@ -93,10 +90,6 @@ def is_local(host: str) -> bool:
 def numeric(host: str, purpose: str) -> str:
     """Resolves a host name to its first IPv4 address, or to its first IPv6 address if it has no
     IPv4 address. An IP address is returned unchanged.
-
-    Args:
-        host: Name or address of a host.
-        purpose: Purpose of the address. The error message begins with it.
 
     Raises:
         ConfigError: The name has no address, or one that means every interface.
@@ -120,9 +113,6 @@ def numeric(host: str, purpose: str) -> str:
 
 def listening_socket(host: str, port: int, remedy: str, backlog: int = 1) -> socket.socket:
     """Opens a listening TCP socket.
-
-    Args:
-        remedy: Advice to the user, with which the error message ends.
 
     Raises:
         ConfigError: The address cannot be bound.
@@ -149,8 +139,6 @@ def is_free(host: str, port: int) -> bool:
 
 
 def _listen(host: str, port: int, backlog: int) -> socket.socket:
-    """Listens on the first IPv4 address of a host, or on its first IPv6 address if it has no IPv4
-    address. "::" also accepts IPv4 connections, as in gRPC."""
     both = host == "::" and socket.has_dualstack_ipv6()
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = min(found, key=lambda entry: entry[0] is not socket.AF_INET)
@@ -158,8 +146,6 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def cannot_listen(host: str, port: int, error: Exception, remedy: str) -> ConfigError:
-    """Returns the error to raise when a server cannot bind its address. `error` is the cause, and
-    the message ends with `remedy`, an advice to the user."""
     reason = str(error)
     if isinstance(error, OSError):
         if error.errno == errno.EADDRINUSE:

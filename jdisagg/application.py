@@ -1,9 +1,8 @@
 """Finds and imports the folders `models`, `launch` and `configs`.
 
-These folders use this package. To avoid a static import in the other direction, this package loads
-their modules by name. In a checkout the three folders are at the top level. A wheel has them in
-`jdisagg/_app`, so that it installs no packages with such general names. This module imports only
-the standard library and `jdisagg.errors`."""
+To avoid a static import of these folders, this package loads their modules by name. In a checkout
+the three folders are at the top level. A wheel has them in `jdisagg/_app`, so that it installs no
+packages with such general names."""
 
 import importlib
 import sys
@@ -15,7 +14,6 @@ from jdisagg.errors import ConfigError
 
 
 def folder() -> Path:
-    """Returns the folder that holds `models`, `launch` and `configs`."""
     package = Path(__file__).resolve().parent
     return package / "_app" if (package / "_app").is_dir() else package.parent
 

@@ -1,10 +1,7 @@
 """Builds workers and connects their calls, in the same way for every kind of cluster.
 
-`build_worker` builds a worker for a role. Worker processes, embedded clusters, the simulator and
-tests all use it. `LocalCluster` connects the workers of one process. It finds a worker by name,
-wraps the worker's interfaces (ports) with middleware, and can simulate a crash of a worker. The
-caller provides executors, channels and the request path. This module imports neither JAX nor
-gRPC."""
+`build_worker` builds a worker for a role. `LocalCluster` connects the workers of one process. This
+module imports neither JAX nor gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -57,7 +54,6 @@ def build_worker(
             receives KV.
         mode: Whether and how the decode mesh also runs prefill. Prefill workers ignore it.
         fetches: Whether the worker may fetch cached KV from other workers.
-        decoder: Class to instantiate for a decode worker.
     """
     if role is WorkerRole.PREFILL:
         return PrefillWorker(context, executor, config, limits, peers if fetches else None)
@@ -68,8 +64,6 @@ class LocalCluster:
     """The workers of one process by name, and the interfaces (ports) through which they are called.
 
     Args:
-        new_id: Function that returns a new random 64-bit number.
-        between: Function that returns the middleware for calls from a caller to a worker.
         mortal: Whether `kill` may be used. If so, each call is slightly slower.
     """
 
@@ -101,7 +95,7 @@ class LocalCluster:
         decoder: type[DecodeWorker] = DecodeWorker,
     ) -> Worker:
         """Builds a worker that can receive KV from the other workers of this cluster. Replaces an
-        earlier worker of the same name. The arguments are those of `build_worker`."""
+        earlier worker of the same name."""
 
         def peers(source: HandoffSource) -> PeerPort:
             return self.peer(source, worker)
@@ -132,7 +126,6 @@ class LocalCluster:
         return self.called(PeerPort, worker, worker, caller)
 
     def ports(self, name: str) -> WorkerPorts:
-        """Returns the interfaces (ports) of a worker that the request path calls."""
         worker = self.workers[name]
         if isinstance(worker, PrefillWorker):
             prefill = self.called(PrefillPort, worker, worker, None)
@@ -141,8 +134,6 @@ class LocalCluster:
         return WorkerPorts(decode=decode, weights=worker.weights)
 
     def cluster_ports(self) -> ClusterPorts:
-        """Returns the interfaces of all current workers, for a request path with a fixed set of
-        workers."""
         prefill: dict[str, PrefillPort] = {}
         decode: dict[str, DecodePort] = {}
         for name in self.workers:
@@ -160,8 +151,6 @@ class LocalCluster:
             await worker.start()
 
     async def drain(self) -> None:
-        """Makes all workers refuse new requests, and returns when the running requests have
-        finished."""
         for worker in reversed(self.workers.values()):
             await worker.drain()
 
@@ -204,13 +193,8 @@ class LocalAffinity:
     """Index of the KV blocks in the prefix caches of this process's workers, for routing by cached
     prefix. Implements `router.decision.Affinity`.
 
-    The index is the one that a router in a separate process uses (`router/known_blocks.py`). Such a
-    router updates the index with each heartbeat. This class updates the index before each
-    placement, so that the index is never stale.
-
-    Args:
-        secret: Key of the keyed hash with which the workers compute block names.
-    """
+    The index is the one that a router in a separate process uses (`router/known_blocks.py`). This
+    class updates the index before each placement, so that the index is never stale."""
 
     def __init__(self, workers: Sequence[Worker], secret: bytes) -> None:
         self._workers = workers
@@ -286,8 +270,6 @@ class Crashable:
                 await close_stream(items)
 
     async def _during(self, call: Awaitable[T]) -> T:
-        """Returns the result of `call`. Raises UnavailableError if the calling or the called
-        process crashes before `call` returns."""
         task = asyncio.ensure_future(call)
         deaths = [asyncio.ensure_future(crash.dead.wait()) for crash in self._crashes]
         try:

@@ -1,9 +1,7 @@
 """Identity of the client of the current call, derived from its bearer token only.
 
-The code that authenticates a call stores the identity in a context variable. The code that builds a
-request reads the variable. Cached KV is shared only within a scope. The scope consists of the
-identity and of fields of the request. A client can therefore narrow the scope of its requests but
-never widen it."""
+Cached KV is shared only within a scope. The scope consists of the identity and of fields of the
+request. A client can therefore narrow the scope of its requests but never widen it."""
 
 import json
 from collections.abc import Iterator
@@ -14,13 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Rate limits of one bearer token, summed over all routers. None means no limit.
-
-    Attributes:
-        streams: Largest number of streams that may run at the same time.
-        requests_per_second: Highest mean rate of requests.
-        tokens_per_second: Highest mean rate of prompt and answer tokens together.
-    """
+    """Rate limits of one bearer token, summed over all routers. None means no limit."""
 
     streams: int | None = None
     requests_per_second: float | None = None
@@ -37,7 +29,6 @@ class Caller:
             scope. Empty if the token has a tenant, or if tokens are not required.
         key: Digest of the token, or empty if tokens are not required. `key` and `limits` are not
             part of the identity: two callers that differ only in these compare equal.
-        limits: Rate limits of the token.
     """
 
     tenant: str = ""
@@ -46,20 +37,13 @@ class Caller:
     limits: KeyLimits = field(default=KeyLimits(), compare=False)
 
     def tenant_of(self, said: str) -> str:
-        """Returns the tenant of the token. If the token has no tenant, returns `said`, the tenant
-        field of the request."""
         return self.tenant or said
 
     def cache_scope(self, said: str, salt: str) -> str:
         """Returns the name of the scope, within the tenant, in which cached KV is shared.
 
         The name is JSON text, so that two scopes with different parts never have equal names. It is
-        empty if all requests of the tenant share their KV.
-
-        Args:
-            said: Tenant field of the request.
-            salt: Cache salt of the request.
-        """
+        empty if all requests of the tenant share their KV."""
         sub_tenant = said if self.tenant and said != self.tenant else ""
         parts = (self.token, sub_tenant, salt)
         return json.dumps(parts) if any(parts) else ""
@@ -76,7 +60,6 @@ def current() -> Caller:
 
 @contextmanager
 def calling(caller: Caller) -> Iterator[None]:
-    """Context manager in which `caller` is the current caller."""
     token = _current.set(caller)
     try:
         yield

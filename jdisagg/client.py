@@ -1,5 +1,5 @@
 """Sync and async clients of the generation service. The input is text, token ids or a chat. The
-output is a stream of `StreamEvent`s. Errors are raised as jdisagg's own types.
+output is a stream of `StreamEvent`s.
 
     with Client("localhost:8700") as client:
         for event in client.generate("Once upon a time", max_tokens=75, temperature=0):
@@ -13,10 +13,7 @@ not reach the server.
 
 A `target` may name several servers ("ipv4:10.0.0.1:8700,10.0.0.2:8700"). Over TLS, such a target
 has no host name that gRPC could verify. Then give `Credentials` a `server_name` that the
-certificates of all servers contain.
-
-`AsyncClient` is the implementation. `Client` runs the coroutines of `AsyncClient` with gRPC's
-blocking stubs. These coroutines never suspend, so that no event loop is needed."""
+certificates of all servers contain."""
 
 import asyncio
 import contextlib
@@ -95,9 +92,7 @@ class AsyncClient(WeightsCalls):
         timeout_seconds: Time limit of every call except `generate` and `complete`, which have
             `deadline_seconds`.
         resume_seconds: Time for which the client tries to resume a broken stream.
-        max_message_bytes: Size limit of a message from the server, in bytes.
         token: Bearer token. Replaces the token of `credentials`.
-        credentials: TLS settings.
 
     Raises:
         ConfigError: `target` is not an address.
@@ -153,17 +148,7 @@ class AsyncClient(WeightsCalls):
     async def complete(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Runs one request to its end and returns the whole answer.
-
-        Args:
-            prompt, **options: As in `generate`.
-
-        Returns:
-            All choices, usage and timings.
-
-        Raises:
-            JdisaggError: As in `generate`.
-        """
+        """Runs one request to its end and returns the whole answer."""
         collector = Collector()
         async with contextlib.aclosing(self.generate(prompt, **options)) as events:
             async for event in events:
@@ -176,12 +161,8 @@ class AsyncClient(WeightsCalls):
         """Returns the token ids that the server computes for a prompt.
 
         Args:
-            prompt: Text to tokenize.
             messages: Chat to tokenize instead of `prompt`. The model's chat template is applied
                 first.
-
-        Raises:
-            JdisaggError: As in `generate`.
         """
         request = tokenize_request(prompt, messages)
         return tuple((await self._unary(self._stub.Tokenize, request)).token_ids)
@@ -189,42 +170,23 @@ class AsyncClient(WeightsCalls):
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
-        """Returns the text of token ids.
-
-        Args:
-            skip_special_tokens: Whether the text omits special tokens, such as the end token.
-
-        Raises:
-            JdisaggError: As in `generate`.
-        """
+        """Returns the text of token ids."""
         request = wire_generation.detokenize_to_proto(token_ids, skip_special_tokens)
         return (await self._unary(self._stub.Detokenize, request)).text
 
     async def model(self) -> ModelInfo:
-        """Returns the served model's properties.
-
-        Raises:
-            JdisaggError: As in `generate`.
-        """
+        """Returns the served model's properties."""
         reply = await self._unary(self._stub.GetModel, pb.GetModelRequest())
         return wire_generation.model_from_proto(reply)
 
     async def status(self) -> tuple[WorkerStatus, ...]:
-        """Returns the status that each worker reports.
-
-        Raises:
-            JdisaggError: As in `generate`.
-        """
+        """Returns the status that each worker reports."""
         reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
         return tuple(map(wire.worker_status_from_proto, reply.workers))
 
     async def routing(self) -> RoutingStatus:
         """Returns the router's latest placement decisions with their reasons, and the load that the
-        router sent to each worker.
-
-        Raises:
-            JdisaggError: As in `generate`.
-        """
+        router sent to each worker."""
         reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
         return wire_generation.routing_from_proto(reply)
 
@@ -262,7 +224,6 @@ class AsyncClient(WeightsCalls):
         await self._unary(self._stub.UnloadAdapter, pb.UnloadAdapterRequest(name=name))
 
     async def adapters(self) -> tuple[Adapter, ...]:
-        """Returns the adapters that the server offers."""
         reply = await self._unary(self._stub.ListAdapters, pb.ListAdaptersRequest())
         return tuple([Adapter(one.name, one.path, one.digest) for one in reply.adapters])
 
@@ -280,7 +241,6 @@ class AsyncClient(WeightsCalls):
             keep_seconds: Seconds for which the KV stays in host memory, if host memory has room.
                 After this time, `resume` recomputes the KV. None means until the request's
                 deadline.
-            tenant: Tenant that was given with the request.
 
         Raises:
             InvalidRequestError: The server does not stream a request with this id.
@@ -290,14 +250,7 @@ class AsyncClient(WeightsCalls):
         await self._unary(self._stub.Suspend, request)
 
     async def resume(self, request_id: str, *, tenant: str = "") -> None:
-        """Resumes a suspended request at its next token.
-
-        Args:
-            request_id, tenant: As in `suspend`.
-
-        Raises:
-            JdisaggError: As in `suspend`.
-        """
+        """Resumes a suspended request at its next token."""
         request = pb.ResumeRequest(request_id=request_id, tenant=tenant)
         await self._unary(self._stub.Resume, request)
 
@@ -378,9 +331,6 @@ def _result(coroutine: Coroutine[Any, Any, Reply]) -> Reply:
 def _blocking(
     method: Callable[Concatenate[AsyncClient, Arguments], Coroutine[Any, Any, Reply]],
 ) -> "Callable[Concatenate[Client, Arguments], Reply]":
-    """Creates a method of `Client` from a method of `AsyncClient`, with the same signature and
-    docstring."""
-
     @functools.wraps(method)
     def blocking(self: "Client", *args: Arguments.args, **named: Arguments.kwargs) -> Reply:
         return _result(method(self._client, *args, **named))
@@ -469,9 +419,6 @@ def _each(events: AsyncGenerator[StreamEvent, None]) -> Generator[StreamEvent, N
 
 
 class _AsyncioCalls:
-    """Channel operations of the async client. `ready` waits for a connection, and returns False if
-    the server is not reachable within the time limit."""
-
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
 
@@ -498,9 +445,6 @@ class _AsyncioCalls:
 
 
 class _BlockingCalls:
-    """Channel operations of the blocking client. gRPC's blocking stubs return replies directly and
-    iterate without `async`."""
-
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
 
@@ -553,12 +497,12 @@ def _check_open(closed: bool, target: str) -> None:
 
 
 class _Unreachable(UnavailableError):
-    """No server answered within the time limit."""
+    pass
 
 
 def _unreachable(target: str, seconds: float, tls: bool) -> _Unreachable:
-    """Returns the error for an unreachable server. With TLS, the message names TLS as a possible
-    cause, because gRPC reports neither a TLS mismatch nor a rejected certificate."""
+    """With TLS, the message names TLS as a possible cause, because gRPC reports neither a TLS
+    mismatch nor a rejected certificate."""
     remedy = (
         "If it uses TLS, give its CA certificate (credentials, or --authority=FILE of jdisagg ask)."
     )

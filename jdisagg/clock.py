@@ -35,7 +35,7 @@ class limit:
     """Context manager that raises TimeoutError if its block takes longer than `seconds`.
 
     `with limit(seconds): await ...` is cheaper than `asyncio.timeout`, because entry and exit are
-    not coroutines. Nearly every call between workers uses `limit`."""
+    not coroutines."""
 
     __slots__ = ("_seconds", "_task", "_cancelling", "_timer", "_passed")
 
@@ -69,9 +69,6 @@ class limit:
 @contextlib.asynccontextmanager
 async def turn(lock: asyncio.Lock, seconds: float, what: str) -> AsyncIterator[None]:
     """Context manager that holds `lock`, and waits at most `seconds` for it.
-
-    Args:
-        what: Name of the operation that needs the lock. The error message begins with it.
 
     Raises:
         DeadlineExceededError: Other tasks held the lock for `seconds`.

@@ -382,7 +382,6 @@ class ServiceConfig:
 
     @property
     def cors_origins(self) -> tuple[str, ...]:
-        """Returns the entries of `http_cors_origins`."""
         origins = (origin.strip() for origin in self.http_cors_origins.split(","))
         return tuple(filter(None, origins))
 
@@ -441,14 +440,8 @@ class WorkerConfig:
     """One worker process.
 
     Attributes:
-        model: Model to serve.
         mode: CHUNKED or UNIFIED, for mixed workers. Prefill and decode workers ignore it.
-        instance: Instance on the worker's mesh.
-        limits: Bounds and time limits of requests.
-        prefix: Prefix cache.
-        service: Addresses and credentials of the worker.
         warm_up: Whether the programs for all batch and chunk sizes are compiled before serving.
-        compilation_cache: Folder of the persistent cache of compiled programs.
         kernels: Hand-written kernels on accelerators. "auto" checks each at the start and replaces
             those that fail by plain XLA, "xla" uses none, names separated by commas use only these.
     """
@@ -466,9 +459,6 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class _Change:
-    """One assignment of `override`: the field at the path `names` is set to the parsed `text`.
-    `path` is the path as the user wrote it, for error messages."""
-
     names: tuple[str, ...]
     text: str
     path: str
@@ -481,7 +471,6 @@ def override(config: object, assignments: typing.Sequence[str]) -> typing.Any:
     assignments does not matter.
 
     Args:
-        config: Config dataclass. It is not changed.
         assignments: Strings of the form "path.to.field=value". Each value is parsed by the type of
             its field.
 

@@ -10,10 +10,6 @@ from jdisagg.errors import ConfigError
 def made_folder(subject: str, path: str | Path, remedy: str = "give a writable folder") -> Path:
     """Creates a folder if it does not exist, and returns its path with `~` expanded.
 
-    Args:
-        subject: Name of the setting with the path. The error message begins with it.
-        remedy: Advice to the user, with which the error message ends.
-
     Raises:
         ConfigError: The folder cannot be created, or is not writable.
     """

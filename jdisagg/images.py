@@ -1,13 +1,11 @@
 """Images in a prompt: their pixels and place in a request, and the positions of their tokens.
 
 An image takes consecutive tokens of the prompt. Among these, each token with the id of the model's
-image token is a placeholder for one row of the vision encoder's output, in order. The others, such
-as row breaks, are ordinary tokens. Pixels are already resized. The encoder normalises them.
+image token is a placeholder for one row of the vision encoder's output, in order.
 
 With rotary positions in three dimensions (mrope), an image token has a time, a row and a column.
 The position of the text after an image continues after the largest of these. The positions of later
-tokens therefore differ from their indices in the prompt. This difference is called `shift`. The
-functions of this module have no side effects."""
+tokens therefore differ from their indices in the prompt."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,8 +25,6 @@ Grid = tuple[int, int, int]
 
 
 def image_digest(pixels: bytes, grid: Grid) -> bytes:
-    """Returns the hash that identifies an image by its pixels, its grid and the version of the
-    processor."""
     digest = blake2b(digest_size=DIGEST_BYTES, person=b"jdisagg image")
     digest.update(f"{PROCESSOR} {grid[0]} {grid[1]} {grid[2]}\n".encode())
     digest.update(pixels)
@@ -40,7 +36,6 @@ class PromptImage:
     """One image of a prompt.
 
     Attributes:
-        start: Index in the prompt of the image's first token.
         length: Number of tokens of the image, row breaks included.
         grid: Size in patches before they are merged: time, height and width.
         pixels: Bytes of a uint8 array [height, width, 3], row by row.
@@ -58,7 +53,6 @@ class PromptImage:
 
     @classmethod
     def of(cls, start: int, length: int, grid: Grid, pixels: bytes, file: bytes = b"") -> Self:
-        """Returns an image with its digest."""
         return cls(start, length, grid, pixels, image_digest(pixels, grid), file)
 
     def without_pixels(self, keep_file: bool = False) -> Self:
@@ -67,7 +61,6 @@ class PromptImage:
 
     @property
     def end(self) -> int:
-        """Index in the prompt after the image's last token."""
         return self.start + self.length
 
     @property
@@ -80,11 +73,9 @@ class ImageFormat:
     """How a model represents images in a prompt.
 
     Attributes:
-        token: Id of the image token.
         patch: Height and width of a patch in pixels.
         merge: Number of patches along each side of the square that forms one token.
         spatial: Whether image tokens have rotary positions in three dimensions (mrope).
-        most_patches: Largest number of patches of an image.
     """
 
     token: int
@@ -94,26 +85,18 @@ class ImageFormat:
     most_patches: int
 
     def tokens(self, image: PromptImage) -> int:
-        """Returns the number of image tokens of an image."""
         return image.patches // self.merge**2
 
     def stride(self, image: PromptImage) -> int:
-        """Returns the number of tokens in a row of an image, including the row break."""
         return image.length // (image.grid[1] // self.merge)
 
     def shift(self, image: PromptImage) -> int:
-        """Returns the number by which an image shifts the positions of later tokens."""
         if not self.spatial:
             return 0
         return max(image.grid[0], *(size // self.merge for size in image.grid[1:])) - image.length
 
     def check(self, image: PromptImage, tokens: Sequence[int], pixels: bool = True) -> None:
         """Checks that an image of a prompt fits the model.
-
-        Args:
-            image: Image to check.
-            tokens: Token ids of the whole prompt.
-            pixels: Whether the number of pixels is checked too.
 
         Raises:
             InvalidRequestError: The grid, the pixels or the image's tokens do not fit.
@@ -163,8 +146,7 @@ def scoped(images: Sequence[PromptImage], *scope: str) -> tuple[PromptImage, ...
 
 
 def check_images(images: Sequence[PromptImage], tokens: int) -> None:
-    """Raises InvalidRequestError if images overlap, are not in order, or exceed the prompt.
-    `tokens` is the number of tokens of the prompt."""
+    """Raises InvalidRequestError if images overlap, are not in order, or exceed the prompt."""
     end = 0
     for image in images:
         if min(image.grid) < 1 or len(image.digest) != DIGEST_BYTES:
@@ -189,7 +171,6 @@ def shift_before(index: int, images: Sequence[PromptImage], form: ImageFormat | 
 
 
 def within(images: Sequence[PromptImage], start: int, stop: int) -> tuple[PromptImage, ...]:
-    """Returns the images that have tokens in [start, stop)."""
     return tuple([image for image in images if image.start < stop and image.end > start])
 
 
@@ -199,11 +180,8 @@ def spatial_positions(
     """Computes the rotary positions of consecutive tokens.
 
     Args:
-        start: Index of the first token.
-        count: Number of tokens.
         shift: Position minus index of the tokens before the first of `images`.
         images: Images with tokens among the `count` tokens, in order.
-        form: How the model represents images.
 
     Returns:
         int32 [count, 3]: time, row and column of each token. The three are equal for a text token.

@@ -6,8 +6,6 @@ from urllib.parse import unquote
 
 
 def referred(root: object, reference: object) -> object:
-    """Returns the part of the document `root` that a reference identifies, or None if the document
-    has no such part."""
     here, parts = root, str(reference).split("/")
     if parts[0] != "#":
         return None

@@ -105,8 +105,8 @@ class LLM:
     async def _all(
         self, prompts: Sequence[Prompt], options: SamplingOptions, bar: tqdm
     ) -> list[Completion]:
-        """Runs all prompts and returns their outputs in order. At most twice as many requests as
-        there are decode slots run at the same time, so that the router refuses none."""
+        """At most twice as many requests as there are decode slots run at the same time, so that
+        the router refuses none."""
         config = self._deployment.config
         slots = config.decode.slots_per_rank * config.decode.layout.dp
         places = asyncio.Semaphore(min(2 * slots, config.limits.max_waiting_requests))
@@ -128,8 +128,6 @@ class LLM:
         return [task.result() for task in tasks]
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine on the event loop's thread. If the calling thread is interrupted, the
-        coroutine is cancelled."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -1,8 +1,8 @@
 """Helpers to declare plain data that is cheap to create: dataclasses with slots.
 
 `dataclass(frozen=True)` sets each field through `object.__setattr__`, which costs ten times as much
-as an assignment. A request creates about seventy such objects. Immutability is therefore checked by
-the type checker only. Instances compare by value, and are hashable if their fields are hashable."""
+as an assignment. Immutability is therefore checked by the type checker only. Instances compare by
+value, and are hashable if their fields are hashable."""
 
 from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform

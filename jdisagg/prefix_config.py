@@ -63,8 +63,6 @@ class PrefixConfig:
     events_topic: str = ""
 
     def of_worker(self, index: int) -> "PrefixConfig":
-        """Returns the configuration of worker number `index` on a host, whose event ports are
-        higher by `index`."""
         if not self.events:
             return self
         events, replay = _port_after(self.events, index), _port_after(self.events_replay, index)
@@ -76,7 +74,6 @@ class PrefixConfig:
 
     @property
     def appends(self) -> int:
-        """`append_tokens`, or 0 if it is not set."""
         return self.append_tokens or 0
 
     @property
@@ -175,8 +172,6 @@ NO_PREFIX = PrefixConfig(reuse=False)
 
 
 def _port_after(address: str, index: int) -> str:
-    """Returns a ZeroMQ address with its TCP port increased by `index`. An ipc or inproc address
-    gets `index` as a suffix. Other addresses are returned unchanged."""
     host, _, port = address.rpartition(":")
     if address.startswith("tcp:") and port.isdecimal() and int(port):
         return f"{host}:{int(port) + index}"

@@ -55,7 +55,6 @@ class PromptLogprobs(Message, frozen=True):
 
     @classmethod
     def joined(cls, parts: Sequence["PromptLogprobs"]) -> "PromptLogprobs":
-        """Joins the log-probabilities of consecutive parts of one prompt."""
         if len(parts) == 1:
             return parts[0]
         return cls(

@@ -2,12 +2,10 @@
 
 A sequence consists of its Request, its accepted token ids and its KV. Everything else (penalty
 counts, stop matching, detokenizer state, randomness) derives from these, so that any worker can
-rebuild a sequence. Validation that needs no model happens here, once. `dispatch/frontend.py` checks
-limits that depend on the model (vocabulary, context length).
+rebuild a sequence.
 
 Types that users create and receive are dataclasses, which support `dataclasses.replace` and
-`asdict`. Types that only processes exchange are `Message` structs (`messages/`). `TokenLogprobs` is
-also a `Message`, because workers send thousands of them."""
+`asdict`. Types that only processes exchange are `Message` structs (`messages/`)."""
 
 import enum
 import json
@@ -34,8 +32,6 @@ Identity = tuple[str, str, int]
 
 
 def _is_number(value: float) -> bool:
-    """Returns whether the value is an int or a float, and not a bool. NaN is accepted here, and
-    fails every range check."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -111,8 +107,7 @@ class Grammar:
 
     @classmethod
     def of_choices(cls, choices: Sequence[str]) -> "Grammar":
-        """Returns a grammar that allows only the given answers. Raises InvalidRequestError if
-        `choices` is empty."""
+        """Raises InvalidRequestError if `choices` is empty."""
         if isinstance(choices, str) or not all(isinstance(one, str) and one for one in choices):
             raise InvalidRequestError("grammar: choices must be a list of non-empty texts")
         if not choices:
@@ -211,7 +206,6 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether sampling uses penalties, which depend on earlier tokens."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -233,8 +227,7 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """A checkpoint's defaults for fields of `SamplingParams` that a request leaves unset. None
-    means that the checkpoint has no default for the field. The code that reads the checkpoint
-    validates the values."""
+    means that the checkpoint has no default for the field."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -244,7 +237,6 @@ class SamplingDefaults:
     repetition_penalty: float | None = None
 
     def given(self) -> dict[str, Any]:
-        """Returns the fields for which the checkpoint has a default."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -263,12 +255,7 @@ class Resumption:
     """A client's new call that resumes a broken stream of a request.
 
     The stream continues at the next token of each child (answer). Nothing is sent for children that
-    had finished.
-
-    Attributes:
-        number: Number of this resumption, counted from 1.
-        children: Received tokens of every child of the request, in order.
-    """
+    had finished."""
 
     number: int
     children: tuple[AcceptedChild, ...]
@@ -279,7 +266,6 @@ class Adapter:
     """A LoRA adapter that a request uses.
 
     Attributes:
-        name: Name under which it is served.
         path: Folder of the adapter, on the hosts of all workers.
         digest: Hash of the adapter's content. The hashes of cached KV blocks include the digest, so
             that KV of another adapter is never used, even if it had the same name.
@@ -307,7 +293,6 @@ class Request:
             stream have the same number. A client that reuses a request id for a new request draws a
             new number, so that it does not receive the earlier stream.
         cache_scope: Scope within the tenant in which cached KV is shared, computed by the API.
-        adapter: LoRA adapter that is applied to the model, or None.
         images: Images of the prompt, in order. `prompt_token_ids` already holds their tokens.
     """
 
@@ -343,20 +328,14 @@ class Request:
 
     @property
     def scoped_images(self) -> tuple[PromptImage, ...]:
-        """The images with the digests under which a mesh caches their activations. These digests
-        differ between tenants and cache scopes."""
         return scoped(self.images, self.tenant, self.cache_scope) if self.images else ()
 
     def without_pixels(self) -> "Request":
-        """Returns the request without the pixels of its images, for a worker that does not compute
-        the prompt."""
         if not self.images:
             return self
         return replace(self, images=tuple([image.without_pixels() for image in self.images]))
 
     def most_tokens(self, context_tokens: int) -> int:
-        """Returns the largest number of tokens that a child may generate: max_tokens, or fewer if
-        the context length is reached first."""
         return min(self.sampling.max_tokens, context_tokens - len(self.prompt_token_ids))
 
     def end_at(self, index: int, token_id: int, context_tokens: int) -> "FinishReason | None":
@@ -372,9 +351,6 @@ class Request:
         self, first_index: int, token_ids: tuple[int, ...], context_tokens: int
     ) -> "tuple[int, FinishReason | None]":
         """Finds the end of an answer within new tokens.
-
-        Args:
-            first_index: Index of the first of `token_ids` among the generated tokens of the child.
 
         Returns:
             The number of leading `token_ids` that belong to the answer, and the reason why the
@@ -442,7 +418,6 @@ class CachedTokens(Message, frozen=True):
         )
 
     def by_tier(self) -> dict[str, int]:
-        """Returns the counts, keyed by the names that usage, traces and metrics use."""
         return {"pages": self.pages, "host": self.host, "disk": self.disk, "peer": self.peer}
 
 
@@ -451,7 +426,6 @@ class Usage:
     """Token counts of a request.
 
     Attributes:
-        cached_tokens: Number of prompt tokens whose KV was cached.
         reasoning_tokens: Number of completion tokens that are reasoning, or None without a
             reasoning parser.
         cached_by_tier: `cached_tokens` by tier, or None if not reported.

@@ -53,8 +53,6 @@ def open_engine(
         devices: Number of virtual devices on CPU.
         dtype: Data type of weights and KV: "float32" or "bfloat16".
         kv_dtype: Data type of the KV cache: "fp8", or "" for the value of `dtype`.
-        page_size: Number of tokens per KV page.
-        chunk_tokens: Size of the largest prefill chunk, in tokens.
         sessions_per_rank: Number of sequences of full context length for which each dp rank has
             pages.
         context_tokens: Longest sequence, in tokens. None uses the model's own limit.

@@ -4,8 +4,7 @@ Each limit is a token bucket with a name. A router reports the total amount that
 each bucket. Routers do not call each other: workers pass the totals of each router on to the others
 (service/internal/registry.py). A router takes the increase of another router's totals from its own
 buckets. A client of several routers therefore gets its rate only once, except for amounts that it
-spends before the other routers are notified. A router that has just started takes no account of
-amounts that were spent before its start. The caller passes the current time."""
+spends before the other routers are notified. The caller passes the current time."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -30,11 +29,7 @@ class _OtherRouter:
 
 
 class Spending:
-    """The token buckets of one router, its own totals, and the latest totals of other routers.
-
-    Args:
-        router: Random number that identifies this router process.
-    """
+    """The token buckets of one router, its own totals, and the latest totals of other routers."""
 
     def __init__(self, router: int = 0) -> None:
         self._router = router
@@ -46,7 +41,6 @@ class Spending:
         self._others: dict[int, _OtherRouter] = {}
 
     def wait_seconds(self, name: str, amount: float, rate: float, full: float, now: float) -> float:
-        """Returns the seconds until `amount` is available in a bucket (`Bucket.wait_seconds`)."""
         return self._bucket(name, now).wait_seconds(amount, rate, full, now)
 
     def take(self, name: str, amount: float) -> None:
@@ -58,7 +52,6 @@ class Spending:
             self._changed.add(name)
 
     def forget(self, name: str) -> None:
-        """Removes the bucket of a limit that no longer exists."""
         self._buckets.pop(name, None)
 
     def begin(self, name: str) -> None:
@@ -71,7 +64,6 @@ class Spending:
             del self._streams[name]
 
     def streams(self, name: str, now: float) -> int:
-        """Returns the number of streams of the client `name` that run at all routers together."""
         present = (other for other in self._others.values() if _age(other, now) < PRESENT_SECONDS)
         return self._streams[name] + sum(other.streams.get(name, 0) for other in present)
 

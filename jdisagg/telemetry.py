@@ -1,11 +1,9 @@
-"""Named counters of events. Each component owns its counters. Metrics and logs read them.
+"""Named counters of events. Each component owns its counters.
 
 There is no global registry. Each worker or request path receives its own `Counters`, so that
 several clusters or tests in one process do not mix their counts. Names are `noun_verb` in the past
-tense (`leases_expired`), and values only grow. A count may have labels, such as cause="checksum"
-for `retries`. The possible values of a label are a small fixed set, and never come from requests.
-Reading a counter by name returns the sum over its labels.
-"""
+tense (`leases_expired`), and values only grow. The possible values of a label are a small fixed
+set, and never come from requests. Reading a counter by name returns the sum over its labels."""
 
 from collections.abc import Mapping
 
@@ -32,7 +30,6 @@ class Counters:
         return self._values.get(name, 0)
 
     def snapshot(self) -> Mapping[str, int]:
-        """Returns the value of each counter, summed over labels."""
         return dict(self._values)
 
     def labelled(self) -> Mapping[tuple[str, Labels], int]:

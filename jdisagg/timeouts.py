@@ -22,8 +22,6 @@ MAX_DOUBLINGS = 64  # 2**64 exceeds every bound, and a float still holds it
 
 
 class _Times:
-    """A derived time: `factor` times the field `name` of the same dataclass."""
-
     def __init__(self, name: str, factor: float) -> None:
         self._name = name
         self._factor = factor
@@ -44,8 +42,6 @@ def _scaled(part: Any, factor: float) -> Any:
 
 
 class _Part:
-    """Base of the dataclasses in `Timeouts`. Checks that every value is positive."""
-
     __slots__ = ()
 
     def __post_init__(self) -> None:
@@ -85,7 +81,6 @@ class Backoff(_Part):
         self._check_order("first_seconds", "most_seconds")
 
     def seconds(self, failures: int) -> float:
-        """Returns the time to wait after `failures` consecutive failures (1 or more)."""
         return min(self.first_seconds * 2 ** min(failures - 1, MAX_DOUBLINGS), self.most_seconds)
 
 
@@ -343,8 +338,6 @@ class Timeouts:
     process: ProcessTimeouts = field(default_factory=ProcessTimeouts)
 
     def scaled(self, factor: float) -> Self:
-        """Returns a copy in which all times are multiplied by `factor`, for slow or overloaded
-        machines."""
         return _scaled(self, factor)
 
 

@@ -23,12 +23,6 @@ class Bucket:
         """Returns the seconds until `amount` is available, or until the bucket is full if `amount`
         exceeds its size.
 
-        Args:
-            amount: Amount that the caller wants to take.
-            rate: Amount by which the bucket refills per second.
-            full: Size of the bucket.
-            now: Current time in seconds.
-
         Returns:
             0 if the amount is available now. Other values are clamped (`retry_after`), because
                 clients receive them as retry times.

@@ -17,7 +17,6 @@ _HEADERS = ("traceparent", "tracestate")
 
 
 def outgoing() -> tuple[tuple[str, str], ...]:
-    """Returns the trace headers to send with a call, or no headers if no trace is active."""
     if not trace.get_current_span().get_span_context().is_valid:
         return ()
     headers: dict[str, str] = {}
@@ -26,7 +25,6 @@ def outgoing() -> tuple[tuple[str, str], ...]:
 
 
 def incoming(headers: Mapping[str, str | bytes]) -> Context | None:
-    """Returns the trace context that a caller's headers contain, or None without a valid header."""
     if _HEADERS[0] not in headers:
         return None
     return _W3C.extract(

@@ -9,9 +9,8 @@
 `tensors` has the names and shapes of the served checkpoint, with arrays in any sharding on any
 devices of this process. Workers read only the parts that their shards need. `layout.reshard_plan`
 plans from which device of the trainer each part is read, so that a byte is copied once for each
-distinct shard that needs it. Arrays are converted and quantized like a checkpoint. If the trainer
-has several processes, each process makes an offer. The update then lists the names of all offers,
-separated by commas."""
+distinct shard that needs it. If the trainer has several processes, each process makes an offer. The
+update then lists the names of all offers, separated by commas."""
 
 import contextlib
 import itertools
@@ -77,8 +76,6 @@ def opened(
     Yields the offer with the given name, or None if the name is a folder.
 
     Args:
-        name: Name of an offer, or path of a checkpoint folder.
-        service: Credentials for offers of other processes.
         check: Function that is called while the worker waits for bytes of another process. It
             raises an error to stop the reading.
 

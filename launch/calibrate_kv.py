@@ -92,8 +92,6 @@ def main() -> int:
 
 
 def table(largest: KVScales, scales: KVScales) -> list[str]:
-    """Formats the scales as lines of text: one line for each group of consecutive layers with equal
-    scales, and a last line with the number of heads that would overflow without scales."""
     rows, names = [], sorted({name for layer in largest for name in layer})
     for index, layer in enumerate(scales):
         text = [_range(layer[name]) if name in layer else "-" for name in names]

@@ -73,8 +73,6 @@ def _noting(problems: list[str]) -> Iterator[None]:
 
 
 def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) -> bool:
-    """Returns whether the layouts divide the model evenly and the model supports the configured
-    data types of weights and KV. Adds problems to `problems`."""
     if found.config is None:
         return False
     before = len(problems)
@@ -94,7 +92,6 @@ def _fits_layouts(config: EngineConfig, found: Inspection, problems: list[str]) 
 
 
 def _plans(config: EngineConfig, found: Inspection) -> list[str]:
-    """Returns the memory plan of each mesh as text. Raises ConfigError if memory is too small."""
     if found.geometry is None:
         return []
     geometry = as_kept(found.geometry, config.model)
@@ -119,8 +116,6 @@ def _plans(config: EngineConfig, found: Inspection) -> list[str]:
 
 
 def _update(geometry: CostGeometry, side: InstanceConfig, dtype: str) -> str:
-    """Returns, as text, how long an update of weights over the network takes. Returns "" if the
-    hardware is not configured."""
     if not side.hardware:
         return ""
     hardware = find_accelerator(side.hardware)

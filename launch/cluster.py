@@ -128,8 +128,6 @@ def plan(config: ClusterConfig, folder: Path) -> ClusterPlan:
 
 
 def _shape(mode: Mode | None) -> ClusterShape:
-    """Returns the number of workers of each role. Flags take precedence over the recipe. If `mode`
-    is None, the recipe's mode is used."""
     given = {role.value: getattr(flags, f"{role.value}_workers") for role in WorkerRole}
     mixed, others = given["mixed"], [given["prefill"], given["decode"]]
     if mixed and any(others):

@@ -48,8 +48,6 @@ def run(
 
     Args:
         main: Function that runs the command. Its module's docstring begins --help.
-        given: The command's flags.
-        program: Command name for help and errors.
         refused: Exit status for a configuration that cannot work. If it is not 1, a supervisor
             depends on it, and wrong usage of flags exits with this status too. If it is 1, wrong
             usage exits with status 2.
@@ -115,8 +113,6 @@ def parsed(given: Given, arguments: Sequence[str]) -> list[str]:
 
 
 def from_environment(given: Given, arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields (name, value) of each flag that is set by an environment variable and not by
-    `arguments`."""
     words = {text.partition("=")[0] for text in _underscored(given, arguments)}
     for name in given.names:
         value = os.environ.get(VARIABLE + name.upper())
@@ -125,7 +121,6 @@ def from_environment(given: Given, arguments: Sequence[str]) -> Iterator[tuple[s
 
 
 def _underscored(given: Given, arguments: Sequence[str]) -> Iterator[str]:
-    """Yields the arguments. Dashes in the names of known flags are replaced by underscores."""
     for text in arguments:
         name, equals, value = text.partition("=")
         plain = name.lstrip("-").replace("-", "_")
@@ -160,15 +155,11 @@ def quiet_end() -> Iterator[None]:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """Handles SIGINT: raises KeyboardInterrupt, and suppresses Python's warning about coroutines
-    that never ran."""
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     raise KeyboardInterrupt
 
 
 def _command(main: Callable[[], int | None]) -> str:
-    """Returns the command line that runs `main`: `jdisagg NAME` for a module launch.NAME, and
-    `python -m MODULE` for other modules."""
     module = sys.modules[main.__module__]
     name = module.__spec__.name if module.__spec__ is not None else main.__module__
     folder, _, last = name.rpartition(".")

@@ -22,8 +22,6 @@ def find_geometry(
     Args:
         model: Directory with a config.json, or a name of the catalogue. Families that jdisagg
             serves are read by the same code as in a worker.
-        kv_dtype: Data type of KV, as in --kv_dtype.
-        software: Engine, with the precision of its weights.
     """
     found = replace(_geometry(model), kv_dtype=KEPT_DTYPES.get(kv_dtype or "", ""))
     return software.shape(found)

@@ -79,9 +79,6 @@ def simulated_fleet(flags: Given) -> Fleet:
 
 
 def _prefix(settings: PrefixConfig, flags: Given, pool: Pool, mode: Mode) -> PrefixConfig:
-    """Returns the settings of the simulated prefix cache. The prefix cache flags override
-    `settings` (from --set), and defaults fill in the rest. `pool`: pool whose number of devices
-    determines the size of host memory."""
     names = {
         "prefix_cache": "reuse",
         "host_cache_gib": "host_gib",
@@ -96,8 +93,6 @@ def _prefix(settings: PrefixConfig, flags: Given, pool: Pool, mode: Mode) -> Pre
 
 
 def controllers(flags: Given, slo: SloLimits | None) -> list[Hook]:
-    """Returns a list with the hook that runs the elastic controller, or an empty list without
-    --elastic. --ttft and --tpot (`slo`) override the controller's objective."""
     if not (math.isfinite(flags.switch_seconds) and flags.switch_seconds >= 0):
         raise ConfigError(f"--switch_seconds must be 0 or more, got {flags.switch_seconds:g}")
     if not flags.elastic:

@@ -9,8 +9,6 @@ from models.tokenizer import Tokenizer
 
 
 def grammar_compiler(directory: str) -> GrammarCompiler | None:
-    """Returns the grammar compiler of a checkpoint, or None if the checkpoint has no
-    tokenizer.json. The compiler reads tokenizer.json when it compiles the first grammar."""
     path = Path(directory) / "tokenizer.json"
 
     def read() -> TokenizerText:
@@ -21,7 +19,6 @@ def grammar_compiler(directory: str) -> GrammarCompiler | None:
 
 
 def _vocabulary(directory: str) -> int:
-    """Returns the number of token ids in a checkpoint's config.json, or 0 if it states none."""
     fields = read_object(Path(directory) / "config.json")
     inner = fields.get("text_config")
     size = fields.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)

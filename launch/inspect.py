@@ -98,8 +98,6 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _under(found: Inspection, layout: Layout) -> list[tuple[str, str]]:
-    """Returns rows of text with the bytes of weights and KV on one device under the layout. Raises
-    LayoutError if the layout does not divide the model evenly."""
     assert found.config is not None
     kept_in = replace(found.config, kv_dtype=flags.kv_dtype or "")
     weights, a_token, state = bytes_per_device(

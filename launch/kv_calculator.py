@@ -71,7 +71,6 @@ def main() -> None:
 
 
 def _checked(shape: CostGeometry) -> tuple[int, float, list[Link]]:
-    """Checks the flags and returns (tokens per prompt, prompt tokens per second, links)."""
     prompt = min(8192, shape.context_tokens) if flags.prompt_tokens is None else flags.prompt_tokens
     if not 1 <= prompt <= shape.context_tokens:
         raise ConfigError(

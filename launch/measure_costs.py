@@ -97,7 +97,6 @@ def _report(fitted: Fitted, steps: list[Observation], layout: Layout) -> None:
 
 
 def _counts(flag: str, values: list[str], of: int = 1) -> list[int]:
-    """Parses the list of integers of a flag. Each integer must be a multiple of `of`."""
     try:
         found = [int(value) for value in values]
     except ValueError as error:

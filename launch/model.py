@@ -36,8 +36,7 @@ class CheckpointLoader:
     """Loads the checkpoint `directory` onto given devices, and later new weights of the same model
     from other folders or offers.
 
-    Implements `LoadModel` and `WeightsSource`. Also loads the checkpoint's vision encoder, and the
-    next-token layer or EAGLE-3 head if `speculate` uses it to draft tokens."""
+    Implements `LoadModel` and `WeightsSource`."""
 
     def __init__(
         self,
@@ -143,14 +142,8 @@ def loader(
     """Returns a function that loads a checkpoint onto given devices each time it is called.
 
     Args:
-        directory: Folder of the checkpoint.
-        dtype: Data type of the model.
-        weights: Type to which matrices are quantized; empty for none.
-        kv_dtype: Data type of KV; empty for the model's.
         speculate: Source of drafts. If it drafts with an EAGLE-3 head or a next-token layer, the
             function also loads the head or layer.
-        draft: Folder of the EAGLE-3 head.
-        service: Has the credentials for reading weights that other processes offer.
 
     Raises:
         ConfigError: `speculate` is "eagle" and `draft` is empty.
@@ -161,7 +154,6 @@ def loader(
 
 
 def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
-    """Returns `geometry` with the data types that `model` configures for weight matrices and KV."""
     return replace(
         geometry,
         matrix_bits=WEIGHT_BITS[model.weights] if model.weights else 0,
@@ -172,9 +164,6 @@ def as_kept(geometry: CostGeometry, model: ModelConfig) -> CostGeometry:
 def model_source(
     model: ModelConfig, speculate: str = "off", service: ServiceConfig | None = None
 ) -> ModelSource:
-    """Returns everything that a process needs to serve a model: its description, and the functions
-    that load it. Raises the errors of `load_config`. `speculate` and `service` are as in
-    `loader`."""
     directory = model.directory
     family = load_config(directory).family
     name = served_name(directory)
@@ -193,8 +182,6 @@ def deployment(
     events: RouterEvents = NO_ROUTER_EVENTS,
     tell: Callable[[str], None] = _log.info,
 ) -> Deployment:
-    """Builds a router and workers in this process for the configured model, or for the shipped
-    model if none is configured."""
     directory = config.model.directory or SHIPPED_MODEL
     speculate = shared_drafts(config, config.decode.speculate)
     model = replace(config.model, directory=str(directory))

@@ -32,7 +32,6 @@ class NotebookServer:
     Attributes:
         url: Address of the HTTP API. OpenAI clients take `url + "/v1"` as `base_url`.
         target: Address of the gRPC service, for `jdisagg.client`.
-        model: Name of the served model.
     """
 
     def __init__(self, url: str, target: str, model: str, process: ChildProcess) -> None:
@@ -51,13 +50,12 @@ async def start_server(
     """Starts a server and returns when the server is ready.
 
     Args:
-      flags: Flags of `jdisagg serve`, such as "--mode=unified".
       program: Command line to which the flags are appended.
-      seconds: Longest wait. The first start under a layout compiles its programs.
 
     Raises:
       ConfigError: The server exited. The message has the last lines of its output.
-      DeadlineExceededError: The server was not ready in time and was stopped."""
+      DeadlineExceededError: The server was not ready in time and was stopped.
+    """
     lines: deque[str] = deque(maxlen=LAST_LINES)
     ready: asyncio.Future[re.Match[str]] = asyncio.get_running_loop().create_future()
 

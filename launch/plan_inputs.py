@@ -47,7 +47,6 @@ def modes_of(flags: Given) -> list[Mode]:
 
 
 def block_tokens(flags: Given) -> int:
-    """Returns the number of tokens in a named block of the workload's prompts."""
     return TRACE_BLOCK_TOKENS if flags.trace else PAGE_TOKENS
 
 
@@ -58,10 +57,8 @@ def shared_prefixes(
     Returns the requests with the names of the shared prompt blocks.
 
     Args:
-        arrivals: Requests without named blocks.
         shared_tokens: Number of tokens at the start of each prompt that are the same in all
             prompts, rounded down to whole blocks. 0 if `hit_rate` is used.
-        hit_rate: Fraction of each prompt that is the same as in other prompts.
 
     Raises:
         ConfigError: `hit_rate` is not in [0, 1), or both values are given.

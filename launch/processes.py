@@ -27,8 +27,6 @@ def usable_cores() -> int:
 
 
 def on_cores(processes: int) -> Spread:
-    """Returns a function that simulates the planner's tasks on `processes` processes. If
-    `processes` is 1, the function runs in the calling process."""
     if processes <= 1:
         return in_turn
 

@@ -20,7 +20,6 @@ from jdisagg.simulator.planning.planner import Told
 
 
 def counted(label: str, *more: ProgressColumn) -> Progress:
-    """Returns a progress bar named `label`, with a counter and the additional columns `more`."""
     return progress(TextColumn(label), BarColumn(), MofNCompleteColumn(), *more)
 
 
@@ -41,7 +40,6 @@ class Aloud(Told):
         self._bar.update(self._task, description=text, completed=done, total=total)
 
     def answer(self, text: str) -> None:
-        """Prints one preliminary result. The text is not wrapped if stderr is not a terminal."""
         line = f"{time.monotonic() - self._began:5.1f} s  {text}"
         if self._bar.disable:
             print(line, file=sys.stderr, flush=True)

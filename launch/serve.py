@@ -57,8 +57,6 @@ def main() -> None:
 async def _serve(
     config: EngineConfig, observe: ObserveConfig, decisions: DecisionLog | None
 ) -> UnavailableError | None:
-    """Serves until SIGTERM, SIGINT or the failure of a mesh. Returns the error of the failed mesh,
-    or None after a signal."""
     broken: UnavailableError | None = None
     async with observing("serve", observe) as observer:
         deployment = deployment_of(config, observer, decisions or NO_ROUTER_EVENTS)

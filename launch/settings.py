@@ -64,8 +64,6 @@ def engine_config(given: Given, weights: bool = True, meshes: int = 2) -> Engine
     --dtype or --set gives takes precedence.
 
     Args:
-        given: Flags of a command.
-        weights: Whether the weights are needed if --model is downloaded.
         meshes: Number of meshes that share the host's accelerators if no flag gives a recipe or
             layouts. 0 keeps the recipe's layouts.
 
@@ -101,16 +99,12 @@ def engine_config(given: Given, weights: bool = True, meshes: int = 2) -> Engine
 
 
 def accelerators_of(given: Given) -> tuple[int | str, ...]:
-    """Returns the accelerators of --gpus, by default those of the host."""
     if "gpus" in given.names and given.gpus is not None:
         return parse_gpus("gpus", given.gpus)
     return accelerators_of_host().devices
 
 
 def _recipe(given: Given, meshes: int) -> EngineConfig:
-    """Returns the recipe of --config. The layouts of the default recipe are for virtual devices of
-    a CPU. On a host with accelerators they are replaced by layouts for `meshes` meshes, if no flag
-    sets a recipe or layouts."""
     recipe = load_recipe(given.config)
     if not meshes or given.given().keys() & _SET_LAYOUTS:
         return recipe
@@ -119,7 +113,6 @@ def _recipe(given: Given, meshes: int) -> EngineConfig:
 
 
 def recipe_defaults(names: Sequence[str]) -> dict[str, object]:
-    """Returns, for each flag that sets a configuration field, the value in the default recipe."""
     if "config" not in names:
         return {}
     recipe = load_recipe(DEFAULT_RECIPE)
@@ -137,7 +130,6 @@ def recipe_defaults(names: Sequence[str]) -> dict[str, object]:
 
 
 def elastic_config(given: Given) -> ElasticConfig:
-    """Returns the settings of the elastic controller, from the `elastic.` fields of --set."""
     texts = [text for text in given.set if text.startswith("elastic.")]
     return override(ElasticConfig(), [text.removeprefix("elastic.") for text in texts])
 
@@ -155,9 +147,6 @@ def observe_config(given: Given) -> ObserveConfig:
 
 
 def _otlp_endpoint(given: Given) -> str:
-    """Returns the value of --otlp_endpoint or, if the flag is not given, of OpenTelemetry's
-    environment variable. Operators often set this variable for all containers. Therefore the
-    variable is ignored, with a warning, if the exporter is not installed."""
     endpoint = os.environ.get(OTLP_VARIABLE, "")
     if given.present("otlp_endpoint") or not endpoint:
         return given.otlp_endpoint

@@ -23,7 +23,6 @@ def check_positive(name: str, value: float | None) -> None:
 
 
 def slo_limits(flags: Given) -> SloLimits | None:
-    """Returns the latency limits of --ttft and --tpot, or None if neither is given."""
     given = flags.ttft is not None or flags.tpot is not None
     return SloLimits(flags.ttft, flags.tpot) if given else None
 
@@ -70,8 +69,6 @@ def arrivals_of(flags: Given, context_tokens: int | None = None) -> list[Arrival
 
 
 def traced(flags: Given, limit: int | None) -> list[Arrival]:
-    """Returns the first `limit` requests of --trace, with arrival times changed by --rate and
-    --spread_tick_seconds."""
     arrivals = read_trace(flags.trace, limit)
     if flags.spread_tick_seconds is not None:
         arrivals = spread_ticks(arrivals, flags.spread_tick_seconds, flags.seed)
@@ -101,7 +98,6 @@ def check_output(path: str | None, kind: str) -> None:
 
 
 def reasons(outcomes: Iterable[RequestOutcome], most: int = 3) -> list[str]:
-    """Returns the `most` most frequent reasons why requests failed, with their counts, as text."""
     found = Counter(
         f"{item.end}: {item.reason}" for item in outcomes if item.end != "finished" and item.reason
     )

@@ -40,8 +40,7 @@ Pair = tuple[np.ndarray, np.ndarray]
 
 
 def read_adapter(directory: Path, size: AdapterSize, model: Decoder) -> AdapterContent:
-    """Reads a LoRA adapter from the folder `directory`, with the factors of each layer's matrices.
-    Raises InvalidRequestError if the adapter does not fit the model or the slots of `size`."""
+    """Raises InvalidRequestError if the adapter does not fit the model or the slots of `size`."""
     found = _Found(directory, size, model)
     layers = tuple([dict(found.of_layer(index)) for index in range(len(model.layers))])
     found.check_all_used()
@@ -49,8 +48,6 @@ def read_adapter(directory: Path, size: AdapterSize, model: Decoder) -> AdapterC
 
 
 class _Found:
-    """The factors of one adapter's file. Records which of them belong to a matrix of the model."""
-
     def __init__(self, directory: Path, size: AdapterSize, model: Decoder) -> None:
         self._directory, self._size, self._model = directory, size, model
         self._config: PeftConfig = read_peft_config(directory)
@@ -62,8 +59,6 @@ class _Found:
         self._used: set[str] = set()
 
     def of_layer(self, index: int) -> Iterator[tuple[ModulePath, Pair]]:
-        """Yields the factors A [in, r] and B [r, out] of a layer's matrices, each with the path of
-        its adapter stack."""
         layer = self._model.layers[index]
         recurrent = isinstance(layer.attention, GatedDeltaNet | Mamba2)
         for name, part in (("attention", layer.attention), ("mlp", layer.mlp)):
@@ -77,8 +72,6 @@ class _Found:
                     yield from self._of_experts(f"model.layers.{index}.", path, module)
 
     def check_all_used(self) -> None:
-        """Raises InvalidRequestError if the file has factors for which the model has no matrix.
-        Must be called after `of_layer` of all layers."""
         if left := sorted(self._factors.keys() - self._used):
             experts = any(".experts" in name for name in left) and not self._size.experts
             listed = f"{', '.join(left[:_LISTED])}{' ...' * (len(left) > _LISTED)}"
@@ -126,8 +119,6 @@ class _Found:
     def _of_each_expert(
         self, prefix: str, key: str, experts: int, shape: tuple[int, int]
     ) -> Pair | None:
-        """Returns the stacked factors of experts that the file stores separately. Experts without
-        factors get zeros. Returns None if no expert has factors."""
         for pattern in EXPERTS[f"mlp.{key}"]:
             names = [
                 prefix + pattern.format(expert=expert).removesuffix(".weight")
@@ -149,9 +140,6 @@ class _Found:
     def _of_all_experts(
         self, name: str, prefix: str, parameter: str, experts: int, shape: tuple[int, int]
     ) -> Pair:
-        """Returns the factors [E, in, r] and [E, r, out] of a module that the file stores for all
-        experts together. PEFT's patterns for ranks and scales match the name of the parameter, not
-        of the module."""
         named = f"{prefix}mlp.experts.{parameter}"
         each = self._take(name, shape)
         whole, left = divmod(each.a.shape[0], experts)

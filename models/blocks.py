@@ -106,8 +106,8 @@ class Attention(nnx.Module):
         shards: Shards,
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, computes the output [R, D] of these tokens
-        only, but caches keys and values of all tokens."""
+        """With `rows_R`, computes the output [R, D] of these tokens only, but caches keys and
+        values of all tokens."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         of_R = shards.of_rows(rows_R)
         q_RNH = self._prepared(self.q(x_RD, of_R), self.q_norm, positions_R, shards)
@@ -151,7 +151,6 @@ class Attention(nnx.Module):
     def _prepared(
         self, x: jax.Array, norm: Norm | None, positions: jax.Array, shards: Shards
     ) -> jax.Array:
-        """Splits queries or keys into heads, and applies the norm, if any, and rope."""
         if self.unit_epsilon is not None:
             return rms_norm(self._turned(self._heads(x), positions), None, self.unit_epsilon)
         if self.norm_late:
@@ -160,8 +159,6 @@ class Attention(nnx.Module):
         return self._turned(self._normal(x, norm, shards), positions)
 
     def _normal(self, x: jax.Array, norm: Norm | None, shards: Shards) -> jax.Array:
-        """Splits queries or keys into heads and applies their norm, over each head or over all
-        heads together."""
         if norm is None:
             return self._heads(x)
         return self._heads(norm(x, shards.tp)) if self.norm_all else norm(self._heads(x))
@@ -176,7 +173,6 @@ class Attention(nnx.Module):
 def _mixer(
     make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
 ) -> Attention | MultiHeadLatentAttention | Recurrent:
-    """Builds a layer's attention module, or its recurrent module if the layer is recurrent."""
     if layer.delta:
         return GatedDeltaNet(make, config, layer.delta, form)
     if layer.mamba:
@@ -226,8 +222,6 @@ class DecoderLayer(nnx.Module):
         rows_R: jax.Array | None = None,
         recur: Recur | None = None,
     ) -> jax.Array:
-        """Computes the layer for T tokens. Returns activations [T, D], or [R, D] for the tokens
-        `rows_R`. `model_api.Layer` describes the arguments."""
         x_RD = rows_of(x_TD, rows_R)
         normed_RD = None
         if self.attention is not None:
@@ -255,8 +249,6 @@ class DecoderLayer(nnx.Module):
         return self._scaled(x_RD + self._added(y_RD, self.mlp_post_norm))
 
     def adapted(self, adapters: AdapterSize, make: MakeStack) -> "DecoderLayer":
-        """Returns a layer that shares this layer's arrays and has adapter slots, which `make`
-        creates (`Model.adapted_layers`)."""
         slots, rank = adapters.slots, adapters.rank
         layer = nnx.merge(*nnx.split(self))
         for part in (layer.attention, layer.mlp):
@@ -278,7 +270,6 @@ class DecoderLayer(nnx.Module):
         rows_R: jax.Array | None,
         recur: Recur | None,
     ) -> jax.Array:
-        """Returns the output of attention, or of the recurrent layer, for the tokens `rows_R`."""
         assert self.attention is not None, "this layer has a mixer"
         if isinstance(self.attention, Recurrent):
             assert recur is not None, "layers with recurrent state need `recur`"
@@ -289,14 +280,11 @@ class DecoderLayer(nnx.Module):
         return x if self.layer_scale is None else x * self.layer_scale[...][None, :]
 
     def _added(self, y: jax.Array, norm: Norm | None) -> jax.Array:
-        """Returns a block's contribution to the residual stream: its output y after an optional
-        norm and an optional constant factor."""
         y = _normed(y, norm)
         return y if self.scale == 1 else (y.astype(jnp.float32) * self.scale).astype(y.dtype)
 
 
 def _combined(x: jax.Array, y: jax.Array, factors: tuple[float, float]) -> jax.Array:
-    """Returns the weighted sum of a block's input x and output y."""
     first, second = (jnp.asarray(factor, jnp.float32) for factor in factors)
     return (x.astype(jnp.float32) * first + y.astype(jnp.float32) * second).astype(x.dtype)
 

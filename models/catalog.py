@@ -122,8 +122,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the configuration of a supported model. Raises CheckpointError, which names the model
-    type, for unsupported models."""
+    """Raises CheckpointError, which names the model type, for unsupported models."""
     kind = hf.raw("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:

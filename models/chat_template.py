@@ -22,9 +22,6 @@ from jdisagg.errors import CheckpointError, InvalidRequestError
 
 
 class _Generation(jinja2.ext.Extension):
-    """Supports the tag `{% generation %}`, which marks the assistant's text for training. Here the
-    tag has no effect: its body is rendered as usual."""
-
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
@@ -33,7 +30,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Refused(Exception):
-    """Raised when a template calls `raise_exception` to reject the messages."""
+    pass
 
 
 class ChatTemplate:
@@ -42,11 +39,6 @@ class ChatTemplate:
     Args:
         sources: Template text by name. "default" renders conversations. If "tool_use" is present,
             it renders conversations with tools, as in transformers.
-        special_tokens: Variables of the templates: the strings bos_token and eos_token, and the
-            list additional_special_tokens.
-
-    Raises:
-        CheckpointError: From `render`, if a template does not compile or none is named default.
     """
 
     def __init__(
@@ -73,8 +65,6 @@ class ChatTemplate:
                 Without images it is converted if the template supports only strings or only lists.
             continue_final_message: Whether the prompt ends directly after the last message's
                 content, so that the model continues this message.
-            arguments: Additional variables of the template, such as `documents`.
-            tools: Tool definitions in the format of OpenAI's API.
 
         Raises:
             InvalidRequestError: If the template refuses the messages or an argument.
@@ -104,8 +94,6 @@ class ChatTemplate:
         return _before_the_mark(text, mark) if mark else text
 
     def _in_form(self, name: str, message: Mapping[str, object]) -> dict[str, object]:
-        """Returns the message with its content as a string or as a list of parts, depending on
-        which form the template supports."""
         content, role = message.get("content"), message.get("role")
         forms = self._forms_of(name, role, bool(message.get("tool_calls")))
         if role not in _USUAL_ROLES and not (forms.text or forms.one):
@@ -129,9 +117,6 @@ class ChatTemplate:
         return dict(message) if "content" not in message else {**message, "content": content}
 
     def _forms_of(self, name: str, role: object, calling: bool) -> "_Forms":
-        """Returns the forms of content (string or list of parts) that the template supports for a
-        role, with or without tool calls. Determines this by rendering a test message in each form,
-        and caches the result."""
         if (name, role, calling) not in self._forms:
             if len(self._forms) >= _MOST_FORMS:  # clients choose the roles
                 self._forms.clear()
@@ -199,10 +184,6 @@ class ChatTemplate:
 
 
 class _Forms(NamedTuple):
-    """Forms of message content that a template supports: `text` is a string, `one` is a list with
-    one text part, `several` is a list with several, and `none` is None, which some templates print
-    as a word."""
-
     text: bool
     one: bool
     several: bool
@@ -220,11 +201,9 @@ _REFUSALS = (
 
 
 def _continued(messages: list[dict[str, object]]) -> str:
-    """Appends a marker to the last message's content, in place, and returns the marker. The prompt
-    is cut where the marker appears in the rendered text, because the content itself may occur
-    several times. The marker is a number that clients cannot guess, which filters such as `upper`
-    and `escape` leave as it is. It ends with a space, which shows whether the template strips
-    content."""
+    """The prompt is cut where the marker appears in the rendered text, because the content itself
+    may occur several times. The marker is a number that clients cannot guess, which filters such as
+    `upper` and `escape` leave as it is."""
     content = messages[-1].get("content") if messages else None
     mark = f"{secrets.randbelow(10**20):020} "
     if isinstance(content, list) and content:

@@ -3,9 +3,8 @@ from the files.
 
 A directory holds config.json and either safetensors files in Hugging Face format or the Orbax
 format that `jdisagg convert` writes. One error lists all missing, unknown and wrongly shaped
-tensors. Each process reads only the slices of its own devices. If config.json sets
-`tie_word_embeddings` but the checkpoint has an output head that differs from the embedding, the
-head is used, as in transformers."""
+tensors. If config.json sets `tie_word_embeddings` but the checkpoint has an output head that
+differs from the embedding, the head is used, as in transformers."""
 
 import logging
 import re
@@ -60,12 +59,9 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """Interface of tensors that come from another process. They can be transferred ahead of the
-    reads."""
+    """Interface of tensors that come from another process."""
 
-    def expect(self, reads: Sequence[tuple[str, Box]]) -> None:
-        """Announces all reads that will follow, in their order."""
-        ...
+    def expect(self, reads: Sequence[tuple[str, Box]]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +79,17 @@ class LoadedModel:
         return self.mesh, *self.later
 
 
-def go_on() -> None:
-    """Does nothing. It is the default of `load_model`'s argument `check`, and lets the loading
-    continue."""
+def go_on() -> None: ...
 
 
 def load_config(directory: str | Path) -> DecoderConfig:
-    """Reads the model's configuration without its weights."""
     return read_config(HfConfig.from_directory(Path(directory)))
 
 
 def load_kv_scales(directory: str | Path) -> tuple[KVScales, str]:
     """Returns the KV scales: the numbers by which keys and values are divided before they are
     stored in fp8. Also returns the source of the scales, which is "" if all scales are one by
-    default. Raises CheckpointError if the scales do not fit the model."""
+    default."""
     directory = Path(directory)
     hf = HfConfig.from_directory(directory)
     files = None if orbax_checkpoint.is_orbax(directory) else open_files(directory, hf)
@@ -122,22 +115,17 @@ def load_model(
     """Loads a model. Blocks until all weights are read.
 
     Args:
-        directory: Checkpoint folder.
-        layout: Layout of the weights.
         devices: Devices to place the weights on. Their number must equal the layout's.
-        dtype: Type of the weights, "float32" or "bfloat16".
         platform: JAX platform, which determines whether weight matrices are stored transposed. None
             means the devices' platform.
         weights: Type to which the layers' matrices are quantized while they are read. Empty means
             no quantization.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means `dtype`.
-        next_token: Whether to read the layer that drafts tokens, if the checkpoint has one.
         draft: Folder of an EAGLE-3 head, which then drafts tokens.
         cut: Function from the model's KV spec to the layers of each pipeline stage. None divides
             the layers equally.
         tensors: Tensors to read instead of the folder's. The configuration and the vision encoder
             are still read from the folder.
-        images: Whether to read the vision encoder, if the checkpoint has a supported one.
         check: Function that is called before each parameter. It raises an error to abort the
             loading.
 
@@ -192,7 +180,6 @@ def load_model(
 
 
 def _check_orbax(directory: Path, layout: Layout, weights: Weights) -> None:
-    """Raises ConfigError for options that are not supported for checkpoints in Orbax format."""
     if layout.pp > 1:
         raise ConfigError(
             f"layout {layout}: {directory} is in Orbax format, which is not loaded for several"
@@ -208,8 +195,6 @@ def _check_orbax(directory: Path, layout: Layout, weights: Weights) -> None:
 def _with_drafts(
     config: DecoderConfig, files: CheckpointTensors, served: bool, draft: str, next_token: bool
 ) -> tuple[DecoderConfig, CheckpointTensors]:
-    """Adds the EAGLE-3 head in folder `draft`, or the checkpoint's next-token layer if it has one
-    and `next_token` is set."""
     if draft and served:
         raise ConfigError(
             f"draft={draft}: weights that another process offers have no EAGLE-3 head; set"
@@ -226,8 +211,6 @@ def _with_drafts(
 
 
 def _stage_of(model: Decoder, meshes: tuple[Mesh, ...], cut: StageCut | None) -> StageOf | None:
-    """Returns the function from a parameter's path to the mesh of its pipeline stage, or None if
-    there is only one mesh."""
     if len(meshes) == 1:
         return None
     stage = stage_of_path(cut(model.kv_spec) if cut else equal_stages(model, len(meshes)))
@@ -235,15 +218,13 @@ def _stage_of(model: Decoder, meshes: tuple[Mesh, ...], cut: StageCut | None) ->
 
 
 def equal_stages(model: Decoder, stages: int) -> tuple[range, ...]:
-    """Divides the layers equally into `stages` pipeline stages. A stage begins at a layer with
-    KV."""
+    """A stage begins at a layer with KV."""
     spec, every = model.kv_spec, len(model.kv_spec.layers)
     return stage_layers(spec.positioned, every, every, stages)
 
 
 def stage_of_path(layers: Sequence[range]) -> Callable[[tuple[Any, ...]], int]:
-    """Returns the function from a parameter's path to its pipeline stage, given the layers of each
-    stage. The embedding is on the first stage; norm and head are on the last."""
+    """The embedding is on the first stage; norm and head are on the last."""
     of_layer = [stage for stage, run in enumerate(layers) for _ in run]
 
     def stage_of(path: tuple[Any, ...]) -> int:
@@ -263,8 +244,6 @@ def _kv_scales(directory: Path, config: DecoderConfig, files: CheckpointTensors 
 def _with_kv_scales(
     read: Decoder, kept: Decoder, scales: KVScales, shardings: Sequence[Any]
 ) -> Decoder:
-    """Adds KV scales to a loaded model. Copies the arrays of `read` into the abstract model `kept`,
-    which has parameters for the scales, and fills these parameters from `scales`."""
     leaves = jax.tree.leaves(nnx.state(read))
     of_path = {part.path: leaf for part, leaf in zip(parameter_shapes(read), leaves, strict=True)}
     arrays = []
@@ -283,9 +262,8 @@ def _with_kv_scales(
 
 
 def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
-    """Opens a checkpoint's tensors. The text part of a multimodal model appears under the tensor
-    names of a text model. Quantized matrices appear as float matrices under their unquantized
-    names."""
+    """The text part of a multimodal model appears under the tensor names of a text model. Quantized
+    matrices appear as float matrices under their unquantized names."""
     files = SafetensorsFiles.from_directory(directory).text_part()
     files = files.renamed(RENAMED.get(str(hf.fields.get("model_type")), ()))
     stated = stored_quantization(hf)
@@ -295,7 +273,6 @@ def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
 def _is_tied(
     config: DecoderConfig, files: CheckpointTensors, served: bool, directory: Path
 ) -> bool:
-    """Whether the output head is the embedding."""
     if served:
         return path_name(("head", "kernel")) not in files.shapes()
     if not config.tied or not _has_own_head(files):
@@ -309,7 +286,6 @@ def _is_tied(
 
 
 def _has_own_head(files: CheckpointTensors) -> bool:
-    """Whether the checkpoint has an output head (`lm_head`) that differs from the embedding."""
     shapes = files.shapes()
     if _HEAD not in shapes or _EMBEDDING not in shapes:
         return False
@@ -323,9 +299,8 @@ def _has_own_head(files: CheckpointTensors) -> bool:
 
 
 def vision_files(directory: Path, config: DecoderConfig) -> CheckpointTensors | None:
-    """Returns the tensors of the vision encoder that `config` describes. Returns None if `config`
-    has no vision encoder, or if the folder lacks one of its tensors, such as a folder that was
-    saved as a text-only model."""
+    """Returns None if `config` has no vision encoder, or if the folder lacks one of its tensors,
+    such as a folder that was saved as a text-only model."""
     vision = config.vision
     if vision is None:
         return None
@@ -356,7 +331,6 @@ def vision_files(directory: Path, config: DecoderConfig) -> CheckpointTensors | 
 
 
 def _offers_vision(files: CheckpointTensors | None) -> bool:
-    """Whether the offered parameters of another worker include a vision encoder."""
     return files is not None and any(name.startswith("vision/") for name in files.shapes())
 
 
@@ -367,11 +341,7 @@ def find_sources(
     vision: CheckpointTensors | None = None,
 ) -> list[Source]:
     """Returns where each parameter is stored in the files, in the order of `jax.tree.leaves`.
-    Raises CheckpointError, which lists the tensors that are missing, unknown or wrongly shaped.
-
-    Args:
-        vision: Tensors of the vision encoder, if the model has one.
-    """
+    Raises CheckpointError, which lists the tensors that are missing, unknown or wrongly shaped."""
     found, seen = files.shapes(), model.config.vision
     sources: list[Source] = []
     for part in parameter_shapes(model):
@@ -385,9 +355,6 @@ def find_sources(
 
 
 def _served_sources(model: Decoder, files: CheckpointTensors) -> list[Source]:
-    """Returns where each parameter is stored among the offered parameters of another worker, whose
-    vocabulary may be padded to another size. Raises CheckpointError if a parameter is missing,
-    unknown or wrongly shaped."""
     found, sources, wrong = files.shapes(), [], []
     for part in parameter_shapes(model):
         name = path_name(part.path)
@@ -453,10 +420,9 @@ def _read_array(
 
 
 def _to_put(view: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns the values of `view` in an array that is safe to pass to JAX. Read-only contiguous
-    views, of files and other arrays, are copied, because JAX could alias them. Other views are
-    returned without a copy, because JAX copies transposed views itself, several times as fast as
-    numpy."""
+    """Read-only contiguous views, of files and other arrays, are copied, because JAX could alias
+    them. Other views are returned without a copy, because JAX copies transposed views itself,
+    several times as fast as numpy."""
     if view.dtype == dtype and (view.flags.writeable or not view.flags.c_contiguous):
         return view
     own = aligned_empty(view.shape, dtype)
@@ -498,14 +464,10 @@ def _check(
 
 
 def _adds_nothing(name: str, files: CheckpointTensors) -> bool:
-    """Whether the tensor is a bias of zeros, which can be ignored if the model has no such bias.
-    Some quantization tools write a zero bias for each matrix."""
     return name.endswith("_proj.bias") and not np.any(files.read(name, (slice(None),)))
 
 
 def _behind_the_last(name: str, config: DecoderConfig) -> bool:
-    """Whether the tensor belongs to a multi-token prediction layer, which is stored after the
-    model's own layers and is not read."""
     if config.mtp_aside and name.startswith("mtp."):
         return True
     number = re.match(r"model\.layers\.(\d+)\.", name)

@@ -139,18 +139,12 @@ class Decoder(nnx.Module):
 
     @property
     def head(self) -> DecoderStem:
-        """The stem with final norm and output head: `stem` itself, except in a model that is loaded
-        for several pipeline stages."""
         return self.stem if self.last_stem is None else self.last_stem
 
     def adapted_layers(self, adapters: AdapterSize, make: MakeStack) -> list[DecoderLayer]:
-        """Returns the layers with LoRA adapter slots, whose stacks `make` creates. They share the
-        arrays of `layers`."""
         return [layer.adapted(adapters, make) for layer in self.layers]
 
     def read_adapter(self, directory: Path, adapters: AdapterSize) -> AdapterContent:
-        """Reads a LoRA adapter from the folder `directory`. Raises InvalidRequestError if the
-        adapter cannot be served with the slots of `adapters`."""
         from models.adapters import read_adapter  # it needs this class
 
         return read_adapter(directory, adapters, self)
@@ -163,7 +157,7 @@ class Decoder(nnx.Module):
         shards: Shards | None = None,
     ) -> jax.Array:
         """Returns the logits of every position, float32 [T, V_padded]. Used by tests and training
-        only. Serving calls the stem and the layers separately."""
+        only."""
         shards = shards or Shards()
         x_TD = self.stem.embed(tokens_T, shards)
         for layer, kept in zip(self.layers, self.kv_spec.layers, strict=False):
@@ -175,7 +169,6 @@ class Decoder(nnx.Module):
 def _draft_layer(
     make: Make, config: DecoderConfig, form: KernelForm, tp: int
 ) -> NextTokenLayer | EagleHead | None:
-    """Returns the layer that drafts tokens, if there is one."""
     if config.eagle is not None:
         return EagleHead(make, config, form, padded_vocabulary(config.eagle.vocabulary, tp))
     return NextTokenLayer(make, config, config.layers[-1], form) if config.next_token else None
@@ -194,7 +187,6 @@ def abstract_model(
 
     Args:
         tp: Tensor-parallel size. The vocabulary is padded to a multiple of it.
-        weights: Type to which the layers' matrices are quantized. Empty means no quantization.
         staged: Whether embedding and head are separate, for several pipeline stages.
     """
 
@@ -213,8 +205,8 @@ def init_model(
     platform: str = "cpu",
     tp: int = 1,
 ) -> Decoder:
-    """Builds a model with random weights. Matrices have variance 1 / fan-in, and the embedding has
-    standard deviation 0.02. Norm weights are one and biases zero."""
+    """Matrices have variance 1 / fan-in, and the embedding has standard deviation 0.02. Norm
+    weights are one and biases zero."""
     count = 0
 
     def make(shape: tuple[int, ...], role: Role, fan_in: int) -> jax.Array:

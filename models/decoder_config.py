@@ -78,12 +78,9 @@ class DeltaConfig:
 
     @property
     def group_channels(self) -> int:
-        """Number of convolution channels for one key head. They hold the head's query, its key, and
-        the values of its group."""
         return 2 * self.key_dim + self.values_per_key * self.value_dim
 
     def state(self) -> tuple[KVComponent, ...]:
-        """Components of the recurrent state that each sequence has."""
         inputs = KVComponent("inputs", self.key_heads, (self.taps - 1) * self.group_channels)
         size = self.key_dim * self.value_dim
         return inputs, KVComponent("recurrent", self.value_heads, size, "float32")
@@ -99,7 +96,6 @@ class MambaConfig:
         copies: 0 if the groups are sharded like the heads. Otherwise each shard computes the write
             and read vectors of all groups, and the convolution state of these vectors is stored
             `copies` times, once per kv head of the cache, so that each shard holds one copy.
-        bias: Whether the input and output projections have biases.
         step_limits: Smallest and largest step size; steps are clipped after the softplus.
     """
 
@@ -119,8 +115,6 @@ class MambaConfig:
 
     @property
     def group_channels(self) -> int:
-        """Number of convolution channels that the heads of a group share. They hold the group's
-        write and read vectors."""
         return 2 * self.state_dim
 
     def own_units(self, heads: int) -> tuple[int, int]:
@@ -130,7 +124,6 @@ class MambaConfig:
         return heads // size, size
 
     def state(self) -> tuple[KVComponent, ...]:
-        """Components of the recurrent state that each sequence has."""
         kept, shared = self.taps - 1, self.groups * self.group_channels
         return (
             KVComponent("inputs", self.heads, kept * self.head_dim),
@@ -155,7 +148,6 @@ class ConvolutionConfig:
     bias: bool = False
 
     def state(self) -> tuple[KVComponent, ...]:
-        """Components of the state that each sequence has."""
         size = (self.taps - 1) * self.channels // self.heads
         return (KVComponent("inputs", self.heads, size),)
 
@@ -169,7 +161,6 @@ class LightningConfig:
     dim: int
 
     def state(self) -> tuple[KVComponent, ...]:
-        """Components of the state that each sequence has."""
         return (KVComponent("recurrent", self.heads, self.dim**2, "float32"),)
 
 
@@ -193,7 +184,6 @@ class AttentionConfig:
         gated: Whether attention outputs are multiplied by the sigmoid of a learned gate.
         head_gates: Whether a head's output is multiplied by the sigmoid of one learned gate (Step
             3.5).
-        value_norm: Whether each head of v has a norm without a weight.
         keys_are_values: Whether v equals k before norms and rope, so that no separate matrix for v
             exists.
     """
@@ -233,15 +223,12 @@ class ExpertConfig:
         shared_ffn: Width of the shared expert, which every token uses. 0 means that there is none.
         shared_gate: Whether the shared expert's output is multiplied by the sigmoid of a learned
             gate.
-        scores: Function that turns router logits into scores: a softmax over all experts, or a
-            sigmoid of each.
         correction: Whether a learned bias is added to the scores when experts are chosen. The
             experts' weights use scores without this bias.
         groups, groups_per_token: Number of expert groups, and number of best groups from which a
             token's experts are chosen.
         wide: Whether softmax routing computes router logits in float32. Sigmoid routing always
             does.
-        biased: Whether experts and router have biases.
         clamp: Gate function of the experts. None means silu.
         latent: Width of the experts' inputs and outputs, to which activations are projected. 0
             means the model's width.
@@ -277,14 +264,8 @@ class LayerConfig:
     Attributes:
         window: Number of latest positions that a token attends to, its own position included. None
             means all.
-        experts: Configuration of the experts. None in a dense layer.
-        rotated: Whether the layer has rotary positions.
         rope, attention: Configuration for this layer. None means the configuration of the whole
             model.
-        delta, mamba, convolution, lightning: Sizes of the recurrent module that replaces attention,
-            or None.
-        index: Sizes of the indexer that selects blocks of positions, or None.
-        gate: Gate function of the layer's dense block or shared expert, if it is not the model's.
         parts: Whether the layer has a mixer (attention or a recurrent layer), a feed-forward block,
             or both. Nemotron's layers have only one of the two.
         factors: If not None, the residual stream continues from the normalised input of each block
@@ -309,7 +290,6 @@ class LayerConfig:
 
     @property
     def recurrent(self) -> DeltaConfig | MambaConfig | ConvolutionConfig | LightningConfig | None:
-        """Sizes of the layer's recurrent module, or None if the layer has none."""
         return self.delta or self.mamba or self.convolution or self.lightning
 
 
@@ -318,8 +298,6 @@ class DecoderConfig:
     """Configuration of a decoder-only transformer.
 
     Attributes:
-        ffn: Hidden width of the feed-forward block in dense layers.
-        context_tokens: Number of tokens of the longest sequence that the model supports.
         norms: Place of the norms: before attention and feed-forward, after them, or both.
         norms_above_one: Whether norms multiply by 1 + weight instead of weight. Applies to the
             norms of q and k too.
@@ -328,18 +306,12 @@ class DecoderConfig:
             outputs are added to the residual stream. Layers then have one norm.
         embedding_scale, residual_scale: Factor by which token embeddings are multiplied, and factor
             of each block's contribution to the residual stream.
-        logits_divisor: Divisor of the logits.
         logits_cap: Bound of the logits, as cap * tanh(logit / cap). 0 means no bound.
-        gate: Gate function of dense blocks and of shared experts, in place of `activation`.
-        layer_scales: Whether each layer's output is multiplied by a learned factor.
         left_aside, mtp_aside: Describe the multi-token prediction layers that the checkpoint has in
             addition to its layers. `left_aside` is their number if they are stored after the last
             layer. `mtp_aside` is whether their tensor names start with "mtp.".
         next_token: Whether the first multi-token prediction layer is read, to draft tokens. Further
             ones are ignored.
-        eagle: EAGLE-3 head that drafts tokens, from another folder.
-        kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means the weights' type.
-        vision: The vision encoder, or None if images are not read.
     """
 
     family: str
@@ -371,7 +343,6 @@ class DecoderConfig:
     vision: VisionConfig | None = None
 
     def with_sections(self, sections: tuple[int, int, int]) -> "DecoderConfig":
-        """Returns the config with rotary positions in three dimensions."""
         attention = self.attention
         rope = replace(attention.rope, sections=sections)
         return replace(self, attention=replace(attention, rope=rope))
@@ -417,7 +388,6 @@ class DecoderConfig:
         )
 
     def cost_geometry(self, name: str) -> CostGeometry:
-        """Returns the model's sizes in the form that the cost model needs."""
         experts = self.experts
         return CostGeometry(
             name=name,
@@ -535,8 +505,6 @@ class DecoderConfig:
         return self.left_aside > 0 and not sparse and not any(one.recurrent for one in self.layers)
 
     def _kept_of(self, layer: LayerConfig, kept: str) -> KVLayer:
-        """Returns the specification of the KV that a layer stores. `kept` is the type of keys and
-        values, or "" for the default type."""
         if layer.recurrent:
             return KVLayer((), state=layer.recurrent.state())
         if layer.parts == "ffn":
@@ -557,9 +525,7 @@ class EagleConfig:
     """Configuration of an EAGLE-3 head (`eagle_head.py`).
 
     Attributes:
-        config: Configuration of the head's layer.
         taps: Layers of the model before which its activations are the head's input, ascending.
-        vocabulary: Number of draft tokens.
         residual_after_norm: Whether the residual stream is the hidden state after its norm.
         mapped: Whether draft tokens are numbered separately from the model's tokens (`d2t`).
     """

@@ -43,14 +43,13 @@ def read_v3_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_flash_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of GLM-4.7-Flash."""
     config = read_latent(hf, FLASH_DEFAULTS, FLASH_SIZES)
     return with_experts(hf, config, read_experts(hf, FLASH_ROUTING), sparse_layers(hf, config, 1))
 
 
 def sparse_layers(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
-    """Returns, for each layer, whether it has experts. Uses `mlp_layer_types` if present. Without
-    this field, the first `first_k_dense_replace` layers (default `usual`) have none."""
+    """Uses `mlp_layer_types` if present. Without this field, the first `first_k_dense_replace`
+    layers (default `usual`) have none."""
     count = len(config.layers)
     kinds = hf.names("mlp_layer_types")
     if kinds is None:
@@ -65,14 +64,12 @@ def sparse_layers(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]
 
 
 def read_v32_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of DeepSeek-V3.2: V3 with an indexer in every layer."""
     config = _with_indexer(hf, read_latent(hf, V32_DEFAULTS, SIZES), 64, interleaved=False)
     return with_experts(hf, config, read_experts(hf, V3_ROUTING), sparse_layers(hf, config, 3))
 
 
 def read_dsa_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of GLM-5. Refuses its later versions (5.2, 5.3), in which several
-    layers share one selection."""
+    """Refuses its later versions (5.2, 5.3), in which several layers share one selection."""
     config = _with_indexer(hf, read_latent(hf, DSA_DEFAULTS, DSA_SIZES), 32, interleaved=True)
     kinds = hf.names("indexer_types") or ()
     shared = any(kind != "full" for kind in kinds) or hf.count("index_topk_freq", 1) > 1
@@ -169,15 +166,11 @@ def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _behind_dense(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
-    """Returns, for each layer, whether it has experts. The first `first_k_dense_replace` layers
-    (default `usual`) have none."""
     dense = hf.count("first_k_dense_replace", usual, least=0)
     return [at >= dense for at in range(len(config.layers))]
 
 
 def _check_turned_part(hf: HfConfig) -> None:
-    """Checks that `partial_rotary_factor`, at the top level or among the rotary parameters, agrees
-    with the size of the part of a head that has rotary positions."""
     given = hf.raw("rope_scaling") or hf.raw("rope_parameters")
     inner = given.get("partial_rotary_factor") if isinstance(given, dict) else None
     turned = hf.count("qk_rope_head_dim", MISTRAL_SIZES.rope_dim)
@@ -192,8 +185,6 @@ def _check_turned_part(hf: HfConfig) -> None:
 
 
 def read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> DecoderConfig:
-    """Reads the config.json of a model with latent attention, except the fields that describe
-    experts."""
     if hf.raw("index_topk") is None or hf.fields.get("layer_types") is None:
         refuse_windows(hf, "this family uses full attention")
     hf.pass_over("qk_head_dim")
@@ -226,7 +217,6 @@ def read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> 
 
 
 def _check_head_dim(hf: HfConfig, latent: LatentConfig) -> None:
-    """Checks the redundant field `head_dim`, whose meaning differs between releases."""
     whole = latent.nope_dim + latent.rope_dim
     sizes = {latent.rope_dim, latent.nope_dim, latent.value_dim, whole}
     if hf.count("head_dim", whole) not in sizes:
@@ -234,8 +224,6 @@ def _check_head_dim(hf: HfConfig, latent: LatentConfig) -> None:
 
 
 def _yarn_scale(hf: HfConfig) -> float:
-    """Returns YaRN's factor of the attention scores' scale, computed from `mscale_all_dim`. As in
-    transformers, the factor applies to every type of extended rope."""
     given = hf.raw("rope_scaling") or hf.raw("rope_parameters")
     if not isinstance(given, dict) or (given.get("rope_type") or given.get("type")) in (
         None,

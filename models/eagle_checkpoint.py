@@ -74,8 +74,6 @@ def with_eagle_head(
 
 
 def _taps(hf: HfConfig, layers: int) -> tuple[int, ...]:
-    """Returns the layers before which activations are taken as the head's input: the configured
-    layers, or by default layer 2, the middle one and the third from the end."""
     given = hf.raw("eagle_config")
     listed = given.get("eagle_aux_hidden_state_layer_ids") if isinstance(given, dict) else None
     if listed is None:
@@ -91,9 +89,6 @@ def _taps(hf: HfConfig, layers: int) -> tuple[int, ...]:
 
 
 class _TwoFolders:
-    """Joins the tensors of a model and those of its EAGLE-3 head. Names of the head's tensors begin
-    with `PREFIX`."""
-
     def __init__(self, files: CheckpointTensors, head: SafetensorsFiles) -> None:
         self._files, self._head = files, head
 

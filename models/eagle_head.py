@@ -26,11 +26,7 @@ from models.linear import Linear, Norm, rows_of
 
 class EagleHead(nnx.Module):
     """The layer and output head of an EAGLE-3 head, which drafts tokens. Implements
-    `model_api.DraftLayer`.
-
-    Args:
-        padded: Number of draft tokens, padded to a multiple of the tensor-parallel size.
-    """
+    `model_api.DraftLayer`."""
 
     source = "eagle"
 
@@ -62,8 +58,6 @@ class EagleHead(nnx.Module):
         self.vocabulary, self.residual_after_norm = config.vocabulary, eagle.residual_after_norm
 
     def fused(self, y_TD: jax.Array, shards: Shards) -> jax.Array:
-        """Maps the concatenated activations of the model before `taps` to the head's hidden state,
-        [T, D]."""
         return self.fuse(y_TD, shards)
 
     def __call__(
@@ -87,8 +81,7 @@ class EagleHead(nnx.Module):
         return x_RD + self.mlp(self.mlp_norm(x_RD), shards.of_rows(rows_R), valid_R)
 
     def logits(self, y_RD: jax.Array, shards: Shards) -> jax.Array:
-        """Returns the logits of the next draft over the model's vocabulary, float32 [R, V]. Ids
-        that are not draft tokens have -inf."""
+        """Ids that are not draft tokens have -inf."""
         out = project(
             self.norm(y_RD),
             self.head.kernel[...],

@@ -29,8 +29,7 @@ class GatedMLP(nnx.Module):
     def __init__(
         self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
     ) -> None:
-        """Creates the block's parameters. `ffn` is the hidden width, or None for the model's
-        `config.ffn`."""
+        """`ffn` is the hidden width, or None for the model's `config.ffn`."""
         ffn = config.ffn if ffn is None else ffn
         into, out = (config.width, ffn), (ffn, config.width)
         bias = config.mlp_bias
@@ -69,8 +68,7 @@ class PlainMLP(nnx.Module):
     def __init__(
         self, make: Make, config: DecoderConfig, form: KernelForm, ffn: int | None = None
     ) -> None:
-        """Creates the block's parameters. `ffn` is the hidden width, or None for the model's
-        `config.ffn`."""
+        """`ffn` is the hidden width, or None for the model's `config.ffn`."""
         ffn, bias = config.ffn if ffn is None else ffn, config.mlp_bias
         self.up = Linear(make, (config.width, ffn), ("embed", "ffn"), bias=bias, form=form)
         self.down = Linear(make, (ffn, config.width), ("ffn", "embed"), bias=bias, form=form)
@@ -94,8 +92,6 @@ _OUT_OF_EXPERTS: Axes = ("expert", "expert_ffn", "embed")
 def _experts(
     make: Make, shape: tuple[int, int, int], axes: Axes, form: KernelForm
 ) -> tuple[nnx.Param[jax.Array], nnx.Param[jax.Array] | None]:
-    """Creates the expert matrices [E, in, out], and scales [E, out] if the matrices are
-    quantized."""
     experts, into, out = shape
     kept = (experts, into // 2, out) if form.packed(experts=True) else shape
     stack = parameter(make(kept, form.role(experts=True), into), axes)
@@ -165,8 +161,7 @@ class SparseMLP(nnx.Module):
         valid_T: jax.Array | None,
         chosen_by_TD: jax.Array | None = None,
     ) -> jax.Array:
-        """Computes the block's output for `x_TD`. `chosen_by_TD` is the router's input, or None if
-        the router also reads `x_TD`."""
+        """`chosen_by_TD` is the router's input, or None if the router also reads `x_TD`."""
         # For experts without a gate, `up` takes the place of the gate matrix.
         gate = self.up if self.gate is None else self.gate
         gate_scale = self.up_scale if self.gate is None else self.gate_scale
@@ -200,7 +195,6 @@ class SparseMLP(nnx.Module):
         return y_TD + shared_TD
 
     def adapt(self, slots: int, rank: int, make: MakeStack) -> None:
-        """Adds adapter slots for the routed experts."""
         experts, into, out = self.sizes
         stack = partial(AdapterStack, make, slots, rank, experts=("expert", experts))
         if self.gate is not None:
@@ -245,8 +239,6 @@ class SparseMLP(nnx.Module):
 def _latent(
     make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
 ) -> tuple[Linear, Linear] | tuple[None, None]:
-    """Creates the projections from the model's width to the experts' narrower width and back. Each
-    device holds a full copy."""
     if not routed.latent:
         return None, None
     into, out = (config.width, routed.latent), (routed.latent, config.width)
@@ -276,8 +268,7 @@ class ParallelMLP(nnx.Module):
     def __call__(
         self, into_TD: jax.Array, x_TD: jax.Array, shards: Shards, valid_T: jax.Array | None
     ) -> jax.Array:
-        """Computes the block's output. `x_TD` is the residual stream, and `into_TD` is `x_TD` after
-        the layer's norm."""
+        """`x_TD` is the residual stream, and `into_TD` is `x_TD` after the layer's norm."""
         dense_TD = self.dense_norm(self.dense(into_TD, shards, valid_T))
         routed_TD = self.routed(self.routed_norm(x_TD), shards, valid_T, chosen_by_TD=x_TD)
         return dense_TD + self.routed_post_norm(routed_TD)
@@ -286,7 +277,6 @@ class ParallelMLP(nnx.Module):
 def feed_forward(
     make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
 ) -> SparseMLP | ParallelMLP | GatedMLP | PlainMLP:
-    """Builds the feed-forward block of a layer."""
     config = config if layer.gate is None else replace(config, gate=layer.gate)
     if layer.experts:
         kind = ParallelMLP if layer.experts.beside else SparseMLP

@@ -1,6 +1,5 @@
 """Gated DeltaNet (Yang et al., 2024), which replaces attention in most layers of Qwen3-Next and
-Qwen3.5: a short convolution, the gated delta rule, and a gated norm on each head. Kimi Linear uses
-the variant with a gate per channel (Kimi Delta Attention, arXiv 2510.26692).
+Qwen3.5: a short convolution, the gated delta rule, and a gated norm on each head.
 
 Each key head is used by a group of value heads. A group's queries, keys and values are adjacent in
 one kernel and one convolution. Groups and state are sharded over the mesh axis "kv". Devices along
@@ -102,7 +101,6 @@ class GatedDeltaNet(nnx.Module):
         return self.o.summed(gated_RNH.astype(x_TD.dtype).reshape(x_RD.shape[0], -1), shards)
 
     def _heads(self, y_TC: jax.Array, decay_TNG: jax.Array, write_TN: jax.Array) -> DeltaInputs:
-        """Splits the convolution's output into the inputs of the delta rule."""
         delta, tokens = self.delta, y_TC.shape[0]
         group_TGC = jax.nn.silu(y_TC).reshape(tokens, -1, delta.group_channels)
         q_TGH, k_TGH, v_TGC = jnp.split(group_TGC, (delta.key_dim, 2 * delta.key_dim), axis=2)
@@ -113,8 +111,6 @@ class GatedDeltaNet(nnx.Module):
         return DeltaInputs(q_TNH * delta.key_dim**-0.5, k_TNH, v_TNH, decay_TNG, write_TN)
 
     def _inputs(self, kept_RGX: jax.Array) -> jax.Array:
-        """Converts the convolution's state from its stored form, one row per group [R, G, S x
-        channels], to [R, S, C]."""
         rows = kept_RGX.shape[0]
         by_group = kept_RGX.reshape(rows, -1, self.delta.taps - 1, self.delta.group_channels)
         return by_group.swapaxes(1, 2).reshape(rows, self.delta.taps - 1, -1)

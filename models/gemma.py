@@ -16,8 +16,8 @@ DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=131072, rope_theta=1e6, tie
 
 
 def read_1_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of Gemma. The first published files state the activation "gelu", which
-    transformers reads as the approximation by a tanh with which the model was trained."""
+    """The first published files state the activation "gelu", which transformers reads as the
+    approximation by a tanh with which the model was trained."""
     refuse_windows(hf, "this family uses full attention")
     if hf.raw("hidden_act") == "gelu":
         hf = hf.changed(hidden_act=None)
@@ -34,8 +34,7 @@ def read_1_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_2_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of Gemma 2. The bounds of scores and logits have defaults, and null
-    disables a bound."""
+    """The bounds of scores and logits have defaults, and null disables a bound."""
     hf.pass_over("sliding_window_size")  # published beside `sliding_window` and never used
     config = _read(hf, DEFAULTS_2, pattern=2, bias=hf.flag("attention_bias", False))
     scores, logits = (
@@ -46,9 +45,8 @@ def read_2_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_3_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of Gemma 3. Published files omit fields that have their default value
-    in transformers. In transformers 5 `rope_parameters` has one entry per kind of layer. Earlier
-    configs give the rotary parameters only for layers without a window."""
+    """Reads the config.json of Gemma 3. In transformers 5 `rope_parameters` has one entry per kind
+    of layer. Earlier configs give the rotary parameters only for layers without a window."""
     sizes = {"vocab_size": 262208, "num_attention_heads": 8}
     hf = hf.changed(**{name: hf.count(name, size) for name, size in sizes.items()})
     given, local = hf.raw("rope_parameters"), None
@@ -72,8 +70,6 @@ def read_3_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _read(hf: HfConfig, defaults: FamilyDefaults, *, pattern: int, bias: bool) -> DecoderConfig:
-    """Reads the fields that all Gemma models share. Without `layer_types`, every `pattern`-th layer
-    has full attention."""
     config = read_decoder(
         hf, defaults, qkv_bias=bias, output_bias=bias, head_dim_default=256, activation="gelu_tanh"
     )

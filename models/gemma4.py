@@ -1,8 +1,7 @@
 """Gemma 4's text model (31B, 26B-A4B): some layers have a window. Layers without a window differ in
 head size and number of kv heads. Their values may be computed with the keys' matrix, and only a
-part of each head has rotary positions. Queries, keys and values have norms. Blocks have norms
-before and after, and each layer's output has a factor. 26B-A4B has experts in parallel with each
-dense block.
+part of each head has rotary positions. Blocks have norms before and after, and each layer's output
+has a factor. 26B-A4B has experts in parallel with each dense block.
 
 Two features of the smaller models E2B and E4B raise an error: per-layer embeddings, and layers that
 share keys and values."""
@@ -81,9 +80,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 def _refuse_what_the_small_ones_have(hf: HfConfig) -> None:
     """Raises CheckpointError for features of E2B and E4B, which transformers enables by default if
-    their field is missing. Fields that request such a feature are normally refused by
-    `refuse_unread`. If only sizes are read (`HfConfig.sizes_only`), this function refuses them
-    instead."""
+    their field is missing."""
     if "hidden_size_per_layer_input" not in hf.fields:
         raise hf.error(
             "hidden_size_per_layer_input",
@@ -110,8 +107,6 @@ def _refuse_what_the_small_ones_have(hf: HfConfig) -> None:
 def _full(
     hf: HfConfig, windowed: AttentionConfig, windows: tuple[int | None, ...]
 ) -> AttentionConfig:
-    """Returns the attention of layers without a window. Reads the fields of the published configs,
-    or the sizes per layer that transformers 5 writes."""
     same = hf.flag("attention_k_eq_v", False)
     heads, size = windowed.kv_heads, hf.count("global_head_dim", 512)
     given = hf.count("num_global_key_value_heads", heads)
@@ -148,8 +143,6 @@ def _full(
 
 
 def _layer_numbers(by_layer: Mapping[object, object]) -> set[int] | None:
-    """Returns the layer numbers that are the keys of an object in JSON, or None if a key is not a
-    number. transformers pads the numbers with zeros ("05")."""
     keys = [str(key) for key in by_layer]
     return {int(key) for key in keys} if all(map(str.isdecimal, keys)) else None
 

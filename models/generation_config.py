@@ -1,8 +1,7 @@
 """Reads generation_config.json, which has end-of-text tokens, and defaults for sampling parameters
 that a request does not set. vLLM and SGLang use the file in the same way.
 
-`do_sample` is ignored, as in these servers: greedy decoding is requested by temperature 0. This
-module must not import JAX, because router processes use it."""
+This module must not import JAX, because router processes use it."""
 
 import json
 from pathlib import Path
@@ -24,8 +23,7 @@ _FIELDS = {
 
 
 def read_sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Reads the defaults of sampling parameters from generation_config.json in the model's folder.
-    Raises CheckpointError for a value out of range."""
+    """Raises CheckpointError for a value out of range."""
     path = directory / "generation_config.json"
     fields = read_object(path)
     given: dict[str, Any] = {
@@ -49,8 +47,6 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
 
 
 def stated_eos_ids(path: Path) -> list[int]:
-    """Returns the `eos_token_id` of a generation_config.json or config.json as a list, possibly
-    empty."""
     fields = read_object(path)
     value = fields.get("eos_token_id")
     if value is None and isinstance(inner := fields.get("text_config"), dict):

@@ -17,7 +17,6 @@ VL_DEFAULTS = FamilyDefaults(
 
 
 def read_glm_config(hf: HfConfig, defaults: FamilyDefaults = DEFAULTS) -> DecoderConfig:
-    """Reads the config.json of glm-4-9b as transformers writes it."""
     refuse_windows(hf, "this family uses full attention")
     bias = hf.flag("attention_bias", hf.raw("model_type") != "glm")
     size = 128 if defaults is DEFAULTS else None

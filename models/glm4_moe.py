@@ -53,8 +53,6 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_dots_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of dots.llm1, which has norms on each head of q and k, and GLM-4.5's
-    routing."""
     bias = hf.flag("attention_bias", False)
     config = read_decoder(hf, DOTS_DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm="head")
     hf.raw("norm_topk_prob")  # its default is false
@@ -71,8 +69,7 @@ def read_dots_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_experts(hf: HfConfig, defaults: RoutingDefaults = ROUTING) -> ExpertConfig:
-    """Reads the routing options of the experts. GLM-4.5 uses DeepSeek-V3's routing and field
-    names."""
+    """GLM-4.5 uses DeepSeek-V3's routing and field names."""
     for field, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if hf.raw(field) not in (None, only):
             raise hf.error(field, f"must be {only!r}", "other routing is not supported here")
@@ -93,8 +90,8 @@ def read_experts(hf: HfConfig, defaults: RoutingDefaults = ROUTING) -> ExpertCon
 
 
 def check_groups(hf: HfConfig, experts: ExpertConfig) -> ExpertConfig:
-    """Returns `experts`. Raises CheckpointError if the number of experts, their groups and the
-    experts per token are not consistent."""
+    """Raises CheckpointError if the number of experts, their groups and the experts per token are
+    not consistent."""
     if experts.experts % experts.groups or experts.groups_per_token > experts.groups:
         raise hf.error(
             "n_group",

@@ -30,7 +30,6 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_moe_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of Granite 3 models with experts in every layer."""
     config = read_config(hf)
     count, chosen = hf.count("num_local_experts", 8), hf.count("num_experts_per_tok", 2)
     if chosen > count:

@@ -35,8 +35,6 @@ class Outer:
     """A multimodal model whose text part is served.
 
     Attributes:
-        architecture: Class name of the model.
-        text: Default of the `model_type` of the text part.
         tied: Default of `tie_word_embeddings`.
         own_head: Whether `tie_word_embeddings` is read from the text part instead of the top level.
     """
@@ -76,9 +74,9 @@ class HfConfig:
     def __init__(
         self, fields: Mapping[str, object], where: str = "config.json", *, sizes_only: bool = False
     ) -> None:
-        """Wraps the fields of a config.json. With `sizes_only`, unsupported options are ignored,
-        which suffices for cost estimates. The attribute `nested` is True if the fields are the text
-        part of a multimodal model, and `whole` holds the fields of the whole model."""
+        """With `sizes_only`, unsupported options are ignored, which suffices for cost estimates.
+        The attribute `nested` is True if the fields are the text part of a multimodal model, and
+        `whole` holds the fields of the whole model."""
         self.whole: Mapping[str, object] = fields
         outer = OUTER.get(str(fields.get("model_type")))
         inner = fields.get("text_config")
@@ -124,8 +122,7 @@ class HfConfig:
         return self.fields.get(field)
 
     def count(self, field: str, default: int | None = None, *, least: int = 1) -> int:
-        """Returns an integer field. Without a default the field is required. null means that the
-        field is absent."""
+        """Without a default the field is required. null means that the field is absent."""
         value = self.raw(field)
         if value is None:
             if default is None:
@@ -150,7 +147,6 @@ class HfConfig:
         return value
 
     def counts(self, field: str) -> tuple[int, ...]:
-        """Returns a field that is a list of integers, or an empty list if the field is absent."""
         value = self.raw(field)
         if value is None:
             return ()
@@ -161,7 +157,6 @@ class HfConfig:
         return tuple(value)
 
     def names(self, field: str) -> tuple[str, ...] | None:
-        """Returns a field that is a list of strings, or None if the field is absent."""
         value = self.raw(field)
         if value is None:
             return None
@@ -177,8 +172,6 @@ class HfConfig:
         return other
 
     def beside(self, name: str) -> Mapping[str, object]:
-        """Returns the fields of another JSON file in the folder of config.json, or no fields if the
-        file is absent."""
         path = Path(self.where).parent / name
         return _read_fields(path) if path.is_file() else {}
 
@@ -187,8 +180,6 @@ class HfConfig:
         self._read.update(fields)
 
     def unread(self, *, known_only: bool = False) -> list[str]:
-        """Returns the unread fields that may change the output, each with its value and, if known,
-        its meaning."""
         found = []
         for field, value in self.fields.items():
             if field in self._read or harmless(field) or says_nothing(field, value):
@@ -202,8 +193,7 @@ class HfConfig:
         return found
 
     def refuse_unread(self) -> None:
-        """Raises CheckpointError if fields that may change the output were not read. The error
-        lists them all."""
+        """Raises CheckpointError if fields that may change the output were not read."""
         if (found := self.unread()) and not self.sizes_only:
             raise CheckpointError(
                 f"{self.where}: not supported for {self.fields.get('model_type')}:"
@@ -227,8 +217,6 @@ def _read_fields(path: Path) -> dict[str, object]:
 def _text_part(
     fields: Mapping[str, object], inner: Mapping[str, object], outer: Outer, where: str
 ) -> dict[str, object]:
-    """Merges the top-level fields of a multimodal config.json into the fields of its text part.
-    Fields of the text part take precedence."""
     architectures = fields.get("architectures")
     # Published as KimiK25..., written by transformers as Kimi_K25...
     stated = architectures if isinstance(architectures, list) else [outer.architecture]
@@ -247,8 +235,7 @@ def _text_part(
 
 
 def checked_number(value: object, default: float | None, name: str, where: str) -> float:
-    """Checks that a value is a finite number and returns it. Without a default the value is
-    required."""
+    """Without a default the value is required."""
     if value is None:
         if default is None:
             raise CheckpointError(

@@ -33,8 +33,6 @@ def read_decoder(
     activation: Activation = "silu",
     ffn_default: int | None = None,
 ) -> DecoderConfig:
-    """Reads the fields that all families share. Returns a config of dense layers without a window,
-    which the family's file changes by `replace`."""
     names = ACTIVATIONS[activation]
     for field in ("hidden_act", "hidden_activation"):
         if hf.raw(field) not in (None, *names) and not hf.sizes_only:
@@ -89,8 +87,7 @@ def with_windows(config: DecoderConfig, windows: Sequence[int | None]) -> Decode
 
 
 def read_window(hf: HfConfig, default: int | None = None) -> int | None:
-    """Reads the field `sliding_window`. Returns `default` if the field is absent, and None if the
-    field is null."""
+    """Returns `default` if the field is absent, and None if the field is null."""
     if "sliding_window" not in hf.fields:
         return default
     return hf.count("sliding_window") if hf.has("sliding_window") else None
@@ -108,9 +105,8 @@ def with_one_window(hf: HfConfig, config: DecoderConfig, window: int | None) -> 
 def read_layer_types(
     hf: HfConfig, layers: int, window: int | None, default: Sequence[bool]
 ) -> tuple[int | None, ...]:
-    """Returns the window of each layer, or None for a layer without a window. The field
-    `layer_types` selects the layers with a window. If config.json lacks it, `default` selects
-    them."""
+    """The field `layer_types` selects the layers with a window. If config.json lacks it, `default`
+    selects them."""
     types = hf.names("layer_types")
     if types is None:
         return tuple(window if windowed else None for windowed in default)
@@ -143,7 +139,5 @@ def refuse_windows(hf: HfConfig, reason: str) -> None:
 
 
 def _kv_heads_default(hf: HfConfig, heads: int, defaults: FamilyDefaults) -> int:
-    """Returns the number of kv heads if config.json gives none: one per query head if the field is
-    null, or the family's default if the field is absent."""
     explicit_null = "num_key_value_heads" in hf.fields
     return heads if explicit_null or defaults.kv_heads is None else defaults.kv_heads

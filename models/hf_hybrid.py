@@ -18,8 +18,7 @@ NAMES = {
 
 
 def read_kinds(hf: HfConfig, field: str, kinds: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    """Returns the kind of each layer from the list in `field`. Former names of transformers are
-    replaced by present ones. Raises CheckpointError for a kind outside `kinds`."""
+    """Raises CheckpointError for a kind outside `kinds`."""
     stated = hf.names(field)
     if stated is None or kinds is None:
         return stated
@@ -35,8 +34,7 @@ def read_kinds(hf: HfConfig, field: str, kinds: tuple[str, ...] | None) -> tuple
 def hybrid_layers(
     hf: HfConfig, field: str, kinds: tuple[str, ...], layers: Mapping[str, LayerConfig]
 ) -> tuple[LayerConfig, ...]:
-    """Builds one layer configuration per entry of `kinds`. Raises CheckpointError if no layer has
-    attention."""
+    """Raises CheckpointError if no layer has attention."""
     if "attention" not in kinds:
         raise hf.error(
             field, "must list a layer with attention", "models without one are not supported"
@@ -56,8 +54,6 @@ def checked_mamba(hf: HfConfig, mamba: MambaConfig, kv_heads: int, groups: str) 
 
 
 def _step_limits(hf: HfConfig) -> tuple[float, float]:
-    """Reads the limits of Mamba-2's step size. transformers writes infinity as {"__float__":
-    "Infinity"}; other tools write Infinity."""
     stated = hf.raw("time_step_limit")
     if stated is None:
         return 0.0, math.inf

@@ -1,19 +1,5 @@
 """Maps the parameters of recurrent layers to Hugging Face tensors.
 
-Gated DeltaNet (`models/gated_delta.py`) groups rows by key head. Qwen3-Next stores queries, keys,
-values and gate in one tensor grouped by key head, and the two scalars of each value head in
-another. Qwen3.5 has one tensor for queries, keys and values, each with all its heads together, and
-one for each other parameter. Both models store the convolution's queries, keys and values in
-Qwen3.5's order. Kimi Linear has one tensor for each parameter, and one each for queries, keys and
-values.
-
-Mamba-2 (`models/mamba2.py`) has one tensor for all inputs (gate, x, all groups' b, all groups' c, a
-step per head), one for the convolution over x, b and c, and one for each other parameter. Our
-parameters order b and c by group, b before c.
-
-LFM2's short convolution (`models/short_convolution.py`) has one tensor for its three inputs, one
-after the other, and one for each other parameter.
-
 Lightning attention (`models/lightning.py`) has one tensor for each parameter except the decays,
 which are computed. Tensors of decays, which transformers saves in the model's type, are not
 read."""
@@ -59,8 +45,6 @@ def delta_source(
     found: Mapping[str, tuple[int, ...]],
     parameter: ParameterShape,
 ) -> Source:
-    """Returns where one Gated DeltaNet parameter is stored. The layer's tensor names begin with
-    `prefix`."""
     delta, flipped, start = config.delta, not parameter.transposed, prefix + DELTA_PREFIX
     assert delta is not None, "this layer has a gated delta net"
     if delta.rank:
@@ -92,7 +76,6 @@ def delta_source(
 def _kda_source(
     start: str, key: str, width: int, delta: DeltaConfig, parameter: ParameterShape
 ) -> Source:
-    """Returns where one parameter of Kimi Delta Attention is stored."""
     flipped, rows = not parameter.transposed, delta.key_heads * delta.key_dim
     if key in ("attention.qkv.kernel", "attention.kernel"):
         end, shape = ("proj", (rows, width)) if "qkv" in key else ("conv1d", (rows, 1, delta.taps))
@@ -106,16 +89,12 @@ def _kda_source(
 
 
 def _parts(delta: DeltaConfig, size: int, first: int, count: int) -> tuple[int, ...]:
-    """Returns the indices of the tensor rows [first, first + count) within each key head. A key
-    head has `size` rows."""
     return tuple(
         size * head + first + row for head in range(delta.key_heads) for row in range(count)
     )
 
 
 def _by_group(delta: DeltaConfig) -> tuple[int, ...]:
-    """Returns the indices of the tensor's rows of queries, keys and values in the order of the
-    parameter, which is grouped by key head."""
     queries = delta.key_heads * delta.key_dim
     values = delta.values_per_key * delta.value_dim
     rows: list[int] = []
@@ -130,7 +109,6 @@ CONVOLUTION_INPUTS = ("write", "gate", "x")
 
 
 def convolution_source(prefix: str, key: str, width: int, parameter: ParameterShape) -> Source:
-    """Returns where one parameter of a short convolution is stored."""
     start, (part, _, kind) = prefix + CONVOLUTION_PREFIX, key.split(".", 1)[1].partition(".")
     flipped = not parameter.transposed
     if part in CONVOLUTION_INPUTS:
@@ -167,8 +145,6 @@ def mamba_source(
     found: Mapping[str, tuple[int, ...]],
     parameter: ParameterShape,
 ) -> Source:
-    """Returns where one Mamba-2 parameter is stored. The layer's tensor names begin with
-    `layer`."""
     mamba, key = config.mamba, key.removeprefix("attention.")
     assert mamba is not None, "this layer has Mamba-2"
     start = next(
@@ -210,8 +186,7 @@ LIGHTNING_TENSORS = {
 def lightning_source(
     layer: int, key: str, lightning: LightningConfig, layers: int, parameter: ParameterShape
 ) -> Source:
-    """Returns where one parameter of the lightning attention in layer number `layer` of `layers` is
-    stored. The heads' decay rates form a geometric sequence, and later layers decay more slowly."""
+    """The heads' decay rates form a geometric sequence, and later layers decay more slowly."""
     if key == "attention.decay":
         slower = 1 - layer / (layers - 1 + 1e-5) + 1e-5
         rates = (2 ** (-8 * (head + 1) / lightning.heads) for head in range(lightning.heads))
@@ -222,8 +197,7 @@ def lightning_source(
 
 
 def _shared(mamba: MambaConfig, first: int) -> tuple[int, ...]:
-    """Returns the indices of the tensor rows of b and c, ordered by group. In the tensor, b of all
-    groups comes before c of all groups."""
+    """In the tensor, b of all groups comes before c of all groups."""
     size, half = mamba.state_dim, mamba.groups * mamba.state_dim
     return tuple(
         first + part + size * group + row

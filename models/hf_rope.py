@@ -44,8 +44,6 @@ def rope_of(
     context: int,
     defaults: FamilyDefaults,
 ) -> Rope:
-    """Reads one set of rotary parameters, `given`, which config.json holds under `field`."""
-
     def wrong(rule: str, remedy: str = "correct it") -> CheckpointError:
         return CheckpointError(f"{hf.where}: {field} {rule}; {remedy}")
 
@@ -115,8 +113,6 @@ def rope_of(
 
 
 def _kind(given: Mapping[str, object], wrong: Callable[..., CheckpointError]) -> str:
-    """Returns the type of a set of rotary parameters. Raises CheckpointError if the type or a field
-    is not supported."""
     for key, value in given.items():
         if isinstance(value, dict):
             raise wrong(
@@ -137,10 +133,9 @@ def _kind(given: Mapping[str, object], wrong: Callable[..., CheckpointError]) ->
 
 
 def extended_context(context: int, rope: Rope) -> int:
-    """Returns the number of tokens of the longest supported sequence. Type linear multiplies
-    max_position_embeddings, and yarn its original context, by the factor. For llama3,
-    max_position_embeddings already includes the extension. dynamic and longrope are served without
-    extension."""
+    """Type linear multiplies max_position_embeddings, and yarn its original context, by the factor.
+    For llama3, max_position_embeddings already includes the extension. dynamic and longrope are
+    served without extension."""
     match rope.type:
         case "linear":
             return max(context, int(context * rope.factor))
@@ -155,8 +150,7 @@ def extended_context(context: int, rope: Rope) -> int:
 def _proportional(
     hf: HfConfig, number: Callable[[str, float], float], head_dim: int, defaults: FamilyDefaults
 ) -> Rope:
-    """Reads rotary parameters of type proportional, which rotates only a fraction of each head's
-    dimension pairs. The number of pairs is rounded as in transformers."""
+    """The number of pairs is rounded as in transformers."""
     part = number("partial_rotary_factor", 1.0)
     theta, factor = number("rope_theta", defaults.rope_theta), number("factor", 1.0)
     pairs = int(part * head_dim // 2)
@@ -170,8 +164,6 @@ def _proportional(
 
 
 def _rotated(given: float, hf: HfConfig, head_dim: int, defaults: FamilyDefaults) -> int:
-    """Returns the number of dimensions of a head that have rotary positions. `given` is the
-    partial_rotary_factor in the rotary parameters, or 0 if absent."""
     part = hf.number("partial_rotary_factor", given or defaults.partial_rotary or 1.0)
     if given and part != given:
         raise CheckpointError(
@@ -203,8 +195,6 @@ def _divisors(
 
 
 def _longrope_attention_factor(factor: float, original: int, given: float) -> float:
-    """Returns LongRoPE's factor of cosines and sines. As in the paper, it also applies within the
-    original context."""
     if not math.isnan(given):
         return given
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -213,8 +203,6 @@ def _longrope_attention_factor(factor: float, original: int, given: float) -> fl
 def _yarn_attention_factor(
     factor: float, given: float, mscale: float, mscale_all_dim: float
 ) -> float:
-    """Returns YaRN's factor of cosines and sines: `given` if it is not NaN, else equation 22 of the
-    paper, extended by DeepSeek's two scales."""
     if not math.isnan(given):
         return given
 

@@ -15,8 +15,6 @@ ReadTensor = Callable[[str, Index], np.ndarray]
 
 
 class Source(Protocol):
-    """Describes where the values of one parameter are stored, and reads slices of them."""
-
     def needs(self) -> dict[str, tuple[int, ...]]:
         """Returns names and shapes of the tensors."""
         ...

@@ -83,7 +83,7 @@ class OfVision:
 
 
 def vision_source(parameter: ParameterShape, config: VisionConfig) -> Source:
-    """Returns where one parameter is stored. The path begins with "vision"."""
+    """The path begins with "vision"."""
     _, first, *rest = parameter.path
     kind, shape = config.kind, parameter.shape
     if first == "blocks":
@@ -111,8 +111,6 @@ def vision_source(parameter: ParameterShape, config: VisionConfig) -> Source:
         merged = config.merge**2
 
         def by_patch(found: np.ndarray) -> np.ndarray:
-            """Orders the inputs by patch. In the tensor, they are ordered by channel and then by
-            patch."""
             parts = found.reshape(found.shape[0], -1, merged)
             return parts.transpose(2, 1, 0).reshape(-1, found.shape[0])
 
@@ -124,8 +122,6 @@ def vision_source(parameter: ParameterShape, config: VisionConfig) -> Source:
 
 
 def _fused(name: str, part: str, end: str, parameter: ParameterShape) -> Source:
-    """Returns where the queries, keys or values of a block are stored. All three are rows of one
-    tensor."""
     size = parameter.shape[0]
     stored = (3 * size,) if end == "bias" else (3 * size, size)
     first = "qkv".index(part) * size
@@ -135,8 +131,7 @@ def _fused(name: str, part: str, end: str, parameter: ParameterShape) -> Source:
 
 
 def _by_pixel(found: np.ndarray) -> np.ndarray:
-    """Returns the patch embedding as [rows x columns x channels, out]. The matrices of the frames
-    are added, because all frames of an image are equal."""
+    """The matrices of the frames are added, because all frames of an image are equal."""
     wide = found.astype(np.float32)
     if wide.ndim == 5:
         wide = wide.sum(axis=2)

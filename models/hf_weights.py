@@ -2,8 +2,7 @@
 slices of these tensors.
 
 Each expert may have its own tensors, or one fused tensor may hold all experts. In a fused tensor
-gate and up are adjacent, or interleaved if the experts have biases (gpt-oss). Queries, keys and
-values may be fused into one tensor, and so may gate and up of a dense block."""
+gate and up are adjacent, or interleaved if the experts have biases (gpt-oss)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -263,8 +262,7 @@ FUSED_EXPERTS_DOWN = (
 
 
 def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:
-    """Returns where one parameter is stored. `found` holds the shapes of the checkpoint's tensors,
-    which show the format in use."""
+    """`found` holds the shapes of the checkpoint's tensors, which show the format in use."""
     path, shape = parameter.path, parameter.shape
     if path[0] in ("stem", "last_stem"):
         return _stem_source(parameter, config.vocabulary)
@@ -310,8 +308,6 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
 
 
 def _next_token_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:
-    """Returns where a parameter of the next-token layer is stored. The layer follows the last layer
-    and has its form."""
     number, (_, first, *rest) = len(config.layers), parameter.path
     if config.eagle is not None:
         return _eagle_source(parameter, config.eagle)
@@ -323,7 +319,6 @@ def _next_token_source(parameter: ParameterShape, config: DecoderConfig, found: 
 
 
 def _eagle_source(parameter: ParameterShape, eagle: EagleConfig) -> Source:
-    """Returns where a parameter of an EAGLE-3 head is stored."""
     key, shape = ".".join(map(str, parameter.path[1:])), parameter.shape
     if key == "head.kernel":
         width = shape[1] if parameter.transposed else shape[0]
@@ -353,16 +348,12 @@ def _fused_matrix(
 
 
 def _first(prefix: str, names: tuple[str, ...], found: Shapes) -> str:
-    """Returns the first of `names` that exists in the checkpoint under the layer's `prefix`, or
-    ""."""
     return next((prefix + name for name in names if prefix + name in found), "")
 
 
 def _gated_queries(
     name: str, key: str, config: DecoderConfig, parameter: ParameterShape
 ) -> SomeRows:
-    """Returns where queries or gates are stored. One tensor holds, for each head, the rows of the
-    query followed by the rows of the gate."""
     heads, size = config.attention.query_heads, config.attention.head_dim
     first = size if key == "attention.gate.kernel" else 0
     rows = tuple(2 * size * head + first + row for head in range(heads) for row in range(size))
@@ -370,8 +361,6 @@ def _gated_queries(
 
 
 def _latent_heads(name: str, key: str, config: DecoderConfig) -> HeadRows:
-    """Returns where the key or value matrices of latent attention are stored. One tensor holds, for
-    each head, the rows of the key followed by the rows of the value."""
     attention, latent = config.attention, config.attention.latent
     assert latent is not None
     rows = latent.nope_dim + latent.value_dim
@@ -380,8 +369,6 @@ def _latent_heads(name: str, key: str, config: DecoderConfig) -> HeadRows:
 
 
 def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Shapes) -> Fused:
-    """Returns where a parameter lies in a fused tensor of all experts. The tensor is [E, out, in]
-    in transformers 5, and [E, in, out] in Llama 4 and for some families in transformers 4."""
     inward = (shape[0], shape[2], shape[1])
     if found[name] == inward and (inward != shape or ".feed_forward." in name):
         return Fused(name, inward, first, inward=True)
@@ -389,8 +376,6 @@ def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Sh
 
 
 def _biased_experts(prefix: str, key: str, shape: tuple[int, ...]) -> Source:
-    """Returns where a parameter lies in gpt-oss's fused tensors of all experts, matrices [E, in,
-    out] and biases [E, out]. Gate and up alternate in the last dimension."""
     half, _, bias = key.removeprefix("mlp.").partition("_")
     end = "_bias" if bias else ""
     if half == "down":

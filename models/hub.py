@@ -1,8 +1,7 @@
 """Resolves a model's name to a local checkpoint folder: an existing folder is used directly. A name
 `org/name` is looked up in the Hugging Face cache, and downloaded if the cache lacks it.
 
-`huggingface_hub` reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. It is imported only for a
-name that is not a folder, since its import takes most of a second. Imports no JAX."""
+`huggingface_hub` reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Imports no JAX."""
 
 import re
 from pathlib import Path

@@ -2,9 +2,7 @@
 vision encoder, and lays out the image's tokens in the prompt.
 
 There are two kinds. Qwen's processor resizes to multiples of a token's side, with a bounded area.
-Pixtral's (Mistral 3) bounds the longest edge, and ends each row of tokens with a special token.
-Resized pixels and sizes equal those of transformers. This module must not import JAX, because
-router processes use it."""
+Pixtral's (Mistral 3) bounds the longest edge, and ends each row of tokens with a special token."""
 
 import logging
 import math
@@ -50,11 +48,8 @@ class ImageProcessor:
         placeholder: Text of the token that the chat template writes for an image.
         marks: Texts of all tokens that mark images. In messages of clients, these texts are treated
             as ordinary text.
-        tokens: Token ids of images.
         patch, merge: Side of a patch in pixels, and number of patches along each side of a token's
             square.
-        size: Function of an image's height and width that returns the size after resizing.
-        filter: Filter of the resize.
     """
 
     placeholder: str
@@ -67,12 +62,10 @@ class ImageProcessor:
 
     @property
     def token(self) -> int:
-        """Id of the token that the chat template writes for an image."""
         return self.tokens.image
 
     def layout(self, where: str, height: int, width: int) -> ImageLayout:
-        """Returns the size of an image in the prompt. Raises InvalidRequestError, which begins with
-        `where`, for unsupported sizes."""
+        """Raises InvalidRequestError, which begins with `where`, for unsupported sizes."""
         if max(height, width) > MAX_ASPECT * min(height, width):
             raise InvalidRequestError(
                 f"{where} has {width} x {height} pixels; one side may be at most {MAX_ASPECT} times"
@@ -98,12 +91,7 @@ def read_image_processor(
     directory: Path, token_text: Callable[[int], str | None], token_id: Callable[[str], int | None]
 ) -> ImageProcessor | None:
     """Returns the image processor of a checkpoint, or None if the model reads no images. For an
-    unsupported processor logs a warning and returns None.
-
-    Args:
-        token_text: Returns the text of a token of the tokenizer.
-        token_id: Returns the id of a token's text.
-    """
+    unsupported processor logs a warning and returns None."""
     try:
         return _read(directory, _Texts(directory, token_text, token_id))
     except CheckpointError as error:
@@ -130,13 +118,10 @@ def _read(directory: Path, texts: "_Texts") -> ImageProcessor | None:
 
 @dataclass(frozen=True)
 class _Settings:
-    """The settings of an image processor by name."""
-
     directory: Path
     fields: Mapping[str, Any]
 
     def check(self) -> None:
-        """Raises CheckpointError for settings that are not supported."""
         for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if self.fields.get(name, True) is False:
                 self._refuse(name, "true")
@@ -176,8 +161,6 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Texts:
-    """Texts and ids of the tokens that mark images."""
-
     directory: Path
     text: Callable[[int], str | None]
     id: Callable[[str], int | None]

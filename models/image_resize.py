@@ -18,12 +18,6 @@ _BLOCK_VALUES = 1 << 18  # small enough for the processor's cache
 
 
 def resized(pixels_HWC: np.ndarray, height: int, width: int, filter: int) -> np.ndarray:
-    """Returns an image in another size.
-
-    Args:
-        pixels_HWC: uint8 [height, width, channels].
-        filter: BICUBIC or BILINEAR.
-    """
     if pixels_HWC.shape[1] != width:
         turned_WHC = np.ascontiguousarray(pixels_HWC.transpose(1, 0, 2))
         pixels_HWC = _along_rows(turned_WHC, width, filter).transpose(1, 0, 2)
@@ -33,16 +27,12 @@ def resized(pixels_HWC: np.ndarray, height: int, width: int, filter: int) -> np.
 
 
 class _Weights(NamedTuple):
-    """Row t of the output is the sum over k of `weights_TK[t, k]` times row `first_T[t] + k` of the
-    input, divided by 2 ** bits. Rows beyond the input have weight 0."""
-
     first_T: np.ndarray
     weights_TK: np.ndarray
     bits: int
 
 
 def _along_rows(rows_SAC: np.ndarray, size: int, filter: int) -> np.ndarray:
-    """Returns an array with `size` rows, resized along its first axis."""
     count, *inner = rows_SAC.shape
     rows_SV = rows_SAC.reshape(count, -1)
     first_T, weights_TK, bits = _weights(count, size, filter)

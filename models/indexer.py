@@ -3,9 +3,7 @@
 MiniMax M3, `BlockIndexer` selects blocks of positions for each kv head
 (`jdisagg/ops/block_attention.py`).
 
-All parameters are replicated, except the queries of a kv head. The published kernels of DeepSeek's
-indexer rotate queries and keys by a Hadamard matrix and round them to fp8, which changes scores by
-rounding only. As in transformers, this module does neither."""
+All parameters are replicated, except the queries of a kv head."""
 
 import jax
 import jax.numpy as jnp

@@ -1,8 +1,7 @@
 """Determines, from a checkpoint folder or a config.json, whether jdisagg can serve the model. Reads
 no weights.
 
-The config is first read in full, as by a worker. If this fails, only the model's sizes are read, so
-that the report can list all unsupported features instead of the first."""
+The config is first read in full, as by a worker."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -31,10 +30,9 @@ _LISTED = 5
 
 @dataclass
 class Inspection:
-    """Result of an inspection. `missing` lists the reasons why the model cannot be served; an empty
-    list means that the model can be served. `config` is None for unsupported families. `geometry`
-    is None if the sizes cannot be read.
-    """
+    """`missing` lists the reasons why the model cannot be served; an empty list means that the
+    model can be served. `config` is None for unsupported families. `geometry` is None if the sizes
+    cannot be read."""
 
     where: str
     family: str
@@ -47,8 +45,7 @@ class Inspection:
 
 
 def inspect(path: Path) -> Inspection:
-    """Inspects a checkpoint folder or a config.json file. Raises CheckpointError if `path` is
-    neither."""
+    """Raises CheckpointError if `path` is neither."""
     bare = path.is_file()
     hf = HfConfig.from_file(path) if bare else HfConfig.from_directory(path)
     found = Inspection(
@@ -75,8 +72,6 @@ def layers_by_kind(config: DecoderConfig) -> list[tuple[str, int]]:
 
 
 def kv_by_kind(config: DecoderConfig, dtype: str) -> dict[str, int]:
-    """Returns the number of KV bytes per token in one layer, for each kind of layer that the model
-    has. Layers without KV have 0."""
     kept = zip(config.layers, config.kv_spec(dtype).layers, strict=True)
     return {
         _kind(layer, config): KVSpec((KVLayer(of_layer.components),), dtype).bytes_per_token

@@ -58,7 +58,6 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _with_usual_names(hf: HfConfig) -> HfConfig:
-    """Returns the configuration with its fields renamed to the names of DeepSeek-V3."""
     fields: dict[str, object] = {}
     for own, usual in NAMES.items():
         value = hf.raw(own)
@@ -71,7 +70,6 @@ def _with_usual_names(hf: HfConfig) -> HfConfig:
 
 
 def _linear_fields(hf: HfConfig) -> dict[str, object]:
-    """Returns the object `linear_attn_config`, or an empty one."""
     given = hf.raw("linear_attn_config")
     known = (*OF_LINEAR, *OF_LAYERS)
     if given is None:
@@ -84,8 +82,6 @@ def _linear_fields(hf: HfConfig) -> dict[str, object]:
 
 
 def _delta(hf: HfConfig) -> DeltaConfig:
-    """Reads the sizes of Kimi Delta Attention. `linear_attn_config` takes precedence, as in
-    transformers."""
     inner = _linear_fields(hf)
     hf.pass_over(*OF_LINEAR.values())
     sizes = HfConfig(
@@ -98,8 +94,6 @@ def _delta(hf: HfConfig) -> DeltaConfig:
 
 
 def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
-    """Returns the kind of each layer (Kimi Delta Attention or latent attention), from `layer_types`
-    or from the lists in `linear_attn_config`, which number layers from one."""
     kinds = hf.names("layer_types")
     field = "linear_attn_config" if kinds is None else "layer_types"
     if kinds is None:

@@ -2,8 +2,7 @@
 chooses KV scales from these magnitudes.
 
 The loaded layers run on their mesh, one after the other over whole sequences, with dense attention
-and no cache (`ops/dense_attention.py`). This works for every family, including recurrent ones.
-Layers of equal structure share a program."""
+and no cache (`ops/dense_attention.py`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ _WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class _Place:
-    """Mesh, layout and data type with which a model was loaded."""
-
     mesh: Mesh
     layout: Layout
     dtype: str
@@ -95,8 +92,6 @@ def _embedded(
 def _through(
     state: nnx.State, x_TD: jax.Array, *, graph: nnx.GraphDef, place: _Place, kept: KVLayer
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs one layer. Returns its output and, for keys and for values, the largest magnitude per kv
-    head."""
     names = [part.name for part in scaled_components(kept)]
 
     def local(state: nnx.State, x_TD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:

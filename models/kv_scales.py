@@ -1,6 +1,5 @@
 """KV scales: the numbers by which keys and values are divided before they are stored in fp8
-(`jdisagg/ops/scaled_kv.py`). Each layer and kv head has a power of two for keys and another for
-values. Latent attention, whose cached vectors have no heads, has one scale per layer.
+(`jdisagg/ops/scaled_kv.py`).
 
 Scales are fixed for a model. If scales depended on requests, output tokens would depend on earlier
 requests and on the worker that serves them. The first source that exists applies: (1)
@@ -97,8 +96,8 @@ def chosen_scales(largest: np.ndarray) -> np.ndarray:
 def write_kv_scales(
     path: Path, config: DecoderConfig, scales: KVScales, of: str, largest: KVScales | None = None
 ) -> None:
-    """Writes kv_scales.json. The entries `of` and `largest` (the measured magnitudes) are written
-    for human readers only. Raises ConfigError if the file cannot be written."""
+    """The entries `of` and `largest` (the measured magnitudes) are written for human readers only.
+    Raises ConfigError if the file cannot be written."""
     layers = [
         {
             name: {"scale": values.tolist()}
@@ -159,8 +158,6 @@ def _of_file(path: Path, config: DecoderConfig) -> KVScales:
 
 
 def scaled_components(layer: KVLayer) -> tuple[KVComponent, ...]:
-    """Returns the components of a layer that are stored in the narrow type. The keys of an indexer
-    keep the model's type."""
     return tuple(part for part in layer.components if part.name != "index")
 
 
@@ -187,7 +184,6 @@ def _of_tensor(name: str, value: np.ndarray, part: KVComponent, directory: Path)
 
 
 def _power_of_two(values: np.ndarray) -> np.ndarray:
-    """Returns the smallest powers of two at or above `values`."""
     mantissa, exponent = np.frexp(values)
     return np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent))
 

@@ -1,9 +1,8 @@
-"""Multi-head latent attention of DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash and Mistral 4,
-with the indexer of DeepSeek-V3.2 and GLM-5, and without rotary positions in Kimi Linear.
+"""Multi-head latent attention of DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash and Mistral 4, with
+the indexer of DeepSeek-V3.2 and GLM-5, and without rotary positions in Kimi Linear.
 `jdisagg/ops/latent_attention.py` describes the cache and the computation.
 
-The projection to the cached vector is replicated, and heads are sharded over tp. Queries are
-computed by one projection, or by two with a norm between them."""
+The projection to the cached vector is replicated, and heads are sharded over tp."""
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +76,6 @@ class MultiHeadLatentAttention(nnx.Module):
         shards: Shards,
         rows_R: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, computes the output [R, D] of these tokens
-        only, but caches the latents of all tokens."""
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         of_R = shards.of_rows(rows_R)
         latent_RC = self.q_norm(self.q_a(x_RD, of_R)) if self.config.query_rank else x_RD
@@ -101,9 +98,6 @@ class MultiHeadLatentAttention(nnx.Module):
         return self.o.summed(o_RNV.reshape(o_RNV.shape[0], -1), of_R)
 
     def _queries(self, latent_RC: jax.Array, positions_R: jax.Array, shards: Shards) -> jax.Array:
-        """Returns queries [R, N, nope + rope], of which the last `rope` values have rotary
-        positions. Some models scale queries by their position. `latent_RC` is the output of the
-        first of the two projections, or the layer's input if there is one projection."""
         q = (self.q_b if self.config.query_rank else self.q)(latent_RC, shards)
         nope, head = self.config.nope_dim, self.config.nope_dim + self.config.rope_dim
         q_RNH = q.reshape(q.shape[0], q.shape[1] // head, head)
@@ -115,7 +109,6 @@ class MultiHeadLatentAttention(nnx.Module):
         return q_RNH * query_growth(positions_R, *how).astype(q_RNH.dtype)
 
     def _cached(self, x_TD: jax.Array, positions_T: jax.Array, shards: Shards) -> jax.Array:
-        """Returns the cached vector of each token: [T, 1, rank + rope]."""
         rank = self.config.rank
         both = self.kv_a(x_TD, shards)
         turned_T1R = self._turned(both[:, None, rank:], positions_T)

@@ -46,8 +46,6 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
-    """Returns the kind of each layer (convolution or attention), from `layer_types` or else from
-    the list of attention layers."""
     full = hf.counts("full_attn_idxs") if hf.has("full_attn_idxs") else tuple(range(count))
     kinds = hf.names("layer_types")
     if kinds is None:
@@ -66,8 +64,6 @@ def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
 
 
 def _ffn(hf: HfConfig) -> int:
-    """Returns the width of the feed-forward block. By default it is two thirds of the stated width,
-    multiplied and rounded up. If `block_auto_adjust_ff_dim` is false, it is the stated width."""
     size = hf.count("block_ff_dim", hf.count("intermediate_size", 12288))
     factor, unit = hf.number("block_ffn_dim_multiplier", 1.0), hf.count("block_multiple_of", 256)
     if not hf.flag("block_auto_adjust_ff_dim", True):

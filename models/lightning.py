@@ -4,8 +4,7 @@ norm over all heads and a gate.
 
 Its recurrence is Mamba-2's (`jdisagg/ops/state_space.py`), with keys, queries and values for b, c
 and x, one group for each head, and steps of one. Heads and state are sharded over the mesh axis
-"kv". Devices along the mesh axis "rep" repeat the same recurrence, and only the gate and the output
-projection are split over these devices. The state is float32."""
+"kv". The state is float32."""
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +40,6 @@ class LightningAttention(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only.
-        The other tokens only update the state."""
         qkv_TNH = jax.nn.silu(self.qkv(x_TD, shards)).reshape(x_TD.shape[0], -1, 3 * self.dim)
         q_TNH, k_TNH, v_TNH = jnp.split(qkv_TNH.astype(jnp.float32), 3, axis=2)
         step_TN = jnp.ones(q_TNH.shape[:2], jnp.float32)

@@ -45,8 +45,6 @@ class AdapterStack(nnx.Module):
         return Factors(self.a[...], self.b[...])
 
     def add(self, y_TD: jax.Array, x_TD: jax.Array, rows: AdapterRows, platform: str) -> jax.Array:
-        """Returns `y_TD` plus the product of each token's row of `x_TD` with the adapter in the
-        token's slot."""
         if rows.alike:
             return add_one(y_TD, x_TD, self.factors, rows.slot_T[0], platform)
         product = partial(project, platform=platform)
@@ -82,8 +80,6 @@ class Linear(nnx.Module):
         return self._product(x_TD, shards, None if self.bias is None else self.bias[...])
 
     def summed(self, x_TD: jax.Array, shards: Shards) -> jax.Array:
-        """Multiplies with a kernel whose input dimension is sharded over tp, sums over the shards,
-        and adds the bias."""
         y_TD = self._product(x_TD, shards, None)
         if shards.tp:
             y_TD = lax.psum(y_TD, shards.tp)
@@ -122,7 +118,6 @@ class Norm(nnx.Module):
         self.epsilon, self.above_one, self.centred = epsilon, above_one, centred
 
     def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:
-        """Normalises the last dimension, which is sharded over the mesh axes `over`."""
         if self.centred:
             assert not over, "no family shards these"
             return layer_norm(x, self.weight[...], None, self.epsilon)
@@ -130,8 +125,6 @@ class Norm(nnx.Module):
 
 
 def own_heads(out_RNH: jax.Array, heads: int, shards: Shards) -> jax.Array:
-    """Selects the `heads` heads that this device processes further, from an output that all devices
-    along the mesh axis "rep" hold."""
     if out_RNH.shape[1] == heads:
         return out_RNH
     return lax.dynamic_slice_in_dim(out_RNH, lax.axis_index(shards.tp[-1]) * heads, heads, axis=1)

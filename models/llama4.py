@@ -42,8 +42,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _growth(hf: HfConfig) -> tuple[float, int] | None:
-    """Returns the factor and the number of positions by which queries grow in layers without rotary
-    positions. Some published configs state a number instead of true."""
+    """Some published configs state a number instead of true."""
     stated = hf.raw("attn_temperature_tuning")
     growth = hf.number("attn_scale", 0.1), hf.count("floor_scale", 8192)
     return growth if stated is None or stated else None
@@ -67,7 +66,6 @@ def _experts(hf: HfConfig) -> ExpertConfig:
 
 
 def _sparse(hf: HfConfig, count: int) -> tuple[int, ...]:
-    """Returns the indices of the layers with experts."""
     step = hf.count("interleave_moe_layer_step", 1, least=0)
     stated = hf.counts("moe_layers")
     if hf.has("moe_layers") or not step:
@@ -76,7 +74,6 @@ def _sparse(hf: HfConfig, count: int) -> tuple[int, ...]:
 
 
 def _chunk(hf: HfConfig, rotated: list[bool]) -> int:
-    """Returns the number of positions up to which all layers attend to all earlier positions."""
     kinds = hf.names("layer_types")
     size = hf.raw("attention_chunk_size") if "attention_chunk_size" in hf.fields else 8192
     if kinds is None:

@@ -2,11 +2,10 @@
 hybrids: a short convolution, the recurrence (`jdisagg/ops/state_space.py`), a gate, and a norm over
 groups of heads after the gate.
 
-Heads and state are sharded over the mesh axis "kv". Devices along the mesh axis "rep" repeat the
-same recurrence, and only the gate and the output projection are split over these devices. The
-vectors b and c of a group are sharded with its heads if the groups divide over every possible
-number of kv shards. Otherwise each shard computes and stores b and c of all groups (Granite has one
-group). The recurrent state is float32, and the convolution's state has the activations' type."""
+Heads and state are sharded over the mesh axis "kv". The vectors b and c of a group are sharded with
+its heads if the groups divide over every possible number of kv shards. Otherwise each shard
+computes and stores b and c of all groups (Granite has one group). The recurrent state is float32,
+and the convolution's state has the activations' type."""
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +39,6 @@ class Convolution(nnx.Module):
     def __call__(
         self, x_TC: jax.Array, inputs_RSC: jax.Array, runs: Runs | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the outputs, and the last inputs of each sequence, which are the sequence's next
-        convolution state."""
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         if runs is None:
             y_TC, inputs_RSC = convolve_step(x_TC, kernel, inputs_RSC, bias)
@@ -103,8 +100,6 @@ class Mamba2(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only.
-        The other tokens only update the state."""
         mamba = self.mamba
         x_TC, bc_TC = self.x(x_TD, shards), self.bc(x_TD, shards)
         least, most = mamba.step_limits
@@ -146,8 +141,6 @@ class Mamba2(nnx.Module):
     def _of_own_groups(
         self, z_TC: jax.Array, heads: int, shards: Shards
     ) -> tuple[jax.Array, jax.Array]:
-        """Selects the vectors b or c that this device's heads use: [T, G, ds], with one entry per
-        unit of heads (`MambaConfig.own_units`)."""
         mamba = self.mamba
         z_TGC = z_TC.reshape(z_TC.shape[0], -1, mamba.group_channels)
         if mamba.copies and shards.tp:

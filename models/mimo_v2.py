@@ -67,8 +67,6 @@ def _states_null(hf: HfConfig) -> bool:
 
 
 def _ropes(hf: HfConfig) -> dict[str, dict[str, object]]:
-    """Returns the rotary parameters of each kind of layer, in the form of transformers 5 or of the
-    released config."""
     given = hf.raw("rope_parameters")
     if isinstance(given, dict) and given.keys() & {FULL, WINDOWED}:
         found = {kind: given.get(kind) for kind in (FULL, WINDOWED)}
@@ -92,7 +90,6 @@ def _ropes(hf: HfConfig) -> dict[str, dict[str, object]]:
 
 
 def _check_windowed(hf: HfConfig, heads: int, kv_heads: int, head_dim: int, value_dim: int) -> None:
-    """Raises CheckpointError if the sizes of layers with a window are not supported."""
     sizes = {
         "swa_num_attention_heads": heads,
         "swa_num_key_value_heads": kv_heads,
@@ -122,7 +119,6 @@ def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
 
 
 def _sparse(hf: HfConfig, count: int) -> tuple[bool, ...]:
-    """Returns, for each layer, whether it has experts."""
     stated = hf.counts("moe_layer_freq") if isinstance(hf.raw("moe_layer_freq"), list) else ()
     kinds = hf.names("mlp_layer_types")
     if kinds is None:

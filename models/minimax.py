@@ -27,8 +27,6 @@ _FACTORS = {
 
 
 def read_published_config(hf: HfConfig) -> DecoderConfig:
-    """Reads a config.json with the field names of the released checkpoints, which differ from those
-    of transformers."""
     if not hf.flag("postnorm", False) and not hf.sizes_only:
         raise hf.error("postnorm", "must be true", "residuals before the norm are not supported")
     shared = hf.raw("shared_intermediate_size")
@@ -71,7 +69,6 @@ def _factors(hf: HfConfig, of: str) -> tuple[float, float]:
 
 
 def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:
-    """Returns the kind of each layer: lightning attention or full attention."""
     kinds = hf.names("layer_types")
     if kinds is None:
         kinds = tuple(LINEAR if at % 2 else FULL for at in range(count))

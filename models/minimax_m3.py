@@ -93,8 +93,6 @@ def _experts(hf: HfConfig, gate: ClampedGate) -> ExpertConfig:
 
 
 def _sparse_fields(hf: HfConfig) -> HfConfig:
-    """Returns the fields of the indexer under the names of transformers. The object
-    `sparse_attention_config` of released checkpoints takes precedence, as in transformers."""
     given = hf.raw("sparse_attention_config") or {}
     known = {*_OF_SPARSE, *_SPARSE_ONLY, *_OF_LAYERS}
     if not isinstance(given, dict) or not given.keys() <= known:
@@ -134,8 +132,6 @@ def _index(sparse: HfConfig, kv_heads: int, rotated: int) -> BlockIndexConfig:
 
 
 def _kinds(hf: HfConfig, sparse: HfConfig, count: int) -> tuple[str, ...]:
-    """Returns the kind of attention of each layer: to all positions, or to blocks that an indexer
-    selects."""
     kinds, stated = hf.names("layer_types"), sparse.counts("sparse_attention_freq")
     if kinds is None:
         kinds = tuple(SPARSE if each else FULL for each in stated) or (FULL,) * count

@@ -50,8 +50,8 @@ def without_query_growth(
 
 
 def with_query_growth(config: DecoderConfig, beta: float, hf: HfConfig) -> DecoderConfig:
-    """Returns `config` with `beta` as the factor by which queries grow with their position. Raises
-    CheckpointError if the config lacks the original context length, which the growth depends on."""
+    """Raises CheckpointError if the config lacks the original context length, which the growth
+    depends on."""
     rope = replace(config.attention.rope, query_beta=beta)
     if beta and not rope.original_tokens:
         field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"

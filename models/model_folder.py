@@ -8,8 +8,6 @@ from models.generation_config import read_object
 
 
 def check_model_folder(directory: Path) -> None:
-    """Checks that `directory` is a folder and that its weights are not only in GGUF format. Raises
-    CheckpointError if the check fails."""
     files = [directory] if directory.is_file() else sorted(directory.glob("*"))
     gguf = [file.name for file in files if file.suffix.lower() == ".gguf"]
     if gguf and not any(file.suffix == ".safetensors" for file in files):

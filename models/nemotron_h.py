@@ -67,7 +67,6 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _kinds(hf: HfConfig) -> tuple[str, tuple[str, ...]]:
-    """Returns the kind of each layer, and the name of the config field that lists the kinds."""
     field, pattern = "layers_block_type", hf.raw("hybrid_override_pattern")
     kinds = read_kinds(hf, field, tuple(PATTERN.values()))
     if kinds is None:

@@ -3,9 +3,8 @@ MTP), in the form of the DeepSeek-V3 technical report, section 2.2. It is a proj
 `[norm(embedding); norm(hidden)]`, one decoder layer, and a norm. Embedding and head are the
 model's.
 
-Hidden states are taken after the final norm, as vLLM and SGLang do with published weights. The KV
-of a position is computed from the token at this position and the hidden state of the position
-before, so that cached KV depends on no later token."""
+The KV of a position is computed from the token at this position and the hidden state of the
+position before, so that cached KV depends on no later token."""
 
 import jax
 import jax.numpy as jnp

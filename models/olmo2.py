@@ -18,7 +18,6 @@ def read_config(hf: HfConfig, defaults: FamilyDefaults = DEFAULTS) -> DecoderCon
 
 
 def read_moe_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of OLMoE, which has norms before blocks, and experts in every layer."""
     refuse_windows(hf, "this family uses full attention")
     bias = hf.flag("attention_bias", False)
     defaults = replace(DEFAULTS, context_tokens=4096)

@@ -3,8 +3,7 @@ directly into the shardings of any other layout.
 
 A directory holds `orbax/` (one array per parameter, named by its path) next to config.json and the
 tokenizer's files. Arrays are stored as [in, out] with the unpadded vocabulary, independent of
-platform and layout. Orbax pads the vocabulary on restore, and kernels that a platform stores as
-[out, in] are transposed on their devices afterwards."""
+platform and layout."""
 
 import json
 import shutil
@@ -37,9 +36,6 @@ _COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "token
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A parameter of an Orbax checkpoint: its name, its stored shape (with the unpadded
-    vocabulary), and the shape, type and sharding in which it is restored."""
-
     name: str
     shape: tuple[int, ...]
     padded: tuple[int, ...]
@@ -53,8 +49,7 @@ def is_orbax(directory: Path) -> bool:
 
 
 def save(model: Decoder, mesh: Mesh, layout: Layout, source: Path, destination: Path) -> None:
-    """Writes the weights, and copies config and tokenizer files from `source`. Raises
-    CheckpointError if the destination already has weights."""
+    """Raises CheckpointError if the destination already has weights."""
     check_destination(destination)
     arrays = jax.tree.leaves(nnx.state(model))
     stored = _stored_form(model, mesh, layout)
@@ -84,8 +79,7 @@ def _say_untied(path: Path) -> None:
 
 
 def check_destination(destination: Path) -> None:
-    """Creates the destination folder. Raises ConfigError if it cannot be created, CheckpointError
-    if it already has weights."""
+    """Raises ConfigError if it cannot be created, CheckpointError if it already has weights."""
     if is_orbax(destination):
         raise CheckpointError(
             f"{destination} already holds an Orbax checkpoint; choose another directory or"

@@ -25,7 +25,6 @@ class ParameterShape:
 
 
 def parameter_shapes(model: nnx.Module) -> tuple[ParameterShape, ...]:
-    """Returns path, shape and orientation of each parameter, in the order of `jax.tree.leaves`."""
     shapes = []
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         owner: object = model

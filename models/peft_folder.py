@@ -2,9 +2,7 @@
 adapter_model.safetensors.
 
 The change of a matrix W [out, in] is s B A, with A [r, in] and B [out, r] in the file, and s =
-alpha / r, or alpha / sqrt(r) with `use_rslora`. The file names the adapted modules, so that
-`target_modules`, `layers_to_transform` and `exclude_modules` need no evaluation. Fields that change
-the computation in another way are refused. Does not import JAX."""
+alpha / r, or alpha / sqrt(r) with `use_rslora`. Does not import JAX."""
 
 import hashlib
 import json
@@ -84,9 +82,6 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The fields of adapter_config.json that give the rank and the scale of each module's
-    adapter."""
-
     rank: int
     alpha: float
     by_root: bool
@@ -97,7 +92,6 @@ class PeftConfig:
         return _by_pattern(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Returns the LoRA scale s of a module: its adapter adds s B A to the module's matrix."""
         rank = self.rank_of(module)
         alpha = _by_pattern(self.alphas, module, self.alpha)
         return alpha / math.sqrt(rank) if self.by_root else alpha / rank
@@ -142,8 +136,7 @@ def check_adapter(directory: str) -> str:
 
 
 def read_peft_config(directory: str | Path) -> PeftConfig:
-    """Reads adapter_config.json. Raises InvalidRequestError, which names the field, for an adapter
-    that cannot be served."""
+    """Raises InvalidRequestError, which names the field, for an adapter that cannot be served."""
     fields = _fields(directory)
     for name, why in _REFUSED.items():
         if fields.get(name):
@@ -224,8 +217,6 @@ def _paired(
 
 
 def _by_pattern(values: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """Returns the value of the first key, a regular expression, that matches the end of the
-    module's name, or `otherwise` if none does."""
     for key, value in values.items():
         if re.match(rf"(.*\.)?({key})$", module):
             return value

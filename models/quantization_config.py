@@ -65,7 +65,7 @@ class StoredQuantization:
 
 
 def stored_quantization(hf: HfConfig) -> StoredQuantization | None:
-    """Returns the checkpoint's quantization, or None if it has none. Raises CheckpointError."""
+    """Raises CheckpointError."""
     stated = hf.raw(FIELD)
     if stated is None or hf.sizes_only:
         return None
@@ -152,8 +152,6 @@ def _auto_round(found: "_Stated") -> StoredQuantization:
 
 
 class _Stated:
-    """A nested object of config.json, with its path for error messages."""
-
     def __init__(self, fields: object, where: str) -> None:
         if not isinstance(fields, dict):
             raise CheckpointError(f"{where} must be an object, got {short(fields)}; correct it")
@@ -182,7 +180,6 @@ class _Stated:
             raise self._error(field, f"({meaning}) is not supported", _REMEDY)
 
     def group(self, field: str) -> int:
-        """Returns the number of inputs that share a scale. 0 (-1 in the file) means all inputs."""
         value = self.fields.get(field)
         if value is None or value == -1:
             return 0
@@ -191,8 +188,6 @@ class _Stated:
         return int(value)
 
     def pair(self, field: str) -> tuple[tuple[int, int], ...]:
-        """Reads a pair of numbers from a list or from text such as "128x128". Returns a list that
-        holds the pair, or an empty list if the field is absent."""
         value = self.fields.get(field)
         if value is None:
             return ()

@@ -38,8 +38,7 @@ _AT_ONCE = 1 << 22  # values
 
 
 class QuantizedFiles:
-    """Quantized `CheckpointTensors`. Raises CheckpointError with the missing and wrongly shaped
-    tensors of quantized matrices."""
+    """Raises CheckpointError with the missing and wrongly shaped tensors of quantized matrices."""
 
     def __init__(self, files: SafetensorsFiles, stated: StoredQuantization, where: str) -> None:
         self._files = files
@@ -88,12 +87,9 @@ class QuantizedFiles:
         )
 
     def numbers(self, name: str, index: Index) -> np.ndarray:
-        """Returns the quantized values, fp8 or int8, of a matrix for which `kept` returns True."""
         return self._keepable(name).numbers(self._files, index)
 
     def scales(self, name: str, index: Index) -> np.ndarray:
-        """Returns the float32 scale of each quantized value, of a matrix for which `kept` returns
-        True."""
         return self._keepable(name).scales(self._files, index)
 
     def _keepable(self, name: str) -> ScaledMatrix | PackedMatrix:
@@ -104,8 +100,7 @@ class QuantizedFiles:
 
 def _pieces(inside: Index, shape: tuple[int, ...]) -> Iterator[tuple[Index, Index]]:
     """Splits a slice into pieces, because dequantizing needs several times the memory of the
-    result. Yields the index of each piece in the result and in the stored matrix. A piece never
-    spans several experts."""
+    result."""
     experts, (rows, columns) = inside[:-2], inside[-2:]
     at_once = max(1, _AT_ONCE // shape[-1])
     stack = range(experts[0].start, experts[0].stop) if experts else (None,)
@@ -120,7 +115,6 @@ def _pieces(inside: Index, shape: tuple[int, ...]) -> Iterator[tuple[Index, Inde
 
 
 def _checked(matrices: dict[str, StoredMatrix], files: SafetensorsFiles, where: str) -> set[str]:
-    """Returns the names of all tensors of these matrices."""
     shapes = files.shapes()
     needed = {name: kept for matrix in matrices.values() for name, kept in matrix.needs().items()}
     wrong = [
@@ -144,7 +138,6 @@ def _checked(matrices: dict[str, StoredMatrix], files: SafetensorsFiles, where: 
 
 
 def _kinds(matrix: StoredMatrix, name: str) -> tuple[str, ...]:
-    """Returns the data types that the tensor `name` of a quantized matrix may have."""
     if isinstance(matrix, Mxfp4Matrix):
         return ("U8",)
     if isinstance(matrix, Fp4Matrix) and name != matrix.whole:
@@ -211,8 +204,6 @@ def _compressed(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str
 
 
 def _four_bit_floats(files: SafetensorsFiles, base: str) -> Fp4Matrix:
-    """Returns a matrix that is stored in the format `nvfp4-pack-quantized` or
-    `mxfp4-pack-quantized` of compressed-tensors."""
     out, pairs = files.shapes()[f"{base}weight_packed"]
     scale = f"{base}weight_scale"
     powers = scale in files.shapes() and files.kind(scale) == "U8"
@@ -272,7 +263,6 @@ def _mxfp4(files: SafetensorsFiles, stated: StoredQuantization) -> dict[str, Sto
 
 
 def _qweights(files: SafetensorsFiles) -> dict[str, tuple[int, int]]:
-    """Returns the shape of each qweight tensor, by the prefix of its name."""
     return {
         name.removesuffix("qweight"): (shape[0], shape[1])
         for name, shape in files.shapes().items()

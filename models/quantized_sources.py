@@ -2,9 +2,7 @@
 quantized in the requested format, its values are used as stored.
 
 Each output of a matrix has one scale, computed over all inputs. Even a device that stores only some
-of the inputs reads all of them, so that quantized values do not depend on the layout. While
-reading, the peak of additional memory is one quantized parameter and one of its matrices in
-float32."""
+of the inputs reads all of them, so that quantized values do not depend on the layout."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +24,6 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass
 class _Matrix:
-    """One matrix, or a stack of expert matrices, with its float source. Caches quantized slices, by
-    range of outputs, until both values and scales have been read. `stored` is set if the checkpoint
-    already holds the requested quantized format."""
-
     source: Source
     shape: tuple[int, ...]
     inputs: int
@@ -39,8 +33,6 @@ class _Matrix:
     kept: dict[Bounds, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def of(self, tensor: ReadTensor, outputs: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the quantized values and scales for a range of outputs (and experts). The values
-        include all inputs."""
         bounds = tuple((part.start, part.stop) for part in outputs)
         if bounds not in self.kept:
             self.kept[bounds] = self._quantized(tensor, outputs)
@@ -54,7 +46,6 @@ class _Matrix:
         return np.concatenate(values), np.concatenate(scales)
 
     def indices(self, outputs: Index) -> list[Index]:
-        """Returns the slices of the float source that are read for a range of outputs."""
         whole = list(outputs)
         whole.insert(self.inputs, slice(0, self.shape[self.inputs]))
         if len(self.shape) == 2:
@@ -76,8 +67,6 @@ class _Matrix:
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """The quantized values of a matrix, stored as type `kind`."""
-
     matrix: _Matrix
     kind: np.dtype
 
@@ -93,8 +82,6 @@ class _Values:
 
 @dataclass(frozen=True, slots=True)
 class _Scales:
-    """The scales of a quantized matrix, which are read after its values."""
-
     matrix: _Matrix
 
     def needs(self) -> dict[str, tuple[int, ...]]:
@@ -134,7 +121,6 @@ def quantized_sources(
 
 
 def _owner(path: ParameterPath) -> ParameterPath:
-    """Returns the path of the quantized matrix to which a scale parameter belongs."""
     last = str(path[-1])
     if last == "scale":
         return (*path[:-1], "kernel")
@@ -147,13 +133,6 @@ def planned_reads(
     shardings: Sequence[Any],
     tensors: Mapping[str, tuple[int, ...]],
 ) -> list[tuple[str, Box]]:
-    """Returns the parts (boxes) of tensors that loading will read for this process's devices, in
-    order, so that they can be transferred ahead.
-
-    Args:
-        sources, shapes, shardings: Source, shape and sharding of each parameter.
-        tensors: Shapes of the tensors by name.
-    """
     reads: list[tuple[str, Box]] = []
 
     def note(name: str, index: Index) -> np.ndarray:

@@ -29,9 +29,8 @@ def read_vl_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_windows(hf: HfConfig, layers: int) -> tuple[int | None, ...]:
-    """Returns the window of each layer, or None for a layer without a window. Uses `layer_types` if
-    present. Without this field, layers from index `max_window_layers` on have the window if
-    `use_sliding_window` is set."""
+    """Uses `layer_types` if present. Without this field, layers from index `max_window_layers` on
+    have the window if `use_sliding_window` is set."""
     hf.pass_over("sliding_window")  # in case it is disabled
     window = None
     if hf.flag("use_sliding_window", False):

@@ -31,7 +31,6 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 def sparse_layers(
     hf: HfConfig, layers: Sequence[LayerConfig], experts: ExpertConfig | None
 ) -> tuple[LayerConfig, ...]:
-    """Adds experts to the layers selected by `decoder_sparse_step` and `mlp_only_layers`."""
     if experts and experts.experts_per_token > experts.experts:
         raise hf.error(
             "num_experts_per_tok", f"must be at most num_experts={experts.experts}", "correct it"
@@ -44,8 +43,6 @@ def sparse_layers(
 
 
 def _window(hf: HfConfig) -> int | None:
-    """Returns the window of all layers if `use_sliding_window` is set, else None. Ignores
-    `max_window_layers`, which has no effect in Qwen3-MoE."""
     hf.pass_over("max_window_layers", "sliding_window")
     if not hf.flag("use_sliding_window", False) or (
         "sliding_window" in hf.fields and not hf.has("sliding_window")

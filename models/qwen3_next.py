@@ -22,12 +22,10 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_dense_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of dense Qwen3.5 models."""
     return _read(hf, DENSE)
 
 
 def read_moe_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of Qwen3.5 and Qwen3.6 models with experts in every layer."""
     config = _read(hf, NEXT, ffn_default=1)  # no layer is dense
     experts = _experts(hf, 256, 8, True)
     return replace(config, layers=sparse_layers(hf, config.layers, experts))

@@ -18,8 +18,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_moe_config(hf: HfConfig) -> DecoderConfig:
-    """Reads the config.json of Qwen3-VL models with experts. Expert weights are always normalised,
-    even if `norm_topk_prob` is false."""
+    """Expert weights are always normalised, even if `norm_topk_prob` is false."""
     bias = hf.flag("attention_bias", False)
     config = read_decoder(
         hf, MOE_DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm="head", head_dim_default=128

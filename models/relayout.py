@@ -1,11 +1,9 @@
-"""Reshards a loaded model on the same or other devices of this process. Used when a worker changes
-its role between prefill and decode, and needs another layout.
+"""Reshards a loaded model on the same or other devices of this process.
 
 No checkpoint file is read. Parameters are copied one after the other from their old sharding to
 their new sharding, device to device. Each old array is freed before the next parameter is copied,
 so extra memory is at most twice the size of one parameter. Padding of the vocabulary depends on the
-tensor-parallel size, so it is removed and recreated as zeros.
-"""
+tensor-parallel size, so it is removed and recreated as zeros."""
 
 from collections.abc import Sequence
 
@@ -61,8 +59,8 @@ def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> 
 
 
 def _resized(array: jax.Array, shape: tuple[int, ...], vocabulary: int) -> jax.Array:
-    """Adjusts the vocabulary padding to the new layout. The array is first replicated on the old
-    mesh, because the new padded size may not be divisible by the old number of shards."""
+    """The array is first replicated on the old mesh, because the new padded size may not be
+    divisible by the old number of shards."""
     if array.shape == shape:
         return array
     assert isinstance(array.sharding, NamedSharding)

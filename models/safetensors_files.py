@@ -2,8 +2,7 @@
 arrays.
 
 This module parses the headers itself, because the numpy API of the safetensors package has no
-bfloat16 and detects a truncated file only when a tensor is read. Only the pages of a slice are read
-from disk. The module must not depend on models."""
+bfloat16 and detects a truncated file only when a tensor is read."""
 
 import json
 import logging
@@ -87,8 +86,6 @@ class CheckpointTensors(Protocol):
 
 
 class SafetensorsFiles:
-    """Reads the tensors of all safetensors files of a checkpoint by name."""
-
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self._tensors = dict(tensors)
         self._maps: dict[Path, np.memmap] = {}
@@ -120,7 +117,6 @@ class SafetensorsFiles:
 
     @classmethod
     def of_file(cls, path: Path) -> "SafetensorsFiles":
-        """Reads the header of a single file."""
         return cls(_read_header(path))
 
     def text_part(self) -> "SafetensorsFiles":
@@ -136,8 +132,6 @@ class SafetensorsFiles:
         )
 
     def vision_part(self) -> "SafetensorsFiles":
-        """Returns the tensors of the vision encoder of a multimodal model, with the names of
-        transformers 4 or of transformers 5 without "model."."""
         return SafetensorsFiles(
             {
                 name.removeprefix("model."): tensor
@@ -160,12 +154,9 @@ class SafetensorsFiles:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
-        """Returns the set of stored data types, without tensors whose name ends with one of
-        `but`."""
         return {x.kind for name, x in self._tensors.items() if not (but and name.endswith(but))}
 
     def unreadable(self) -> list[str]:
-        """Lists tensors of a type that `read` does not support, with the type."""
         return [
             f"{name} ({tensor.kind})"
             for name, tensor in self._tensors.items()
@@ -186,7 +177,6 @@ class SafetensorsFiles:
         return self._view(name, _KNOWN)
 
     def kind(self, name: str) -> str:
-        """Returns the stored data type of a tensor, as named by safetensors (F32, BF16, ...)."""
         return self._tensors[name].kind
 
     def _view(self, name: str, dtypes: Mapping[str, np.dtype]) -> np.ndarray:
@@ -211,8 +201,6 @@ def _text_name(name: str) -> str:
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:
-    """Returns the index's map from tensor name to file name. Returns None if there is no index, or
-    if none of its files exist (as after merging a checkpoint into a single file)."""
     index_path = directory / _INDEX
     if not index_path.is_file():
         return None
@@ -236,7 +224,6 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
 
 
 def _files_without_index(directory: Path) -> list[str]:
-    """Returns the single file, or all shards of the set that the names of the shards describe."""
     if (directory / _SINGLE).is_file():
         return [_SINGLE]
     found = {path.name for path in directory.glob("model-*") if _SHARD.fullmatch(path.name)}

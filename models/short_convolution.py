@@ -42,8 +42,6 @@ class ShortConvolution(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the output [T, D]. With `rows_R`, returns [R, D] for these token indices only.
-        The other tokens only update the state."""
         inputs_TC = self.write(x_TD, shards) * self.x(x_TD, shards)
         kernel_CK = self.kernel[...]
         bias_C = None if self.kernel_bias is None else self.kernel_bias[...]

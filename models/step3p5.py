@@ -98,8 +98,6 @@ def _experts(hf: HfConfig) -> ExpertConfig:
 def _of_layers(
     values: tuple[str, ...] | None, hf: HfConfig, field: str, count: int
 ) -> tuple[str, ...] | None:
-    """Returns the entries of a per-layer list, without the entries of next-token layers at its
-    end."""
     aside = hf.count("num_nextn_predict_layers", 0, least=0)
     if values is not None and len(values) not in (count, count + aside):
         raise hf.error(field, f"must have a value for each of {count} layers", "correct it")
@@ -107,7 +105,6 @@ def _of_layers(
 
 
 def _fed(hf: HfConfig, count: int) -> tuple[bool, ...]:
-    """Returns, for each layer, whether it has experts."""
     kinds = _of_layers(hf.names("mlp_layer_types"), hf, "mlp_layer_types", count)
     stated = hf.raw("moe_layers_enum")
     if kinds is not None:
@@ -122,8 +119,6 @@ def _fed(hf: HfConfig, count: int) -> tuple[bool, ...]:
 
 
 def _bounds(hf: HfConfig, field: str, count: int) -> tuple[BoundedGate | None, ...]:
-    """Returns the bounded gate function of each layer, or None for a layer without a bound. The
-    list `field` of config.json gives the bounds."""
     given = hf.raw(field)
     if not given:
         return (None,) * count
@@ -139,8 +134,6 @@ def _bounds(hf: HfConfig, field: str, count: int) -> tuple[BoundedGate | None, .
 
 
 def _windowed_heads(hf: HfConfig, full: AttentionConfig, kinds: tuple[str, ...]) -> int:
-    """Returns the number of query heads of layers with a window. Raises CheckpointError if other
-    sizes differ by layer."""
     other = hf.raw("attention_other_setting") or {}
     sizes = {
         "num_attention_groups": full.kv_heads,
@@ -177,8 +170,6 @@ def _windowed_heads(hf: HfConfig, full: AttentionConfig, kinds: tuple[str, ...])
 
 
 def _ropes(hf: HfConfig, kinds: tuple[str, ...], head_dim: int, context: int) -> dict[str, Rope]:
-    """Returns the rotary positions of each kind of layer, in the form of transformers 5 or of
-    released configs, which have values by layer."""
     given, scaling = hf.raw("rope_parameters") or {}, hf.raw("rope_scaling") or {}
     theta, parts = hf.raw("rope_theta"), hf.raw("partial_rotary_factors")
     if not isinstance(given, dict) or not isinstance(scaling, dict):

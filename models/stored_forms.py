@@ -96,11 +96,9 @@ class ScaledMatrix:
         return "fp8" if self.fp8 else "int8"
 
     def numbers(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """Returns the quantized numbers in their stored type."""
         return files.raw(self.values)[index]
 
     def scales(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """Returns s, float32, of each value."""
         return self._spread(files, self.scale, index)
 
     def _grid(self) -> tuple[int, ...]:
@@ -116,8 +114,8 @@ class ScaledMatrix:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix in compressed-tensors' format pack-quantized. `name` is the prefix of its tensor
-    names. `group` is the number of inputs that share a scale."""
+    """A matrix in compressed-tensors' format pack-quantized. `group` is the number of inputs that
+    share a scale."""
 
     name: str
     shape: tuple[int, int]
@@ -149,20 +147,16 @@ class PackedMatrix:
 
     @property
     def kept(self) -> Weights:
-        """Quantized type in which the matrix can be used without dequantizing, or "" (see
-        `ScaledMatrix.kept`)."""
         if self.zeros or self.group < self.shape[1] or self.bits not in (4, 8):
             return ""
         return "int4" if self.bits == 4 else "int8"
 
     def numbers(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """Returns the quantized numbers as int8."""
         words = files.raw(f"{self.name}weight_packed")[index[0]]
         wide = unpacked(words, self.bits, 1, index[1]).astype(np.int16)
         return (wide - self._middle).astype(np.int8)
 
     def scales(self, files: SafetensorsFiles, index: Index) -> np.ndarray:
-        """Returns s, float32, of each value."""
         scale = files.raw(f"{self.name}weight_scale").reshape(self.shape[0], -1)
         return _of_groups(scale[index[0]], self._groups(files, index), 1, self.name)
 
@@ -178,8 +172,7 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class AwqMatrix:
-    """A matrix in AutoAWQ's format. `name` is the prefix of its tensor names. `group` is the number
-    of inputs that share a scale."""
+    """A matrix in AutoAWQ's format. `group` is the number of inputs that share a scale."""
 
     name: str
     shape: tuple[int, int]
@@ -207,9 +200,9 @@ class AwqMatrix:
 
 @dataclass(frozen=True, slots=True)
 class GptqMatrix:
-    """A matrix in AutoGPTQ's format. `name` is the prefix of its tensor names. `group` is the
-    number of consecutive inputs that share a scale. With `ordered`, the tensor `g_idx` gives each
-    input's group instead. `added` (0 or 1) is added to stored zero points."""
+    """A matrix in AutoGPTQ's format. `group` is the number of consecutive inputs that share a
+    scale. With `ordered`, the tensor `g_idx` gives each input's group instead. `added` (0 or 1) is
+    added to stored zero points."""
 
     name: str
     shape: tuple[int, int]
@@ -273,7 +266,6 @@ class Fp4Matrix:
     """A matrix of e2m1 numbers, in NVFP4 or MXFP4.
 
     Attributes:
-        values, scale: Names of the tensors of numbers and of scales.
         whole: Name of the tensor with the scale of the whole matrix. Empty means MXFP4.
         divided: Whether scales are divided by the scale of the whole matrix.
     """
@@ -314,9 +306,8 @@ class Fp4Matrix:
 def unpacked(
     words: np.ndarray, bits: int, axis: int, part: slice, order: tuple[int, ...] = ()
 ) -> np.ndarray:
-    """Unpacks numbers from words [rows, columns] that are packed along `axis`. Returns the slice
-    `part` of the unpacked axis as uint8. `order[i]` is the index of the number in a word's i-th
-    field from the low end; empty means i."""
+    """Returns the slice `part` of the unpacked axis as uint8. `order[i]` is the index of the number
+    in a word's i-th field from the low end; empty means i."""
     each = WORD_BITS // bits
     first = part.start // each
     cut = slice(first, -(-part.stop // each))
@@ -334,8 +325,6 @@ def unpacked(
 
 
 def _of_groups(grid: np.ndarray, groups: np.ndarray, axis: int, name: str) -> np.ndarray:
-    """Expands scales or zero points from groups to inputs. Returns, for each input, its group's
-    entry along `axis` of `grid`, in float32."""
     if groups.size and not 0 <= groups.min() <= groups.max() < grid.shape[axis]:
         raise CheckpointError(
             f"{name}g_idx must name groups from 0 to {grid.shape[axis] - 1}, got {groups.min()} to"

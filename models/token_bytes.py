@@ -12,7 +12,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """Function from token ids to the bytes that the tokens add to a text. Caches its results."""
+    """Function from token ids to the bytes that the tokens add to a text."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -27,7 +27,6 @@ class TokenBytes:
         self._added = backend.get_added_tokens_decoder()
 
     def __call__(self, token_id: int) -> bytes:
-        """Returns the token's bytes, or b"" for an unknown id."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._bytes_of(token_id)
@@ -67,8 +66,6 @@ def _replaced(part: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _letters() -> dict[str, int]:
-    """Returns GPT-2's map from characters to bytes: a printable byte has its own character, and the
-    other bytes have code points 256, 257 and so on, in order."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {

@@ -2,8 +2,8 @@
 and sampling defaults.
 
 Wraps the `tokenizers` package. Truncation and padding of a tokenizer.json are disabled, because the
-server limits lengths. Instances are thread-safe. Long texts take seconds and are encoded by the
-package's batch calls, which release the GIL."""
+server limits lengths. Long texts take seconds and are encoded by the package's batch calls, which
+release the GIL."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,8 +35,8 @@ class Tokenizer:
     """Converts text to token ids and token ids to text, and renders chat templates.
 
     `eos_ids` are the tokens that end a text, with the main EOS token first. `special_ids` are
-    tokens that `decode` can omit. `sampling_defaults` apply to fields that a request leaves unset.
-    `images` is the model's image processor, or None if the model reads no images."""
+    tokens that `decode` can omit. `sampling_defaults` apply to fields that a request leaves
+    unset."""
 
     def __init__(
         self,
@@ -66,8 +66,6 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "Tokenizer":
-        """Reads tokenizer.json and, if present, tokenizer_config.json, generation_config.json and
-        config.json."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
         check_model_folder(directory)
@@ -99,7 +97,6 @@ class Tokenizer:
         return self._chat is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns token ids, including BOS and other special tokens that tokenizer.json adds."""
         try:
             return list(
                 self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
@@ -127,11 +124,9 @@ class Tokenizer:
             ) from error
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns the token as the vocabulary spells it, or None for an unknown id."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that the token adds to a text."""
         return self._bytes(token_id)
 
     def token_to_id(self, token: str) -> int | None:
@@ -152,8 +147,6 @@ class Tokenizer:
         Args:
             continue_final_message: Whether the prompt ends inside the last message, after its
                 content.
-            arguments: Additional variables of the template.
-            tools: Tools that the model may call.
         """
         if self._chat is None:
             raise InvalidRequestError(
@@ -170,8 +163,6 @@ class Tokenizer:
 
 
 def _special_tokens(fields: Mapping[str, object]) -> dict[str, str | list[str]]:
-    """Reads special tokens by name. Each is a string or an object with `content`."""
-
     def content(value: object) -> object:
         return value.get("content") if isinstance(value, dict) else value
 
@@ -189,9 +180,8 @@ def _special_tokens(fields: Mapping[str, object]) -> dict[str, str | list[str]]:
 def _eos_ids(
     directory: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str | list[str]]
 ) -> tuple[int, ...]:
-    """Returns the EOS ids of generation_config.json, config.json and the tokenizer, in this order.
-    All three are needed: generation_config.json is often copied from the base model, and then only
-    the tokenizer names the token that ends a chat turn."""
+    """All three are needed: generation_config.json is often copied from the base model, and then
+    only the tokenizer names the token that ends a chat turn."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         found += stated_eos_ids(directory / name)
@@ -208,10 +198,6 @@ def _eos_ids(
 
 
 def _find_templates(directory: Path, settings: Mapping[str, object]) -> dict[str, str]:
-    """Returns a checkpoint's chat templates by name. As in transformers, the first of these places
-    with a template applies: chat_template.jinja and additional_chat_templates/NAME.jinja;
-    tokenizer_config.json (a string, a list of named templates, or an object);
-    chat_template.json."""
     found = {
         path.stem: path.read_text(encoding="utf-8")
         for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))

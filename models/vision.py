@@ -2,8 +2,7 @@
 model, one for each image token.
 
 Patches are ordered in blocks of `merge` x `merge`, so that the patches of a token are adjacent. All
-parameters are replicated. `jdisagg/executor/image_programs.py` runs patch embedding, blocks and
-merger as programs."""
+parameters are replicated."""
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,6 @@ _EPSILON = {"qwen": 1e-6, "pixtral": 1e-5}
 
 
 class _LayerNorm(nnx.Module):
-    """Norm to zero mean and unit variance, with a weight and a bias."""
-
     def __init__(self, make: Make, size: int, epsilon: float) -> None:
         self.weight = parameter(make((size,), "norm", size), ("embed",))
         self.bias = parameter(make((size,), "bias", size), ("embed",))
@@ -74,13 +71,7 @@ class PatchEmbedding(nnx.Module):
     def __call__(
         self, pixels_PC: jax.Array, place_P2: jax.Array, size_2: jax.Array, shards: Shards
     ) -> jax.Array:
-        """Returns activations [P, D].
-
-        Args:
-            pixels_PC: uint8 pixels of each patch, row by row.
-            place_P2: Row and column of each patch.
-            size_2: Height and width of the image in patches.
-        """
+        """Returns activations [P, D]."""
         config, dtype = self.config, self.project.kernel[...].dtype
         x_PC = normalised(pixels_PC, config.mean, config.std)
         x_PD = self.project(x_PC.astype(dtype), shards)
@@ -89,8 +80,6 @@ class PatchEmbedding(nnx.Module):
         return x_PD if self.norm is None else self.norm(x_PD)
 
     def _interpolated(self, place_P2: jax.Array, size_2: jax.Array) -> jax.Array:
-        """Returns the learned position of each patch, bilinearly interpolated so that the corners
-        of image and table coincide."""
         assert self.positions is not None
         side = self.config.side
         at_P2 = place_P2.astype(jnp.float32) * (side - 1)
@@ -151,8 +140,6 @@ class VisionBlock(nnx.Module):
         return x_PD + self.down(inner_PF, shards)
 
     def _angles(self, place_P2: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns cosines and sines [P, H / 2] of the rotation angles: first for the rows, then for
-        the columns."""
         config, quarter = self.config, self.config.head_dim // 4
         exponent = jnp.arange(quarter, dtype=jnp.float32) * 4 / config.head_dim
         if config.kind == "qwen":

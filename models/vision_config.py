@@ -31,15 +31,9 @@ class VisionConfig:
     Attributes:
         kind: "qwen" (Qwen3-VL, Qwen3.5): LayerNorm, biases, learned positions. "pixtral"
             (Mistral 3): RMSNorm, gated feed-forward blocks.
-        out_width: Width of the text model.
         side: Height and width of the table of learned positions; 0 without one.
         frames: Number of equal frames that the patch embedding reads.
-        image_token: Id of the image token.
         spatial: Whether image tokens have rotary positions in three dimensions.
-        mean, std: Mean and deviation by which channels are normalised, after division by 255.
-        activation: Activation of the encoder's blocks.
-        biased: Whether the projector has biases.
-        out_epsilon: Epsilon of the projector's norm.
         deepstack: Numbers of encoder blocks. The projected activations of the n-th of these blocks
             are added to the image tokens after the n-th layer of the text model.
     """
@@ -66,7 +60,6 @@ class VisionConfig:
 
     @property
     def format(self) -> ImageFormat:
-        """The format in which the encoder reads images."""
         return ImageFormat(self.image_token, self.patch, self.merge, self.spatial, MOST_PATCHES)
 
     @property
@@ -75,12 +68,10 @@ class VisionConfig:
 
     @property
     def kept_rows(self) -> int:
-        """Number of image tokens whose activations an instance keeps on each device."""
         return KEPT_IMAGES * MOST_PATCHES // self.merge**2
 
     @property
     def parameters(self) -> int:
-        """Number of weights, without norms and biases."""
         merged = self.width * self.merge**2
         gates = 3 if self.kind == "pixtral" else 2
         block = 4 * self.width**2 + gates * self.width * self.ffn
@@ -93,7 +84,6 @@ class VisionConfig:
 
     @property
     def costs(self) -> ImageEncoder:
-        """The encoder's sizes in the form that the memory plan needs."""
         block = 6 * self.width + 2 * self.ffn + 3 * self.patch**2
         kept = self.kept_rows * (1 + len(self.deepstack))
         return ImageEncoder(self.parameters, block, MOST_PATCHES, kept)
@@ -107,13 +97,6 @@ ACTIVATIONS: dict[object, Literal["gelu_tanh", "gelu", "silu"]] = {
 
 
 def read_vision(hf: HfConfig, width: int, vocabulary: int) -> VisionConfig | None:
-    """Returns the vision encoder of a multimodal model, or None if the model has no supported one.
-
-    Args:
-        hf: Configuration of the whole model.
-        width: Width of the text model.
-        vocabulary: Vocabulary of the text model.
-    """
     fields = hf.whole.get("vision_config")
     reader = _READERS.get(str(hf.whole.get("model_type")))
     if reader is None or not isinstance(fields, Mapping):
@@ -200,7 +183,6 @@ _READERS = {
 
 
 def spatial_sections(hf: HfConfig) -> tuple[int, int, int]:
-    """Returns the numbers of rotary frequencies for time, row and column."""
     for field in ("rope_scaling", "rope_parameters"):
         given = hf.fields.get(field)
         found = given.get("mrope_section") if isinstance(given, Mapping) else None
@@ -247,13 +229,12 @@ def _theta(fields: Mapping[str, object]) -> float:
 
 
 def reads_images(model_type: object) -> bool:
-    """Returns whether vision encoders of a model type are supported."""
     return str(model_type) in _READERS
 
 
 def processor_settings(read: Callable[[str], Mapping[str, object]]) -> Mapping[str, object]:
-    """Returns the settings of a model's image processor. Those in processor_config.json take
-    precedence, as in transformers. `read` returns the fields of a JSON file of the folder."""
+    """Settings in processor_config.json take precedence, as in transformers. `read` returns the
+    fields of a JSON file of the folder."""
     nested = read("processor_config.json").get("image_processor")
     if isinstance(nested, Mapping) and nested:
         return nested
@@ -263,7 +244,6 @@ def processor_settings(read: Callable[[str], Mapping[str, object]]) -> Mapping[s
 def _normalisation(
     hf: HfConfig, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Reads the normalisation of pixels from the processor's file next to config.json."""
     found = processor_settings(hf.beside)
     given = [found.get("image_mean"), found.get("image_std")]
     for name, value in zip(("image_mean", "image_std"), given, strict=True):

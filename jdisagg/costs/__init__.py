@@ -1,2 +1,2 @@
 """Estimates how long steps and KV transfers take on given hardware, and how much memory models
-need. Has no side effects."""
+need."""

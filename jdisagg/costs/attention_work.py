@@ -1,5 +1,5 @@
 """Counts the (query, key) pairs of attention, averaged over layers with and without a sliding
-window. Has no side effects."""
+window."""
 
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
 

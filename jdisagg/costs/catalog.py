@@ -195,7 +195,6 @@ CATALOG: dict[str, CostGeometry] = {
 
 
 def geometry(name: str) -> CostGeometry:
-    """Returns the geometry of a model of the catalogue. Raises ConfigError for an unknown name."""
     if name not in CATALOG:
         raise ConfigError(
             f"no model named {name!r} in the catalogue; it has {', '.join(sorted(CATALOG))}, or"

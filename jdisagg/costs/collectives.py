@@ -1,5 +1,5 @@
 """Estimates how long collectives take, and how long it takes to send tokens to the devices of their
-experts and back. Has no side effects."""
+experts and back."""
 
 import math
 
@@ -17,8 +17,6 @@ SCALE_UP_EXCHANGE = 0.75
 
 
 def link_among(accelerator: Accelerator, devices: int) -> Link:
-    """Returns the link that limits a collective among `devices` consecutive devices: the scale-up
-    link if they all share it, and the scale-out link if not."""
     within = devices <= accelerator.domain_devices
     return accelerator.scale_up if within else accelerator.scale_out
 
@@ -34,10 +32,7 @@ def collective_seconds(
     """Returns the seconds of a collective.
 
     Args:
-        sent_bytes: Number of bytes that each device sends.
-        devices: Number of devices that take part, evenly spaced.
-        among: Number of consecutive devices over which they are spaced. It determines the link.
-        message_bytes: Size of the whole message. Large messages achieve another bandwidth.
+    message_bytes: Size of the whole message. Large messages achieve another bandwidth.
     """
     if devices <= 1:
         return 0.0
@@ -71,14 +66,7 @@ def exchange_seconds(
     sent separately to each of its experts on other devices (DeepEP's decode kernels). If it has
     more, one copy of a token is sent to each host that has some of its experts, and the host
     distributes the copy over its scale-up link at the same time (DeepEP's prefill kernels). A group
-    limit of the router (`Experts.groups_of_token`) limits the number of these hosts.
-
-    Args:
-        layout: Layout with experts on all of its devices.
-        tokens: Number of tokens of this dp rank.
-        everyone: Number of tokens of all dp ranks.
-        token_bytes: Bytes of a token on the way to experts, and of a result.
-    """
+    limit of the router (`Experts.groups_of_token`) limits the number of these hosts."""
     out_bytes, back_bytes = token_bytes
     if kernels.exchange == "gather":
         # Bytes that each device sends in a ring all-gather.

@@ -1,5 +1,5 @@
 """Result of the cost model: seconds split by cause, so that a placement decision can state its
-reason. Plain data."""
+reason."""
 
 from dataclasses import fields
 
@@ -14,7 +14,6 @@ class Cost:
       compute, memory: Seconds of operations that are bound by arithmetic, or by memory bandwidth.
       communication: Seconds of tensor-parallel all-reduces and of sends between pipeline stages, or
         of a KV transfer.
-      exchange: Seconds in which tokens are sent to experts on other devices and back.
       overhead: Seconds of launch latency, and of host work during which the device is idle.
     """
 
@@ -41,7 +40,6 @@ class Cost:
         return Cost(*(getattr(self, spec.name) * factor for spec in fields(Cost)))
 
     def explain(self) -> str:
-        """Returns the causes with more than 0 seconds as text, largest first."""
         terms = sorted(
             ((getattr(self, spec.name), spec.name) for spec in fields(Cost)), reverse=True
         )

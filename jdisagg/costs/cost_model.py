@@ -2,15 +2,10 @@
 by cause so that a placement decision can state its reason.
 
 Every operation follows a roofline: max(FLOP / achieved FLOP/s, bytes / achieved bandwidth) plus
-launch latency, on one device of the dp rank with the most work. Tensor parallelism adds two
-all-reduces per layer, each latency + bytes / bandwidth. The exchange of tokens among experts and
-the sends between pipeline stages are added. One layer of each kind is estimated and multiplied by
-the number of such layers. A mixture of experts reads only the expected number of experts that the
-batch uses: E (1 - (1 - active / E)^tokens).
+launch latency, on one device of the dp rank with the most work. A mixture of experts reads only the
+expected number of experts that the batch uses: E (1 - (1 - active / E)^tokens).
 
-Pure; must not import requests, queues or clocks. A decode step is estimated from the number of
-sequences and the sum of their contexts. This takes a few microseconds, so that simulators can
-estimate every step."""
+Pure; must not import requests, queues or clocks."""
 
 import math
 from collections.abc import Iterable
@@ -47,10 +42,6 @@ class CostModel:
     the other ranks are assumed to have as much work.
 
     Args:
-      geometry: Sizes of the model.
-      accelerator: Kind of all devices.
-      layout: Layout of an instance, with its pipeline stages.
-      dtype: Data type of weights and activations.
       kv_dtype: Data type of KV. If empty, the KV type of `geometry`, or `dtype` if `geometry` has
         no KV type.
       kernels: Properties of the engine's kernels; None means `accelerator.kernels`.
@@ -139,16 +130,12 @@ class CostModel:
         )
 
     def decode(self, contexts: Iterable[int]) -> Cost:
-        """Estimates one decode step. `contexts`: context length of each sequence on the dp rank
-        with the most work."""
         counted = list(contexts)
         return self.decode_of(len(counted), float(sum(counted)), max(counted, default=0))
 
     def decode_of(self, sequences: int, context_tokens: float, longest: float = 0.0) -> Cost:
-        """Estimates a decode step from the number of sequences and the sum of their contexts.
-
-        With sliding windows, all contexts are taken to have the mean length. With speculation, the
-        result is the time of one token of each sequence: a step's time divided by the expected
+        """With sliding windows, all contexts are taken to have the mean length. With speculation,
+        the result is the time of one token of each sequence: a step's time divided by the expected
         number of tokens. `longest`: longest context, used only with `Kernels.whole_contexts`; 0
         means that all contexts are equally long."""
         if not sequences:
@@ -172,10 +159,7 @@ class CostModel:
         return cost * (1 / kernels.tokens_per_step)
 
     def decode_seconds(self, sequences: int, context_tokens: float, longest: float = 0.0) -> float:
-        """Returns exactly `decode_of(...).seconds`, but faster, because it builds no `Cost`.
-
-        Simulators call this method several times per request. If attention is linear in the
-        context, all but two multiplications are cached by `sequences`."""
+        """Returns exactly `decode_of(...).seconds`, but faster, because it builds no `Cost`."""
         if not self._linear or not sequences:
             return self.decode_of(sequences, context_tokens, longest).seconds
         known = self._step_terms.get(sequences)
@@ -201,22 +185,16 @@ class CostModel:
     def _device(
         self, tokens: float, sampled: float, attention: Cost, elsewhere: float | None = None
     ) -> Cost:
-        """Estimates the device time of a step: the given cost of `attention`, plus the other parts
-        (`_layers`)."""
         cost = self._layers(tokens, sampled, elsewhere) + attention
         return self._overlapped(cost, tokens, sampled, attention, elsewhere)
 
     def _decode_device(self, sequences: int, attention: Cost) -> Cost:
-        """Returns the device time (`_device`) of a decode step without speculation."""
         cost = self._decode_layers(sequences) + attention
         return self._overlapped(cost, sequences, sequences, attention, None)
 
     def _overlapped(
         self, cost: Cost, tokens: float, sampled: float, attention: Cost, elsewhere: float | None
     ) -> Cost:
-        """Returns the cost of a step that runs as two half batches: one half computes while the
-        tokens of the other half are exchanged. Returns `cost`, the cost as one batch, if it is less
-        or if the engine cannot overlap."""
         if not (self._overlaps and tokens >= 2 and cost.exchange):
             return cost
         half = self._layers(tokens / 2, sampled / 2, elsewhere and elsewhere / 2)
@@ -232,8 +210,6 @@ class CostModel:
         return layers
 
     def host_seconds(self, sequences: int) -> float:
-        """Returns the part of a decode step's seconds in which the host works and the device is
-        idle."""
         reached = self.accelerator.efficiency
         return reached.step_seconds + reached.sequence_seconds * sequences
 
@@ -262,7 +238,6 @@ class CostModel:
         return self._issued(cost, launch, host)
 
     def transfer(self, tokens: int, link: Link, codec: str = "none", links: int = 1) -> Cost:
-        """Estimates the transfer of `tokens` tokens' KV over `links` links, with its codec."""
         values = self.geometry.kv_values * tokens
         wire = tokens * wire_bytes_per_token(self.geometry, self.kv_value_bytes, codec)
         state = self.state_bytes  # a codec does not change recurrent state
@@ -290,24 +265,19 @@ class CostModel:
 
     @property
     def weight_bytes_per_device(self) -> float:
-        """Bytes of weights on one device.
-
-        Experts are spread over ep, or sharded by tp; other matrices and the embedding are sharded
-        by tp. Each device has the whole MoE router, the whole projections of an MLA latent, and at
-        least one kv head. Each dp rank has a copy of all but experts. Layers are spread over
+        """Experts are spread over ep, or sharded by tp; other matrices and the embedding are
+        sharded by tp. Each device has the whole MoE router, the whole projections of an MLA latent,
+        and at least one kv head. Each dp rank has a copy of all but experts. Layers are spread over
         pipeline stages, and speculation adds one to the last."""
         matrices, experts, embedded = self._weight_bytes
         drafts = self.stage_weight_bytes(1) - embedded if self._kernels.draft_tokens else 0.0
         return (matrices + experts + embedded) / self.stages + drafts
 
     def update_seconds(self, link: Link) -> float:
-        """Predicts the seconds to transfer new weights if each device receives its part over its
-        own link."""
         return link.seconds(self.weight_bytes_per_device)
 
     def stage_weight_bytes(self, layers: int) -> float:
-        """Returns the most bytes of weights on one device of a pipeline stage with `layers` layers.
-        The stage is assumed to have layers with experts, and both embedding and head."""
+        """The stage is assumed to have layers with experts, and both embedding and head."""
         matrices, experts, embedded = self._weight_bytes
         shape = self.geometry
         part = min(1.0, layers / shape.expert_layers) if shape.expert_layers else 0.0
@@ -315,7 +285,6 @@ class CostModel:
 
     @property
     def _weight_bytes(self) -> tuple[float, float, float]:
-        """Bytes per device of matrices, of experts, and of embedding and head, with one stage."""
         shape, layout = self.geometry, self.layout
         spread = layout.ep if layout.ep > 1 else layout.tp
         embedded = shape.embedding_parameters / layout.tp
@@ -335,28 +304,22 @@ class CostModel:
 
     @property
     def kv_bytes_per_device(self) -> float:
-        """Bytes of one token's KV on each device of the dp rank that holds the KV."""
         layers = self.geometry.attention_layers / self.stages
         return (layers + (1 if self._kernels.draft_tokens else 0)) * self._kv_bytes()
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's recurrent state, which do not depend on its length."""
         linear = self.geometry.linear
         return linear.layers * linear.state_bytes(self.kv_value_bytes) if linear else 0
 
     @property
     def state_bytes_per_device(self) -> float:
-        """Bytes of one sequence's recurrent state on one device. The state is sharded like kv
-        heads."""
+        """The state is sharded like kv heads."""
         return self.state_bytes / self._state_shards() / self.stages
 
     # ---- parts
 
     def _layers(self, tokens: float, sampled: float, elsewhere: float | None = None) -> Cost:
-        """Estimates a step without attention: matrix products, element-wise operations, experts,
-        all-reduces, the output projection for `sampled` tokens, and sends between pipeline
-        stages."""
         compute, memory, passes, communication, overhead = self._dense_of(tokens)
         head = self._head(sampled)
         both = compute + head.compute, memory + head.memory + passes
@@ -364,8 +327,6 @@ class CostModel:
         return base + self._experts(tokens, elsewhere) if self.geometry.experts else base
 
     def _dense(self, tokens: float) -> tuple[float, float, float, float, float]:
-        """Returns the seconds of a step's dense matrix products that are bound by arithmetic, and
-        by memory; of element-wise operations; of communication; and of launch latency."""
         shape = self.geometry
         compute = memory = 0.0
         operations = 0
@@ -398,15 +359,14 @@ class CostModel:
         return compute, memory, passes, communication, operations * self._op_seconds
 
     def _head(self, sampled: float) -> Cost:
-        """Estimates the output projection for `sampled` tokens."""
         head = self.geometry.vocabulary * self.geometry.width / self.layout.tp
         arithmetic = 2 * head * sampled * self._seconds_per_flop
         traffic = head * self.value_bytes * self._seconds_per_byte
         return Cost(compute=arithmetic) if arithmetic > traffic else Cost(memory=traffic)
 
     def _issued(self, device: Cost, launch_seconds: float, host_seconds: float) -> Cost:
-        """Adds the host's time to the device's cost. The host issues layers ahead of the device, so
-        only the part of `launch_seconds` (per layer) that exceeds the device's time counts."""
+        """The host issues layers ahead of the device, so only the part of `launch_seconds` (per
+        layer) that exceeds the device's time counts."""
         waited = max(0.0, launch_seconds * self.geometry.blocks / 2 - device.seconds)
         return device + Cost(overhead=waited + host_seconds)
 
@@ -421,8 +381,6 @@ class CostModel:
         return (shape.dense_layers * shape.ffn + shape.expert_layers * routed) / shape.layers
 
     def _experts(self, tokens: float, elsewhere: float | None = None) -> Cost:
-        """Estimates the matrix products of routed experts on one device. Includes the exchange of
-        tokens if experts are spread over several tensor-parallel groups."""
         shape, layout, experts = self.geometry, self.layout, self.geometry.experts
         assert experts is not None
         across = layout.ep > layout.tp
@@ -485,8 +443,6 @@ class CostModel:
         return cost
 
     def _decode_attention(self, sequences: float, context_tokens: float, queries: int = 1) -> Cost:
-        """Estimates the attention of a decode step. `queries`: number of query tokens of each
-        sequence in the step."""
         cost = self._attended(sequences, context_tokens, queries)
         if self.geometry.linear:
             cost += self._recurrence(sequences * queries, sequences, chunked=False)
@@ -529,8 +485,6 @@ class CostModel:
         )
 
     def _attention_of_token(self) -> tuple[float, float, int]:
-        """Returns the FLOP and the bytes for attention to one context token, in one layer of a
-        decode step, and the number of attention layers."""
         shape, attention = self.geometry, self.geometry.attention
         heads = attention.query_heads / self.layout.tp
         if isinstance(attention, LatentAttention):
@@ -555,8 +509,6 @@ class CostModel:
         return Cost(memory=traffic * layers, overhead=overhead)
 
     def _kv_bytes(self, kind: GroupedAttention | None = None) -> float:
-        """Returns the KV bytes of one token that one device reads in a layer with attention of
-        `kind`. None averages over all layers. tp shards kv heads but not an MLA latent."""
         values = kind.kv_values if kind else self._mean_values
         return values * self.kv_value_bytes / self._kv_shards()
 
@@ -567,13 +519,9 @@ class CostModel:
         return min(self.layout.tp, most_state_shards(self.geometry))
 
     def pairs(self, new: int, cached: int = 0) -> float:
-        """Returns `attended_pairs` of this model."""
         return attended_pairs(self.geometry, new, cached)
 
     def _hand_ons(self, size_bytes: float) -> float:
-        """Returns the seconds to send activations of `size_bytes` bytes through all pipeline
-        stages. Stages that share a scale-up link use this link; other stages use the scale-out
-        link."""
         accelerator = self.accelerator
         in_domain = max(1, accelerator.domain_devices // self.layout.stage_devices)
         out = math.ceil(self.stages / in_domain) - 1
@@ -590,7 +538,6 @@ class CostModel:
 
 
 def wire_bytes_per_token(geometry: CostGeometry, value_bytes: int, codec: str = "none") -> float:
-    """Returns the bytes of one token's KV on a link, as encoded values and their scales."""
     if codec not in CODEC_BITS:
         raise ConfigError(f"no codec named {codec!r}; there are {', '.join(CODEC_BITS)}")
     bits = CODEC_BITS[codec]

@@ -1,5 +1,4 @@
-"""Lists the dense matrix products of a model's layers on one device, for the cost model. Has no
-side effects."""
+"""Lists the dense matrix products of a model's layers on one device, for the cost model."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ class Product:
 
     Attributes:
         flops, activation_bytes: FLOP, and bytes of inputs and results, for one token.
-        layers: Number of layers with this product.
         columns: Number of columns of the result on one device.
     """
 
@@ -31,16 +29,12 @@ class Product:
 
 
 def most_kv_shards(shape: CostGeometry) -> int:
-    """Returns the largest number of devices over which kv heads are sharded; 1 for a latent, which
-    is not sharded."""
     attention = shape.attention
     return 1 if isinstance(attention, LatentAttention) else attention.shared_kv_heads
 
 
 def most_state_shards(shape: CostGeometry) -> int:
-    """Returns the largest number of devices over which recurrent state is sharded.
-
-    It is the same number as for kv heads. A model with a latent has no kv heads. Its state is
+    """The number is the same as for kv heads. A model with a latent has no kv heads. Its state is
     sharded by its own heads, and a transfer cuts the latent into the same number of parts."""
     attention, linear = shape.attention, shape.linear
     if not isinstance(attention, LatentAttention) or not linear:
@@ -52,13 +46,7 @@ def dense_products(
     shape: CostGeometry, layout: Layout, shards: int, value_bytes: float, matrix_bytes: float
 ) -> tuple[Product, ...]:
     """Returns the matrix products on one device that every token passes: attention projections,
-    dense ffn, shared expert and MoE router. Routed experts are not included.
-
-    Args:
-        shards: Number of devices that share the kv heads.
-        value_bytes: Bytes of one value of activations.
-        matrix_bytes: Bytes of one value of a matrix that may be quantized.
-    """
+    dense ffn, shared expert and MoE router. Routed experts are not included."""
     tp = layout.tp
     attention = shape.attention
     dense = shape.dense_layers
@@ -120,11 +108,6 @@ def _recurrent(linear: LinearAttention, width: int, tp: int, shards: int) -> lis
 
 
 def _projections(shape: CostGeometry, tp: int, shards: int) -> list[Part]:
-    """Returns the sizes of the attention projections of each kind of layer, for
-    `dense_products`.
-
-    If layers with fewer kv heads limit the sharding, each device computes the queries of all kv
-    heads that it stores (`models/blocks.py`)."""
     parts: list[Part] = []
     for kind, layers in shape.attention_kinds:
         assert not isinstance(kind, LatentAttention)

@@ -1,20 +1,8 @@
 """Describes inference engines for the cost model: kernels, precisions, host times, batching.
 
-`jdisagg` describes this project's programs and is the default of all commands. The other engines
-let a user estimate the performance of another system, and let benchmarks compare the cost model
-with published measurements.
-
 Kernel speeds are from public tables of single operations (aiconfigurator's data of vLLM 0.14 to
-0.24, SGLang 0.5 and TensorRT-LLM 1.2 to 1.3), not from serving runs. Matrix products reach 0.60 of
-the peak in fp8 and 0.80 in bfloat16 on H200, and 0.40 to 0.45 in nvfp4 on B200. The latency of an
-all-reduce is 3.5 to 5 us on H200 and 5.5 to 8 us on B200, for two to eight devices. Large
-all-reduces reach 0.46 (H200) and 0.33 (B200) of the link's peak. Decode attention over few tokens
-takes 9.5 us (H100, H200) and 7.3 us (B200). Host times were chosen with half of the public serving
-points (benchmarks/results/public_runs.md). The exchange of experts across hosts follows DeepEP's
-public figures: tokens are sent to experts in fp8, at 0.9 of the link's peak, with one copy per host
-for large batches. Prompts can wait 60 steps for other dp ranks, as in TensorRT-LLM's examples and
-InferenceX's scripts (`attention_dp_config: enable_balance, timeout_iters`); SGLang accepts any
-number (`--prefill-delayer-max-delay-passes`, by default 30). Plain data."""
+0.24, SGLang 0.5 and TensorRT-LLM 1.2 to 1.3), not from serving runs. Host times were chosen with
+half of the public serving points (benchmarks/results/public_runs.md)."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -84,9 +72,6 @@ class EnginePreset:
     Attributes:
       order: "mixed" if a step may contain prompt chunks and decode rows, "prefill_first" if waiting
         prompts run in separate steps before any decode step.
-      chunk_tokens: Default number of tokens of a step with prompts.
-      front_seconds: Seconds from a client to the scheduler's queue and back.
-      steps_ahead: Number of steps that are issued before a new request can join.
       reserved: Fraction of an answer for whose KV there must be free memory before the request
         starts.
       gather_steps: In a pool that prefills and decodes, the number of decode steps for which the
@@ -107,8 +92,6 @@ class EnginePreset:
     step_error: float = 0.15
 
     def shape(self, geometry: CostGeometry, weights: str) -> CostGeometry:
-        """Returns the geometry with the bits per value of quantized matrices. `weights`: precision
-        of the weights; empty for the model's data type."""
         if weights not in ("", *WEIGHT_BITS):
             raise ConfigError(
                 f"weights={weights!r} is not served by {self.name}, which has"
@@ -119,7 +102,6 @@ class EnginePreset:
     def card(
         self, card: Accelerator, geometry: CostGeometry, layout: Layout, weights: str
     ) -> Accelerator:
-        """Returns the accelerator with the kernels and host times of this engine."""
         del geometry, layout, weights
         return card
 
@@ -134,8 +116,6 @@ class GpuEngine(EnginePreset):
       quantizes: Whether activations are quantized by a separate operation, not by the norm before.
       collective_seconds: Latency of a collective. Two values: on GPUs before Blackwell, and on
         Blackwell.
-      step_seconds: Host seconds of a step during which the device is idle.
-      captured_tokens: Largest number of tokens of a step that is captured in a graph.
     """
 
     eager_seconds: tuple[float, float] = (5e-4, 8e-4)
@@ -179,9 +159,6 @@ class GpuEngine(EnginePreset):
     def _kernels(
         self, card: Accelerator, geometry: CostGeometry, layout: Layout, weights: str
     ) -> Kernels:
-        """Returns the kernels for a precision of the weights. On Blackwell, fp4 values are
-        multiplied directly. On other devices, and for int4, kernels convert four-bit values to
-        bfloat16."""
         new, mixture = card.name in BLACKWELL, bool(geometry.experts)
         few = PRECISION_BITS.get(weights) == 4
         four = FP4_SPEED if weights == "fp4" and new else 1.0
@@ -239,7 +216,6 @@ ENGINES: dict[str, EnginePreset] = {
 
 
 def engine_named(name: str) -> EnginePreset:
-    """Returns the description of an engine. Raises ConfigError for an unknown name."""
     if name not in ENGINES:
         raise ConfigError(f"no engine named {name!r}; there are {', '.join(ENGINES)}")
     return ENGINES[name]
@@ -250,8 +226,6 @@ class Software:
     """The inference engine of a deployment, with its weight precision and speculation.
 
     Attributes:
-      engine: The inference engine.
-      weights: Precision of the weights; empty for the model's data type.
       draft_tokens: Number of tokens that each decode step drafts for each sequence (multi-token
         prediction); 0 without speculation.
       acceptance: Probability that a draft is accepted, given that all drafts before it are.
@@ -263,11 +237,9 @@ class Software:
     acceptance: float = 0.0
 
     def shape(self, geometry: CostGeometry) -> CostGeometry:
-        """Returns the geometry with the bits per value of this software's weights."""
         return self.engine.shape(geometry, self.weights)
 
     def card(self, card: Accelerator, geometry: CostGeometry, layout: Layout) -> Accelerator:
-        """Returns the accelerator with the kernels and host times of this software."""
         card = self.engine.card(card, geometry, layout, self.weights)
         if not self.draft_tokens:
             return card
@@ -276,8 +248,8 @@ class Software:
 
     @classmethod
     def of(cls, engine: str, weights: str | None, speculation: str | None) -> "Software":
-        """Builds a `Software` from the values of flags. `speculation`: text "TOKENS:ACCEPTANCE",
-        such as "2:0.8". Raises ConfigError for other text."""
+        """`speculation`: text "TOKENS:ACCEPTANCE", such as "2:0.8". Raises ConfigError for other
+        text."""
         if not speculation:
             return cls(engine_named(engine), weights or "")
         tokens, _, part = speculation.partition(":")

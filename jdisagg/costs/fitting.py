@@ -1,13 +1,10 @@
 """Fits the constants of an accelerator (`hardware.Efficiency`) to measured steps.
 
-Uses Gauss-Newton with Levenberg's damping. The unknowns are the logarithms of the constants, and
-the residuals are logarithms of predicted over measured seconds. Errors are thus relative, and
-constants stay positive. Large residuals count linearly (soft L1), because measurements have
-outliers. If the measured steps do not determine a constant, a weak prior keeps it near the
-accelerator's published value: fractions within about 30 %, times within an order of magnitude.
-`launch_seconds` is a lower bound on a step's time and has no gradient for longer steps. Therefore
-one fit starts at the fastest step's time and another below it, and the better of the two is used.
-Uses numpy only and has no side effects."""
+Uses Gauss-Newton with Levenberg's damping on relative errors.
+If the measured steps do not determine a constant, a weak prior keeps it near the accelerator's
+published value: fractions within about 30 %, times within an order of magnitude. `launch_seconds`
+is a lower bound on a step's time and has no gradient for longer steps. Therefore one fit starts at
+the fastest step's time and another below it, and the better of the two is used."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -43,7 +40,6 @@ class Observation:
     Attributes:
       rows: For a prefill, (new tokens, cached tokens) of each prompt. For a decode step, (number of
         sequences, context tokens of each).
-      kernels: Kernel properties of the measured engine.
     """
 
     geometry: CostGeometry
@@ -81,7 +77,6 @@ class Errors:
 
 
 def predict(accelerator: Accelerator, observations: Sequence[Observation]) -> list[Cost]:
-    """Returns the cost model's prediction for each observation."""
     models: dict[tuple[str, Layout, str, Kernels], CostModel] = {}
     costs = []
     for seen in observations:
@@ -101,8 +96,6 @@ def predict(accelerator: Accelerator, observations: Sequence[Observation]) -> li
 
 
 def relative_errors(accelerator: Accelerator, observations: Sequence[Observation]) -> list[float]:
-    """Returns the relative error of each predicted step: predicted seconds divided by measured
-    seconds, minus 1."""
     pairs = zip(predict(accelerator, observations), observations, strict=True)
     return [cost.seconds / seen.seconds - 1 for cost, seen in pairs]
 
@@ -112,15 +105,13 @@ def fit(
     observations: Sequence[Observation],
     free: Sequence[str] = WHOLE_STEP_CONSTANTS,
 ) -> Accelerator:
-    """Fits constants of an accelerator's `Efficiency` to measured steps. Returns the accelerator
-    with the fitted values.
+    """Returns the accelerator with the fitted values.
 
     Args:
         accelerator: Accelerator with start values. They are also the centre of the prior, except
             for launch times.
         observations: Measured steps. They must include each phase, prefill or decode, that the
             fitted constants affect.
-        free: Names of the constants to fit.
     """
     if not observations:
         raise ConfigError("nothing to fit: no measured steps; give some")
@@ -138,8 +129,6 @@ def fit(
 
 
 def _floors(observations: Sequence[Observation], share: float) -> dict[str, float]:
-    """Returns start values for the fit of `launch_seconds` and `prefill_launch_seconds`. Each is
-    the fraction `share` of the seconds per layer of the fastest decode step or prefill."""
     found = {}
     for phase, name in (("decode", "launch_seconds"), ("prefill", "prefill_launch_seconds")):
         times = [
@@ -189,8 +178,7 @@ def descend(
     minimum.
 
     Derivatives are finite differences of width `step`, because the models have kinks. Stops when a
-    round does not reduce the loss. For n unknowns, a round evaluates `residuals` n + 1 times, and
-    up to eight more times while the loss does not fall."""
+    round does not reduce the loss."""
 
     def loss(values: np.ndarray) -> float:
         return float(np.sum(2 * (np.sqrt(1 + values**2) - 1)))
@@ -222,13 +210,10 @@ def descend(
 
 
 def bounded(name: str, value: float) -> float:
-    """Returns `value`, but at most 1 if the constant `name` is a fraction of a peak speed."""
     return min(1.0, value) if name.endswith(("_compute", "_memory")) else value
 
 
 def sigma(name: str) -> float:
-    """Returns the standard deviation of the prior around a constant's published value, in units of
-    the natural logarithm."""
     if name.endswith("_seconds"):
         return SIGMA_SECONDS
     return SIGMA_LINK if name.endswith("_bandwidth") else SIGMA_FRACTION

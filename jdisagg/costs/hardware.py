@@ -2,8 +2,7 @@
 
 Peak FLOP/s are for dense bfloat16, and link speeds for one direction. Units are decimal. The
 `Efficiency` of an accelerator was measured on it, or copied from a related accelerator, which a
-comment then states. `jdisagg measure_costs` writes measured values to a file that
-`accelerator_from_fields` reads. Plain data."""
+comment then states. Plain data."""
 
 import dataclasses
 import math
@@ -59,16 +58,10 @@ class Efficiency:
     Attributes:
       op_seconds: Launch latency of one operation on the device. A layer has about twelve
         operations.
-      attention_seconds: Launch latency of one attention kernel.
-      launch_seconds, prefill_launch_seconds: Host time to issue one layer of a decode step, and of
-        a prefill. It delays a step only if the device needs less time for the layer. Nearly zero
-        for compiled programs.
       step_seconds, prefill_seconds: Host time of a decode step, and of a prefill, during which the
         device is idle.
-      sequence_seconds: Additional host time for each sequence of a decode step or prefill.
       collective_seconds: Latency of a collective over two devices; n devices take log2(n) times as
         long.
-      collective_bandwidth: Fraction of a link's bandwidth that a collective achieves.
       large_bytes, large_bandwidth: Messages of at least `large_bytes` bytes achieve the fraction
         `large_bandwidth` instead of `collective_bandwidth`.
     """
@@ -106,10 +99,6 @@ class Accelerator:
     """One kind of accelerator.
 
     Attributes:
-      domain_devices: Number of devices that share the scale-up link.
-      scale_up: Link between these devices (NVLink, ICI).
-      host: Link between a device and host memory.
-      scale_out: Link between devices that share no scale-up link.
       watts: Board power at full load, without host and cooling; None if unknown.
       kernels: Properties of the kernels that the engine runs on it (`costs/engines.py`).
     """
@@ -336,8 +325,7 @@ def accelerator_from_fields(
 def _built(
     kind: Callable[..., Built], value: object, where: str, parts: Mapping[str, object]
 ) -> Built:
-    """Builds a dataclass `kind` from a JSON object `value`. `parts`: fields that are already built.
-    All other fields except the name must be numbers."""
+    """`parts`: fields that are already built. All other fields except the name must be numbers."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} must be an object, got {value!r}; measure the machine again")
     specs = {spec.name: spec for spec in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -369,7 +357,6 @@ def _built(
 
 
 def _kernels(value: object, where: str) -> Kernels:
-    """Builds `Kernels` from a JSON object whose values have the types of the defaults."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} must be an object, got {value!r}; correct it")
     known = dataclasses.asdict(OURS)

@@ -37,13 +37,8 @@ class Kernels:
         experts; 0 means the same as the other matrices.
       fused: Whether norms with residuals, the activation with its gate, and rope with the KV write
         are fused into one operation each.
-      quantizes: Whether inputs of products are quantized by a separate operation.
-      expert_operations: Number of operations of one expert layer: routing, products and sums.
-      expert_memory: Memory bandwidth for routed experts, relative to that for dense weights.
-      expert_serial: Whether reading expert weights and the arithmetic with them do not overlap.
       direct: Whether each device in a collective reads from all others at once, so that latency
         does not grow with the number of devices.
-      gathers: Whether rows of routed tokens are copied to their experts and back.
       captured_tokens: Largest number of tokens of a step with prompts that is launched as a
         captured graph; larger steps are launched eagerly.
       whole_contexts: Whether one thread block reads the whole context of a head and sequence in
@@ -51,7 +46,6 @@ class Kernels:
         Needs `multiprocessors`.
       draft_tokens: Number of draft tokens per sequence in each decode step, each predicted by one
         extra layer (multi-token prediction); 0 without speculation.
-      acceptance: Probability that a draft is accepted, given that all drafts before it are.
     """
 
     exchange: Literal["gather", "all_to_all"] = "gather"
@@ -112,14 +106,7 @@ class Kernels:
         With `whole_contexts` the result is the lesser of two upper bounds. Graham's bound for list
         scheduling ("Bounds on multiprocessing timing anomalies", 1969) is an even share plus the
         longest job. The other bound assumes that all jobs are as long as the longest and run in
-        waves.
-
-        Args:
-            sequences: Number of sequences of the step.
-            context_tokens: Sum of the sequences' context lengths.
-            longest: Longest context length; 0 means that all contexts are equally long.
-            heads: Number of query heads on one device.
-        """
+        waves."""
         if not (self.whole_contexts and self.multiprocessors and sequences):
             return context_tokens
         share = self.multiprocessors / heads  # of a sequence's heads on one multiprocessor

@@ -1,5 +1,5 @@
 """Computes the size and the transfer time of a model's KV, and formats both as rows of text.
-`jdisagg kv_calculator` prints the rows. The web page's guide shows the same figures."""
+`jdisagg kv_calculator` prints the rows."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,8 +19,6 @@ class LinkUse:
 
     Attributes:
         peak: Nominal bytes per second of one link.
-        reached: Bytes per second that all links that are used in parallel achieve together.
-        seconds: Transfer time of the prompt.
         share: Fraction of `reached` that the given rate of prompt tokens uses.
     """
 
@@ -32,8 +30,6 @@ class LinkUse:
 
 
 def catalog_rows() -> list[Row]:
-    """Returns a row for each model of the catalogue: name, number of parameters, KV bytes per
-    token."""
     return [
         (item.name, count_text(item.parameters), f"{item.kv_bytes_per_token():,}")
         for item in CATALOG.values()
@@ -64,8 +60,6 @@ def kv_facts(
     tokens_per_second: float,
     page_size: int = 128,
 ) -> list[Row]:
-    """Returns rows (name, figure): the KV bytes of one token and of one prompt, and the bandwidth
-    that is needed to send the KV of `tokens_per_second` prompt tokens."""
     wire = wire_bytes_per_token(shape, dtype_bytes(shape.kv_dtype or dtype), codec)
     kept = shape.kv_bytes_per_token(dtype)
     active = count_text(shape.active_parameters)
@@ -101,8 +95,6 @@ def kv_facts(
 
 
 def kv_formula(shape: CostGeometry, dtype: str) -> str:
-    """Returns the formula of `CostGeometry.kv_bytes_per_token` as text, with the model's
-    numbers."""
     parts = []
     for kind, layers in shape.attention_kinds:
         if isinstance(kind, LatentAttention):
@@ -126,16 +118,6 @@ def link_uses(
     prompt_tokens: int,
     tokens_per_second: float,
 ) -> list[LinkUse]:
-    """Returns, for each kind of link, the transfer time of a prompt's KV and the part of the
-    bandwidth that a stream of prompts uses.
-
-    Args:
-        links: Kinds of links to compare.
-        parallel: Number of links of a kind that are used together.
-        wire_bytes: Bytes of one token's KV on the link.
-        prompt_tokens: Number of tokens of each prompt.
-        tokens_per_second: Prompt tokens that arrive per second.
-    """
     uses = []
     for link in links:
         reached = link.bytes_per_second * link.efficiency * parallel
@@ -152,8 +134,6 @@ def link_rows(
     prompt_tokens: int,
     tokens_per_second: float,
 ) -> list[Row]:
-    """Returns the figures of `link_uses` as text: name, nominal GB/s, achieved GB/s, milliseconds
-    per prompt, and percentage of the bandwidth in use."""
     return [
         (
             use.link,
@@ -167,8 +147,7 @@ def link_rows(
 
 
 def instance_facts(model: CostModel, prompt_tokens: int) -> list[Row]:
-    """Returns rows (name, figure): the bytes of an instance's weights, and the number of tokens
-    whose KV fits into its memory. If the weights do not fit, the row reports this."""
+    """If the weights do not fit, a row reports this."""
     layout, hardware = model.layout, model.accelerator
     weights, tokens = model.weight_bytes_per_device, model.kv_tokens_per_rank()
     name = f"on {layout.devices} {hardware.name}"

@@ -36,7 +36,5 @@ def check_layout(
 
 
 def expert_slots(geometry: CostGeometry, layout: Layout, *, redundant_experts: bool) -> int:
-    """Returns the number of experts of a layer that all devices hold together, replicas
-    included."""
     count = geometry.experts.count if geometry.experts else 0
     return -(-count // layout.ep) * layout.ep if redundant_experts else count

@@ -2,8 +2,7 @@
 (arXiv 2510.26692), Mamba-2 (arXiv 2405.21060), short convolutions (LFM2) and lightning attention
 (arXiv 2501.08313).
 
-The state of a sequence has constant size: a float32 matrix for each value head, and the last inputs
-of a short convolution. This module must not depend on hardware or layout."""
+This module must not depend on hardware or layout."""
 
 from jdisagg.plain import Message
 
@@ -17,7 +16,6 @@ class LinearAttention(Message, frozen=True):
     """Sizes of the recurrent layers of a model.
 
     Attributes:
-      layers: Number of recurrent layers.
       key_heads: Number of key heads, which Mamba-2 calls groups. Each serves value_heads /
         key_heads value heads.
       taps: Number of tokens that the convolution covers. 1 in lightning attention, which has
@@ -45,7 +43,6 @@ class LinearAttention(Message, frozen=True):
 
     @property
     def channels(self) -> int:
-        """Number of channels of the convolution, over queries, keys and values."""
         return self.key_channels + self.values
 
     @property
@@ -54,7 +51,6 @@ class LinearAttention(Message, frozen=True):
 
     @property
     def sharded_key_heads(self) -> int:
-        """Number of key heads, or 0 if each shard has all key heads."""
         return 0 if self.key_copies else self.key_heads
 
     @property
@@ -65,7 +61,6 @@ class LinearAttention(Message, frozen=True):
 
     @property
     def convolution(self) -> int:
-        """Number of parameters of the convolution."""
         return self.channels * self.taps if self.taps > 1 else 0
 
     @property
@@ -73,8 +68,6 @@ class LinearAttention(Message, frozen=True):
         return self.value_heads * self.value_dim
 
     def parameters(self, width: int) -> int:
-        """Returns the number of parameters of one layer: projections, scalars, gate and
-        convolution."""
         into = (1 + self.short) * self.channels + self.scalars + self.values
         if rank := self.gate_rank:
             into = self.channels + self.value_heads + 2 * rank
@@ -83,7 +76,6 @@ class LinearAttention(Message, frozen=True):
         return width * (into + self.values) + self.convolution
 
     def state_bytes(self, value_bytes: int) -> int:
-        """Returns the bytes of one sequence's state in one layer."""
         matrices = self.value_heads * self.key_dim * self.value_dim * STATE_VALUE_BYTES
         channels = self.values + self.key_channels * (self.key_copies or 1)
         return matrices + (self.taps - 1) * channels * value_bytes

@@ -1,9 +1,8 @@
 """Costs of prefills and decode steps from times that a worker measured on its own mesh.
 
 Before it serves, a worker measures a few compiled programs (`executor/step_times.py`), and reports
-the times with its status. In contrast to `cost_model`, no description of the hardware is needed. A
-chunk or batch is padded to the next size for which a program is compiled, so that its cost is a
-step function of its size. Has no side effects."""
+the times with its status. A chunk or batch is padded to the next size for which a program is
+compiled, so that its cost is a step function of its size."""
 
 from collections.abc import Iterable
 
@@ -56,15 +55,12 @@ class MeasuredCosts:
         )
 
     def prefill(self, rows: Iterable[tuple[int, int]]) -> Cost:
-        """Estimates one prefill. `rows`: for each prompt, the number of tokens to compute and of
-        cached tokens before them."""
         counted = list(rows)
         pairs = sum(attended_pairs(self._geometry, new, cached) for new, cached in counted)
         tokens = sum(new for new, _ in counted)
         return self.prefill_of(tokens, pairs, 0.0, len(counted))
 
     def prefill_of(self, tokens: int, pairs: float, context_tokens: float, rows: int) -> Cost:
-        """Estimates a prefill from sums over its prompts, as `CostModel.prefill_of`."""
         sizes = self._times.chunk_sizes
         if not sizes:
             return Cost(compute=ABSENT_SECONDS)
@@ -75,7 +71,6 @@ class MeasuredCosts:
         return Cost(compute=seconds + pairs * self._pair_seconds)
 
     def decode_of(self, sequences: int, context_tokens: float, longest: float = 0.0) -> Cost:
-        """Estimates a decode step from the number of sequences and the sum of their contexts."""
         sizes = self._times.batch_sizes
         if not sizes or not sequences:
             return Cost()
@@ -83,8 +78,6 @@ class MeasuredCosts:
         return Cost(compute=seconds + self._seen(sequences, context_tokens) * self._context_seconds)
 
     def _seen(self, sequences: int, context_tokens: float) -> float:
-        """Returns the number of context tokens that a step reads, averaged over layers with and
-        without a sliding window."""
         seen = min(context_tokens, self._window * sequences) if self._windowed else 0.0
         return context_tokens * (1 - self._windowed) + seen * self._windowed
 
@@ -93,15 +86,6 @@ Points = tuple[tuple[int, float], ...]
 
 
 def _separated(measured: list[tuple[int, float, float]]) -> tuple[Points, float]:
-    """Separates the measured time of programs into attention and the rest.
-
-    Args:
-        measured: (size, attention work, seconds) of each program. Two programs of the same size
-            determine the time of attention.
-
-    Returns:
-        (size, seconds without attention) of each size, ascending, and seconds per attention work.
-    """
     each, least = 0.0, dict[int, tuple[float, float]]()
     for size, work, seconds in sorted(measured):
         if size not in least:
@@ -114,15 +98,10 @@ def _separated(measured: list[tuple[int, float, float]]) -> tuple[Points, float]
 
 
 def _padded(sizes: tuple[int, ...], size: int) -> int:
-    """Returns the smallest compiled size that is at least `size`, or `size` itself if it exceeds
-    all compiled sizes."""
     return next((one for one in sizes if one >= size), size)
 
 
 def _line(points: Points, at: int) -> float:
-    """Returns the seconds at the size `at` on the line through the first and the last of `points`.
-    The slope is at least 0. With a single point, the seconds are constant up to its size and grow
-    in proportion to the size beyond it."""
     (left, low), (right, high) = points[0], points[-1]
     if left == right:
         return low * max(1.0, at / left)

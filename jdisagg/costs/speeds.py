@@ -3,13 +3,7 @@ placement decision can compare a thousand workers.
 
 A `Speed` wraps the cost model of one kind of instance (geometry, layout, hardware, stages), or the
 times that the instance measured. The duration of a decode step is interpolated, within 3 %, from a
-grid over the number of sequences and their mean context. The time of a queue of prompts is
-estimated from its number of tokens and of (query, key) pairs. The time of a single prompt is
-computed exactly. `speed_of` caches one `Speed` for each kind. Has no side effects except for
-caches.
-
-With n pipeline stages, n chunks run at the same time, so that a queue of prompts takes 1/n of the
-sum of its chunks' durations. Decoding sequences are divided among n batches."""
+grid over the number of sequences and their mean context. Has no side effects except for caches."""
 
 import enum
 import functools
@@ -47,13 +41,7 @@ class PriceSource(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Properties that determine the speed of an instance.
-
-    Attributes:
-        hardware: Description of the devices, if the user gave one.
-        dtype: Data type of weights and KV.
-        times: Times that the instance measured. Used only if `hardware` is None.
-    """
+    """Properties that determine the speed of an instance."""
 
     geometry: CostGeometry
     layout: Layout
@@ -63,7 +51,6 @@ class Kind:
 
     @property
     def source(self) -> PriceSource:
-        """Where predicted times of this kind come from."""
         if self.hardware is not None:
             return PriceSource.GIVEN
         return PriceSource.NONE if self.times is None else PriceSource.MEASURED
@@ -172,15 +159,10 @@ class Speed:
         return self._behind_each_other(seconds + left, left or last)
 
     def _behind_each_other(self, every: Seconds, last: Seconds) -> Seconds:
-        """Returns the seconds until the last of several chunks has passed all pipeline stages. A
-        chunk enters a stage when the previous chunk leaves it. `every`: sum of the chunks' seconds.
-        `last`: seconds of the last chunk."""
         return (every - last) / self.kind.layout.pp + last
 
 
 def _with_jumps(sizes: Array, jumps: tuple[int, ...]) -> Array:
-    """Returns `sizes` with two additional points for each value of `jumps`: the value and the value
-    plus one. Interpolation is then exact on both sides of a jump."""
     added = [size for jump in jumps for size in (jump, jump + 1) if size < sizes[-1]]
     return np.unique(np.concatenate((sizes, np.array(added, float)))) if added else sizes
 
@@ -214,8 +196,7 @@ class _Grid:
         )
 
     def between(self, at_row: Array, at_column: Array) -> Array:
-        """Returns the interpolated value at each point (row, column). Rows must be within the
-        table. Columns beyond the table are clipped to its range."""
+        """Rows must be within the table. Columns beyond the table are clipped to its range."""
         at_column = np.minimum(np.maximum(at_column, self._column_cells[0, 0]), self._last)
         row = self._inner_rows.searchsorted(at_row, "right")
         column = self._inner_columns.searchsorted(at_column, "right")

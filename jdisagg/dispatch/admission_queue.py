@@ -3,8 +3,7 @@
 The queue tries to place its first request again whenever a worker has reported its status, a prompt
 was prefilled, or an attempt (one execution of a request on chosen workers) ended. No request
 overtakes the first one, so small requests do not starve a large one. The exception is a request of
-higher priority, which may be placed first. The constructor's `place` decides whether a request is
-placed."""
+higher priority, which may be placed first."""
 
 import asyncio
 import contextlib
@@ -45,11 +44,8 @@ class AdmissionQueue(Generic[Item, PlacedT]):
 
     Args:
         weights: Weight of each tenant in the fair order. Tenants that are not listed have weight 1.
-        clock: Clock with which the queue measures how fast it is served.
-        timeouts: Intervals after which the first request is tried again.
         place: Function that returns a request's placement, or None if the request must wait. Raises
             an error if the request is refused.
-        refresh: Function that updates the snapshot of the workers that `place` reads.
 
     Attributes:
         absent: Whether the first request waits for a role without workers. `place` sets this flag.
@@ -80,31 +76,24 @@ class AdmissionQueue(Generic[Item, PlacedT]):
         return len(self._queue)
 
     def seconds_ahead(self, tenant: str, cost: float, due: float, priority: int) -> float:
-        """Returns the seconds that a new request would wait, predicted from the queue's recent
-        service rate."""
         if not self._queue:
             return 0.0
         return self._drain.seconds(self._queue.ahead(tenant, cost, due, priority))
 
     def overtakes(self, priority: int) -> bool:
-        """Returns whether all waiting requests have a lower priority."""
         return self._queue.overtakes(priority)
 
     def first(self, most: int) -> list[Item]:
-        """Returns at most `most` waiting requests, in the order in which they would be served if
-        no other request arrived."""
         return [self._waiting[ticket.key].item for ticket in self._queue.first(most)]
 
     def changed(self) -> None:
-        """Tries to place the first request again, because a worker may have room now."""
         if self._waiting:
             self._news.set()
 
     async def wait(
         self, item: Item, tenant: str, cost: float, due: float, priority: int
     ) -> PlacedT:
-        """Queues a request and returns its placement once it is placed. Raises the errors of
-        `place`."""
+        """Raises the errors of `place`."""
         self._last_key += 1
         key = self._last_key
         waiting = self._waiting[key] = _Waiting[Item, PlacedT](item)
@@ -152,8 +141,6 @@ class AdmissionQueue(Generic[Item, PlacedT]):
                 return
 
     def _serve_one(self, ticket: Ticket) -> bool:
-        """Tries to place a request. Returns whether the request has left the queue, because it was
-        placed or refused."""
         waiting = self._waiting[ticket.key]
         try:
             placed = self._place(waiting.item)

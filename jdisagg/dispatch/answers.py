@@ -1,8 +1,7 @@
 """Parses a model's answers to a chat into text, reasoning and tool calls.
 
-The usage in a parsed event also includes the number of reasoning tokens. The event's other fields
-are unchanged. A parser's state depends only on the text so far. So if a client resumes a stream,
-the text that it already received is parsed again."""
+A parser's state depends only on the text so far. So if a client resumes a stream, the text that it
+already received is parsed again."""
 
 import asyncio
 import dataclasses
@@ -64,8 +63,7 @@ class ChatAnswers:
     async def of(
         self, events: AsyncGenerator[StreamEvent, None]
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yields the events `events` with their text parsed. Closing this iterator closes
-        `events`."""
+        """Closing this iterator closes `events`."""
         async with aclosing(events):
             await self._resume()
             async for event in events:
@@ -106,7 +104,7 @@ class ChatAnswers:
         return dataclasses.replace(usage, reasoning_tokens=sum(found)) if found else usage
 
     def _named(self, child: int, calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-        """Adds ids to tool calls. If the request allows only one call, drops all later calls."""
+        """If the request allows only one call, drops all later calls."""
         if not calls:
             return ()
         self._called.add(child)
@@ -117,14 +115,12 @@ class ChatAnswers:
         )
 
     def _call_id(self, child: int, call: ToolCallDelta) -> str:
-        """Returns the id of a tool call. The id stays the same if the client resumes the stream."""
         earlier = sum(len(message.tool_calls) for message in self._chat.messages)
         identity = "/".join(map(repr, (*self._request.identity, child, call.index)))
         return call_id(self._form.tools, call.name, earlier + call.index, identity)
 
     async def _resume(self) -> None:
-        """Passes the text that the client received before its stream broke to the parsers. Other
-        tasks run between blocks of tokens."""
+        """Other tasks run between blocks of tokens."""
         resumption = self._request.resumption
         for child, had in enumerate(resumption.children if resumption else ()):
             parser, text = self._parsers[child], TokenStream.of(self._decoder, self._request)

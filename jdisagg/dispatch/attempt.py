@@ -52,16 +52,11 @@ class Attempt:
     """One attempt to run some children of a request.
 
     Args:
-        children: Indices of the children that the attempt runs.
         preempted: Function that is called with the index of each child that its worker preempted.
             Another attempt then continues the child.
 
     Attributes:
-        open: Indices of the children that have not ended.
-        failed: Workers that failed during the attempt. Later attempts avoid them.
         refused: Workers whose limits the request exceeds.
-        received: Whether a worker has received the request. If not, the attempt is not counted as a
-            failure of a worker.
     """
 
     def __init__(
@@ -97,7 +92,6 @@ class Attempt:
 
     @property
     def over(self) -> bool:
-        """Whether every child has ended and its worker has reported the end."""
         return not self.open and len(self._ended) == len(self.children)
 
     async def run(self, placement: PlacementHandle) -> None:
@@ -135,10 +129,8 @@ class Attempt:
                 await to_the_end(self._free(held))
 
     async def _instead_of_appending(self, held: ReservationHandle) -> str | None:
-        """Checks the router's decision that the decode worker computes the prompt. Returns a
-        prefill worker that computes it instead, or None if the decode worker should compute it. A
-        prefill worker is needed if the decode worker has fewer prompt tokens cached than expected,
-        so that its running streams would stall for more than one chunk."""
+        """A prefill worker is needed if the decode worker has fewer prompt tokens cached than
+        expected, so that its running streams would stall for more than one chunk."""
         known = self._run.prompt_tokens + len(self.children[0].accepted)
         lacking = known - held.reservation.cached_tokens
         if lacking <= self._context.placer.most_computed(held.worker):
@@ -147,8 +139,6 @@ class Attempt:
         return await self._context.placer.another_prefill(self._run.avoid, held.worker)
 
     async def tell_suspended(self) -> None:
-        """Notifies the decode worker of each suspension and resumption that it was not notified
-        of."""
         run = self._run
         if self._told == run.suspensions:
             return
@@ -159,8 +149,6 @@ class Attempt:
                 self._told = told
 
     async def _hand_off(self, held: ReservationHandle, prefill: str) -> None:
-        """Runs the attempt on two workers: the prefill worker prefills while the decode worker
-        receives the KV and decodes."""
         source = self._name_source(prefill, held)
         decoding = self._begin(self._decode(held, source))
         self._prefilling = self._begin(self._prefill(held, source, held.reservation.cached_tokens))
@@ -176,9 +164,6 @@ class Attempt:
             await to_the_end(self._end_hand_off(decoding))
 
     async def _failure(self, decoding: Part) -> UnavailableError | OverloadedError | None:
-        """Waits until decoding has ended, or until the prefill worker that sends the KV has failed.
-        Returns the failure, or None if decoding has ended. Raises errors that another prefill
-        worker would not fix."""
         while True:
             self._news.clear()
             if decoding.done() or not (self.open or self.over):
@@ -213,10 +198,7 @@ class Attempt:
     async def _failover(
         self, held: ReservationHandle, decoding: Part, failure: UnavailableError | OverloadedError
     ) -> None:
-        """Replaces the failed prefill worker. The new prefill worker sends the KV that the decode
-        worker has not received yet.
-
-        Raises HandoffError after `timeouts.request.sources` prefill workers have failed, because
+        """Raises HandoffError after `timeouts.request.sources` prefill workers have failed, because
         the decode worker is then probably at fault."""
         assert self._source is not None
         if self._sources == self._times.sources:
@@ -283,8 +265,6 @@ class Attempt:
                 )
 
     async def _decode(self, held: ReservationHandle, source: HandoffSource | None) -> None:
-        """Processes the tokens of a reservation. If the sequence migrates, continues with the
-        reservation at the new worker."""
         spans = held.port.generate(
             GenerateCall(held.key, held.attempt, self._run.remaining_seconds(), source)
         )
@@ -318,8 +298,6 @@ class Attempt:
             )
 
     async def _follow(self, held: ReservationHandle, spans: AsyncIterator[Span]) -> bool:
-        """Processes the spans of tokens of one reservation. Returns True if the sequence migrated
-        to another worker, and False if the stream has ended."""
         async for span in spans:
             if span.lost is not None:
                 self._lost.append(span.lost)
@@ -335,8 +313,6 @@ class Attempt:
         return False
 
     async def _migrate(self, held: ReservationHandle, source: HandoffSource) -> None:
-        """Starts to migrate the sequence to another decode worker. Until the migration is complete,
-        the current worker decodes."""
         if self._migration is not None:
             await self._migration.close()
         if not source.address:
@@ -394,8 +370,6 @@ class Attempt:
                 self._run.clean_up(asyncio.create_task(self._end_child(index)))
 
     def _deviated(self, cause: str) -> None:
-        """Counts a failure or pause from which the request recovered. The request's measured times
-        are then no longer compared with the predictions."""
         self._run.as_planned = False
         self._context.counters.add(cause)
 
@@ -406,8 +380,6 @@ class Attempt:
         return self._source
 
     def _peer_of(self, worker: str) -> tuple[HandoffSource | None, int]:
-        """Returns the peer from which `worker` may fetch cached KV, or None, and the number of
-        prompt tokens that the peer has cached."""
         decision = self._placement.decision
         computes = decision.prefill or decision.decode
         if computes != worker or not decision.peer or decision.peer in self.failed:
@@ -426,8 +398,8 @@ class Attempt:
         return task
 
     def _blame(self, worker: str, error: JdisaggError) -> None:
-        """Records a failed worker, which later attempts avoid. A failed hand-off is not recorded,
-        because the worker that reports the failure may be healthy."""
+        """A failed hand-off is not recorded, because the worker that reports the failure may be
+        healthy."""
         if isinstance(error, InvalidRequestError):
             self.refused.add(worker)
         elif isinstance(error, UnavailableError) and not isinstance(error, HandoffError):

@@ -5,8 +5,7 @@ share.
 second and tokens per second, at all routers together (spending.py). `LongTexts` tokenizes long
 texts in threads, so that they delay no stream, and limits their total size. A text is accepted if
 its size is at most half of the limit's unused part, so that small texts are accepted even while the
-largest ones are tokenized. Other texts are refused without queueing, and the client may send them
-again. Both classes are used on one event loop and read no clock."""
+largest ones are tokenized."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -46,8 +45,6 @@ class KeyUse:
         Args:
             who: Client, identified by its bearer token. A client without a bearer token has no
                 limits.
-            prompt_tokens: Number of prompt tokens, which are charged before the stream starts.
-            now: Time on a monotonic clock, in seconds.
             resumed: Whether the client resumes a request that was charged before. A resumed request
                 counts as a running stream only; it is not charged again.
 
@@ -99,8 +96,7 @@ def _check(spending: Spending, bucket: str, rate: float | None, cost: int, now: 
 
 
 class LongTexts:
-    """Runs work on long texts in threads. The texts that are processed at the same time have at
-    most `room_bytes` bytes."""
+    """The texts that are processed at the same time have at most `room_bytes` bytes."""
 
     def __init__(self, room_bytes: int) -> None:
         self._room_bytes = room_bytes
@@ -113,8 +109,6 @@ class LongTexts:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Runs `work` in a thread and returns its result. Raises OverloadedError if the text of
-        `size_bytes` bytes exceeds half of the unused bytes."""
         left_bytes = self._room_bytes - self._at_work_bytes
         if size_bytes > left_bytes / 2:
             raise OverloadedError(

@@ -1,8 +1,7 @@
 """Front end of the request path: converts a client's input into a `Request` and streams its events.
 
-Used by the gRPC and HTTP servers and by embedded clusters. Prompts are checked and tokenized by
-`prompts`. This module checks the options, uses the request path through a Protocol, and imports
-neither gRPC nor JAX.
+This module checks the options, uses the request path through a Protocol, and imports neither gRPC
+nor JAX.
 
 Invariant: every request has a concrete seed, a deadline, and room for at least one token."""
 
@@ -92,14 +91,8 @@ class Frontend:
     request with the same tenant and id is running.
 
     Args:
-        path: Request path, which runs the requests.
-        codec: Tokenizer of the served model.
-        model: The served model.
-        limits: Limits on requests, such as the largest prompt.
-        routing: Function that returns the router's routing status.
         grammars: Compiler of grammars for structured output. None means that requests for
             structured output are refused.
-        answers: Format in which the model writes reasoning and tool calls.
     """
 
     def __init__(
@@ -213,8 +206,6 @@ class Frontend:
     async def _encoded(
         self, prompt: Prompt, options: SamplingOptions, within_context: bool
     ) -> tuple[Encoded, SamplingParams]:
-        """Returns the prompt's tokens, and the sampling parameters with `max_tokens` reduced to
-        what fits into the context."""
         self._check_option_ids(options)
         size_bytes = self.prompts.check(prompt)
         chat = chat_of(prompt)
@@ -243,9 +234,6 @@ class Frontend:
     async def _opened(
         self, chat: ChatPrompt, grammar: Grammar, prompt_ids: Sequence[int]
     ) -> Grammar:
-        """Returns a grammar for a chat's answer that also allows reasoning and tool calls outside
-        the request's grammar. Returns the request's grammar, which was checked before, if it cannot
-        be combined with them."""
         form, tools, codec = self._answers, chat.callable_tools, self.prompts.codec
         calls = [marked_call(self._marker(form.call_mark))] if tools and form.call_mark else []
         if tools and form.plain_calls:
@@ -285,8 +273,6 @@ class Frontend:
         return self.prompts.codec.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool) -> bytes:
-        """Returns the bytes that one token adds to a text. A special token adds none if
-        `skip_special_tokens` is set."""
         if skip_special_tokens and token_id in self.prompts.codec.special_ids:
             return b""
         return self.prompts.codec.token_bytes(token_id)
@@ -294,7 +280,7 @@ class Frontend:
     def stream(
         self, request: Request, chat: ChatPrompt | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """Yields the events of a request. Closing this iterator cancels the request.
+        """Closing this iterator cancels the request.
 
         Args:
             chat: Chat from which the request was built, or None. Answers to a chat are parsed for
@@ -344,7 +330,6 @@ class Frontend:
                     over.set()
 
     async def _gone(self, key: tuple[str, str]) -> None:
-        """Waits until an earlier stream of a resumed request has ended in this process."""
         over = self._running.get(key)
         if over is not None:
             with contextlib.suppress(TimeoutError):
@@ -427,8 +412,6 @@ class Frontend:
 
 
 def _marker(codec: ChatTokenizer, text: str) -> str:
-    """Returns the Lark expression of a marker: its token, if the tokenizer has one for it, or else
-    its text."""
     found = [
         token_id
         for token_id in codec.encode(text, add_special_tokens=False)

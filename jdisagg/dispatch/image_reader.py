@@ -1,8 +1,7 @@
 """Reads the images of prompts in separate threads, so that they delay no stream.
 
 A request contains the files of its images instead of their pixels, which may be far larger. The
-pixels of a new request are kept in memory of bounded size until the prompt is sent to a worker. If
-the prompt is sent again after a failure or a preemption, the files are decoded again."""
+pixels of a new request are kept in memory of bounded size until the prompt is sent to a worker."""
 
 import asyncio
 from collections import OrderedDict
@@ -34,8 +33,8 @@ class ChatImageProcessor(Protocol):
     """The model's image processor (`models/image_processor.py`).
 
     Attributes:
-        token: Id of the token that the chat template writes for an image.
-        marks: Texts of the tokens that mark images.
+    token: Id of the token that the chat template writes for an image.
+    marks: Texts of the tokens that mark images.
     """
 
     @property
@@ -55,13 +54,7 @@ class PlacedImage(NamedTuple):
 
 
 class ImageReader:
-    """Decodes and resizes images.
-
-    Args:
-        processor: Function that returns the model's image processor, or None if the model reads no
-            images.
-        limits: Limits on images.
-    """
+    """Decodes and resizes images."""
 
     def __init__(
         self, processor: Callable[[], ChatImageProcessor | None], limits: LimitsConfig
@@ -73,7 +66,6 @@ class ImageReader:
 
     @property
     def waiting_bytes(self) -> int:
-        """Number of bytes of pixels that wait to be sent to a worker."""
         return sum(map(len, self._waiting.values()))
 
     async def run(self, work: Callable[..., Result], *args: object) -> Result:
@@ -96,8 +88,6 @@ class ImageReader:
         return tuple([await self._read(one) for one in placed])
 
     async def pixels(self, image: PromptImage) -> bytes:
-        """Returns the pixels of an image that `read` returned. Decodes the file again if the pixels
-        are no longer in memory."""
         waiting = self._waiting.pop(image.digest, None)
         return await self.run(self._again, image) if waiting is None else waiting
 

@@ -1,19 +1,13 @@
 """Membership: the registered workers of a router, with the last status of each and its age.
 
-Workers register, send heartbeats with their status, and deregister. The router polls no worker. The
-age of a worker's last heartbeat decides its state. A LIVE worker gets requests. A SUSPECT worker
-gets no new requests, but its running requests continue. A worker that stays silent for longer
-counts as gone: its ports are closed, which ends their calls, and the worker must register again.
+The age of a worker's last heartbeat decides its state. A SUSPECT worker gets no new requests, but
+its running requests continue. A worker that stays silent for longer counts as gone: its ports are
+closed, which ends their calls, and the worker must register again.
 
-If a worker registers under a known name with a new boot id, it is another process. A new process at
-the same address replaces the old process. A new process at another address is refused while the old
-process is alive. Otherwise two workers with one name would displace each other forever. All workers
-must serve the model of the first one. The error for another model has the name of the field that
-differs.
+A new process at another address is refused while the old process is alive.
 
 Imports neither JAX nor gRPC; worker ports come from a factory. `sweep` must be called regularly,
-because it removes the workers that are gone. The mappings `prefill` and `decode` are live views.
-Iteration uses a copy, so workers may be added and removed during it."""
+because it removes the workers that are gone."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -60,13 +54,8 @@ class Membership:
     """The workers of one router. Used on one event loop. No method waits.
 
     Args:
-        clock: Clock that measures the ages of heartbeats.
-        open_ports: Function that opens the ports of a worker that registers.
-        timeouts: Seconds without a heartbeat after which a worker is suspect, and after which it is
-            gone.
         on_change: Function that is called when a worker registers, sends its first status, or is
             removed.
-        known: Index of cached blocks, which the workers' reports update.
 
     Attributes:
         accounts: Snapshot of the workers on which placement decides. Each heartbeat updates it.
@@ -100,11 +89,9 @@ class Membership:
 
     @property
     def model(self) -> ModelCard | None:
-        """Model that all workers must serve, or None while no worker has registered."""
         return self._model
 
     def has(self, card: WorkerCard) -> bool:
-        """Returns whether the worker is registered with exactly this card."""
         known = self._entries.get(card.name)
         return known is not None and known.card == card
 
@@ -137,8 +124,8 @@ class Membership:
         self._on_change()
 
     def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool:
-        """Stores a worker's new status. Returns False if the worker is not registered under this
-        boot id, so that it must register again."""
+        """Returns False if the worker is not registered under this boot id, so that it must
+        register again."""
         entry = self._entries.get(status.name)
         if entry is None or entry.card.boot_id != boot_id:
             return False
@@ -168,14 +155,13 @@ class Membership:
         return self._known.told(news)
 
     def deregister(self, name: str, boot_id: int) -> None:
-        """Removes a worker. Does nothing if another process has registered under its name, or if it
-        was removed before."""
+        """Does nothing if another process has registered under its name, or if it was removed
+        before."""
         entry = self._entries.get(name)
         if entry is not None and entry.card.boot_id == boot_id:
             self._forget(entry)
 
     def sweep(self) -> tuple[WorkerCard, ...]:
-        """Removes workers that have been silent for `gone_seconds`, and returns their cards."""
         oldest = self._clock.now() - self._timeouts.gone_seconds
         gone = [entry for entry in self._entries.values() if entry.heard_at < oldest]
         for entry in gone:
@@ -197,18 +183,15 @@ class Membership:
         return tuple(entry.card for entry in self._entries.values())
 
     def address(self, name: str) -> str:
-        """Returns the address of a worker's services, or "" for an unknown worker."""
         entry = self._entries.get(name)
         return entry.card.address if entry else ""
 
     def boot_id(self, name: str) -> int:
-        """Returns the boot id of the worker's process, or 0 if it is unknown."""
         entry = self._entries.get(name)
         return entry.card.boot_id if entry else 0
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """Returns the last status of each worker. The status of a suspect worker is marked as
-        draining."""
+        """The status of a suspect worker is marked as draining."""
         said = [
             (entry, entry.status)
             for entry in self._entries.values()
@@ -223,8 +206,6 @@ class Membership:
 
     @property
     def ready(self) -> bool:
-        """Whether requests can be served: a mixed worker is live, or both a prefill worker and a
-        decode worker are live."""
         roles = {status.role for status in self.statuses() if status.serving}
         return WorkerRole.MIXED in roles or roles >= {WorkerRole.PREFILL, WorkerRole.DECODE}
 
@@ -270,7 +251,6 @@ class Membership:
 
 
 def cluster_ports(membership: Membership) -> ClusterPorts:
-    """Returns live views of the registered workers' ports for a request path."""
     return ClusterPorts(
         membership.prefill,
         membership.decode,
@@ -284,8 +264,6 @@ def cluster_ports(membership: Membership) -> ClusterPorts:
 
 
 class _LivePorts(Mapping[str, Port], Generic[Port]):
-    """Live view of the ports of one kind, by worker name. Iteration uses a copy of the names."""
-
     def __init__(
         self, entries: dict[str, _Entry], choose: Callable[[WorkerPorts], Port | None]
     ) -> None:
@@ -308,8 +286,6 @@ class _LivePorts(Mapping[str, Port], Generic[Port]):
 
 
 def _description(card: WorkerCard) -> Description:
-    """Returns the part of a worker's card that placement needs. The result's `kind`, from which
-    speeds are predicted, is None if the card does not describe the model."""
     geometry = card.model.geometry
     if geometry is None:
         return Description(card.place)

@@ -1,8 +1,8 @@
 """The router's part in migrating a running sequence to another decode worker.
 
-The old worker's stream continues during the migration. The router buffers the new worker's stream
-until the old worker reports that the migration is complete, so that tokens stay in order. If the
-migration fails, the old worker continues and the client's stream is not affected."""
+The router buffers the new worker's stream until the old worker reports that the migration is
+complete, so that tokens stay in order. If the migration fails, the old worker continues and the
+client's stream is not affected."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,8 +17,6 @@ class Migration:
     """One migration of a sequence. It starts when the object is created.
 
     Args:
-        children: Tuple with the one child (parallel sample) that migrates.
-        origin: Worker that runs the child now.
         source: Hand-off through which the new worker pulls the child's KV from `origin`.
     """
 
@@ -48,7 +46,6 @@ class Migration:
         return self._held, self._stream()
 
     async def close(self) -> None:
-        """Cancels the migration and frees its reservation at the new worker."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._free()

@@ -72,9 +72,6 @@ def restricted(
 
     A forced tool call replaces the request's own grammar, which applies to text answers only.
 
-    Args:
-        prompt: The validated chat, or None if the prompt is not a chat.
-
     Returns:
         The options with the grammar, and the name of the field that was converted ("" if the
         options contained a grammar or no restriction).
@@ -106,7 +103,6 @@ def restricted(
 
 
 def _of_allowed(token_ids: tuple[object, ...]) -> Grammar:
-    """Returns a grammar that accepts any sequence of the tokens `token_ids`."""
     at_most("allowed_token_ids", len(token_ids), MAX_ALLOWED_TOKENS)
     ranges: list[list[int]] = []
     for token_id in sorted({one for one in token_ids if isinstance(one, int)}):
@@ -119,7 +115,6 @@ def _of_allowed(token_ids: tuple[object, ...]) -> Grammar:
 
 
 def _without(words: tuple[object, ...]) -> Grammar:
-    """Returns a grammar that accepts any text in which none of `words` occurs."""
     at_most("bad_words", len(words), MAX_BAD_WORDS)
     escaped: list[str] = []
     for word in words:
@@ -132,16 +127,14 @@ def _without(words: tuple[object, ...]) -> Grammar:
 
 
 def bias_pairs(biases: Biases) -> Sequence[tuple[int, float]]:
-    """Converts logit biases to (token id, bias) pairs. They may be given as a mapping or as
-    pairs."""
     return tuple(biases.items()) if isinstance(biases, Mapping) else biases
 
 
 def sampling_params(
     options: SamplingOptions, defaults: SamplingDefaults, room_tokens: int
 ) -> SamplingParams:
-    """Builds the sampling parameters. `room_tokens` is the number of tokens that fit into the
-    context after the prompt. It limits max_tokens only if the client did not set max_tokens."""
+    """`room_tokens` is the number of tokens that fit into the context after the prompt. It limits
+    max_tokens only if the client did not set max_tokens."""
     given: dict[str, Any] = {
         name: value
         for name, value in options.items()
@@ -161,10 +154,7 @@ def within_room(
     sampling: SamplingParams, options: SamplingOptions, room_tokens: int
 ) -> SamplingParams:
     """Reduces the default of max_tokens to `room_tokens`, the number of tokens that fit into the
-    context after the prompt. Raises InvalidRequestError if min_tokens does not fit.
-
-    A value of max_tokens that the client set is not changed. The frontend refuses it if it does not
-    fit."""
+    context after the prompt. Raises InvalidRequestError if min_tokens does not fit."""
     if options.get("max_tokens") is not None or sampling.max_tokens <= room_tokens:
         return sampling
     if sampling.min_tokens > room_tokens:
@@ -176,13 +166,11 @@ def within_room(
 
 
 def prompt_numbers(prompt_tokens: int, sampling: SamplingParams) -> int:
-    """Returns the number of prompt log-probabilities that the reply to a request contains."""
     top = sampling.prompt_logprobs
     return 0 if top is None else prompt_tokens * (1 + top) * sampling.n
 
 
 def check_prompt_numbers(numbers: int) -> None:
-    """Raises InvalidRequestError if one reply cannot hold `numbers` prompt log-probabilities."""
     if numbers > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
             f"prompt_logprobs: {numbers} values requested (tokens x (1 + prompt_logprobs) x n), and"

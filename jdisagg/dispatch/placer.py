@@ -1,16 +1,11 @@
 """The placer: gives the router's pure decision functions their inputs and applies the results.
 
-`router/placement.decide` refuses, places or defers a new request. The decision uses the snapshot of
-the workers in `Accounts`. Deferred requests wait in the admission queue. The queue refuses a
-request when its first token can no longer arrive within the time limit. Requests that were placed
-before (retried, preempted, resumed) bypass the queue. If no worker of a needed role accepts
-requests, all requests wait until one returns, provided that a `Membership` maintains the snapshot.
-A restart then causes a pause and no error.
+`router/placement.decide` refuses, places or defers a new request. Requests that were placed before
+(retried, preempted, resumed) bypass the queue. If no worker of a needed role accepts requests, all
+requests wait until one returns, provided that a `Membership` maintains the snapshot.
 
 Each attempt is charged to its workers: the snapshot counts the attempt's work until the workers'
-statuses include it. The attempt reports its progress to its `PlacementHandle`, which ends the
-charges and updates the workers' circuit breakers. The workers' statuses come from a `Membership`,
-or are requested before each decision (`refresh`)."""
+statuses include it."""
 
 import math
 from collections import deque
@@ -81,11 +76,7 @@ class PlacerSettings:
     """Settings of a router's placer.
 
     Args:
-        routing: The operator's routing configuration.
         policy: Placement policy, or None to derive it from `routing`.
-        affinity: Index of the prompt prefixes that each worker has cached.
-        events: Listener that receives each decision and its outcome.
-        spending: What tenants with quotas have spent at all routers. None counts this router only.
     """
 
     routing: RoutingConfig = field(default_factory=RoutingConfig)
@@ -183,12 +174,11 @@ class PlacementHandle:
         self._entry = entry
 
     def prefill_sent(self) -> None:
-        """Records that the prompt was sent to the worker that computes it."""
         self._placed.prefill_sent(self._placer.now())
 
     def prefilled(self) -> None:
-        """Records that the first token arrived. The workers are not yet marked as successful,
-        because failover may have replaced the prefill worker and the KV transfer may still fail."""
+        """The workers are not yet marked as successful, because failover may have replaced the
+        prefill worker and the KV transfer may still fail."""
         self._prefilled = True
         self._placed.prefilled()
         self._placer.coming.computed(self._coming, self._placer.now())
@@ -203,7 +193,6 @@ class PlacementHandle:
         self.worked({prefill or decode, decode})
 
     def lost(self, prefill: str, decode: str) -> None:
-        """Records that KV of `prefill` did not arrive at `decode`."""
         self._placer.pair_failed(prefill, decode)
 
     def worked(self, workers: Iterable[str]) -> None:
@@ -213,14 +202,13 @@ class PlacementHandle:
             self._placer.succeeded(worker)
 
     def measured_ttft(self, seconds: float) -> None:
-        """Records the seconds from the request's arrival to its first token."""
         self._entry.ttft_seconds = seconds
         if self._entry.predicted_ttft_seconds is not None:
             self._placer.measured_ttft(self._entry.predicted_ttft_seconds, seconds)
             self._placer.learn(self.decision, seconds - self._entry.waited_seconds)
 
     def measured_tpot(self, seconds: float) -> None:
-        """Records the seconds per token after the first. Called once, when the request ended."""
+        """Called once, when the request ended."""
         self._entry.tpot_seconds = seconds
         if self.decision.tpot_seconds is not None:
             self._placer.events.measured("tpot", self.decision.tpot_seconds, seconds)
@@ -244,11 +232,6 @@ class Placer:
     """Places attempts on workers.
 
     Args:
-        accounts: The snapshot of the workers.
-        settings: Policy, prefix index and listener for events.
-        clock: Clock of all times of the placer.
-        counters: Counters of placements, rejections and deferred requests.
-        timeouts: Waiting times of the queue, and back-off times of the circuit breakers.
         refresh: Function that updates the snapshot before each decision. None if a membership
             updates it.
     """
@@ -294,18 +277,15 @@ class Placer:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait at the router for workers."""
         return len(self._queue) + len(self._returning)
 
     def status(self) -> RoutingStatus:
-        """Returns the last decisions and the work that the router has sent to each worker."""
         now = self.now()
         past = tuple(entry.past(now) for entry in reversed(self._entries))
         accounts = _accounts(self.accounts, now, self._corrections.current is not NO_CORRECTIONS)
         return RoutingStatus(self.waiting, past, tuple(accounts), self._waiting_requests(now))
 
     def _waiting_requests(self, now: float) -> tuple[WaitingRequest, ...]:
-        """Returns the first requests that wait, in the order in which they will be placed."""
         again = [(asked, now - since) for asked, since in self._returning]
         queued = [
             (sized.asked, now - sized.asked.arrived_at)
@@ -352,13 +332,11 @@ class Placer:
             raise
 
     def most_computed(self, decode: str) -> float:
-        """Returns the largest number of prompt tokens that a decode worker may compute itself."""
         state = self.accounts.state
         row = state.row(decode)
         return math.inf if row is None else float(most_computed(state.table)[row])
 
     def weights(self, worker: str) -> str:
-        """Returns the identity of a worker's weights; "" for an unknown worker."""
         return self.accounts.state.weights(worker)
 
     async def another_prefill(self, avoid: frozenset[str], decode: str) -> str:
@@ -369,13 +347,10 @@ class Placer:
         return another_prefill(state, avoid, now, self._rules, decode, broken)
 
     async def another_decode(self, avoid: frozenset[str], origin: str) -> str:
-        """Returns a decode worker to which a sequence of `origin` can migrate. Raises
-        NoWorkerError."""
         await self._renew()
         return another_decode(self.accounts.state, avoid, self.now(), self._rules, origin)
 
     def ended(self, request: Request, output_tokens: int) -> None:
-        """Records the length of an answer. The lengths of later answers are predicted from it."""
         self.lengths.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
 
     def measured_ttft(self, predicted_seconds: float, seconds: float) -> None:
@@ -383,8 +358,7 @@ class Placer:
         self.events.measured("ttft", predicted_seconds, seconds)
 
     def learn(self, decision: Decision, seconds: float) -> None:
-        """Corrects later predictions by the seconds from this decision to the first token. Does
-        nothing if the user described a worker's hardware, because predictions from such a
+        """Does nothing if the user described a worker's hardware, because predictions from such a
         description are not corrected."""
         state, terms = self.accounts.state, decision.terms
         kinds = [
@@ -395,7 +369,6 @@ class Placer:
             self._corrections.observe(decision.way, terms.uncorrected_ttft, seconds)
 
     def changed(self) -> None:
-        """Tries to place waiting requests again, because a worker may have room now."""
         self._queue.changed()
 
     # ---- breakers
@@ -427,14 +400,12 @@ class Placer:
         self._pairs.succeeded((prefill, decode))
 
     def _breaker(self, worker: str) -> Breaker | None:
-        """Returns a worker's circuit breaker, or None without a failure since it registered."""
         life, breaker = self._breakers.get(worker, (-1, None))
         return breaker if life == self.accounts.state.life(worker) else None
 
     # ---- one decision
 
     async def _place_again(self, sized: _Sized) -> PlacementHandle:
-        """Places a request that was placed before, as soon as each needed role has a worker."""
         handle = self._try(sized, self.now())
         if handle is not None:
             return handle
@@ -449,7 +420,6 @@ class Placer:
             self._returning = [other for other in self._returning if other is not entry]
 
     def missing(self) -> NoWorkerError | None:
-        """Returns the error for a role that has no worker now, or None if each role has one."""
         try:
             candidates(self.accounts.state, PlacementQuery(NO_WORK), self.now(), self._rules)
         except NoWorkerError as error:
@@ -457,7 +427,6 @@ class Placer:
         return None
 
     def _expecting(self, error: NoWorkerError) -> NoWorkerError:
-        """Adds to an error how long its role has had no worker, and when a worker is expected."""
         absences, now = self.accounts.absences, self.now()
         expected, away = (
             absences.expected_seconds(error.role, now),
@@ -474,9 +443,8 @@ class Placer:
     def _try(
         self, sized: _Sized, now: float, ahead_seconds: float = 0.0, beside_queue: bool = False
     ) -> PlacementHandle | None:
-        """Decides once whether a request is placed. Returns None if the request must wait. If
-        `beside_queue` is set, other requests already wait and must not be overtaken. The request is
-        then not placed even if workers are free."""
+        """If `beside_queue` is set, other requests already wait and must not be overtaken. The
+        request is then not placed even if workers are free."""
         query = self._ask(sized, now, ahead_seconds)
         try:
             answer = self._decide(query, now)

@@ -1,7 +1,7 @@
 """Converts the prompts of clients (text, token ids, chats with images) to tokens and images.
 
 This module makes all checks of prompts that need the model: size, context length, token ids, chat
-roles, images. It uses the tokenizer through a Protocol.
+roles, images.
 
 Invariants: a prompt over the byte limit is refused before it is tokenized. Long text is tokenized
 in a thread, and images are read in other threads, so that they delay no stream. Images are decoded
@@ -71,8 +71,8 @@ class ChatTokenizer(Protocol):
         arguments: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] = (),
     ) -> str:
-        """Renders a `ChatPrompt`. Raises InvalidRequestError if the model has no chat template or
-        the template refuses the messages."""
+        """Raises InvalidRequestError if the model has no chat template or the template refuses the
+        messages."""
         ...
 
 
@@ -104,24 +104,12 @@ Prompt = str | TokenPrompt | ChatPrompt
 
 
 class Encoded(NamedTuple):
-    """A prompt's tokens, and its images, which are not decoded yet."""
-
     token_ids: tuple[int, ...]
     placed: tuple[PlacedImage, ...] = ()
 
 
 class PromptEncoder:
-    """Checks prompts and converts them to tokens and images.
-
-    Args:
-        codec: Tokenizer of the served model.
-        model: The served model.
-        limits: Limits on prompts.
-        answers: Format in which the model writes reasoning and tool calls.
-
-    Attributes:
-        images: Reader of the images of prompts.
-    """
+    """Checks prompts and converts them to tokens and images."""
 
     def __init__(
         self, codec: ChatTokenizer, model: ModelInfo, limits: LimitsConfig, answers: AnswerFormat
@@ -133,8 +121,6 @@ class PromptEncoder:
         self.images = ImageReader(lambda: codec.images, limits)
 
     def check(self, prompt: Prompt) -> int:
-        """Checks a prompt without the tokenizer. Returns an estimate of the number of bytes to
-        tokenize."""
         if isinstance(prompt, TokenPrompt):
             if not prompt.token_ids:
                 raise InvalidRequestError(
@@ -147,11 +133,6 @@ class PromptEncoder:
 
     async def encode(self, prompt: Prompt, size_bytes: int, *, within_context: bool) -> Encoded:
         """Returns the tokens of a prompt that was checked.
-
-        Args:
-            size_bytes: The estimate that `check` returned.
-            within_context: Whether the prompt is to be answered. It must then not be empty, and
-                must fit into the model's context.
 
         Raises:
             InvalidRequestError: The message names the field, the value and the limit.
@@ -225,7 +206,6 @@ class PromptEncoder:
         return encoded
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Returns the text of token ids that a client has sent."""
         # Every token takes at least a byte on the wire, so the same limit bounds the work.
         if len(token_ids) > self._limits.max_prompt_bytes:
             raise InvalidRequestError(
@@ -243,11 +223,8 @@ class PromptEncoder:
         return self.codec.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def _check_beginning(self, text: str) -> None:
-        """Tokenizes only the beginning of a very long text. Raises InvalidRequestError if this part
-        alone exceeds the model's context.
-
-        Near the cut, the tokens can differ from the tokens of the whole text. The check therefore
-        allows twice the context."""
+        """Near the cut, the tokens can differ from the tokens of the whole text. The check
+        therefore allows twice the context."""
         context = self.model.context_tokens
         probe_characters = PROBE_CHARACTERS + PROBE_CHARACTERS_PER_TOKEN * context
         if len(text) <= 2 * probe_characters:
@@ -260,8 +237,6 @@ class PromptEncoder:
             )
 
     def _check_known(self, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError if the model has no embedding for one of the token ids. Some
-        tokenizers have such ids for tokens that were added after training."""
         vocabulary, largest = self.model.vocabulary, max(token_ids, default=0)
         if largest >= vocabulary:
             text = self.codec.decode([largest], skip_special_tokens=False)
@@ -271,8 +246,7 @@ class PromptEncoder:
             )
 
     def room(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """Returns the number of tokens that the context has left after the prompt. Raises
-        InvalidRequestError if the prompt and `max_tokens` do not fit."""
+        """Raises InvalidRequestError if the prompt and `max_tokens` do not fit."""
         context = self.model.context_tokens
         if prompt_tokens + 1 > context:
             raise InvalidRequestError(
@@ -315,7 +289,6 @@ class PromptEncoder:
             check_bytes(where, image, self._limits)
 
     def _check_imageless(self, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError if a prompt that is not a chat contains an image token."""
         if self.codec.images is not None and self.codec.images.token in token_ids:
             raise InvalidRequestError(
                 f"prompt has token {self.codec.images.token}, which stands for an image; send the"
@@ -350,8 +323,6 @@ class PromptEncoder:
             )
 
     def check_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        """Raises InvalidRequestError if one of `token_ids` is not a token of the model. `name` is
-        the name of the field, for the error."""
         vocabulary = self.model.vocabulary
         if (at := foreign_token(token_ids, vocabulary)) is not None:
             raise InvalidRequestError(
@@ -363,7 +334,6 @@ class PromptEncoder:
 def _expanded(
     token_ids: Sequence[int], files: Sequence[ImageFile], processor: ChatImageProcessor
 ) -> Encoded:
-    """Replaces the placeholder token of each image by all tokens of the image."""
     shown = token_ids.count(processor.token)
     if shown != len(files):
         raise InvalidRequestError(

@@ -1,8 +1,7 @@
 """Removes addresses of the cluster's processes from the text of an error that a client receives.
 
-Errors of connections contain the address, and gRPC's texts contain IP addresses and ports. The log
-of the router has the full text. A worker's address is replaced by the worker's name. Imports no
-module that waits for I/O."""
+Errors of connections contain the address, and gRPC's texts contain IP addresses and ports. A
+worker's address is replaced by the worker's name."""
 
 import re
 from collections.abc import Mapping
@@ -16,11 +15,7 @@ _HIDDEN = "(address)"
 
 
 def public(error: UnavailableError, addresses: Mapping[str, str]) -> UnavailableError:
-    """Returns the error. If its text contains an address, returns a copy without it.
-
-    Args:
-        addresses: Address of each worker, by name.
-    """
+    """Returns the error. If its text contains an address, returns a copy without it."""
     text = error.message
     for name, address in addresses.items():
         if address:

@@ -1,7 +1,5 @@
 """Objects that all requests of a router share (the workers' ports, the placer, the clock, the
-limits and the reader of images), and calls that every attempt makes.
-
-Plain data and small helpers. Holds no state of a single request and makes no decisions."""
+limits and the reader of images), and calls that every attempt makes."""
 
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -37,17 +35,12 @@ class ClusterPorts:
     """Access to the workers. The mappings may be live views of a changing membership.
 
     Args:
-        prefill: Ports of the workers that prefill, by name.
-        decode: Ports of the workers that decode, by name.
         address: Function that returns the address at which a worker listens for its peers, or "" if
             peers find the worker by its name.
-        boot_id: Function that returns the boot id of a worker's process, or 0 if it is unknown.
         statuses: Function that returns the last status of each worker. None means that statuses are
             requested from the workers.
         accounts: Snapshot of the workers that a `Membership` maintains. None means that the request
             path requests statuses before each placement.
-        weights: Ports by which weights are updated, by worker name.
-        reported: Function that stores a status that a worker has sent in its reply to a call.
     """
 
     prefill: Mapping[str, PrefillPort]
@@ -86,8 +79,6 @@ class RequestContext:
     pixels: Callable[[PromptImage], Awaitable[bytes]] = _not_read
 
     async def with_pixels(self, request: Request) -> Request:
-        """Returns the request in the form for the worker that computes its prompt: with the pixels
-        of its images instead of their files."""
         if not request.images:
             return request
         images = [
@@ -99,8 +90,6 @@ class RequestContext:
 
 @plain
 class ReservationHandle:
-    """A reservation at a decode worker. `attempt` is the number of the attempt that made it."""
-
     worker: str
     port: DecodePort
     reservation: Reservation
@@ -140,8 +129,7 @@ async def reserve(
 
 
 async def quietly(call: Awaitable[None], seconds: float) -> None:
-    """Awaits a clean-up call for at most `seconds`. Ignores a failure, because the worker frees its
-    resources anyway when their lease expires."""
+    """Ignores a failure, because the worker frees its resources anyway when their lease expires."""
     with contextlib.suppress(JdisaggError, TimeoutError), limit(seconds):
         await call
 

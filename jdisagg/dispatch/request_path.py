@@ -65,12 +65,7 @@ class RequestPath:
     """Streams requests through a cluster of workers.
 
     Args:
-        cluster: Ports and statuses of the workers.
         new_text: Function that creates the detokenizer of one child (parallel sample) of a request.
-        limits: Limits on requests, and timeouts.
-        clock: Clock of all times in the path.
-        settings: Settings of the placer.
-        new_id: Function that returns a new id for a hand-off.
     """
 
     def __init__(
@@ -109,7 +104,6 @@ class RequestPath:
         return self._context.cluster
 
     def read_images_with(self, pixels: Callable[[PromptImage], Awaitable[bytes]]) -> None:
-        """Sets the function that decodes the image files of requests to pixels."""
         self._context = replace(self._context, pixels=pixels)
 
     @contextlib.asynccontextmanager
@@ -129,7 +123,6 @@ class RequestPath:
             self._open.set()
 
     async def _ended(self, seconds: float) -> None:
-        """Waits until no placed request is left. Raises DeadlineExceededError after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 while any(run.placements for run in self._runs.values()):
@@ -174,7 +167,7 @@ class RequestPath:
                 self._leave(request, waits)
 
     async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
-        """Suspends or resumes a running request. The request's deadline does not change.
+        """Suspends or resumes a running request.
 
         Suspension frees the request's decode slots and KV pages. The workers keep its KV in host
         memory if there is room. A resumed request continues at the next token. Its KV is restored
@@ -281,13 +274,9 @@ class RequestPath:
     def _seconds_before_retry(
         self, run: RequestRun, error: Exception, children: list[int], attempt: Attempt
     ) -> float:
-        """Returns the seconds to wait before another attempt at `children`. Raises `error` if the
-        request must not be attempted again.
-
-        Failures are counted per child, because one crashed worker may end many attempts. If workers
-        can return, an attempt that no worker has received is not counted, so that only the deadline
-        limits such attempts. A request that one worker refuses because of its limits is tried on
-        other workers."""
+        """Failures are counted per child, because one crashed worker may end many attempts. If
+        workers can return, an attempt that no worker has received is not counted, so that only the
+        deadline limits such attempts."""
         limits = self._context.limits
         retry = limits.timeouts.request.retry
         if isinstance(error, DeadlineExceededError):
@@ -312,7 +301,6 @@ class RequestPath:
         return 0.0 if elsewhere else retry.seconds(failures)
 
     def _public(self, run: RequestRun, error: Exception) -> Exception:
-        """Returns the error without addresses of the cluster, and logs the original error."""
         if not isinstance(error, UnavailableError):
             return error
         cluster = self._context.cluster
@@ -391,7 +379,6 @@ class RequestPath:
         return tuple(answer for answer in answers if answer is not None)
 
     def routing(self) -> RoutingStatus:
-        """Returns the router's last decisions and the work that it has sent to each worker."""
         return self.placer.status()
 
     async def reset_cache(self) -> int:
@@ -412,15 +399,12 @@ class RequestPath:
             ) from None
 
     async def drain(self) -> None:
-        """Refuses new requests, and returns when all running requests have ended."""
         self._draining = True
         while self._running:
             self._quiet.clear()
             await self._quiet.wait()
 
     async def _ask_workers(self) -> None:
-        """Requests all statuses and updates the snapshot with them. Removes workers that do not
-        answer from the snapshot."""
         accounts, now = self.placer.accounts, self._context.clock.now()
         reported = {status.name: status for status in await self.status()}
         for name in [name for name in accounts.state if name not in reported]:
@@ -432,9 +416,8 @@ class RequestPath:
 
 
 def _more_useful(cause: UnavailableError | None, error: Exception) -> Exception:
-    """Returns the error to report after the last attempt. It is the worker's own error `cause`,
-    because it is more useful than the error that no worker is left. Its retry time is taken from
-    the last error."""
+    """Returns the worker's own error `cause`, because it is more useful than the error that no
+    worker is left."""
     if cause is None or cause is error or not isinstance(error, JdisaggError):
         return cause or error
     if cause.retry_after_seconds is None:

@@ -2,9 +2,7 @@
 and its timings.
 
 Accepted tokens are stored only in this module. All tokens from workers pass through `accept`, which
-accepts each token exactly once and in order. It does not matter which worker, attempt or message
-delivers the token. After a failure or preemption, another worker prefills the prompt and the
-accepted tokens. This module makes no decisions about workers.
+accepts each token exactly once and in order.
 
 Invariants: no token is accepted twice. No token is skipped; if a worker skips one, `DeliveryError`
 reports the bug. No token is accepted after the end of its child."""
@@ -147,8 +145,6 @@ class RequestRun:
         self.awake.set()
 
     def suspend(self, keep_seconds: float | None) -> None:
-        """Suspends the request, or resumes it if `keep_seconds` is None. No attempt starts while
-        the request is suspended."""
         self.keep_seconds, self.as_planned = keep_seconds, False
         self.suspensions += 1
         if keep_seconds is None:
@@ -158,8 +154,7 @@ class RequestRun:
 
     @property
     def past_suspensions(self) -> int:
-        """Number of suspensions and resumptions that a newly started attempt need not send to its
-        worker. If the request is suspended now, the last suspension must be sent; all others need
+        """If the request is suspended now, the last suspension must be sent; all others need
         not."""
         return self.suspensions - (self.keep_seconds is not None)
 
@@ -192,8 +187,7 @@ class RequestRun:
         return [index for index, child in enumerate(self.children) if child.finish is None]
 
     def as_child(self, index: int) -> Child:
-        """Returns the child's index and accepted tokens in the form of a call to a worker. The
-        worker prefills these tokens again."""
+        """The worker prefills the accepted tokens again."""
         return Child(index, tuple(self.children[index].accepted))
 
     def groups(self, children: Iterable[int]) -> list[tuple[int, ...]]:
@@ -208,7 +202,6 @@ class RequestRun:
 
     @property
     def under_way(self) -> bool:
-        """Whether the request was placed or resumed before. A new request was not."""
         return self.resumed or self.placements > 0
 
     def placed(self, placement: PlacementHandle, waited_seconds: float) -> None:
@@ -326,8 +319,6 @@ class RequestRun:
         )
 
     def _weights_used(self) -> tuple[tuple[str, int], ...]:
-        """Returns each version of the weights that generated tokens, with the number of tokens.
-        Empty if the weights never changed."""
         first = self.output_tokens - sum(self._weights.values())
         used: dict[str, int] = {"": first} if first and self._weights else {}
         for identity, count in self._weights.items():
@@ -339,18 +330,15 @@ class RequestRun:
 
     @property
     def has_more(self) -> bool:
-        """Whether the client will receive more events."""
         return self._unfinished > 0 or bool(self._events)
 
     async def next_event(self) -> StreamEvent:
-        """Waits for the next event and returns it, or raises the error that ended the request."""
         event = await self._events.get()
         if isinstance(event, Exception):
             raise event
         return event
 
     def fail(self, error: Exception) -> None:
-        """Ends the request with `error`, after the client has received all queued events."""
         self._events.put_nowait(error)
 
     def timings(self, now: float) -> Timings:
@@ -377,7 +365,6 @@ class RequestRun:
     # ---- the end
 
     def clean_up(self, call: asyncio.Task[None]) -> None:
-        """Registers the task of a clean-up call, for which `close` waits."""
         self._closing.add(call)
         call.add_done_callback(self._closing.discard)
 
@@ -395,7 +382,5 @@ class RequestRun:
             task.cancel()
 
     def _end_by_deadline(self) -> None:
-        """Ends the request at its deadline. It is called by one timer per request, because a timer
-        per token would cost too much. If the request waits for a role without workers, the error
-        states this."""
+        """Called by one timer per request, because a timer per token would cost too much."""
         self.fail((self.missing() if self.placing else None) or self.too_late())

@@ -1,7 +1,4 @@
-"""Events of a router: placement decisions, predicted and measured times, and received KV.
-
-`RouterEvents` is the Protocol of listeners. `NoRouterEvents` is a base class for listeners that
-handle only some events, and `RouterEventsList` forwards events to several listeners."""
+"""Events of a router: placement decisions, predicted and measured times, and received KV."""
 
 from typing import Protocol
 
@@ -35,8 +32,6 @@ class NoRouterEvents:
 
 
 class RouterEventsList:
-    """Listener that forwards each event to all `listeners`."""
-
     def __init__(self, *listeners: RouterEvents) -> None:
         self._listeners = listeners
 

@@ -1,8 +1,5 @@
 """Status of a router: its last decisions with reasons and outcomes, and the work that it has sent
-to each worker.
-
-These are plain data for `GetStatus` and are also read by clients. `dispatch.placer` creates them.
-The workers' own reports are in `WorkerStatus`."""
+to each worker."""
 
 from dataclasses import dataclass
 
@@ -14,11 +11,6 @@ class PastDecision:
     Attributes:
         prefill: Prefill worker, or "" if the decode worker computes the prompt.
         decode: Decode worker, or "" if the request was refused.
-        predicted_ttft_seconds: Predicted time from the request's arrival to its first token, or
-            None without a prediction.
-        predicted_step_seconds: Predicted time of one decode step, or None without a prediction.
-        ttft_seconds: Measured time to the first token, or None until it is known.
-        tpot_seconds: Measured time per further token, or None until it is known.
         request_id: Id of the request. Not sent over gRPC.
     """
 
@@ -40,7 +32,6 @@ class WorkerAccount:
     """Work that this router has sent to a worker.
 
     Attributes:
-        attempts: Number of attempts that this router runs at the worker now.
         unseen_tokens: Number of prompt tokens that this router sent after the worker's last status,
             which does not include them yet.
         unseen_pages: Number of KV pages needed by attempts that the worker's last status does not
@@ -68,7 +59,6 @@ class WaitingRequest:
     Attributes:
         position: Place in the order in which the requests will be placed, from 1.
         waited_seconds: Seconds since its arrival, or since its last attempt ended.
-        reason: Reason why the first of the waiting requests cannot be placed now.
     """
 
     request_id: str
@@ -79,14 +69,7 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatus:
-    """Status of a router.
-
-    Attributes:
-        waiting: Number of requests that wait for workers.
-        decisions: Recent decisions, latest first.
-        accounts: Work that the router has sent to each worker.
-        waiting_requests: The first requests that wait, in the order in which they will be placed.
-    """
+    """Status of a router."""
 
     waiting: int = 0
     decisions: tuple[PastDecision, ...] = ()

@@ -2,7 +2,7 @@
 
 When an adapter is loaded by name, its folder is checked and the hash of its content is computed.
 Requests carry name, folder and hash. A worker loads the adapter when the first request needs it, so
-a worker that restarts, or joins later, needs no list of adapters. Each router has its own names."""
+a worker that restarts, or joins later, needs no list of adapters."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,12 +25,7 @@ async def _no_statuses() -> tuple[WorkerStatus, ...]:
 
 
 class ServedAdapters:
-    """The named adapters of one server.
-
-    Args:
-        check: Function that checks an adapter's folder.
-        statuses: Function that returns the statuses of all workers.
-    """
+    """The named adapters of one server."""
 
     def __init__(
         self,
@@ -49,8 +44,8 @@ class ServedAdapters:
         return name in self._named
 
     def find(self, name: str, model: str) -> Adapter | None:
-        """Returns the adapter with the name `name`. Returns None for "" and `model`, which mean the
-        model without an adapter. Raises InvalidRequestError for an unknown name."""
+        """Returns None for "" and `model`, which mean the model without an adapter. Raises
+        InvalidRequestError for an unknown name."""
         if name in self._named:
             return self._named[name]
         if name in ("", model):

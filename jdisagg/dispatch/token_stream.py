@@ -1,8 +1,5 @@
 """Detokenizes one stream: converts token ids to text and ends the text at a stop string.
 
-The request path uses `TokenStream`, which combines `IncrementalDetokenizer` and `StopStrings`. Both
-need only a `Detokenizer` (ids -> text), and use neither requests, transports nor JAX.
-
 Invariants:
 - The state depends only on the prompt and the pushed tokens. It does not depend on how the tokens
   were split into spans. A new stream that is given the accepted ids has the same state and returns
@@ -16,10 +13,7 @@ Invariants:
 - Work per token is bounded: only a window of the last tokens is decoded. The first tokens of the
   window are context.
 - No piece contains any part of a stop string that is completed later.
-
-There is one exception to the second invariant: if one byte is invalid, a byte-fallback decoder
-turns a whole run of byte tokens into U+FFFD. Complete characters of that run that were already
-delivered are not changed."""
+"""
 
 import functools
 import itertools
@@ -61,12 +55,7 @@ class TokenStream:
 
     A stop string ends the output where it is first completed. If one character completes several
     stop strings, the longest one is used. A stop string that contains text of the first
-    `min_tokens` tokens is ignored.
-
-    Args:
-        include_stop: Whether the text includes the stop string that ends it.
-        keep_special: Whether special tokens are part of the text.
-    """
+    `min_tokens` tokens is ignored."""
 
     def __init__(
         self,
@@ -87,7 +76,6 @@ class TokenStream:
 
     @classmethod
     def of(cls, detokenizer: Detokenizer, request: Request) -> Self:
-        """Creates the text stream for one child of a request."""
         sampling = request.sampling
         return cls(
             detokenizer,
@@ -122,9 +110,7 @@ class TokenStream:
         return TextDelta("".join(pieces), len(token_ids), self.stopped)
 
     def finish(self) -> str:
-        """Ends the output and returns the text that is still held back, or "" after a stop string.
-
-        An unfinished character becomes text only at the end, and may then complete a stop
+        """An unfinished character becomes text only at the end, and may then complete a stop
         string."""
         if self.stopped:
             return ""
@@ -166,8 +152,6 @@ class IncrementalDetokenizer:
         return self._take(0)
 
     def _take(self, may_hold: int) -> str:
-        """Returns the window's new text, without the end that later tokens may change, and marks
-        the text as returned. At most `may_hold` characters are held back."""
         text, given = self._decode(self._window), self._given
         alone = not text.startswith(given)
         if alone:  # new bytes made the context's last byte run invalid: decode without the context
@@ -193,8 +177,6 @@ class IncrementalDetokenizer:
         return new[prompts:]
 
     def _slide(self) -> None:
-        """Shortens the window to its last tokens. The cut is between two characters. Does nothing
-        if the remaining tokens have no text."""
         full = len(self._window) >= MAX_WINDOW_TOKENS
         context = self._window[-CONTEXT_TOKENS if full else self._next_start :]
         text = self._decode(context)
@@ -203,8 +185,6 @@ class IncrementalDetokenizer:
             self._settled = self._next_start = len(context)
 
     def _last_whole(self) -> int:
-        """Returns the length, in tokens, of the longest prefix of the window whose text does not
-        end in an unfinished character."""
         for end in range(len(self._window), 0, -1):
             if not self._decode(self._window[:end]).endswith(UNFINISHED):
                 return end
@@ -229,8 +209,6 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Adds text and returns the text that can be delivered. Returns "" after a stop string was
-        completed."""
         if self.matched or not self._stops:
             return "" if self.matched else text
         for index, character in enumerate(text):
@@ -258,8 +236,6 @@ class StopStrings:
 
 
 def _fallbacks(text: str) -> list[int]:
-    """Returns, for each prefix of the text, the length of the longest proper prefix that is also
-    its suffix."""
     lengths = [0] * len(text)
     length = 0
     for end in range(1, len(text)):
@@ -271,8 +247,6 @@ def _fallbacks(text: str) -> list[int]:
 
 
 def _context(decode: Decode, prompt_token_ids: Sequence[int]) -> list[int]:
-    """Returns the last tokens of the prompt, as context for decoding. If possible, their text
-    begins with a complete character."""
     end = len(prompt_token_ids)
     few = range(MAX_HELD_CHARACTERS + 1)
     for count in (CONTEXT_TOKENS, 4 * CONTEXT_TOKENS, 12 * CONTEXT_TOKENS):

@@ -1,11 +1,10 @@
 """Updates the weights of a cluster's workers, and lets workers sleep.
 
-An update has two phases. First, all workers stage the new weights while requests run. If one worker
-cannot, all drop the staged weights and continue to serve the old ones. Then placement pauses,
-decode workers commit, and after them prefill workers. A worker without memory for a second copy
-sleeps during the pause: it stages, commits and wakes. A worker that fails to commit keeps its old
-weights, and the router does not pair it with workers that have the new ones. Later, `catch_up`
-loads the new weights into such a worker, and into workers that join."""
+First, all workers stage the new weights while requests run. If one worker cannot, all drop the
+staged weights and continue to serve the old ones. Then placement pauses, decode workers commit, and
+after them prefill workers. A worker that fails to commit keeps its old weights, and the router does
+not pair it with workers that have the new ones. Later, `catch_up` loads the new weights into such a
+worker, and into workers that join."""
 
 import asyncio
 import contextlib
@@ -45,9 +44,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """Time of the next try to load the last weights into a worker that failed to load them, and the
-    duration of the last wait."""
-
     until: float = 0.0
     seconds: float = FIRST_WAIT_SECONDS / 2
 
@@ -65,12 +61,7 @@ class PausablePath(Protocol):
 
 
 class WeightsControl:
-    """Changes the weights of a cluster. One change runs at a time; others wait.
-
-    Args:
-        path: The request path, whose placement pauses while workers commit.
-        counters: Counters of updates.
-    """
+    """Changes the weights of a cluster. One change runs at a time; others wait."""
 
     def __init__(self, path: PausablePath, clock: Clock, counters: Counters) -> None:
         self._path, self._clock, self._counters = path, clock, counters
@@ -97,7 +88,6 @@ class WeightsControl:
                 name of an offer.
             version: Text that identifies the weights in replies. If it is empty, a part of their
                 hash is used.
-            mode: What happens to running requests.
             deadline_seconds: Time limit of each phase: waiting for another update, reading,
                 draining.
 
@@ -152,8 +142,6 @@ class WeightsControl:
 
     @contextlib.asynccontextmanager
     async def _asleep(self, some: Mapping[str, WeightsPort], seconds: float) -> AsyncIterator[None]:
-        """Returns a context in which workers without memory for two copies of their weights sleep.
-        At its end they wake with the new weights, or read their old weights again."""
         if not some:
             yield
             return
@@ -204,8 +192,6 @@ class WeightsControl:
     async def _give(
         self, wanted: StageCall, some: Mapping[str, WeightsPort], having: Sequence[str]
     ) -> None:
-        """Loads the weights of the last update into workers. They are read from the update's folder
-        or offer. If that fails, a worker of `having` offers them."""
         async with turn(self._changing, wanted.deadline_seconds, "the update of a late worker"):
             call, seconds = wanted, wanted.deadline_seconds
             try:
@@ -273,8 +259,6 @@ class WeightsControl:
     async def _stage(
         self, ports: Mapping[str, WeightsPort], call: StageCall
     ) -> dict[str, StagedWeights]:
-        """Stages weights on all workers. If one worker fails, all drop the staged weights, and the
-        worker's error is raised."""
         try:
             staged = _raised(await _all(ports, lambda port: port.stage_weights(call)))
             _one_identity(call.folder, staged)
@@ -287,8 +271,6 @@ class WeightsControl:
     async def _change(
         self, ports: Mapping[str, WeightsPort], call: StageCall, commit: CommitCall
     ) -> tuple[list[str], list[str]]:
-        """Commits, and records which weights all workers should have, for `catch_up`. Returns the
-        result of `_commit`."""
         done, failed = await self._commit(ports, commit)
         if done:
             self._wanted, self._identity, self._waits = call, commit.weights, {}
@@ -298,8 +280,7 @@ class WeightsControl:
         self, ports: Mapping[str, WeightsPort], call: CommitCall
     ) -> tuple[list[str], list[str]]:
         """Commits on decode workers first, and then on prefill workers, because by then no decode
-        worker receives the prompts of prefill workers any more. Returns the names of the workers
-        that have the new weights, and a text for each failure."""
+        worker receives the prompts of prefill workers any more."""
         decodes = self._path.cluster.decode
         done: list[str] = []
         failed: list[str] = []
@@ -333,8 +314,6 @@ def positive_seconds(seconds: float) -> float:
 
 
 def _one_identity(folder: str, staged: Mapping[str, StagedWeights]) -> str:
-    """Returns the identity of the weights that the workers have staged, or "" if none has. Raises
-    InvalidRequestError if the workers' identities differ."""
     found = {one.weights for one in staged.values() if not one.missing_bytes}
     if len(found) > 1:
         raise _differs(folder, found)
@@ -370,14 +349,11 @@ async def _in_time(call: Awaitable[T]) -> T:
 async def _all(
     ports: Mapping[str, WeightsPort], call: Callable[[WeightsPort], Awaitable[T]]
 ) -> dict[str, T | BaseException]:
-    """Calls all workers at the same time. Returns the reply or error of each."""
     outcomes = await asyncio.gather(*map(call, ports.values()), return_exceptions=True)
     return dict(zip(ports, outcomes, strict=True))
 
 
 def _raised(outcomes: Mapping[str, T | BaseException]) -> dict[str, T]:
-    """Returns the replies of all workers. If a worker returned an error, raises the first error,
-    with the worker's name in its message."""
     replies: dict[str, T] = {}
     for name, outcome in outcomes.items():
         if isinstance(outcome, JdisaggError):

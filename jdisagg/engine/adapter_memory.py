@@ -1,15 +1,12 @@
 """Computes the memory that the slots of LoRA adapters take on each device of an instance.
 
-A slot has room for both LoRA factors of every matrix of attention and feed-forward blocks. Factor A
-[in, rank] is sharded like the input dimension of the matrix. Factor B [rank, out] is sharded like
-the output dimension."""
+A slot has room for both LoRA factors of every matrix of attention and feed-forward blocks."""
 
 from jdisagg.config import InstanceConfig
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
 
 
 def adapter_bytes(geometry: CostGeometry, instance: InstanceConfig, dtype: str) -> int:
-    """Returns the bytes on one device of all adapter slots of an instance."""
     if not instance.adapters:
         return 0
     values = _attention_values(geometry, instance) + _feed_forward_values(geometry, instance)
@@ -17,8 +14,6 @@ def adapter_bytes(geometry: CostGeometry, instance: InstanceConfig, dtype: str) 
 
 
 def _attention_values(geometry: CostGeometry, instance: InstanceConfig) -> float:
-    """Returns the sum of the input and output sizes of all attention matrices on one device.
-    Multiplied by the rank, it is the number of values of one adapter's factors."""
     width, tp, total = geometry.width, instance.layout.tp, 0.0
     for kind, layers in geometry.attention_kinds:
         if isinstance(kind, LatentAttention):
@@ -37,8 +32,6 @@ def _attention_values(geometry: CostGeometry, instance: InstanceConfig) -> float
 
 
 def _feed_forward_values(geometry: CostGeometry, instance: InstanceConfig) -> float:
-    """Returns the sum of the input and output sizes of all feed-forward matrices on one device.
-    Multiplied by the rank, it is the number of values of one adapter's factors."""
     layout, width, experts = instance.layout, geometry.width, geometry.experts
     matrices = geometry.matrices
     total = geometry.dense_layers * matrices * (width + geometry.ffn / layout.tp)

@@ -1,9 +1,8 @@
 """An embedded cluster: prefill and decode meshes on this process's devices, behind one request
 path.
 
-`EmbeddedCluster` builds an executor for each mesh, adds workers for the executors to a
-`LocalCluster` (`jdisagg/assembly.py`), and builds the request path. The caller passes a function
-(`LoadModel`) that loads weights onto a mesh, so that this package imports no model family."""
+The caller passes a function (`LoadModel`) that loads weights onto a mesh, so that this package
+imports no model family."""
 
 import asyncio
 import secrets
@@ -63,7 +62,6 @@ LOOK_SECONDS = 0.25
 
 
 def devices_of(config: EngineConfig) -> int:
-    """Returns the number of devices that the configured layouts need."""
     two = config.mode is Mode.DISAGGREGATED
     return config.decode.layout.devices + (config.prefill.layout.devices if two else 0)
 
@@ -72,8 +70,8 @@ def carve_devices(
     config: EngineConfig, devices: Sequence[Device]
 ) -> tuple[Sequence[Device], Sequence[Device]]:
     """Divides `devices` between the meshes. Returns the devices of the prefill mesh and of the
-    decode mesh, which are disjoint. The prefill mesh gets the first devices. In modes with a single
-    mesh, the list of prefill devices is empty. Raises LayoutError if there are too few devices."""
+    decode mesh, which are disjoint. The prefill mesh gets the first devices. Raises LayoutError if
+    there are too few devices."""
     one_mesh = config.mode is not Mode.DISAGGREGATED
     wanted = devices_of(config)
     if wanted > len(devices):
@@ -151,24 +149,20 @@ class EmbeddedCluster:
 
     @property
     def _layer_groups(self) -> int | None:
-        """Configured number of layer groups, or None if it is derived from the model. The prefill
-        and the decode side of a hand-off must use the same number."""
+        """The prefill and the decode side of a hand-off must use the same number."""
         two = self.config.mode is Mode.DISAGGREGATED
         return handoff_groups(self.config) if two else self.config.decode.layout.pp
 
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
-        """Returns the observation middleware for the ports by which `caller` calls `worker`."""
         return wrap.calls(worker, caller, self._observer)
 
     def _affinity(self) -> LocalAffinity:
-        """Returns the index of cached prefixes, by which the router places requests. The router
-        uses the index only if a cache hit can make a request skip the prefill mesh."""
+        """The router uses the index only if a cache hit can make a request skip the prefill
+        mesh."""
         assert self._names is not None
         return LocalAffinity(list(self.local.workers.values()), self._names.secret)
 
     def _make_ports(self) -> ClusterPorts:
-        """Adds the workers of the meshes. Returns the ports by which the request path calls the
-        workers."""
         config = self.config
         if self.prefill:
             self.add(PREFILL, WorkerRole.PREFILL, self.prefill)
@@ -210,10 +204,8 @@ class EmbeddedCluster:
         )
 
     def _block_names(self) -> BlockNames | None:
-        """Returns the function that computes the names (keyed hashes) of prompt blocks in the
-        prefix cache, or None without a prefix cache. The key is a secret of this process. If blocks
-        are cached on disk, the secret is stored in the cache directory instead, and names include
-        the model's fingerprint, so that a restarted process finds its blocks."""
+        """If blocks are cached on disk, the secret is stored in the cache directory instead, and
+        names include the model's fingerprint, so that a restarted process finds its blocks."""
         config = self.config
         if not config.prefix.disk_dir:
             return BlockNames.of(config.prefix, secrets.token_bytes(32), config.model.dtype)
@@ -277,20 +269,16 @@ class EmbeddedCluster:
 
     @property
     def found(self) -> int:
-        """Number of these programs that were loaded from disk instead of being traced and
-        compiled."""
         return sum(replica.executor.programs.found for replica in self.replicas)
 
     async def start(self, progress: Progress | None = None) -> None:
-        """Compiles every program if `config.warm_up` is set, then starts the workers."""
         if self.config.warm_up:
             await self.warm_up(progress)
         await self.start_workers()
 
     async def warm_up(self, progress: Progress | None = None, *, beside: bool = False) -> None:
-        """Prepares every program, so that no request waits for a compilation. Each program is
-        compiled, or loaded from the compilation cache. Programs that `load_later` has deferred are
-        left out.
+        """Each program is compiled, or loaded from the compilation cache. Programs that
+        `load_later` has deferred are left out.
 
         Args:
             beside: Whether the workers serve requests during warm-up. Each program is then prepared
@@ -307,15 +295,12 @@ class EmbeddedCluster:
             replica.load_later(compiled=compiled)
 
     async def load_rest(self) -> None:
-        """Loads the programs that `load_later` has deferred, while the workers serve requests."""
         await load_rest(self.replicas)
 
     async def start_workers(self) -> None:
         await self.local.start()
 
     def _channel_steps(self) -> list[Callable[[], None]]:
-        """Returns the warm-up steps that compile the KV channel's programs. There is one step for
-        each block shape."""
         if not self.prefill:
             return []
         source, executor = self.prefill.executor, self.decode.executor
@@ -346,11 +331,9 @@ class EmbeddedCluster:
         and its stream pauses.
 
         Args:
-            request_id: ID of the request.
             keep_seconds: Seconds for which the request's KV is kept in host memory, if
                 `prefix.host_gib` has room for it. Otherwise the KV is recomputed when the request
                 resumes. None resumes the request.
-            tenant: Tenant of the request.
 
         Raises:
             InvalidRequestError: The tenant has no request with this ID in progress.
@@ -382,12 +365,10 @@ class EmbeddedCluster:
             await self.clock.sleep(LOOK_SECONDS)
 
     async def drain(self) -> None:
-        """Refuses new requests and waits until all running requests have finished."""
         await self.path.drain()
         await self.local.drain()
 
     async def stop(self) -> None:
-        """Aborts running requests and frees the meshes."""
         await self.local.stop()
         for mesh in self._meshes:
             await asyncio.to_thread(mesh.close)
@@ -400,7 +381,6 @@ class EmbeddedCluster:
         loaded: Loaded,
         peer_tokens: int = 0,
     ) -> Replica:
-        """Builds the replica for one mesh, which transfers KV over this cluster's channel."""
         return build_replica(
             name,
             # Both sides of a hand-off must use the same layer groups.

@@ -1,11 +1,10 @@
 """Computes the fingerprint of a model directory. Two fingerprints are equal if the same files are
-served in the same dtypes. Large files are not read completely.
+served in the same dtypes.
 
 The fingerprint covers each file's path, size and content. Files above 64 MiB are sampled: their
-first bytes (the header of a safetensors file) and evenly spaced pieces. Copies on two hosts have
-equal fingerprints; fine-tunes of one model differ. KV scales are covered only if the KV dtype uses
-them. The Hugging Face and the Orbax form of one model have different fingerprints, so all workers
-of a cluster must load the same form."""
+first bytes (the header of a safetensors file) and evenly spaced pieces. KV scales are covered only
+if the KV dtype uses them. The Hugging Face and the Orbax form of one model have different
+fingerprints, so all workers of a cluster must load the same form."""
 
 import hashlib
 import re
@@ -26,12 +25,7 @@ _SUM_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 def model_fingerprint(
     directory: str | Path, dtype: str, weights: str = "", kv_dtype: str = ""
 ) -> str:
-    """Returns the fingerprint as 32 hexadecimal digits.
-
-    Args:
-        weights: Quantization of the weight matrices, or "" for none.
-        kv_dtype: Dtype of the KV cache, or "" for `dtype`.
-    """
+    """Returns the fingerprint as 32 hexadecimal digits."""
     root = Path(directory)
     kinds = (
         dtype + (f" weights={weights}" if weights else "") + (f" kv={kv_dtype}" * bool(kv_dtype))
@@ -69,7 +63,7 @@ def file_states(directory: str | Path) -> tuple[tuple[str, int, int], ...]:
 
 def check_sums(directory: str | Path) -> None:
     """Verifies the files of a directory against its file SHA256SUMS, which has the format of
-    `sha256sum`. Reads the listed files completely. Does nothing if the directory has no SHA256SUMS.
+    `sha256sum`. Does nothing if the directory has no SHA256SUMS.
 
     Raises:
         CheckpointError: A listed file is missing or does not match its checksum, or a line has no

@@ -8,8 +8,6 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def host_memory() -> int:
-    """Returns the size in bytes of this machine's memory, or the container's memory limit if that
-    is smaller."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _of_container("memory.max")
     return whole if limit is None else min(whole, limit)
@@ -28,8 +26,6 @@ def free_host_memory() -> int:
 
 
 def _of_container(name: str) -> int | None:
-    """Reads the file `name` of the container's cgroup, which holds a number of bytes. Returns None
-    if the file is missing or states no limit."""
     try:
         return int((_CGROUP / name).read_text())
     except (OSError, ValueError):

@@ -2,13 +2,10 @@
 
 `keep_freed_memory`: XLA on CPU allocates new temporaries in each step. With glibc's defaults glibc
 maps and unmaps large ones every time, and the page faults cost 10-20 % of a long bfloat16 prefill.
-The function has the effect of the environment variables MALLOC_MMAP_THRESHOLD_,
-MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_, without a restart of the process.
 
 `hand_over_quickly`: a worker's event loop and the threads of its mesh and channel exchange small
-jobs. Each exchange may wait for the interpreter's lock, by default up to 5 ms. Meanwhile 16 MB of
-KV could be sent. `hand_over_quickly` reduces the limit to 0.5 ms. KV hand-offs between processes
-become faster, and no measured benchmark becomes slower (benchmarks/LOG.md)."""
+jobs. Each exchange may wait for the interpreter's lock, by default up to 5 ms. `hand_over_quickly`
+reduces the limit to 0.5 ms."""
 
 import ctypes
 import sys
@@ -33,6 +30,4 @@ def keep_freed_memory() -> bool:
 
 
 def hand_over_quickly() -> None:
-    """Shortens Python's switch interval, after which a running thread must release the
-    interpreter's lock."""
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -3,11 +3,8 @@ that fail.
 
 Each kernel (`ops/optional_kernels.py`) runs once on small inputs in a child process, and its result
 is compared with plain XLA. If the kernel does not compile, crashes the process, does not terminate
-or gives a different result, plain XLA replaces it. The reason is logged and reported in the
-worker's status. The child process ends before this process opens the accelerator, so that the two
-processes never hold accelerator memory at the same time. Results are stored next to the compiled
-programs, by version of JAX and of the driver. The check uses fixed sizes. A kernel that fails only
-at a model's own sizes makes the worker's warm-up fail. `--kernels=xla` then replaces all
+or gives a different result, plain XLA replaces it. The check uses fixed sizes. A kernel that fails
+only at a model's own sizes makes the worker's warm-up fail. `--kernels=xla` then replaces all
 kernels."""
 
 import contextlib
@@ -63,7 +60,6 @@ def choose_kernels(choice: str, *, accelerator: str, folder: str = "") -> dict[s
             separated by commas switches off all others without a check.
         accelerator: JAX platform of the accelerator that the process uses, "gpu" or "tpu"; empty
             for none. Without one, no kernel is used.
-        folder: Folder for the results of checks; empty for none.
 
     Returns:
         The reason for each kernel that failed. Raises ConfigError for an unknown name.
@@ -89,19 +85,13 @@ def choose_kernels(choice: str, *, accelerator: str, folder: str = "") -> dict[s
 
 
 def failed_kernels() -> tuple[str, ...]:
-    """Returns "NAME: reason" for each kernel that failed its check in this process."""
     return tuple([f"{name}: {reason}" for name, reason in _failed.items()])
 
 
 def check_kernels(
     names: Sequence[str] = KERNELS, command: Sequence[str] = CHILD, seconds: float = SECONDS
 ) -> dict[str, str]:
-    """Runs kernels in child processes and returns the reason for each kernel that failed.
-
-    Args:
-        command: Command of the child process, to which the names are added.
-        seconds: Time limit for each kernel.
-    """
+    """Runs kernels in child processes and returns the reason for each kernel that failed."""
     failed: dict[str, str] = {}
     left = list(names)
     while left:
@@ -128,8 +118,6 @@ def check_kernels(
 
 
 def _child(command: list[str], seconds: float) -> tuple[str, str]:
-    """Runs the child process. Returns its output, and a text that describes how it ended: its last
-    error message, or that it exceeded the time limit."""
     chip = os.environ.get(TPU_CHIPS, "0").split(",")[0]
     environment = {**os.environ, **libtpu_variables([chip])}
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -164,8 +152,6 @@ def run_probes(names: Sequence[str], probes: Mapping[str, Probe]) -> None:
 def _stored(
     folder: str, check: Callable[[], dict[str, str]], names: Sequence[str]
 ) -> dict[str, str]:
-    """Returns the stored result for these kernels and versions. If there is none, runs `check` and
-    stores its result."""
     if not folder:
         return check()
     driver = DRIVER.read_text() if DRIVER.exists() else ""
@@ -198,8 +184,6 @@ def _random(*shape: int, seed: int) -> jax.Array:
 
 
 def decode_attention(*, interpret: bool = False) -> float:
-    """Compares the kernel for paged attention with plain XLA, for two sequences of different
-    length, with one and two new tokens per sequence."""
     from jdisagg.ops import paged_attention, paged_attention_pallas
 
     k_PKSH, v_PKSH = (_random(6, 2, 64, 128, seed=seed) for seed in (1, 2))
@@ -217,8 +201,6 @@ def decode_attention(*, interpret: bool = False) -> float:
 
 
 def latent_attention(*, interpret: bool = False) -> float:
-    """Compares the kernel for latent attention with plain XLA, for DeepSeek's latent sizes, with
-    one and two new tokens per sequence."""
     from jdisagg.ops import latent_attention_pallas, paged_attention
 
     rank, rope = 512, 64
@@ -237,8 +219,6 @@ def latent_attention(*, interpret: bool = False) -> float:
 
 
 def prefill_attention(*, platform: str = "gpu") -> float:
-    """Compares the kernel for prefill attention with plain XLA, for a chunk of two packed
-    prompts."""
     from jdisagg.ops.prefill_attention import prefill_attention as attend
 
     q_TNH = _random(256, 8, 128, seed=0)
@@ -252,8 +232,6 @@ def prefill_attention(*, platform: str = "gpu") -> float:
 
 
 def tpu_prefill(*, interpret: bool = False) -> float:
-    """Compares the TPU's kernel for prefill attention with plain XLA, for a chunk of two prompts of
-    which the first continues."""
     from jdisagg.ops.kv_pages import PastPages
     from jdisagg.ops.prefill_attention import first_key
     from jdisagg.ops.prefill_attention import prefill_attention as attend
@@ -279,8 +257,6 @@ def tpu_prefill(*, interpret: bool = False) -> float:
 
 
 def expert_products(*, wgmma: bool = False, interpret: bool = False) -> float:
-    """Compares the kernel for expert products with plain XLA, for eight experts and two per
-    token."""
     import jax
 
     from jdisagg.ops import moe

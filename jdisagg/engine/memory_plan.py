@@ -1,6 +1,4 @@
-"""Plans an instance's memory on each device before allocation. The plan covers weights,
-activations, KV in transfer, recurrent states, and ring buffers of sliding-window layers. KV pages
-use the rest.
+"""Plans an instance's memory on each device before allocation.
 
 `fit_instance` sets the number of KV pages: enough for `slots_per_rank` sequences of full context,
 or as many as fit. If the context length is not configured, it is reduced until the pages of one
@@ -73,13 +71,7 @@ LEAST_CONTEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of one device.
-
-    Attributes:
-        bytes: Number of bytes that an instance may use.
-        what: Description in error messages.
-        platform: JAX platform of the device.
-    """
+    """Memory of one device."""
 
     bytes: int
     what: str
@@ -127,7 +119,6 @@ class MemoryPlan:
 
     @property
     def parts(self) -> str:
-        """Returns a text that lists the bytes of each part except the KV pages."""
         beside = (
             (self.states, "of sequence states"),
             (self.rings, "of sliding windows"),
@@ -266,8 +257,6 @@ def _window_bytes(
     decodes: bool,
     pages: int,
 ) -> int:
-    """Returns the bytes of an instance's ring buffers if it decodes, else of its sliding-window
-    pages. `page_bytes`: bytes of one such page, 0 without. `pages`: number of ordinary pages."""
     size, widest = instance.page_size, geometry.widest_window
     if not page_bytes:
         return 0
@@ -285,13 +274,6 @@ def _with_pages(
     page_bytes: int,
     of_windows: Callable[[int], int],
 ) -> tuple[InstanceConfig, MemoryPlan]:
-    """Gives KV pages the memory that the plan leaves. Without a configured number of pages and
-    context length, reduces the context until the pages of one sequence fit.
-
-    Args:
-        page_bytes: Number of bytes of an ordinary page.
-        of_windows: Returns the bytes of sliding-window pages that a number of ordinary pages needs.
-    """
     context, size = plan.context_tokens, instance.page_size
     left = max(0, plan.memory.bytes - plan.total)
     counts = range(left // page_bytes + 1)
@@ -323,7 +305,6 @@ def _tiered(
     chunk: int,
     append: int,
 ) -> int:
-    """Returns the bytes of cached blocks in transfer to host memory, and to and from workers."""
     size, prefills = instance.page_size, role is WorkerRole.PREFILL
     writing = MOST_WRITING if prefills else MOST_WRITING_OF_DECODE
     tokens = writing * prefix.host_tokens(size)
@@ -339,8 +320,6 @@ def _tiered(
 
 
 def _padding(geometry: CostGeometry, lanes: int) -> float:
-    """Returns the ratio of a page's bytes in device memory to the bytes of its values. If head
-    sizes differ between layers, returns the largest ratio."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
         widths = (attention.kv_rank + attention.rope_dim,)
@@ -396,7 +375,6 @@ def bytes_per_device(
 
 
 def _longest_stage(geometry: CostGeometry, instance: InstanceConfig, costs: CostModel) -> int:
-    """Returns the number of layers of the longest pipeline stage."""
     layers, pp = geometry.layers, instance.layout.pp
     if pp == 1:
         return layers
@@ -458,13 +436,10 @@ def check_host_cache(
 
 
 def host_room(device: Device, fraction: float | None) -> int:
-    """Returns the bytes of host memory that all workers together may fill with KV, in addition to
-    the `fraction` that virtual devices use."""
     return int(host_memory() * max(0.0, MOST_OF_HOST - _device_part(device, fraction)))
 
 
 def _device_part(device: Device, fraction: float | None) -> float:
-    """Returns the fraction of the host's memory that virtual devices use, 0 for accelerators."""
     if device.platform != "cpu":
         return 0.0
     return HOST_FRACTION if fraction is None else fraction
@@ -482,12 +457,10 @@ def check_disk_cache(prefix: PrefixConfig, layout: Layout, processes: int) -> No
 
 
 def host_sharers(config: EngineConfig) -> int:
-    """Returns the number of workers in an embedded cluster that hold KV in host memory."""
     return 1 + (config.mode is Mode.DISAGGREGATED and bool(config.prefix.reuse))
 
 
 def describe_cache(prefix: PrefixConfig) -> str:
-    """Returns a line that describes the prefix cache and the host memory of each worker."""
     if not prefix.reuse:
         host = f"; {prefix.host_gib:g} GiB of host memory" if prefix.host_bytes else ""
         return f"prefix cache off{host}"
@@ -503,7 +476,6 @@ def describe_cache(prefix: PrefixConfig) -> str:
 
 
 def tier_room(prefix: PrefixConfig, rank_bound: bool = False) -> TierRoom:
-    """Returns the limits of a worker's host-memory and disk cache. `rank_bound`: see `TierRoom`."""
     return TierRoom(
         prefix.host_bytes,
         prefix.disk_bytes,
@@ -521,14 +493,6 @@ def _activations(
     dtype: str,
     platform: str,
 ) -> int:
-    """Returns an upper estimate of the bytes that the largest program needs in addition to its
-    arguments: the residual stream, one layer's inner activations, and three copies of float32
-    logits.
-
-    Args:
-        chunk: Number of tokens in the longest prefill chunk of the instance, or 0 if it does not
-            prefill.
-    """
     tp, attention, experts = instance.layout.tp, geometry.attention, geometry.experts
     ffn = max(geometry.ffn, experts.active * experts.ffn + experts.shared_ffn if experts else 0)
     heads = (
@@ -551,8 +515,6 @@ def _activations(
 
 
 def _images(geometry: CostGeometry, dtype: str) -> tuple[int, int]:
-    """Returns the bytes on one device that encoded images take, and an upper estimate of the bytes
-    that the encoder needs for the largest image, including a block of attention scores."""
     if (images := geometry.images) is None:
         return 0, 0
     kept = images.kept_rows * geometry.width * dtype_bytes(dtype)
@@ -563,9 +525,6 @@ def _images(geometry: CostGeometry, dtype: str) -> tuple[int, int]:
 def _index_scores(
     geometry: CostGeometry, instance: InstanceConfig, chunk: int, context: int, dtype: str
 ) -> int:
-    """Returns an upper estimate of the bytes that one layer's indexer needs: products of all heads
-    with the keys of one step, copies of the scores of all positions, and the selected latents or
-    keys and values."""
     attention = geometry.attention
     if not 0 < attention.index_top < context:
         return 0

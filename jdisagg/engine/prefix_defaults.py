@@ -1,8 +1,5 @@
 """Chooses the settings of the prefix cache that the user did not set. By default all tiers except
-the disk are on.
-
-`jdisagg serve`, workers and simulations call `with_defaults` at their start. All processes of a
-cluster get the same result, except for the amount of host memory, which depends on what is free."""
+the disk are on."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +30,6 @@ def with_defaults(
         mode: Mode of the cluster, or DISAGGREGATED for a worker of one role.
         priced: Whether the router predicts times. It can then compare a prefill of new tokens on
             the decode worker (appending) with a hand-off from a prefill worker.
-        host_bytes: Host memory that this worker may fill with KV, in bytes.
     """
     reuse = prefix.reuse is not False
     appends = reuse and priced and mode is Mode.DISAGGREGATED and prefix.grid_tokens is None
@@ -52,13 +48,6 @@ def with_defaults(
 
 
 def engine_defaults(config: EngineConfig, room_bytes: int | None = None) -> EngineConfig:
-    """Returns the configuration of an embedded cluster with defaults for the unset settings of the
-    prefix cache. An embedded cluster has no peers to fetch from.
-
-    Args:
-        room_bytes: Most host memory that may be used (`memory_plan.host_room`), or None for no
-            bound.
-    """
     sides = (config.prefill, config.decode)
     two = config.mode is Mode.DISAGGREGATED
     prefix = with_defaults(
@@ -85,10 +74,6 @@ def worker_defaults(
 
     Args:
         sharers: Number of workers on this host, including this one.
-        processes: Number of processes of the worker. By default, a worker of several processes
-            keeps no KV in host memory, fetches no blocks from other workers, and does not append on
-            the decode mesh.
-        room_bytes: Most host memory that all workers may use, or None for no bound.
     """
     alone = processes == 1
     prefix = with_defaults(
@@ -109,12 +94,7 @@ def fit_with_defaults(
     """Calls `fit`, which raises ConfigError if `config` does not fit into device memory. If so,
     calls `fit` again without the defaults that need device memory. It first omits copies to host
     memory, fetches and appending, and then reuse, which needs memory for snapshots of recurrent
-    state.
-
-    Args:
-        config: Configuration with all defaults.
-        given: Settings of the prefix cache as the user gave them.
-    """
+    state."""
     prefix, fetches = config.prefix, given.peer_fetch
     smaller = replace(
         prefix,

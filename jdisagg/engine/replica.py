@@ -1,8 +1,7 @@
 """Builds and warms up a replica: a model on one mesh of this process, with the mesh's executor.
 
-Worker processes and embedded clusters use this module. The caller passes the function that loads
-weights (`LoadModel`) and the channel that transfers KV (`Channel`). This module must import neither
-gRPC nor a model family."""
+The caller passes the function that loads weights (`LoadModel`) and the channel that transfers KV
+(`Channel`). This module must import neither gRPC nor a model family."""
 
 import asyncio
 import itertools
@@ -58,12 +57,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Replica:
-    """A model on one mesh, with its configuration and executor.
-
-    Attributes:
-        times: Measured times of the replica's programs, or None before `measure` is called.
-        readiness: Optional capabilities whose programs are loaded.
-    """
+    """A model on one mesh, with its configuration and executor."""
 
     config: InstanceConfig
     executor: MeshExecutor
@@ -72,8 +66,7 @@ class Replica:
     readiness: Capabilities = field(default_factory=Capabilities)
 
     async def measure(self) -> None:
-        """Runs some programs and stores their times in `times`. Must be called after warm-up and
-        before the mesh serves."""
+        """Must be called after warm-up and before the mesh serves."""
 
         def measure() -> None:
             appends = self.readiness.ready(Capability.APPEND)
@@ -94,7 +87,6 @@ class Replica:
         self.readiness.load_later(needed - {Capability.GRAMMARS} if compiled else needed)
 
     async def _measure_appends(self) -> None:
-        """Measures appended chunks while the mesh serves, and adds the times to `times`."""
         found: list[tuple[int, int, float]] = []
         for measure in append_measurements(self.executor):
             await self.executor.quiet(BUSY_SECONDS)
@@ -120,8 +112,7 @@ class Replica:
 @dataclass(frozen=True, slots=True)
 class KvPlane:
     """Addresses at which other meshes reach a replica for KV transfers. `ends` are the endpoints of
-    the mesh's processes, in the order of process indices. `transports` is the number of data
-    connections per transfer."""
+    the mesh's processes, in the order of process indices."""
 
     ends: tuple[KvEnd, ...]
     transports: int
@@ -142,12 +133,10 @@ def build_replica(
     """Builds the executor of a loaded model.
 
     Args:
-        context_tokens: Number of tokens in the longest sequence.
         layer_groups: Number of layer groups, or None to derive it from the model. Both sides of a
             hand-off must use the same number.
         windows_apart: Whether the KV of sliding-window layers is transferred separately
             (`MeshLimits`).
-        prefix: Configuration of the prefix cache; by default there is none.
     """
     processes = len({one.process_index for one in loaded.mesh.devices.flat})
     check_stages(
@@ -231,7 +220,6 @@ def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
 
 
 def mesh_role(role: WorkerRole, config: InstanceConfig, prefix: PrefixConfig) -> MeshRole:
-    """Returns the capabilities that the executor of a worker in this role needs."""
     if role is WorkerRole.PREFILL:
         return MeshRole(
             prefill=True,
@@ -264,8 +252,6 @@ def layer_groups(role: WorkerRole, config: WorkerConfig) -> int | None:
 def load_stages(
     load: LoadModel, layout: Layout, devices: Sequence[Device], groups: int | None
 ) -> Loaded:
-    """Loads a model onto the meshes of a layout's pipeline stages. Each stage has whole layer
-    groups."""
     if layout.pp == 1:
         return load(layout, devices)
     return load(layout, devices, stage_cut(layout.pp, groups))
@@ -285,10 +271,8 @@ async def warm_up(
     all processes must run programs in the same order.
 
     Args:
-        more: Further warm-up steps, which run after those of the replicas.
         beside: Whether the replicas serve requests meanwhile. Each program is then loaded when the
             replicas are idle, or have been busy for `BUSY_SECONDS`, and nothing is measured.
-        turn: Function that is called before each program, if `beside` is set.
     """
     steps = [
         (one.executor, step)
@@ -318,7 +302,6 @@ async def warm_up(
 async def _compile(
     steps: Sequence[tuple[MeshExecutor, WarmUpStep]], together: int, progress: Progress | None
 ) -> None:
-    """Compiles the programs of steps, `together` at a time, by running each step once."""
     places, apart = asyncio.Semaphore(together), dict.fromkeys(steps)
     done = itertools.count(1)
 
@@ -337,8 +320,6 @@ async def _compile(
 
 
 async def load_rest(replicas: Sequence[Replica]) -> None:
-    """Loads the programs that `warm_up` left out, while the replicas serve. Each capability is
-    ready when all of its programs are loaded."""
     try:
         for capability in Capability:
             for replica in replicas:

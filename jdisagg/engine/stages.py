@@ -9,12 +9,6 @@ def check_stages(
 ) -> None:
     """Checks that an instance supports the pipeline stages of its layout.
 
-    Args:
-        instance: Configuration of the instance.
-        state: Whether the model keeps recurrent state.
-        windows_apart: Whether the KV of sliding-window layers is transferred separately.
-        drafts: Whether there is a layer that drafts tokens.
-
     Raises:
         ConfigError: The combination is not supported. The message has the reason and a remedy.
     """

@@ -2,11 +2,9 @@
 followers and to its own part of the mesh.
 
 Results are read in the leader process only, because tokens and checksums are replicated over the
-mesh. KV pulls and disk commands are an exception. Each process pulls, writes or reads its part. The
-bytes of all parts are summed, and an error of one part fails the command. If a process fails, ends
-or sends no messages, all current and future commands raise `UnavailableError`. The leader's
-programs may then hang in a collective. The leader must therefore exit at once and not wait for
-them."""
+mesh. If a process fails, ends or sends no messages, all current and future commands raise
+`UnavailableError`. The leader's programs may then hang in a collective. The leader must therefore
+exit at once and not wait for them."""
 
 import asyncio
 import dataclasses
@@ -31,16 +29,6 @@ from jdisagg.scheduler.executor import Executor, MeshLimits
 
 @dataclasses.dataclass
 class _UnderWay:
-    """A running command.
-
-    Attributes:
-        future: Future of the command's result.
-        missing: Indices of the followers whose report is still missing.
-        own: Result of the leader's part, or None while it runs.
-        parts: Reports of followers received so far.
-        failed: Error of a follower for a command that must not fail on a follower alone.
-    """
-
     future: asyncio.Future[StepResult]
     missing: set[int]
     own: StepResult | None = None
@@ -49,13 +37,7 @@ class _UnderWay:
 
 
 class BroadcastExecutor:
-    """Runs each command on all processes of the instance.
-
-    Args:
-        local: The leader's own executor.
-        followers: The followers, which must have joined.
-        end: The leader's endpoint for KV transfers, or None.
-    """
+    """Runs each command on all processes of the instance."""
 
     def __init__(self, local: Executor, followers: Followers, end: KvEnd | None = None) -> None:
         self.limits: MeshLimits = local.limits
@@ -151,11 +133,6 @@ class BroadcastExecutor:
 
 
 def _whole(own: StepResult, others: list[PullResult | DiskResult]) -> StepResult:
-    """Combines the results of all processes to the result of a command.
-
-    For a KV pull or a disk command, the result has the sum of the bytes and the first error. For a
-    disk command, it also has the blocks that all processes found. If all errors are a lack of disk
-    space, it has the largest lack. For other commands, it is the leader's own result."""
     if not isinstance(own, PullResult | DiskResult):
         return own
     parts = [own, *others]

@@ -1,10 +1,9 @@
 """The main loop of a follower, a process that runs the leader's commands in order on its own part
 of the mesh.
 
-The follower makes no decisions. The loop returns when the leader stops the follower. It raises
-`UnavailableError` if the leader ends or sends no messages, or if a command breaks the mesh. The
-process must then exit at once, because programs may hang in a collective. `LeaderLink` transports
-the messages, so that this module needs only asyncio."""
+The loop returns when the leader stops the follower. It raises `UnavailableError` if the leader ends
+or sends no messages, or if a command breaks the mesh. The process must then exit at once, because
+programs may hang in a collective."""
 
 import asyncio
 import contextlib
@@ -57,9 +56,6 @@ async def run_follower(
     follower.
 
     Args:
-        link: Stream to the leader.
-        join: First message, which identifies this process.
-        executor: Executor of this process's part of the mesh.
         prepare: Function that compiles the programs. It must run the same collectives in all
             processes of the instance.
 

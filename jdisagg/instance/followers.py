@@ -50,7 +50,6 @@ class FollowerSession:
         self._outgoing.put_nowait(None)
 
     async def outgoing(self) -> AsyncIterator[bytes]:
-        """Yields packed messages to the follower until `close`."""
         while (packed := await self._outgoing.get()) is not None:
             yield packed
 
@@ -72,11 +71,7 @@ class FollowerSession:
 
 
 class Followers:
-    """The followers of one instance. Use it on one event loop only.
-
-    Args:
-        processes: Number of processes of the instance, including the leader (process 0).
-    """
+    """The followers of one instance. Use it on one event loop only."""
 
     def __init__(
         self, processes: int, clock: Clock, timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance
@@ -151,19 +146,14 @@ class Followers:
         return tuple(end for end in ends if end) if all(ends) else ()
 
     def order(self, command: StepCommand) -> int:
-        """Sends a command to every follower. Returns the number that reports about the command
-        have."""
         self._number += 1
         self._send_all(Ordered(self._number, command))
         return self._number
 
     def when_told(self, callback: Callable[[int, Reported | Failed], None]) -> None:
-        """Sets the callback for reports of followers. Its arguments are the process index and the
-        report."""
         self._on_told = callback
 
     def when_failed(self, callback: Callable[[UnavailableError], None]) -> None:
-        """Adds a callback for the first failure of the instance."""
         self._on_failure.append(callback)
 
     async def failed(self) -> UnavailableError:
@@ -205,7 +195,6 @@ class Followers:
             self._pulse.cancel()
 
     def _send_all(self, message: LeaderMessage) -> None:
-        """Packs a message once and sends it to all followers."""
         packed = pack(message)
         for session in self._sessions.values():
             session.send(packed)

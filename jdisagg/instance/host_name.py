@@ -1,9 +1,7 @@
 """Checks the name of this host before JAX starts. JAX would end the process without a clear reason
 if the name has no usable address.
 
-JAX's collectives on CPU (gloo) send the address of the host's own name to the other processes. If
-the name has no address, JAX ends with a traceback. On Debian and Ubuntu the address is often
-127.0.1.1, which no other host can reach."""
+On Debian and Ubuntu the address is often 127.0.1.1, which no other host can reach."""
 
 import ipaddress
 import socket
@@ -15,7 +13,6 @@ def check_own_name(host: str, collectives: bool = True) -> None:
     """Checks that the name of this host resolves to a usable address.
 
     Args:
-        host: Address at which other processes reach this one (`--host`).
         collectives: Whether the processes use gloo's collectives, as on CPUs. If so, other hosts
             must be able to reach the address, unless `host` is a loopback address.
 

@@ -2,8 +2,7 @@
 process itself was paused.
 
 After a long garbage collection or a pause of the container, every other process would seem silent.
-Each call of `look` therefore adds at most twice the planned time between calls. The caller passes
-the current time."""
+Each call of `look` therefore adds at most twice the planned time between calls."""
 
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
@@ -23,8 +22,6 @@ class SilenceWatch:
         self.silent_seconds = 0.0
 
     def look(self, now: float) -> float:
-        """Returns the number of seconds since the last message, without long pauses of this
-        process."""
         self.silent_seconds += min(now - self._looked, 2 * self._look_seconds)
         self._looked = now
         return self.silent_seconds

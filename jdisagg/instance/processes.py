@@ -1,8 +1,7 @@
 """Joins several processes into one JAX job, and broadcasts a short text from process 0.
 
-This is the only file of the package that imports JAX. On CPU, collectives use gloo. Without flags,
-JAX detects Slurm, Kubernetes and Open MPI. `join_instance` must be called before the first use of a
-device."""
+This is the only file of the package that imports JAX. `join_instance` must be called before the
+first use of a device."""
 
 import os
 import threading
@@ -94,8 +93,6 @@ def join_instance(
     Args:
         coordinator: Address (host:port) of process 0. If `coordinator`, `num_processes` and
             `process_id` are None, the cluster's scheduler (such as Slurm) provides them.
-        num_processes: Number of processes of the instance.
-        process_id: Index of this process.
         local_device_ids: Ids of the visible devices that this process uses. None means all devices,
             or one device under Slurm and Open MPI.
 

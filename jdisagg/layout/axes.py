@@ -7,9 +7,8 @@ width, E experts, V vocabulary, C chunk.
 
 An instance has one or more pipeline stages, each with a range of consecutive layers and a mesh of
 its own with the axes ("dp", "kv", "rep"). Tensor parallelism is split into two axes: kv heads are
-sharded over `kv`. If tp exceeds the number of kv heads, they are also replicated over `rep`. Every
-KV array thus has an ordinary sharding, and a reshard plan needs no special case. All other
-tensor-parallel dimensions are sharded over both axes, `kv` major. Does not import JAX."""
+sharded over `kv`. If tp exceeds the number of kv heads, they are also replicated over `rep`. All
+other tensor-parallel dimensions are sharded over both axes, `kv` major. Does not import JAX."""
 
 import re
 from dataclasses import dataclass
@@ -37,14 +36,7 @@ LogicalAxis = Literal[
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
     """Model sizes that must be multiples of a layout's shard counts. `ffn` and `expert_ffn` are the
-    widths of the dense feed-forward block and of one routed expert.
-
-    Attributes:
-        experts: Number of experts, 0 for a dense model.
-        shared_ffn: Width of the shared expert, 0 without one.
-        state_key_heads, state_value_heads: Number of key and value heads of recurrent layers, 0
-            without such layers.
-    """
+    widths of the dense feed-forward block and of one routed expert."""
 
     query_heads: int
     kv_heads: int
@@ -87,12 +79,10 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Number of devices of all stages."""
         return self.pp * self.stage_devices
 
     @property
     def stage_devices(self) -> int:
-        """Number of devices of one stage."""
         return self.dp * self.tp
 
     def __str__(self) -> str:

@@ -1,26 +1,16 @@
-"""KV spec: describes which arrays a model's KV cache consists of. Layouts, page accounting,
-transfer and codecs depend on the spec and not on the model.
+"""KV spec: describes which arrays a model's KV cache consists of.
 
 A spec is a list of layers, each with components: K and V, or the single latent vector of multi-head
-latent attention (MLA). A component with kv heads is sharded by head over tp. A component without
-heads is replicated. Components may differ in number of heads, width and type.
+latent attention (MLA).
 
 KV is transferred in blocks [ranks, rows, heads, tokens, values] of one type. For this, each
-component is cut into *rows* of `row_heads` heads with `row_width` values each. These sizes are the
-largest that divide all components, so that transfers need only one shape. If all components are
-equal, as in nearly every model, each component is one row. If other components or the state have
-heads, a component without heads is cut along its values, so that no byte is sent twice: each kv
-shard sends one part, and the receiver joins the parts. `ops/kv_rows.py` cuts the rows.
+component is cut into *rows* of `row_heads` heads with `row_width` values each. If other components
+or the state have heads, a component without heads is cut along its values, so that no byte is sent
+twice: each kv shard sends one part, and the receiver joins the parts.
 
 A recurrent layer has state: values of fixed size per sequence, which each step replaces. The states
 of all layers form a separate spec (`KVSpec.state`), in which one "token" is the whole state of one
-sequence. The same code can thus store state, in pages of one token, and transfer it, in blocks of
-one token.
-
-If only some layers have a sliding window, the KV of layers with and without a window may be stored
-and sent separately (`can_part`). There is then a separate spec for each of the two kinds of layers.
-Each of these specs has an entry for every layer, in which layers of the other kind have no
-components.
+sequence.
 
 Bytes per token = 2 x L x K x H x bytes per value for K and V, L x (latent + rope) x bytes per value
 for MLA. Does not import JAX."""
@@ -139,7 +129,6 @@ class KVSpec:
 
     @functools.cached_property
     def widest_window(self) -> int:
-        """Number of positions of the widest sliding window, or 0 without windows."""
         return max((layer.window or 0 for layer in self.layers), default=0)
 
     @functools.cached_property
@@ -178,8 +167,6 @@ class KVSpec:
         return sum(map(self._bytes, self.components))
 
     def bytes_per_device(self, kv_shards: int) -> int:
-        """Returns the KV bytes of one token on each device if heads are sharded over `kv_shards`
-        devices."""
         return sum(
             self._bytes(part) // (kv_shards if part.heads else 1) for part in self.components
         )
@@ -206,7 +193,6 @@ class KVSpec:
 
     @functools.cached_property
     def row_width(self) -> int:
-        """Number of elements of one head in a row, in elements of type `row_dtype`."""
         units = (
             self._units(part) // (self.row_heads if self.is_cut(part) else 1)
             for part in self.components
@@ -217,25 +203,19 @@ class KVSpec:
         return part.dtype or self.dtype
 
     def rows_of(self, part: KVComponent) -> int:
-        """Returns the number of rows into which a component is cut."""
         return max(1, part.heads) * self._units(part) // (self.row_heads * self.row_width)
 
     def rows(self, layers: range) -> int:
-        """Returns the number of rows of a block that contains the given layers."""
         return self.first_row(layers.stop) - self.first_row(layers.start)
 
     def first_row(self, layer: int) -> int:
-        """Returns the index of a layer's first row among the rows of all layers."""
         return self._first_rows[layer]
 
     def is_cut(self, part: KVComponent) -> bool:
-        """Whether a component without heads is cut along its values, so that each kv shard sends a
-        part."""
         return not part.heads and self.row_heads > 1
 
     @functools.cached_property
     def components(self) -> tuple[KVComponent, ...]:
-        """Components of all layers, in layer order."""
         return tuple(part for layer in self.layers for part in layer.components)
 
     @functools.cached_property
@@ -245,15 +225,12 @@ class KVSpec:
 
     @functools.cached_property
     def _row_bytes(self) -> int:
-        """Number of bytes of one element of type `row_dtype`."""
         return min((DTYPE_BYTES[self.dtype_of(part)] for part in self.components), default=1)
 
     def _bytes(self, part: KVComponent) -> int:
         return part.values_per_token * DTYPE_BYTES[self.dtype_of(part)]
 
     def _units(self, part: KVComponent) -> int:
-        """Returns the number of elements of one head of a component, or of a whole component
-        without heads, in elements of type `row_dtype`."""
         return part.width * DTYPE_BYTES[self.dtype_of(part)] // self._row_bytes
 
     @classmethod
@@ -277,8 +254,6 @@ class KVSpec:
     def latent(
         cls, layers: int, width: int, dtype: str, kept: str = "", index: int = 0
     ) -> "KVSpec":
-        """Returns the spec of multi-head latent attention (MLA), whose layers `latent_layer`
-        describes."""
         return cls((latent_layer(width, kept, index),) * layers, dtype)
 
 

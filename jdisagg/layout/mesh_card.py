@@ -35,7 +35,6 @@ class MeshCard:
     """A mesh with the axes ("dp", "kv", "rep") as plain data.
 
     Attributes:
-        shape: Sizes of the axes.
         devices, processes: Number of the device, and of its process, at each mesh position,
             row-major over `shape`.
         ends: Endpoint of each process, by process index. Empty if sender and receiver are in one

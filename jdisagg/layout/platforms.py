@@ -27,26 +27,18 @@ class PlatformTraits:
         whole_pages: Whether pages are read whole, and heads are indexed one by one. A TPU stores
             tiles of (8, 128) of an array's last two axes, so that reading rows of another shape
             would copy the pool.
-        decode_attention: Implementation of decode attention in plain XLA.
-        experts: Implementation of the experts' products in plain XLA.
         kernels: Which hand-written kernels apply: the GPU's with cuDNN, the TPU's, or none.
         inserts_whole: Whether a received block is written by one scatter, not run by run.
-        sharded_logits: Whether each device keeps the logits of its part of the vocabulary.
         argmax_in_blocks: Whether the largest logit is searched in blocks of 128. On a TPU, forming
             such blocks would copy the logits.
-        least_batch: Rows of the smallest decode batch.
-        chunk_steps: Chunk lengths per doubling.
         draft_rows: Number of extra rows for drafts that each sequence may have in a decode step. On
             a CPU each extra row takes time.
         spare_rows: Whether a few more rows in a step take almost no time.
-        warm_runs: Number of times that warm-up runs each program.
-        least_page: Tokens of the smallest page.
         lanes: Number to a multiple of which the last axis of a page array is padded in memory.
         limit_has_fraction: Whether the memory limit that JAX reports already contains
             `memory_fraction`.
         compiler_options: XLA's options of all programs. Options that this version of XLA does not
             have are left out.
-        float32_options: More options of programs whose numbers are all float32.
     """
 
     stores_bits: bool = False

@@ -1,16 +1,12 @@
 """Plans which bytes each device sends to which other device when an array changes its sharding.
 
 A box is a range of indices in each dimension. A placement gives the box of the global array that
-each device holds. Several devices may hold the same box (replicas), and boxes may overlap or cover
-only a part of the array. A plan is a list of pieces. A piece is one box that is copied from one
-device to another.
+each device holds.
 
 Invariants for every destination device: its pieces are disjoint and fill its box exactly, so each
 destination byte arrives once. Each piece lies inside its source's box. If the destination device
-already holds the bytes of a piece, the piece is `local` and nothing is transferred. Among replicas,
-the planner chooses the device with the fewest bytes to send so far. The plan depends only on the
-inputs, so both ends of a connection can compute it independently. Imports neither JAX nor a
-model."""
+already holds the bytes of a piece, the piece is `local` and nothing is transferred. The plan
+depends only on the inputs, so both ends of a connection can compute it independently."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +23,6 @@ Placement = Mapping[int, Box]
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """Returns the box that an index with one slice per dimension selects from an array."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
@@ -49,7 +44,6 @@ class Piece:
 
     @property
     def local(self) -> bool:
-        """Whether source and destination are the same device."""
         return self.source == self.destination
 
 
@@ -80,8 +74,6 @@ def plan_reshard(
     """Plans the copies that change an array's placement from `source` to `destination`.
 
     Args:
-        source: Box that each source device holds.
-        destination: Box that each destination device needs.
         granule: Shape that all pieces must have. The bounds of every box must be multiples of it.
             None allows pieces of any shape.
         turn: Index of the replica to prefer among equally loaded ones. A caller that plans many
@@ -127,10 +119,7 @@ def volume(box: Box) -> int:
 
 def _choose(wanted: Sequence[tuple[int, Box, tuple[int, ...]]], turn: int) -> list[int]:
     """Chooses the source device for each (destination, box, devices that hold the box): the
-    destination itself if it holds the box, otherwise the device with the fewest bytes to send.
-
-    Boxes with the fewest holders are assigned first, and among these the largest. Then boxes are
-    reassigned one at a time, as long as this makes the loads of two devices more equal."""
+    destination itself if it holds the box, otherwise the device with the fewest bytes to send."""
     load = {device: 0 for _, _, holders in wanted for device in holders}
     chosen = [device if device in holders else -1 for device, _, holders in wanted]
     remote = [index for index, device in enumerate(chosen) if device < 0]
@@ -160,7 +149,6 @@ def _choose(wanted: Sequence[tuple[int, Box, tuple[int, ...]]], turn: int) -> li
 
 
 def _cells(box: Box, holders_of: Mapping[Box, Sequence[int]]) -> list[Box]:
-    """Splits `box` into parts that each lie wholly inside or wholly outside every source box."""
     cells = [box] if volume(box) else []
     for held in sorted(holders_of):
         parts: list[Box] = []
@@ -172,8 +160,6 @@ def _cells(box: Box, holders_of: Mapping[Box, Sequence[int]]) -> list[Box]:
 
 
 def _difference(box: Box, inner: Box) -> list[Box]:
-    """Returns the part of `box` that lies outside of `inner`, as disjoint boxes: first the boxes
-    before and after `inner` in dimension 0, then in dimension 1, and so on."""
     parts: list[Box] = []
     for axis, ((start, stop), (low, high)) in enumerate(zip(box, inner, strict=True)):
         for side in ((start, low), (high, stop)):

@@ -1,7 +1,5 @@
-"""Plans how slices of offered arrays are read from the devices that hold them. Has no side effects.
-
-A read is a box of one array. The reshard plan divides it into pieces, each from one device of the
-source. Consecutive pieces from one process are transferred together, as one block of bytes."""
+"""Plans how slices of offered arrays are read from the devices that hold them. Has no side
+effects."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +16,7 @@ class ReadPiece:
     """One piece of a read.
 
     Attributes:
-        read: Index of the read.
-        tensor: Index of the array.
-        source: Process and device that hold the piece.
-        box: Bounds of the piece in the array.
         place: Bounds of the piece in the read's result.
-        nbytes: Size of the piece.
     """
 
     read: int
@@ -43,9 +36,6 @@ def plan_reads(
     """Plans blocks of pieces, in the order of the reads.
 
     Args:
-        held: For each array, the box that each device holds.
-        itemsizes: Bytes of one value of each array.
-        reads: For each read, the index of the array and the bounds.
         most_bytes: Largest size of a block, except for a piece that cannot be cut along its first
             dimension.
 
@@ -86,7 +76,6 @@ def _pieces(
 
 
 def _cut(box: Box, itemsize: int, most_bytes: int) -> list[Box]:
-    """Cuts a box along its first dimension into parts of at most `most_bytes`."""
     if not box:
         return [box]
     (first, end), *rest = box

@@ -1,10 +1,7 @@
 """Messages between the leader process of an instance (one model replica on several hosts) and its
 follower processes. Each follower has one ordered stream to the leader.
 
-A follower joins, loads the model on its devices, compiles the programs and reports that it is
-ready. It then runs the leader's commands in order. It reports its failures, and the result of its
-part of each KV pull and disk command. Both sides send heartbeats and treat a silent process as
-dead."""
+Both sides send heartbeats and treat a silent process as dead."""
 
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.step_commands import StepCommand, StepResult

@@ -2,8 +2,7 @@
 
 An event is the addition or removal of one block. An epoch is a period without a bulk removal, and
 its events are numbered from 1. A router acknowledges the last event that it has processed
-(`KeptMark`). The worker then sends the later events. If it no longer has them, it sends the names
-of all its blocks. A lost, duplicated or reordered message is thus repaired by the next message.
+(`KeptMark`). The worker then sends the later events.
 
 A message identifies a block by the first bytes of the block's name, which is a keyed hash
 (`scheduler/residency.py`). Without the key, names reveal nothing about prompts."""
@@ -14,7 +13,6 @@ TOLD_BYTES = 8  # leading bytes of a name; a collision can only cause a wrong es
 
 
 def named_model(model: str, weights: str) -> str:
-    """Returns the text that stands for the model and its weights in the hashes of blocks."""
     return f"{model} weights={weights}" if weights else model
 
 
@@ -71,7 +69,6 @@ class PrefixEvent(Message, frozen=True):
     Attributes:
         number: Number of the event at this worker, counted from 1 without gaps.
         page_hash: First bytes of the block's name, as an integer.
-        added: Whether the block was added. False means that it was removed.
     """
 
     number: int

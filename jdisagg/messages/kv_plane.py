@@ -82,14 +82,12 @@ class PullRequest(Message, frozen=True):
     """Request of one receiver process to one sender process for the KV of one offered block.
 
     Attributes:
-        pull_id: Random 64 bits, used once.
         sender_boot_id: Boot id of the sender process. A restarted sender has another boot id and
             refuses the request.
         link: Number of the receiver's connection to this sender process. A higher number replaces a
             lower one.
         transports: Number of data-plane connections. Both sides must be configured with the same
             number.
-        deadline_seconds: Time left for the pull.
         codec: Name of the compression of the pieces (transfer/codec.py).
         dtype, components, granule, tokens, head_size: Data type and sizes of an uncompressed piece,
             which has the shape `[1, components, granule, tokens, head_size]`. `granule` is a number
@@ -105,7 +103,6 @@ class PullRequest(Message, frozen=True):
             pulls.
         pieces: Pieces of a pull ahead, in the order in which the receiver pulls them. Empty for
             other pulls.
-        backend: Transport of the KV bytes.
     """
 
     pull_id: int
@@ -147,8 +144,6 @@ class InRegistered(Message, frozen=True):
     """Location of pieces in a memory region that the sender registered with NIXL.
 
     Attributes:
-        metadata: Metadata of the sender's NIXL agent.
-        address, size: Address of the region, and number of bytes in use.
         offsets: Byte offset of each array in the region.
     """
 

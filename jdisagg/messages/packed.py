@@ -5,8 +5,7 @@ between them only add fields with defaults at the ends of messages: an older pro
 fields, and a newer one uses the defaults. Every call and stream carries the caller's version and
 the oldest version that it is compatible with in its metadata. A server checks both before it
 decodes a byte (`service/internal/rpc.py`). Bytes that do not decode to the expected class raise
-`InvalidRequestError` with the position and the value found. If a message claims a false length,
-decoding allocates no memory for it."""
+`InvalidRequestError` with the position and the value found."""
 
 from typing import Generic, TypeVar
 
@@ -76,7 +75,6 @@ def check_protocol(theirs: str | bytes | None, service: str, *, same: bool = Fal
 
     Args:
         theirs: The caller's `protocol_text`; None if the call carries none.
-        service: Name of the called service, for the error.
         same: Whether the versions must be equal.
 
     Raises:

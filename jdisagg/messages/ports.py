@@ -29,8 +29,6 @@ class HandoffSource(Message, frozen=True):
     """The sender of a sequence's KV.
 
     Attributes:
-        worker: Name of the sender.
-        handoff_id: Id of the hand-off at the sender.
         address: host:port of the sender's `PeerPort`. Empty in the embedded cluster, which finds
             the sender by its name.
         boot_id: Random number of the sender process, drawn at its start. 0 means unknown until the
@@ -213,10 +211,8 @@ class FetchCall(Message, frozen=True):
     that include the tenant. A caller that has a block's name may therefore fetch the block.
 
     Attributes:
-        asker: Worker that receives the KV.
         names: Names of consecutive blocks, the first at the prompt's start.
         first: Index in `names` of the first block to fetch.
-        block_tokens: Number of tokens of a block.
         deadline_seconds: Time after which the worker withdraws the offered blocks.
     """
 
@@ -273,8 +269,6 @@ class HandoffEnd(Message, frozen=True):
     reply may be lost.
 
     Attributes:
-        offers: Number of blocks offered.
-        tokens: Number of positions offered.
         firsts: First sampled token of each child.
         moved: All generated tokens of a running sequence that moves to another worker; empty for a
             prefill. The KV of the newest token is not offered, because it is not computed yet.
@@ -303,7 +297,6 @@ class PeerHello(Message, frozen=True):
             Not compared.
         mesh: Mesh of this worker. Only its field `transports` must be equal on both sides.
         oldest_protocol: Oldest protocol version that this worker works with.
-        weights: Identity of the worker's weights (`WorkerStatus.weights`).
     """
 
     protocol: int

@@ -14,9 +14,8 @@
     port = through(DecodePort, port, Slow())
 
 A middleware is any object with methods for the calls that it intercepts. `proceed` is the port's
-own method, which the middleware calls with the same arguments, with other arguments, or not at all.
-Calls that are not intercepted cost nothing extra, because `through` binds the port's own methods
-once, when it wraps the port."""
+own method, which the middleware calls with the same arguments, with other arguments, or not at
+all."""
 
 import inspect
 from functools import cache, partial
@@ -26,7 +25,7 @@ P = TypeVar("P")
 
 
 class _Through:
-    """A port whose methods are set by `through`."""
+    pass
 
 
 @cache
@@ -43,14 +42,9 @@ def through(protocol: type[P], port: P, middleware: object) -> P:
     """Wraps `port` with `middleware`.
 
     Args:
-        protocol: Protocol that `port` implements.
-        port: Object that receives the calls after the middleware.
         middleware: Object with the general methods `unary` and `stream`, with methods that have the
             name of a port's method, or with both kinds. A method with a port's name takes
             precedence.
-
-    Returns:
-        A port whose calls pass through the middleware.
     """
     wrapped = _Through()
     for name, streams in port_methods(protocol):

@@ -35,7 +35,6 @@ class WorkerCard(Message, frozen=True):
 
     Attributes:
         boot_id: Random number drawn when the process starts.
-        address: host:port of its gRPC services.
         place: Location of the devices as "rack/host/domain/process". Trailing parts may be missing.
             The more leading parts two workers have in common, the closer they are. If a fast
             interconnect domain spans hosts, give the domain's name as the host.
@@ -65,12 +64,10 @@ class RouterUse(Message, frozen=True):
     answers. Workers pass both on to other routers.
 
     Attributes:
-        router: Random number of the router process.
         at: Time of this report on the router's own clock, in seconds.
         spent: Name of each recently used rate limit, and the total spent.
         streams: Name of each stream limit in use, and the number of running streams.
         again_seconds: Time after which a worker should call again.
-        answered: Number of answers since the router's start.
         answers: Lengths of the router's last answers, the newest last.
     """
 

@@ -1,4 +1,4 @@
-"""Calls and reports of role changes. The roles of a worker are prefill, decode and mixed.
+"""Calls and reports of role changes.
 
 To change its role, a worker drains, deregisters from its routers, reshards its weights and compiles
 or loads its programs. The same process then registers under the same name and address, with its new

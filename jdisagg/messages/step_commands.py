@@ -65,8 +65,6 @@ class PrefillRow(Message, frozen=True):
         following: Prompt token after the last of `tokens`, or -1 at the prompt's end.
         snapshot, snapshot_at: Slot to which the row also writes its recurrent state after position
             `snapshot_at` - 1, which is in the row. If `snapshot_at` is 0, no snapshot is written.
-        adapter: Slot of the sequence's LoRA adapter. 0 is the base model.
-        images: Images of the sequence that have tokens in this row, in order.
         shift: Rotary position minus position in the sequence, before the first of these images
             (`jdisagg/images.py`).
     """
@@ -498,7 +496,6 @@ class DiskResult(Message, frozen=True):
         ages: Seconds since the block of each of `names` was written.
         skipped: Number of files without a usable block, by reason. If a `ReadWeights` lacks room,
             the entry NO_ROOM has the missing bytes of a device.
-        bytes_moved: Size of the file in bytes.
     """
 
     step: int

@@ -1,10 +1,9 @@
 """Calls that update the weights of workers without a restart, or let workers sleep.
 
-An update has two phases. All workers stage the new weights while they serve the present ones; then
-all commit. Weights are identified by `VERSION@FINGERPRINT`, where the version is the caller's text
-and the fingerprint a hash of the checkpoint's files. The identity is part of the hashes of cached
-KV blocks and of each hand-off. KV is therefore never used with other weights than those that
-computed it."""
+All workers stage the new weights while they serve the present ones; then all commit. Weights are
+identified by `VERSION@FINGERPRINT`, where the version is the caller's text and the fingerprint a
+hash of the checkpoint's files. The identity is part of the hashes of cached KV blocks and of each
+hand-off. KV is therefore never used with other weights than those that computed it."""
 
 import enum
 from typing import Protocol
@@ -197,12 +196,8 @@ class WeightsReport(Message, frozen=True):
     """Outcome of an update.
 
     Attributes:
-        weights: Identity of the new weights.
-        workers: Workers that serve the new weights now.
         failed: Text "NAME: reason" for each worker that staged the new weights but failed to
             commit. The router does not pair such a worker with workers that serve them.
-        bytes: Bytes that the weights take on all workers' devices.
-        stage_seconds: Duration of staging, during which workers served the old weights.
         pause_seconds: Time during which placement was paused.
     """
 

@@ -36,10 +36,7 @@ class PriorityLoad(Message, frozen=True):
     """The part of a worker's load that belongs to requests of one priority.
 
     Attributes:
-        sequences: Number of sequences with pages.
         pages: Number of these pages. A shared page counts for each of its sequences.
-        waiting: Number of requests that wait.
-        queued_tokens: Number of prompt tokens in the queue.
     """
 
     priority: int
@@ -53,7 +50,6 @@ class WorkerStatus(Message, frozen=True):
     """Snapshot of a worker's load and capacity. Each tuple of numbers has one entry per dp rank.
 
     Attributes:
-        draining: Whether the worker takes no new requests.
         reserved_pages: Number of pages held for KV that has not fully arrived. Empty if no rank
             holds such pages.
         queued_tokens: Number of prompt tokens in the queue or being computed.
@@ -71,16 +67,12 @@ class WorkerStatus(Message, frozen=True):
             recurrent layers.
         kv_channels: Text "ADDRESS CHANNEL" for each process that has sent KV to this worker. A
             worker of several processes reports the senders to its leader process only.
-        kept: Amount of KV in each cache tier.
         times: Measured times of the worker's programs. None before they are measured, and if the
             worker was started without warm-up.
-        links: Measured links from other workers to this one.
         kernels: Text "NAME: reason" for each hand-written kernel that failed its check at the start
             and was replaced by plain XLA.
         drafted_tokens, accepted_tokens: Number of draft tokens verified and accepted since the
             start (docs/speculation.md).
-        adapter_slots: Number of slots for LoRA adapters.
-        adapters: Digests of the loaded adapters.
         priorities: The load by priority, lowest first. Requests of higher priority can preempt
             those of lower priority.
         not_ready: Optional capabilities whose programs are not loaded yet: "images" (prompts with
@@ -91,7 +83,6 @@ class WorkerStatus(Message, frozen=True):
         weights: Identity of the weights that the worker serves, "VERSION@FINGERPRINT". Empty for
             its initial weights.
         asleep: Whether the worker has freed its weights and pages, and takes no requests.
-        images: Whether the worker takes requests with images.
     """
 
     name: str

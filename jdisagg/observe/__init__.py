@@ -1,5 +1,5 @@
 """Observability: metrics, traces, structured logs and the readiness canary.
 
 Packages that are observed do not import this one. Instead, the code that assembles a process wraps
-ports (interfaces of workers), meshes and the request path (`wrap.py`). In a process without an
-observer, nothing is wrapped. This package imports neither JAX nor gRPC."""
+ports (interfaces of workers), meshes and the request path (`wrap.py`). This package imports neither
+JAX nor gRPC."""

@@ -1,11 +1,7 @@
 """Determines whether a cluster is ready. A cluster is ready if KV was recently transferred from a
 prefill to a decode worker.
 
-A canary is a small test request over one pair of workers. `Canary` stores the time of each pair's
-last KV transfer, and decides whether it is recent enough. It has no clock: the caller passes the
-current time. Hand-offs of client requests count too (`succeeded` is called for each), so that a
-busy pair needs no canary. `CanaryRunner` sends a canary over each pair without a recent transfer,
-through a probe (`canary_probe.py`).
+A canary is a small test request over one pair of workers.
 
 A pair is removed when one of its workers leaves, because its transfers do not show whether the
 current workers can transfer KV."""
@@ -61,8 +57,6 @@ class Canary:
         self._pairs = {pair: self._pairs.get(pair, _Known()) for pair in sorted(pairs)}
 
     def succeeded(self, pair: Pair, now: float) -> None:
-        """Records that the KV of a canary or of a client request was transferred over the pair and
-        used to decode."""
         known = self._pairs.get(pair)
         if known is not None:
             known.succeeded_at, known.failure = now, ""
@@ -78,8 +72,6 @@ class Canary:
             known.tried_at = now
 
     def due(self, now: float, every_seconds: float) -> tuple[Pair, ...]:
-        """Returns the pairs over which a canary should be sent. These are the pairs that had
-        neither a canary nor a KV transfer in the last `every_seconds`."""
         latest = {pair: _latest(known) for pair, known in self._pairs.items()}
         return tuple(
             pair
@@ -88,7 +80,6 @@ class Canary:
         )
 
     def age_seconds(self, pair: Pair, now: float) -> float | None:
-        """Returns the seconds since the pair last transferred KV, or None if it never did."""
         known = self._pairs.get(pair)
         return None if known is None or known.succeeded_at is None else now - known.succeeded_at
 
@@ -127,11 +118,6 @@ class CanaryRunner:
 
     Args:
         probe: Function that sends a canary over a pair. Raises an error if the KV transfer fails.
-        pairs: Function that returns the current pairs of workers.
-        clock: Clock with which the intervals are measured.
-        canary: Records of the pairs, which the runner updates.
-        every_seconds: Seconds without a KV transfer after which a canary is sent over a pair.
-        timeout_seconds: Time limit of a canary, in seconds.
         changed: Callback with the readiness, after the first check and at each change.
     """
 
@@ -178,8 +164,7 @@ class CanaryRunner:
             await self._clock.sleep(self._every_seconds / 4)
 
     async def _look(self) -> None:
-        """Sends the canaries that are due, at most one per pair at a time. A canary that hangs
-        delays only the next canary of its pair."""
+        """A canary that hangs delays only the next canary of its pair."""
         try:
             async with asyncio.timeout(STATUS_SECONDS):
                 self._canary.know(await self._pairs())

@@ -1,9 +1,7 @@
 """Sends a canary: a small request that tests the KV transfer of one pair of workers.
 
-A canary belongs to a separate tenant. In all other respects it is processed like a client request:
-pages are reserved, the prompt is prefilled, the KV is transferred, and tokens are decoded. The
-probe calls the ports of the two workers directly, because the request path would choose the workers
-itself. The workers' resources are freed afterwards, even after a failure."""
+A canary belongs to a separate tenant. The probe calls the ports of the two workers directly,
+because the request path would choose the workers itself."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +30,6 @@ NEW_TOKENS = 2  # the second one is decoded from transferred KV
 
 
 def pairs_of(statuses: Sequence[WorkerStatus]) -> tuple[Pair, ...]:
-    """Returns all pairs of a prefill and a decode worker that accept requests. A mixed worker
-    counts as a pair by itself."""
     serving = [status for status in statuses if status.serving]
     prefills = [status.name for status in serving if status.role is WorkerRole.PREFILL]
     pairs = [
@@ -51,10 +47,6 @@ class PortProbe:
     """Sends canaries through the ports (interfaces) of workers.
 
     Args:
-        prefill: Prefill ports by worker name.
-        decode: Decode ports by worker name.
-        new_id: Function that returns a unique id, for each canary and each hand-off.
-        deadline_seconds: Time limit of a canary, in seconds.
         address: Function that returns the address of a prefill worker's `PeerPort`, as in
             `HandoffSource`.
     """

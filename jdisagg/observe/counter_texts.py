@@ -123,11 +123,8 @@ _ALL = {name: text for texts in TEXTS.values() for name, text in texts.items()}
 
 
 def text_of(counter: str) -> str:
-    """Returns the description of a counter, or a general text for an unknown counter."""
     return _ALL.get(counter, f"Counter {counter} of its owner.")
 
 
 def names_of(owner: str, is_worker: bool) -> Mapping[str, str]:
-    """Returns the descriptions of an owner's counters, by counter name. The owner is a worker, or a
-    component of a process such as "path"."""
     return TEXTS[WORKER] if is_worker else TEXTS.get(owner, {})

@@ -1,7 +1,6 @@
 """Program that reads lines from stdin and writes each to stdout as one JSON object.
 
-`logs.start_logging` starts this program, which uses only the standard library, as a separate
-process. It must outlive the logging process to read its last lines. It therefore ignores signals to
+The program must outlive the logging process to read its last lines. It therefore ignores signals to
 the process group, and ends at the end of its input."""
 
 import json
@@ -19,13 +18,7 @@ _USUAL = {"stderr": "WARNING", "stdout": "INFO"}
 
 def wrapped(line: str, process: str, now: float, stream: str = "stderr") -> str:
     """Converts an output line to the text of a JSON object. A line that is one already is returned
-    unchanged.
-
-    Args:
-        process: Name of the process that wrote the line.
-        now: Time in seconds since the epoch.
-        stream: "stderr" or "stdout".
-    """
+    unchanged."""
     try:
         if isinstance(json.loads(line), dict):
             return line

@@ -3,11 +3,9 @@
     start_logging("json", process="decode-0")
     log.warning("pull failed", extra={"request_id": request_id, "offer": offer_id})
 
-Fields of `extra` become fields of the line. In JSON format, a record is exactly one line of valid
-JSON. Line breaks are escaped, and values that JSON cannot represent become text. A record is
-written even if a value cannot be converted. Lines that are written directly to stderr (by native
-code of gRPC, XLA and Gloo, or by a crashing interpreter) are converted to JSON too
-(`foreign_lines.py`)."""
+In JSON format, a record is exactly one line of valid JSON. Lines that are written directly to
+stderr (by native code of gRPC, XLA and Gloo, or by a crashing interpreter) are converted to JSON
+too (`foreign_lines.py`)."""
 
 import logging
 import os
@@ -91,14 +89,8 @@ def configure_logging(
     """Installs the root logger's only handler, which replaces absl's.
 
     Args:
-        log_format: One of FORMATS.
-        process: Name of the process, which every line contains.
         worker: Name of the worker, if it differs from the process's name.
         level: Level of jdisagg's loggers. The level of other libraries is WARNING.
-        stream: Output stream. By default stderr.
-
-    Returns:
-        The handler.
 
     Raises:
         ConfigError: The format is unknown.
@@ -126,9 +118,6 @@ def start_logging(log_format: str, process: str) -> None:
 
 
 def _wrap_foreign_lines(handler: logging.StreamHandler, process: str) -> None:
-    """Makes each line that this process writes to stderr or stdout a JSON object. Lines of
-    `handler` are JSON already and do not change. Other lines become messages of the loggers
-    "stderr" and "stdout"."""
     own = _through_reader(2, process, "stderr")
     sys.stdout.flush()
     os.close(_through_reader(1, process, "stdout"))
@@ -136,11 +125,6 @@ def _wrap_foreign_lines(handler: logging.StreamHandler, process: str) -> None:
 
 
 def _through_reader(descriptor: int, process: str, name: str) -> int:
-    """Redirects the output that this process writes to a file descriptor through a child process.
-
-    The child process converts the lines to JSON, and also receives the last lines of a crashing
-    process. It ends when no process has its input open any more. Returns a descriptor of the
-    original output."""
     own = os.dup(descriptor)
     program = str(Path(__file__).with_name("foreign_lines.py"))
     reader = subprocess.Popen(

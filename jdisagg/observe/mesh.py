@@ -2,10 +2,7 @@
 
 Commands run in order. The time of a command is therefore measured from the end of the previous
 command, and not from when the command was queued. Pulls and file commands run in parallel to
-others. Their time is measured from when they are posted. The request of a command is derived from
-ids in the commands. A prefill row and a pull contain the id of an offer (KV that is ready for
-transfer). A sequence that starts decoding belongs to the request whose command last wrote the KV
-page of the sequence's newest position."""
+others. Their time is measured from when they are posted."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -56,9 +53,7 @@ class ObservedExecutor:
     """An `Executor` that passes commands to another one and measures them.
 
     Args:
-        worker: Name of the worker, which is the label of its metrics.
         executor: Executor to measure. Its attribute `card` must not be replaced later.
-        observer: Metrics and tracing of the process.
     """
 
     def __init__(self, worker: str, executor: Executor, observer: Observer) -> None:
@@ -177,11 +172,6 @@ class ObservedExecutor:
             tracing.span("prefill chunk", started, now, _owner(worker, row), worker=worker, **args)
 
     def _remember(self, command: StepCommand) -> None:
-        """Records which hand-off or reservation writes each KV page.
-
-        No other sequence shares the page of a sequence's newest position. The writer of this page
-        therefore identifies the sequence's request. A page that is copied for a child (answer) has
-        the writer of the original."""
         match command:
             case DecodeSteps(chunk=PrefillChunk() as chunk):
                 self._remember(chunk)
@@ -203,8 +193,6 @@ class ObservedExecutor:
 
 
 def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move | None:
-    """Returns tier, direction and number of bytes of the KV that a command copied to or from host
-    memory or disk. Returns None for a command that copied none."""
     match command, result:
         case ExtractBlock(to_host=True), ExtractResult():
             part = command.groups / limits.layer_groups  # share of the layers in this piece
@@ -222,9 +210,6 @@ def _move(command: StepCommand, result: StepResult, limits: MeshLimits) -> _Move
 
 
 def _owner(worker: str, row: PrefillRow) -> Key:
-    """Returns the tracing key of the hand-off or the reservation to which a prefill row belongs. A
-    row with offers belongs to a hand-off. A row without offers belongs to a reservation of this
-    worker."""
     return (
         offer_key(row.offers[0].offer_id) if row.offers else reservation_key(worker, row.sequence)
     )

@@ -1,18 +1,13 @@
 """Prometheus metrics of one process.
 
-Some metrics are recorded when events happen. Others are read at each scrape from the objects that
-have the values, called their owners. Each process has one `Metrics` with its own registry, so that
-several clusters can run in one test process.
+Each process has one `Metrics` with its own registry, so that several clusters can run in one test
+process.
 
-Histograms and event counters form groups (requests, transfers, mesh, tiers, predictions). A group
-is created at its first use, so that a worker exports no empty histograms of requests. A process
-that answers requests creates the group of requests at its start. The wrappers of this package
-update the groups once per batch of tokens or per command, and not per token.
+The wrappers of this package update metrics once per batch of tokens or per command, and not per
+token.
 
-Counters, worker statuses and numbers of compilations are read at the scrape (`sources.py`). They
-are read on the event loop of their owners, although `prometheus_client` serves from its own
-threads. Names are `jdisagg_<what>_<unit>`. Label values come from small fixed sets (worker, codec,
-cause), and never from requests. All metrics of jdisagg have the model's name as a label."""
+Names are `jdisagg_<what>_<unit>`. Label values come from small fixed sets (worker, codec, cause),
+and never from requests."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -82,8 +77,6 @@ class MetricGroup:
 
 
 class RequestMetrics(MetricGroup):
-    """Metrics of requests, as measured on the client side of the request path and at placement."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.ttft = self._histogram(
@@ -219,12 +212,7 @@ class PredictionMetrics(MetricGroup):
 
 class Metrics(NoRouterEvents):
     """All metrics of one process. `scrape` returns the metrics in Prometheus' text format, and
-    `serve` opens a port that serves this text.
-
-    Args:
-        process: Name of the process.
-        model: Name of the served model. The attribute `model` may be set later.
-    """
+    `serve` opens a port that serves this text."""
 
     def __init__(self, process: str, model: str = "") -> None:
         self.model = model
@@ -261,7 +249,6 @@ class Metrics(NoRouterEvents):
             self.predictions.ratio.labels(what).observe(actual / predicted)
 
     def watch_counters(self, owner: str, counters: Counters) -> None:
-        """Exports all counters of `owner`, each as a metric with the counter's name."""
         self._watched.append(Watched(owner, counters))
 
     def watch_worker(
@@ -271,23 +258,18 @@ class Metrics(NoRouterEvents):
         counters: Counters | None = None,
         compilations: Compilations | None = None,
     ) -> None:
-        """Exports a worker's status, counters and number of compilations."""
         self._watched.append(Watched(name, counters, status, compilations=compilations))
 
     def watch_cluster(self, statuses: StatusesOf) -> None:
-        """Exports the statuses of all workers of a router. The metric names differ from those that
-        workers export about themselves."""
         self._watched.append(Watched("cluster", statuses=statuses))
 
     def watch_waiting(self, waiting: Callable[[], int]) -> None:
-        """Exports the number of requests that wait at the router for workers."""
         self._read_at_scrape.append(lambda: routing_families(waiting()))
 
     def watch_canary(self, canary: Canary, now: Callable[[], float]) -> None:
         self._read_at_scrape.append(lambda: canary_families(canary, now()))
 
     def watch_ready(self, ready: Callable[[], bool]) -> None:
-        """Exports whether the server accepts requests."""
         self._read_at_scrape.append(lambda: ready_families(ready()))
 
     def watch_advice(self, advice: Callable[[], AdviceReport]) -> None:
@@ -306,13 +288,6 @@ class Metrics(NoRouterEvents):
     def serve(self, port: int, host: str) -> Callable[[], None]:
         """Serves GET /metrics with prometheus_client's server, in its own threads. At a scrape,
         values are read on the event loop on which `serve` was called.
-
-        Args:
-            port: Port to bind.
-            host: Address of the network interface to bind.
-
-        Returns:
-            A function that closes the port.
 
         Raises:
             ConfigError: The port cannot be bound.
@@ -359,7 +334,6 @@ class Metrics(NoRouterEvents):
 
 
 def _samples(counter: Counter) -> list[float]:
-    """Returns the values of a counter, one for each combination of labels."""
     return [
         sample.value
         for family in counter.collect()
@@ -369,8 +343,6 @@ def _samples(counter: Counter) -> list[float]:
 
 
 class _Families(CollectorRegistry):
-    """A Prometheus registry whose metrics the function `read` returns at each scrape."""
-
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         super().__init__()
         self.register(_Reading(read))

@@ -5,8 +5,7 @@
     port = wrap.decode("decode-0", port, observer)
     path = wrap.path(path, observer)
 
-Each wrapper implements the Protocol of the wrapped object. If the observer is None, the functions
-of `wrap` return their argument unchanged."""
+If the observer is None, the functions of `wrap` return their argument unchanged."""
 
 import time
 from collections import OrderedDict
@@ -37,7 +36,6 @@ class Causes:
             self._causes.popitem(last=False)
 
     def latest(self, tenant: str, request_id: str) -> str:
-        """Returns why the request's latest attempt ended, or "" if this is not stored."""
         return self._causes.get((tenant, request_id), "")
 
 

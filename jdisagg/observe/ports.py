@@ -3,8 +3,7 @@
 The classes `Observed*` wrap a port in the calling process: ports of remote workers in a router,
 peers in a decode worker, and the workers themselves if all are in one process. `Served` wraps the
 ports of a worker in the worker's own process. It registers the request to which each reservation id
-and hand-off id belongs. Commands to the mesh contain only these ids, while calls between processes
-contain the trace context (tracing.py)."""
+and hand-off id belongs."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -314,9 +313,6 @@ class ObservedPeer:
         await proceed(handoff_id, reason)
 
     def _settle(self, handoff_id: int, receiving: _Receiving) -> None:
-        """Records the exposed transfer time of a hand-off, which is the transfer time after the end
-        of the prefill. Does nothing until the prefill has ended and the receiver has acknowledged
-        all offers."""
         if receiving.offers is None or len(receiving.acknowledged) < receiving.offers:
             return
         now, owner, ended_at = self._observer.now(), handoff_key(handoff_id), receiving.ended_at
@@ -333,8 +329,7 @@ class Served:
     """Middleware for all ports of a worker, in the worker's own process. It connects spans of the
     worker with the caller's trace.
 
-    Calls of `prefill` and `reserve` contain the caller's trace context. The middleware registers it
-    under the id of the hand-off or the reservation. Later calls contain only the id."""
+    Calls of `prefill` and `reserve` contain the caller's trace context."""
 
     def __init__(self, worker: str, observer: Observer) -> None:
         self._worker = worker
@@ -398,8 +393,6 @@ def _owner(request: Request) -> Key:
 
 
 def _cause_in(span: Span) -> str:
-    """Returns the reason why another attempt follows after this message of a decode worker, or ""
-    if none follows."""
     if span.end is SpanEnd.PREEMPTED:
         return "preempted"
     if span.lost is not None:
@@ -411,8 +404,6 @@ def _cause_in(span: Span) -> str:
 def _failures(
     observer: Observer, worker: str, call: str, request: Request, attempt: int
 ) -> Iterator[None]:
-    """Context manager for a call to a worker. It counts an exception of the call, and stores it as
-    the reason for the request's next attempt."""
     try:
         yield
     except Exception as error:

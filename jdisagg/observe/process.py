@@ -70,10 +70,6 @@ async def observing(process: str, config: ObserveConfig) -> AsyncIterator[Observ
     """Context manager that creates the process's observer. Yields None if `config` requests no
     observability.
 
-    Args:
-        process: Name of the process.
-        config: Settings of observability.
-
     Raises:
         ConfigError: The port is in use, or the span exporter is not installed.
     """

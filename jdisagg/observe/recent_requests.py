@@ -1,9 +1,8 @@
 """Spans of the latest traced requests, which the web page draws as timelines.
 
 `RecentRequests` is an OpenTelemetry exporter that stores spans by trace id. A client that has
-chosen the trace id of its request can read the request's spans while the request runs. Spans that
-belong to no request are dropped. When the store is full, the oldest trace is dropped. If a trace
-has too many spans, only its first spans and its root span are stored."""
+chosen the trace id of its request can read the request's spans while the request runs. When the
+store is full, the oldest trace is dropped."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -43,12 +42,7 @@ class RecentRequest:
 
 
 class RecentRequests(SpanExporter):
-    """Stores the spans of the latest traced requests. Use it on one event loop only.
-
-    Args:
-        traces: Largest number of traces.
-        spans: Largest number of spans of a trace.
-    """
+    """Stores the spans of the latest traced requests. Use it on one event loop only."""
 
     def __init__(self, traces: int = KEPT_TRACES, spans: int = KEPT_SPANS) -> None:
         self._most_traces = traces
@@ -63,12 +57,9 @@ class RecentRequests(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def spans(self, trace: str) -> tuple[RecentSpan, ...]:
-        """Returns the finished spans of a trace in order of their start, or an empty tuple for an
-        unknown trace."""
         return tuple(sorted(self._traces.get(trace, ()), key=lambda span: span.started))
 
     def requests(self) -> tuple[RecentRequest, ...]:
-        """Returns the requests that have ended, the latest one first."""
         return tuple(
             _request(name, span)
             for name, spans in reversed(self._traces.items())

@@ -6,9 +6,8 @@ a line for each request.
         async for event in events:
             record.seen(event)
 
-If an exception leaves the `with` block, the request has failed. The log line has the exception's
-code, and the exception is counted by `errors`. `refused` counts calls that failed before they
-became requests: calls without a token, malformed calls, and calls during a drain."""
+If an exception leaves the `with` block, the request has failed. `refused` counts calls that failed
+before they became requests: calls without a token, malformed calls, and calls during a drain."""
 
 import asyncio
 import logging
@@ -52,13 +51,7 @@ class _Work:
 
 
 class RequestLog:
-    """The request log of a process. Use it on one event loop.
-
-    Args:
-        each: Whether to log a line for each request.
-        errors: Function that counts an error by its gRPC code and exception type, or None.
-        waiting: Function that returns the number of requests that wait for workers, or None.
-    """
+    """The request log of a process. Use it on one event loop."""
 
     def __init__(
         self,
@@ -94,7 +87,6 @@ class RequestLog:
             self._ended(record, code, name)
 
     def refused(self, method: str, error: JdisaggError) -> None:
-        """Counts a call that failed before it became a request."""
         self._count(_code(error), type(error).__name__)
         if self._each:
             _log.info(
@@ -133,8 +125,6 @@ class RequestLog:
             self._timer = asyncio.get_running_loop().call_later(EVERY_SECONDS, self._line)
 
     def _line(self) -> None:
-        """Logs the totals of the last interval and schedules the next line. If the interval had no
-        requests, logs nothing and schedules nothing."""
         self._timer, work = None, self._work
         if not (self._running or work.ended or work.failed):
             return

@@ -2,11 +2,8 @@
 elastic controller's advice.
 
 Names of metrics are derived from names of counters: `leases_expired` of worker `decode-0` becomes
-`jdisagg_leases_expired_total{owner="decode-0"}`. A new counter therefore needs no change in this
-module. Its description is in `counter_texts.py`. `_SPLIT` lists counters that are exported together
-as one metric with a label. `_TOLD_ELSEWHERE` lists counters that are not exported, because another
-metric has the same value. If a worker does not answer in time, its status is not exported, and
-`jdisagg_worker_up` is 0. A router's metrics about its workers have separate names
+`jdisagg_leases_expired_total{owner="decode-0"}`. If a worker does not answer in time, its status is
+not exported, and `jdisagg_worker_up` is 0. A router's metrics about its workers have separate names
 (`jdisagg_router_worker_*`), so that sums over all processes count no worker twice."""
 
 import asyncio
@@ -46,11 +43,7 @@ class Reading:
     """Values that were read at a scrape from one owner, such as a worker or a router.
 
     Attributes:
-        owner: Name of the owner.
-        counts: Name, labels and value of each counter.
         up: Whether a worker answered. None if the owner is not a worker.
-        statuses: Status of the worker, or of the router's workers.
-        compilations: Number of compiled programs, or None.
     """
 
     owner: str
@@ -62,15 +55,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """An owner, such as a worker or a router, whose values are read at each scrape.
-
-    Attributes:
-        owner: Name of the owner.
-        counters: Counters of the owner.
-        status: Function that returns the status of a worker. None for other owners.
-        statuses: Function that returns the statuses of a router's workers. None for other owners.
-        compilations: Function that returns the number of compiled programs, or None.
-    """
+    """An owner, such as a worker or a router, whose values are read at each scrape."""
 
     owner: str
     counters: Counters | None = None
@@ -101,8 +86,6 @@ class Watched:
 
 
 def reading_families(readings: Sequence[Reading]) -> Iterator[Metric]:
-    """Converts the values of all owners to Prometheus metric families. Each family occurs once and
-    contains the samples of all owners, as Prometheus requires."""
     yield from _counters(readings)
     compilations = _family(
         CounterMetricFamily,
@@ -255,8 +238,6 @@ def ready_families(ready: bool) -> Iterator[Metric]:
 
 
 def canary_families(canary: Canary, now: float) -> Iterator[Metric]:
-    """Yields metrics of the cluster's readiness: whether it is ready, and the age of the last KV
-    transfer between each pair of workers."""
     yield from ready_families(canary.readiness(now).ready)
     ages = [((pair.prefill, pair.decode), canary.age_seconds(pair, now)) for pair in canary.pairs]
     yield _gauge(
@@ -268,8 +249,6 @@ def canary_families(canary: Canary, now: float) -> Iterator[Metric]:
 
 
 def advice_families(advice: AdviceReport) -> Iterator[Metric]:
-    """Yields metrics of the elastic controller's advice on pool sizes, for an external autoscaler
-    that reads Prometheus."""
     by_role = (
         ("advised", "Advised number of workers of a role.", advice.prefill, advice.decode),
         (

@@ -1,11 +1,9 @@
 """OpenTelemetry spans of the work that a process does for requests.
 
-Each request has one trace. The router creates the root span. If the client sends W3C trace context
-(`jdisagg/trace_context.py`), the root span is a child of the client's span. Calls to workers
-contain the trace context. Within a process, most code has only a key: the id of a hand-off, an
-offer or a reservation. Code that has both the key and its owner (a trace context or another key)
-registers the two with `own`. A span whose key has no owner yet is stored until the owner is
-registered. In this way, no function needs a context parameter only for tracing.
+If the client sends W3C trace context (`jdisagg/trace_context.py`), the root span is a child of the
+client's span. Calls to workers contain the trace context. Within a process, most code has only a
+key: the id of a hand-off, an offer or a reservation. Code that has both the key and its owner (a
+trace context or another key) registers the two with `own`.
 
 Spans are created when their work is complete. Times of the observer's clock are converted to times
 since the epoch, by one comparison with the wall clock at the start. An instant is a span without
@@ -59,8 +57,6 @@ def reservation_key(worker: str, reservation_id: int) -> Key:
 
 
 def of_request(context: Context, request_id: str) -> Context:
-    """Returns a copy of `context` with a request id, which becomes an attribute of spans that are
-    created in this context."""
     return otel.set_value(_REQUEST, request_id, context)
 
 
@@ -70,8 +66,6 @@ class Tracing:
 
     Args:
         provider: OpenTelemetry's provider. None turns tracing off.
-        now: The observer's clock, in seconds.
-        wall: Clock that returns seconds since the epoch.
         every: Whether to record requests whose client sent no sampling decision. If False, a
             request is recorded only if its client requests tracing.
     """
@@ -133,7 +127,6 @@ class Tracing:
         """Records a span whose work is complete.
 
         Args:
-            name: Name of the span.
             started, ended: Times of the observer's clock.
             owner: Trace context or key to which the span belongs.
             **attributes: Attributes of the span.
@@ -179,7 +172,6 @@ class Tracing:
             self._provider.force_flush()
 
     def close(self) -> None:
-        """Passes all remaining spans to the exporters and stops them."""
         self.flush()
         if self._provider:
             self._provider.shutdown()
@@ -203,8 +195,6 @@ class Tracing:
         span.end(self._ns(max(started, ended)))
 
     def _wanted(self, parent: Context) -> bool:
-        """Returns whether spans with this parent are recorded: the parent's sampling decision, or
-        the default if there is no parent."""
         context = trace.get_current_span(parent).get_span_context()
         return context.trace_flags.sampled if context.is_valid else self._every
 

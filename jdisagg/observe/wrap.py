@@ -39,15 +39,12 @@ def decode(worker: str, port: DecodePort, observer: Observer | None) -> DecodePo
 
 
 def peer(receiver: str, port: PeerPort, observer: Observer | None) -> PeerPort:
-    """Wraps a peer port, through which the worker `receiver` pulls KV from another worker."""
     return through(PeerPort, port, ObservedPeer(receiver, observer)) if observer else port
 
 
 def calls(
     worker: MeshWorker, caller: MeshWorker | None, observer: Observer | None
 ) -> tuple[object, ...]:
-    """Returns middleware that measures calls to a worker of this process, for `LocalCluster`.
-    `caller` is the calling worker, or None for the request path."""
     if observer is None:
         return ()
     if caller is not None:
@@ -59,7 +56,6 @@ def calls(
 def ports(
     open_ports: Callable[[WorkerCard], WorkerPorts], observer: Observer | None
 ) -> Callable[[WorkerCard], WorkerPorts]:
-    """Wraps a function that opens the ports of a worker, so that the ports are measured."""
     if observer is None:
         return open_ports
 
@@ -77,21 +73,12 @@ def ports(
 def peers(
     receiver: str, resolve: Callable[[HandoffSource], PeerPort], observer: Observer | None
 ) -> Callable[[HandoffSource], PeerPort]:
-    """Wraps the function `resolve`, which returns the port of another worker, so that the transfers
-    to the worker `receiver` are measured."""
     if observer is None:
         return resolve
     return lambda source: peer(receiver, resolve(source), observer)
 
 
 def request_log(each: bool, observer: Observer | None, waiting: Callable[[], int]) -> RequestLog:
-    """Creates the request log of an API. If there is an observer, the numbers of the log are also
-    exported as metrics.
-
-    Args:
-        each: Whether to log a line for each request.
-        waiting: Function that returns the number of requests that wait for workers.
-    """
     if observer is None:
         return RequestLog(each, waiting=waiting)
     observer.metrics.watch_waiting(waiting)

@@ -1,5 +1,4 @@
-"""Activations of feed-forward blocks (`ops/mlp.py`) as plain data. Does not import JAX, because
-processes without JAX read model configurations."""
+"""Activations of feed-forward blocks (`ops/mlp.py`) as plain data."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -3,7 +3,7 @@ token uses the adapter of its own slot.
 
 One product covers all G slots of rank R: A [in, G, R] and B [G, R, out] are used as the matrices
 [in, G R] and [G R, out], and a mask keeps each token's own slot of x A. Slot g is entry g - 1 of G.
-A token in slot 0 has no adapter. Tokens without an adapter keep their values bit for bit."""
+Tokens without an adapter keep their values bit for bit."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -56,7 +56,6 @@ def add_adapters(
 def add_one(
     y_TD: jax.Array, x_TD: jax.Array, factors: Factors, slot: jax.Array, platform: str
 ) -> jax.Array:
-    """Returns `y_TD` plus the product of the adapter in slot `slot` with all rows of `x_TD`."""
     at = jnp.maximum(slot - 1, 0)
     a_IR = jax.lax.dynamic_index_in_dim(factors.a_IGR, at, 1, keepdims=False)
     b_RO = jax.lax.dynamic_index_in_dim(factors.b_GRO, at, 0, keepdims=False)

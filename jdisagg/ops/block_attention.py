@@ -1,12 +1,7 @@
 """Block-sparse attention of MiniMax M3 (arXiv 2606.13392): an indexer selects the blocks of
-positions that each token attends to, for each kv head. `model_api.Index` defines the scores.
+positions that each token attends to, for each kv head.
 
-The selection is exact: it consists of the `top` blocks with the largest scores. Of blocks with
-equal scores, the first is selected. The last `local` blocks up to the token's own have an infinite
-score. Blocks begin at multiples of their size in the sequence, wherever its pages and chunks begin.
-Each kv head selects by its own head of the indexer, whose scores are computed whole on each device
-that has the kv head. Where no sequence can be longer than `top` blocks, all positions are selected
-and callers leave the indexer out.
+The selection is exact: it consists of the `top` blocks with the largest scores.
 
 Prefill computes the scores of a block of queries over all earlier positions and masks ordinary
 attention. Decode gathers keys and values of the selected blocks: the selection is a page table for
@@ -44,7 +39,7 @@ def block_maxima(
     queries_QKD: jax.Array, keys_SD: jax.Array, seen_QS: jax.Array, block: int
 ) -> jax.Array:
     """Computes the largest score of each block of keys, float32 [K, Q, blocks]. Keys outside
-    `seen_QS` are ignored. A block with no key in `seen_QS` has the score -inf."""
+    `seen_QS` are ignored."""
     scores_KQS = jnp.where(seen_QS[None], key_scores(queries_QKD, keys_SD), -jnp.inf)
     lacking = -keys_SD.shape[0] % block
     scores_KQS = jnp.pad(scores_KQS, ((0, 0), (0, 0), (0, lacking)), constant_values=-jnp.inf)
@@ -52,8 +47,6 @@ def block_maxima(
 
 
 def _with_local(scores: jax.Array, own: jax.Array, local: int) -> jax.Array:
-    """Sets the scores of the last `local` blocks up to each token's own block, `own`, to infinity.
-    Both arrays have three dimensions. The last is the number of blocks, or has size one."""
     number = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]
     return jnp.where((number <= own) & (number > own - local), jnp.inf, scores)
 
@@ -161,8 +154,6 @@ def attention_to_blocks(
 def _gather_blocks(
     pages_PKSH: jax.Array, table_TN: jax.Array, block_TKC: jax.Array, block: int
 ) -> jax.Array:
-    """Gathers the blocks numbered `block_TKC`, for each kv head, from pages: [T, K, C * block, H].
-    Positions beyond the table are read from its last page."""
     pages, heads, slots, width = pages_PKSH.shape
     run = math.gcd(block, slots)  # consecutive positions in one page
     first_C = jnp.arange(0, block, run, dtype=jnp.int32)[None, None, None]

@@ -4,15 +4,12 @@ decode worker. Sender and receiver compute the same sum for any sharding, page s
 A row is the H values of one (component, head, position), read as the integers of their bits. The
 term of a row is mix(sum_h bits_h * weight(h, key) + row_key(component, head, position, key)) mod
 2^32, with odd weights and a bijective `mix`. The sum of rows is the sum of their terms mod 2^32.
-Two independent lanes give 64 bits. The sum is additive over components, heads and positions, and
-hence over any shards and blocks. A single changed bit always changes it, because an odd weight
-times a power of two is not zero mod 2^32. Swapped rows, another key, several changed bits or
-missing rows go undetected with chance 2^-64. All weights depend on the secret key.
+The sum is additive over components, heads and positions, and hence over any shards and blocks.
+Swapped rows, another key, several changed bits or missing rows go undetected with chance 2^-64.
 
 Coordinates are global: the component's index over all layers, the kv head's index in the model, the
-absolute position. All functions have no side effects, can be traced by JAX, and use 32-bit integer
-arithmetic only. Callers must pass materialised arrays, because XLA may recompute a fused value with
-another rounding."""
+absolute position. Callers must pass materialised arrays, because XLA may recompute a fused value
+with another rounding."""
 
 import hashlib
 from collections.abc import Sequence
@@ -36,10 +33,8 @@ _SLAB = _WIDTHS[0] * _WIDTHS[1]
 def byte_sum(values: np.ndarray) -> bytes:
     """Computes a checksum of an array's bytes, 16 bytes, nearly as fast as they are read.
 
-    The bytes are read as 32-bit words. The words are summed mod 2^32, grouped by index modulo 1024
-    and again by index modulo 1021, and the sums are hashed. A changed byte changes a sum of each
-    grouping. Two swapped words change a sum, unless their distance is a multiple of 1024 x 1021
-    words."""
+    The words are summed mod 2^32, grouped by index modulo 1024 and again by index modulo 1021, and
+    the sums are hashed."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     words = flat[: flat.size // 4 * 4].view(np.uint32)
     whole = words.size // _SLAB * _SLAB
@@ -86,10 +81,8 @@ def row_sums(
     Args:
         parts: Arrays [C, K, T, x], which are concatenated along the last axis to the values of each
             row.
-        key_2: Key from `key_words`.
         component, head: Index, in the whole model, of the first component and of the first head of
             `parts`.
-        positions_T: Absolute positions.
         valid_T: Mask of the tokens to include. Excluded tokens give 0.
     """
     components, heads = parts[0].shape[:2]
@@ -111,7 +104,6 @@ def row_sums(
 
 
 def _weighted(bits: Sequence[jax.Array], seeds: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns, for each lane, the weighted sum of each row's bits: uint32 [C, K, T]."""
     lanes = [jnp.uint32(0)] * len(seeds)
     first = 1
     for part_CKTx in bits:
@@ -145,20 +137,16 @@ def granule_sums(rows_KT2: jax.Array, granule: int) -> jax.Array:
 
 
 def bits_of(values: jax.Array) -> jax.Array:
-    """Returns the bits of each value as uint32."""
     return lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}")).astype(
         jnp.uint32
     )
 
 
 def _lane_seed(key_2: jax.Array, lane: int) -> jax.Array:
-    """Derives the seed of one checksum lane from both words of the key."""
     return _mix(key_2[lane] + _mix(key_2[1 - lane] ^ jnp.uint32(_LANE_SALTS[lane])))
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Mixes 32 bits so that each input bit affects all output bits. A bijection of two rounds of
-    xor-shift and multiplication."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
     return x ^ (x >> jnp.uint32(16))

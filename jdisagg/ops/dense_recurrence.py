@@ -16,14 +16,6 @@ _GRAIN = 16
 def recur_from_the_beginning(
     parts: Sequence[KVComponent], dtype: str, tokens: int, shards: Shards
 ) -> Recur:
-    """Returns a `Recur` for one sequence of `tokens` tokens that starts with zero state.
-
-    Args:
-        parts: State components of the layer.
-        dtype: Data type of state components that do not specify their own.
-        tokens: Length of the sequence.
-        shards: Mesh axes over which the state's heads are sharded.
-    """
     over = lax.axis_size(shards.tp[0]) if shards.tp else 1
 
     def recur(advance: Advance) -> jax.Array:

@@ -1,10 +1,10 @@
 """Memory layout of arrays: the order of the axes of weights and pages in device memory, and the
 alignment of host arrays.
 
-XLA chooses the order from an array's shape. For heads narrower than a TPU's 128 lanes it makes the
-page number the innermost axis, and each program would copy the pool into another order and back. On
-such platforms (`PlatformTraits.row_major`) weights and pages are row-major at the border of every
-program. They must be created in this order, because a program rejects arrays in another order."""
+For heads narrower than a TPU's 128 lanes it makes the page number the innermost axis, and each
+program would copy the pool into another order and back. On such platforms
+(`PlatformTraits.row_major`) weights and pages are row-major at the border of every program. They
+must be created in this order, because a program rejects arrays in another order."""
 
 import math
 from collections.abc import Sequence
@@ -20,13 +20,12 @@ ALIGNMENT = 64  # bytes; XLA:CPU aliases a buffer that begins at a multiple of i
 
 
 def axis_order(axes: int) -> tuple[int, ...]:
-    """Returns the row-major order of `axes` axes, outermost first."""
     return tuple(range(axes))
 
 
 def kept_format(axes: int, sharding: NamedSharding, platform: str) -> Any:
     """Returns the sharding of a weight or page array, with the order of its axes on platforms that
-    need it. JAX accepts the result wherever it accepts a sharding."""
+    need it."""
     if axes < 2 or not traits_of(platform).row_major:
         return sharding
     return Format(Layout(axis_order(axes)), sharding)

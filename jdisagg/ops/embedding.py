@@ -10,8 +10,7 @@ from jax import lax
 
 
 def embed_tokens(table_VD: jax.Array, tokens_T: jax.Array, tp: tuple[str, ...]) -> jax.Array:
-    """Returns the embeddings x [T, D], replicated over tp. Each device looks up the ids of its part
-    of the table, uses zeros for other ids, and the results are summed over tp."""
+    """Returns the embeddings x [T, D], replicated over tp."""
     if not tp:
         return jnp.take(table_VD, tokens_T, axis=0, mode="clip")
     rows = table_VD.shape[0]

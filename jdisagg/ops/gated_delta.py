@@ -1,17 +1,14 @@
 """The gated delta rule (Yang et al., 2024, arXiv 2412.06464): linear attention whose state decays
-by a gate. Before a new value is written for a key, the old value for this key is subtracted. The
-gate is one number for each head, or one for each channel of its keys (Kimi Delta Attention, arXiv
-2510.26692).
+by a gate. The gate is one number for each head, or one for each channel of its keys (Kimi Delta
+Attention, arXiv 2510.26692).
 
 For each head, with state S [dk, dv], key k, value v, query q, gate exp(g) and strength b:
 
 u_t = b_t (v_t - (exp(g_t) S_(t-1))^T k_t),  S_t = exp(g_t) S_(t-1) + k_t (x) u_t,  o_t = S_t^T q_t
 
-A decode step computes exactly these equations. A prefill chunk is processed in runs of `grain`
-tokens. Within a run, with cumulative gates G, the vectors u solve a triangular system, (I + A) U =
-B (V - exp(G) K S), A_ij = b_i sum_c exp(G_ic - G_jc) k_ic k_jc for j < i. Each run thus takes a few
-matrix products, and only the state is passed from run to run. All arithmetic is float32. The
-vectors q and k must have norm one."""
+A prefill chunk is processed in runs of `grain` tokens. Within a run, with cumulative gates G, the
+vectors u solve a triangular system, (I + A) U = B (V - exp(G) K S), A_ij = b_i sum_c exp(G_ic -
+G_jc) k_ic k_jc for j < i. All arithmetic is float32. The vectors q and k must have norm one."""
 
 from typing import NamedTuple
 
@@ -42,9 +39,6 @@ class DeltaInputs(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Matrices that express the effect of a run of tokens on a state S: u = values - keys S, o =
-    queries S + mix u, S' = decay S + writes^T u."""
-
     values_NCV: jax.Array
     keys_NCK: jax.Array
     queries_NCK: jax.Array
@@ -53,7 +47,6 @@ class _Run(NamedTuple):
     decay_NG: jax.Array
 
     def on(self, state_NKV: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Applies the run to a state. Returns the output [N, C, dv] and the next state."""
         u_NCV = self.values_NCV - _product(self.keys_NCK, state_NKV)
         out_NCV = _product(self.queries_NCK, state_NKV) + _product(self.mix_NCC, u_NCV)
         kept_NKV = self.decay_NG[..., None] * state_NKV
@@ -66,7 +59,6 @@ def _product(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def unit_length(x: jax.Array, epsilon: float = 1e-6) -> jax.Array:
-    """Scales the last axis to length one, in float32."""
     wide = x.astype(jnp.float32)
     return wide * lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
 
@@ -77,9 +69,7 @@ def delta_runs(
     """Applies the gated delta rule to a prefill chunk with tokens of several sequences (rows).
 
     Args:
-        inputs: Inputs of T tokens.
         state_RNKV: float32 state before each row's first token of this chunk.
-        runs: Division of the chunk's tokens into rows and runs.
         platform: JAX platform. On a GPU all runs are computed without a loop.
 
     Returns:
@@ -95,8 +85,6 @@ def delta_runs(
 
 
 def _at_once(parts: _Run, state_RNKV: jax.Array, runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Processes all runs without a loop, by expressing each run's effect on the state as a matrix.
-    Needs more arithmetic than the loop."""
     written_nNKC = jnp.swapaxes(parts.writes_NCK, 2, 3)
     keep_nNKK = parts.decay_NG[..., None] * jnp.eye(state_RNKV.shape[2])[None, None] - _product(
         written_nNKC, parts.keys_NCK
@@ -118,12 +106,10 @@ def delta_step(inputs: DeltaInputs, state_BNKV: jax.Array) -> tuple[jax.Array, j
 
 
 def _read(state_BNKV: jax.Array, key_BNK: jax.Array) -> jax.Array:
-    """Reads a state by a key: returns S^T k, [B, N, dv]."""
     return jnp.einsum("bnkv,bnk->bnv", state_BNKV, key_BNK, precision=lax.Precision.HIGHEST)
 
 
 def _prepare(run: DeltaInputs) -> _Run:
-    """Computes a run's matrices from the inputs of its tokens, heads first [N, C, ...]."""
     q, k, v, g, b = run
     size = g.shape[1]
     total_NCG = jnp.cumsum(g, axis=1)
@@ -146,8 +132,6 @@ def _prepare(run: DeltaInputs) -> _Run:
 def _pairs_of_heads(
     q_NCK: jax.Array, k_NCK: jax.Array, total_NC1: jax.Array, upto_CC: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the products of the keys and of the queries of each token i with the keys of each
-    token j, times exp(G_i - G_j). Unspecified where j > i."""
     total_NC = total_NC1[..., 0]
     # Masked before the exponential: above the diagonal the exponent would be positive.
     gap_NCC = jnp.where(upto_CC, total_NC[:, :, None] - total_NC[:, None, :], 0.0)
@@ -158,10 +142,9 @@ def _pairs_of_heads(
 def _pairs_of_channels(
     q_NCK: jax.Array, k_NCK: jax.Array, total_NCK: jax.Array, upto_CC: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the same as `_pairs_of_heads` for gates per channel, where the decay is within the
-    sum over channels. No factor exceeds one: tokens of different blocks meet at the gate G before
-    the later block, as exp(G_i - G) exp(G - G_j), and tokens of one block are multiplied channel by
-    channel, with exp(G_i - G_j) of each pair."""
+    """No factor exceeds one: tokens of different blocks meet at the gate G before the later block,
+    as exp(G_i - G) exp(G - G_j), and tokens of one block are multiplied channel by channel, with
+    exp(G_i - G_j) of each pair."""
     heads, size, width = k_NCK.shape
     each = min(_BLOCK, size)
     count = size // each
@@ -191,9 +174,6 @@ def _pairs_of_channels(
 
 
 def _inverse(below_NCC: jax.Array) -> jax.Array:
-    """Inverts I + L for strictly lower triangular L, whose size is a power of two, by doubling
-    blocks: [[a, 0], [c, d]]^-1 = [[a', 0], [-d' c a', d']]. As stable as substitution, without a
-    loop."""
     size = below_NCC.shape[-1]
     index = jnp.arange(size)
     found = jnp.broadcast_to(jnp.eye(size, dtype=below_NCC.dtype), below_NCC.shape)

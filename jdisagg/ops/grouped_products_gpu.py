@@ -1,6 +1,4 @@
-"""Grouped expert products on a GPU: each expert's rows times the expert's matrix. Which rows belong
-to which expert is known only on the device. The kernels read it there, so that the host need not
-drive a loop and no matrices are copied.
+"""Grouped expert products on a GPU: each expert's rows times the expert's matrix.
 
 `products` chooses between two implementations:
 - Hopper, 16-bit: JAX's `pallas.ops.gpu.ragged_dot_mgpu`, three calls (gate, up, down), by wgmma and
@@ -10,8 +8,7 @@ drive a loop and no matrices are copied.
   not be gathered first. A kernel program handles one block of rows and one tile of columns.
   Programs without a block do nothing. Quantized values are widened as they are read.
 
-Rows whose expert is on another device are not computed, and their output is undefined. Triton is
-imported as in `paged_attention_pallas`. `interpret=True` runs our kernels on CPU, for tests."""
+Rows whose expert is on another device are not computed, and their output is undefined."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -37,7 +34,6 @@ MGPU_ROWS, MGPU_COLUMNS, MGPU_DEPTH, MGPU_STEPS = 64, 128, 64, 4
 
 
 def block_rows(pairs: int, experts: int) -> int:
-    """Returns the number of rows per kernel block: about the mean number of rows per expert."""
     rows = MIN_ROWS
     while rows < min(MAX_ROWS, pairs / experts):
         rows *= 2
@@ -49,7 +45,6 @@ def is_hopper(device_kind: str) -> bool:
 
 
 def wgmma_applies(x_TD: jax.Array, ffn: int, device_kind: str) -> bool:
-    """Whether JAX's kernel `ragged_dot_mgpu` supports this device, data type and sizes."""
     whole = x_TD.shape[1] % MGPU_DEPTH == 0 and ffn % MGPU_DEPTH == 0
     fits = is_hopper(device_kind) and usable(WGMMA_EXPERTS)
     return fits and whole and x_TD.dtype in (jnp.bfloat16, jnp.float16)
@@ -68,10 +63,6 @@ def by_wgmma(
 
     Args:
         rows_PD: Rows sorted by expert. Rows whose expert is on another device come last.
-        sizes_E: Number of rows of each expert.
-        gate_EDF, up_EDF, down_EFD: Expert matrices.
-        biases_PF: Gate bias and up bias of each row's expert.
-        clamp: Gate function of the experts. None means silu.
     """
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
@@ -151,8 +142,6 @@ def _hidden(
     clamp: ExpertGate | None,
     biased: bool,
 ) -> None:
-    """Kernel that computes silu(x gate) * (x up) for one block of rows and one tile of columns. The
-    last refs are scales, biases and the output."""
     *scales, out_ref = more_and_out
     scales, biases = (scales[:-2], scales[-2:]) if biased else (scales, [])
     # Read outside of the branches, because interpreted branches cannot read refs.
@@ -181,7 +170,6 @@ def _down(
     *scales_and_out: Ref,
     rows: int,
 ) -> None:
-    """Kernel that multiplies one block of rows with one tile of columns of the down matrix."""
     *scales, out_ref = scales_and_out
     # Read outside of the branches, because interpreted branches cannot read refs.
     block, tile = pl.program_id(0), pl.program_id(1)
@@ -196,7 +184,6 @@ def _down(
 
 
 def _block(start: jax.Array, end: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns `rows` row indices from `start` on, and a mask of the indices before `end`."""
     place_R = start + jnp.arange(rows, dtype=jnp.int32)
     return place_R, place_R < end
 
@@ -210,8 +197,6 @@ def _products(
     tile: jax.Array,
     scales: Sequence[Ref],
 ) -> tuple[jax.Array, ...]:
-    """Multiplies rows of x with an expert's tile of columns of each matrix, summed in float32, and
-    applies the scales of quantized matrices."""
     rows, (_, kept, columns) = row_R.shape[0], matrices[0].shape
     paired = 2 if 2 * kept == x_ref.shape[1] else 1  # inputs in a byte
     column_N = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
@@ -256,8 +241,6 @@ def _products(
 
 
 def _tile_of(of_EN: Ref, expert: jax.Array, tile: jax.Array) -> jax.Array:
-    """Loads the part of an expert's scales or biases that belongs to one tile of columns: float32
-    [1, TILE]."""
     column_N = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
     at = jnp.full((TILE,), expert, jnp.int32), column_N
     loaded_N = triton.load(of_EN.at[at], mask=column_N < of_EN.shape[1], other=0.0)

@@ -1,19 +1,15 @@
-"""Reads and writes KV pages. An array `pages_PKSH` holds one component (K or V) of one layer on one
-dp rank.
+"""Reads and writes KV pages.
 
-A page has S slots, one per token. Heads precede slots, so that one head's bytes of a page are
-contiguous. All functions have no side effects, and take a device's local shards. The caller's jit
-must donate the pages, so that writes are in place: a copy of the pool would cost more than the
-whole step. Tokens are addressed by page and slot only. This module does not depend on sequences.
+All functions have no side effects, and take a device's local shards. The caller's jit must donate
+the pages, so that writes are in place: a copy of the pool would cost more than the whole step.
 
 Invariants: a page id of `P` or more marks padding, and writes to it are dropped. Negative ids are
 not allowed, because indexing would count them from the end. Pages must hold finite values only,
 because attention multiplies stale slots by zero.
 
-Pages may have a narrower type than the model computes in (fp8, as bytes). Values are rounded to the
-narrower type first (`as_kept`), and attention reads rounded values both from pages and from the
-current chunk (`as_read`). Output tokens thus do not depend on how a prompt is divided into chunks.
-On a CPU bfloat16 pages are stored as their bits (`kept_dtype`)."""
+Values are rounded to the narrower type first (`as_kept`), and attention reads rounded values both
+from pages and from the current chunk (`as_read`). Output tokens thus do not depend on how a prompt
+is divided into chunks."""
 
 from typing import NamedTuple
 
@@ -162,8 +158,8 @@ def read_run(pages_PKSH: jax.Array, page: jax.Array, slot: jax.Array, tokens: in
 
 
 def copy_pages(pages_PKSH: jax.Array, source_C: jax.Array, destination_C: jax.Array) -> jax.Array:
-    """Copies whole pages, for copy-on-write of shared pages. All sources are read before any
-    destination is written. Destinations out of range are dropped."""
+    """All sources are read before any destination is written. Destinations out of range are
+    dropped."""
     return pages_PKSH.at[destination_C].set(pages_PKSH.at[source_C].get(mode="clip"), mode="drop")
 
 
@@ -196,7 +192,7 @@ def gather_columns(
     pages_PKSH: jax.Array, table_BN: jax.Array, column: jax.Array | int, count: int
 ) -> jax.Array:
     """Gathers the pages in `count` columns of the page table, from `column` on, into one contiguous
-    [B, K, count * S, H]. Gathers rows of (page, head), so that the result needs no transpose."""
+    [B, K, count * S, H]."""
     pages, heads, slots, width = pages_PKSH.shape
     batch = table_BN.shape[0]
     table_BC = lax.dynamic_slice(table_BN, (0, column), (batch, count))
@@ -220,8 +216,7 @@ def gather_pages(
 
 class SpanRows(NamedTuple):
     """Pages of one component, reshaped to rows for `gather_span`, which reads a span of `length`
-    positions at a time. Each row is one head's part of a page within a span. Created once, outside
-    the loop over spans."""
+    positions at a time. Each row is one head's part of a page within a span."""
 
     rows_RW: jax.Array
     length: int
@@ -249,13 +244,11 @@ def gather_span(span: SpanRows, table_BN: jax.Array, index: jax.Array) -> jax.Ar
     """Gathers positions [index * length, (index + 1) * length) of each sequence: contiguous [B, K,
     length, H].
 
-    On CPU this is the costliest copy of a decode step. A direct gather into [B, K, length, H] has
-    an inner loop over H, which XLA unrolls into scalar moves, at half the memory speed in float32
-    and a quarter in bfloat16. Source and result therefore have the form of rows. The source's rows
-    are created outside the loop, and a barrier keeps XLA from reshaping the result early. A `where`
-    that always selects one side turns the gather into a fusion, which runs on all cores instead of
-    one. For a single sequence a plain gather is used, because with few rows XLA would change the
-    layout of the source, a copy of the whole pool in every step."""
+    On CPU this is the costliest copy of a decode step. The source's rows are created outside the
+    loop, and a barrier keeps XLA from reshaping the result early. A `where` that always selects one
+    side turns the gather into a fusion, which runs on all cores instead of one. For a single
+    sequence a plain gather is used, because with few rows XLA would change the layout of the
+    source, a copy of the whole pool in every step."""
     heads, slots, length = span.heads, span.slots, span.length
     batch, columns, parts = table_BN.shape[0], max(1, length // slots), max(1, slots // length)
     table_BC = lax.dynamic_slice(table_BN, (0, index // parts * columns), (batch, columns))

@@ -2,10 +2,9 @@
 blocks in which KV is transferred. `layout/kv_spec.py` defines both. Works on local shards inside
 `shard_map` over the mesh axes ("dp", "kv", "rep").
 
-A component [k, T, w] holds a device's k heads of w values for T tokens. If the component has no
-heads, it holds all values, and k is 1. If all components have equal shape and type, each is one row
-and nothing is copied. If other components have heads, a component without heads is divided along
-its values: each kv shard sends one part of the values, and `from_rows` gathers the parts."""
+A component [k, T, w] holds a device's k heads of w values for T tokens. If other components have
+heads, a component without heads is divided along its values: each kv shard sends one part of the
+values, and `from_rows` gathers the parts."""
 
 from collections.abc import Iterator, Sequence
 
@@ -64,7 +63,7 @@ def block_of(
     scatter: bool = True,
 ) -> jax.Array:
     """Returns one block [R, K, T, H]: the rows of all KV components of `layers`. `parts` has the
-    arrays of each layer's components. `to_rows` describes rows and `scatter`."""
+    arrays of each layer's components."""
     return jnp.concatenate(
         [
             to_rows(array, part, spec, scatter=scatter)
@@ -78,7 +77,7 @@ def components_of(
     block_RKTH: jax.Array, layers: Sequence[KVLayer], spec: KVSpec, *, gather: bool = True
 ) -> Iterator[jax.Array]:
     """Yields the KV components of `layers`, in order, from a block with all of their rows. Inverse
-    of `block_of`. `from_rows` describes `gather`."""
+    of `block_of`."""
     first = 0
     for layer in layers:
         for part in layer.components:
@@ -88,8 +87,6 @@ def components_of(
 
 
 def _retyped(values: jax.Array, dtype: str) -> jax.Array:
-    """Reinterprets the bits of [K, T, x] as values of another type, which may be narrower or
-    wider."""
     wanted, size = jnp.dtype(dtype), values.dtype.itemsize
     if values.dtype == wanted:
         return values

@@ -9,8 +9,7 @@ is its value matrix times the latent. The same attention can be computed in two 
   latents. Attention then has many query heads over one kv head of rank + rope values, of which the
   first `rank` are also the value. Each cached vector is read once for all heads. This form is used
   for decode and for cached tokens.
-
-Functions work on local heads. The latent is replicated over tp."""
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,10 +1,8 @@
 """Decode over cached latents (the absorbed form of `ops/latent_attention.py`) as a GPU kernel:
 Pallas, Triton backend, with the splits of `paged_attention_pallas`.
 
-A kernel program handles ROWS query heads of a sequence, few enough that the weighted sum of latents
-stays in registers, and loops over its share of the positions. The latent and the rotary part are
-read separately, because Triton's blocks are powers of two. Each latent is read once, for both
-scores and weighted sum. `interpret=True` runs the kernel on a CPU."""
+The latent and the rotary part are read separately, because Triton's blocks are powers of two.
+`interpret=True` runs the kernel on a CPU."""
 
 from functools import partial
 
@@ -126,9 +124,6 @@ def _kernel(
     splits: int,
     size: int,
 ) -> None:
-    """Kernel for one (sequence, block of heads, split of the positions). q_ref [N, H], the heads of
-    each of the Q tokens; pages_ref [P, S, H]; table_ref [N]; positions_ref [Q]; first_ref, last_ref
-    []."""
     (heads, width), rows, per = q_ref.shape, ROWS, positions_ref.shape[0]
     pages, slots, _ = pages_ref.shape
     (columns,) = table_ref.shape

@@ -2,8 +2,7 @@
 
 A kernel is [in, out], or [out, in] if `transposed`. On a CPU the orientation [out, in] makes
 bfloat16 about 10 % faster and float32 decode a third slower. `kernel_is_transposed` chooses the
-orientation when a model is built. This module and `quantized_weights` contain all CPU tuning of
-matrix products, so that models contain none."""
+orientation when a model is built."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ _UPCASTS = jax.__version_info__ < (0, 12)
 
 
 def kernel_is_transposed(platform: str, dtype: str) -> bool:
-    """Whether kernels are stored as [out, in] on this platform."""
     return traits_of(platform).stores_bits and dtype == "bfloat16"
 
 
@@ -51,9 +49,7 @@ def _product(
 
 
 def _bfloat16_on_cpu(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
-    """Returns the product rounded to bfloat16. transformers and vLLM also round here, even logits.
-
-    From JAX 0.12 on bfloat16 is requested, because XLA:CPU takes twice as long for float32 ([32,
+    """From JAX 0.12 on bfloat16 is requested, because XLA:CPU takes twice as long for float32 ([32,
     768] x [768, 32000]: 6.8 against 3.5 ms). Earlier XLA:CPU, asked for bfloat16, makes float32
     copies of all weights of a program first (twice their bytes) and is 2 to 11 times slower ([2,
     2048] x [2048, 2048]: 25 against 2.3 ms), so float32 is requested there.

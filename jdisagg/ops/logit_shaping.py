@@ -3,15 +3,12 @@ log-probabilities of the adjusted logits.
 
 The order is vLLM's, so that equal parameters give equal distributions. First come logit bias, then
 repetition, frequency and presence penalty. Next, stop ids are set to -inf while fewer than
-min_tokens tokens were generated. Last, ids that a grammar forbids are set to -inf. Temperature and
-filters follow in `sampling`. A row with neutral parameters keeps its logits bit for bit.
+min_tokens tokens were generated. Last, ids that a grammar forbids are set to -inf.
 
 - repetition (Hugging Face; tokens of prompt or output): logit / r if positive, else logit * r
 - frequency and presence (OpenAI; generated tokens): logit - frequency * count - presence * (count >
   0)
-
-One int32 array of counts per row represents the row's prompt and generated ids. `token_counts`
-builds the array on the host, and `update_counts` adds sampled tokens."""
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -64,7 +61,6 @@ def mask_logits(logits_BV: jax.Array, mask_BW: jax.Array) -> jax.Array:
     """Sets logits to -inf at ids whose bit is 0.
 
     Args:
-        logits_BV: float32 [B, V].
         mask_BW: uint32 [B, ceil(V / 32)]. The first id is the lowest bit of the first word.
     """
     id_V = jnp.arange(logits_BV.shape[1], dtype=jnp.uint32)
@@ -97,8 +93,8 @@ def logprobs(
 def update_counts(
     token_counts_BV: jax.Array, token_B: jax.Array, generated_B: jax.Array | None = None
 ) -> jax.Array:
-    """Adds each row's new token to its counts. Invalid tokens and rows where `generated` is False
-    add nothing. Callers should donate `token_counts`."""
+    """Invalid tokens and rows where `generated` is False add nothing. Callers should donate
+    `token_counts`."""
     if generated_B is not None:
         token_B = jnp.where(generated_B, token_B, -1)
     return _scatter(token_counts_BV, token_B[:, None]).add(1, mode="drop")
@@ -116,8 +112,7 @@ def token_counts(
 
 
 def _scatter(x_BV: jax.Array, ids_BM: jax.Array):
-    """Returns `x.at[row, ids]` with the padding id -1 moved out of range, where mode="drop" ignores
-    it. A negative index would wrap around."""
+    """A negative index would wrap around."""
     rows_B1 = jnp.arange(x_BV.shape[0], dtype=jnp.int32)[:, None]
     return x_BV.at[
         jnp.broadcast_to(rows_B1, ids_BM.shape), jnp.where(ids_BM < 0, x_BV.shape[1], ids_BM)

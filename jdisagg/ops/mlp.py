@@ -8,14 +8,12 @@ from jdisagg.ops.activations import Activation, BoundedGate, ExpertGate, GeluGat
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
-    """Applies the gate elementwise, in the inputs' dtype."""
     if activation == "gelu_tanh":
         return jax.nn.gelu(gate, approximate=True) * up
     return gated_silu(gate, up)
 
 
 def squared_relu(up: jax.Array) -> jax.Array:
-    """Computes relu(up)^2 elementwise, in the input's dtype."""
     return jnp.square(jnp.maximum(up, 0))
 
 
@@ -31,12 +29,10 @@ def xielu(
 
 
 def gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Computes silu(gate) * up elementwise, in the inputs' dtype."""
     return jax.nn.silu(gate) * up
 
 
 def gated_expert(gate: jax.Array, up: jax.Array, clamp: ExpertGate | None) -> jax.Array:
-    """Applies an expert's gate function: `clamp`, or silu if None."""
     if clamp is None:
         return gated_silu(gate, up)
     if isinstance(clamp, SquaredRelu):

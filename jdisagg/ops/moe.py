@@ -2,16 +2,12 @@
 routed to its own experts, and no token is dropped.
 
 Pairs (token, chosen expert) are sorted by local expert and cut into blocks of rows of one expert.
-The number of blocks is known only on the device. On a CPU a loop runs over the blocks. On a GPU the
-host would drive such a loop, so kernels process the blocks (`grouped_products_gpu`).
+On a GPU the host would drive a loop, so kernels process the blocks (`grouped_products_gpu`).
 `lax.ragged_dot` would be simpler, but on CPU and GPU it multiplies every row by every expert (75 ms
-against 5 ms for 32 experts). On a TPU `ragged_dot` is a grouped product and is used. Kernels are
-[in, out] for all types: neither [out, in] nor a barrier before the product helped on CPU.
+against 5 ms for 32 experts). On a TPU `ragged_dot` is a grouped product and is used.
 
-Experts have one of three placements (see `layout/axes.py`). (1) Whole experts are spread over dp
-and tp. Tokens are then gathered over dp, and results are scattered back. (2) Whole experts are
-spread over tp, whose devices already have all tokens. (3) The width of each expert is split over
-tp. Padding tokens are routed to no expert."""
+Experts have one of three placements (see `layout/axes.py`). Padding tokens are routed to no
+expert."""
 
 from functools import partial
 from typing import NamedTuple
@@ -60,8 +56,6 @@ class ExpertWeights(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """LoRA factors of the experts, and the adapter slot of each token or row."""
-
     factors: ExpertFactors
     slot_T: jax.Array
 
@@ -70,9 +64,7 @@ class BlockPlan(NamedTuple):
     """Order in which this device computes (token, expert) pairs. Pairs are sorted by local expert,
     pairs of other devices come last, and blocks of rows cover the local pairs.
 
-    Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]. Only the first `blocks` entries
-    are valid. Start and end of all further entries are 0. The CPU loop always computes a full
-    block. Results beyond a block's end are overwritten by the next expert's block or never read."""
+    Block b holds rows start_B[b] to end_B[b] of expert expert_B[b]."""
 
     order_P: jax.Array
     expert_B: jax.Array
@@ -184,13 +176,12 @@ def routed_experts(
 
 
 def _slots(rows: AdapterRows, tokens: int) -> jax.Array:
-    """Returns the adapter slot of each token."""
     return jnp.broadcast_to(rows.slot_T[:1], (tokens,)) if rows.alike else rows.slot_T
 
 
 def _output_bias(bias_ED: jax.Array | None, shards: Shards) -> jax.Array | None:
-    """Returns the experts' output bias. If each expert is split over devices, their results are
-    summed, so the bias is zero on all devices but one."""
+    """If each expert is split over devices, their results are summed, so the bias is zero on all
+    devices but one."""
     if bias_ED is None or not shards.tp or shards.ep:
         return bias_ED
     return jnp.where(lax.axis_index(shards.tp) == 0, bias_ED, jnp.zeros((), bias_ED.dtype))
@@ -199,8 +190,8 @@ def _output_bias(bias_ED: jax.Array | None, shards: Shards) -> jax.Array | None:
 def _combine(
     y_TJD: jax.Array, here_TJ: jax.Array, weights_TJ: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
-    """Sums the weighted outputs of each token's local experts in float32. The order of summation is
-    the token's order of experts, so it does not depend on the batch."""
+    """The order of summation is the token's order of experts, so it does not depend on the
+    batch."""
     weighted_TJD = jnp.where(
         here_TJ[:, :, None], y_TJD.astype(jnp.float32) * weights_TJ[:, :, None], 0.0
     )
@@ -213,9 +204,6 @@ def _expert(
     clamp: ExpertGate | None,
     adapted: Adapted | None = None,
 ) -> jax.Array:
-    """Applies one expert to rows, without the output's bias. The arrays in `expert`, and the
-    factors in `adapted`, have no leading expert dimension."""
-
     def product(
         x: jax.Array,
         kernel: jax.Array,
@@ -240,8 +228,7 @@ def _expert(
 def _token_rows(
     x_TD: jax.Array, plan: BlockPlan, choices: int, rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the token of each sorted pair, and each pair's position in the sorted order. The
-    tokens are padded by one block, so that the last block can be sliced whole."""
+    """The tokens are padded by one block, so that the last block can be sliced whole."""
     token_P = jnp.pad(plan.order_P // choices, (0, rows))
     place_P = (
         jnp.zeros_like(plan.order_P)
@@ -292,7 +279,6 @@ def gpu_products(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes `block_products` by GPU kernels."""
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     rows = grouped_products_gpu.block_rows(local_TJ.size, held)
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
@@ -313,14 +299,11 @@ def gpu_products(
 
 
 def _sizes(local_TJ: jax.Array, held: int) -> jax.Array:
-    """Counts the pairs of each local expert: int32 [held]."""
     expert_E = jnp.arange(held, dtype=local_TJ.dtype)
     return jnp.sum(local_TJ.reshape(-1)[:, None] == expert_E[None, :], axis=0, dtype=jnp.int32)
 
 
 def _of_pairs(of_EF: jax.Array | None, local_TJ: jax.Array, plan: BlockPlan) -> jax.Array | None:
-    """Returns, for each sorted pair, the row of `of_EF` that belongs to the pair's expert. Pairs of
-    other devices get an arbitrary row."""
     if of_EF is None:
         return None
     return of_EF[jnp.minimum(local_TJ.reshape(-1)[plan.order_P], of_EF.shape[0] - 1)]
@@ -334,7 +317,6 @@ def _ragged_products(
     clamp: ExpertGate | None = None,
     adapted: Adapted | None = None,
 ) -> jax.Array:
-    """Computes `block_products` by `lax.ragged_dot`, for platforms where it is grouped."""
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
     token_P, place_P = _token_rows(x_TD, plan, choices, 0)
@@ -355,13 +337,6 @@ def _local_sums(
     clamp: ExpertGate | None = None,
     adapted: Adapted | None = None,
 ) -> jax.Array:
-    """Returns the weighted sum of each token's local experts, with their output's bias. Uses memory
-    for `at_once` pairs: a loop, usually of one iteration, covers this device's pairs.
-
-    Args:
-        local_TJ: Each token's local experts in ascending order. A token's results are then added in
-            this order, by one iteration or by several.
-    """
     held, choices = weights.gate_EDF.shape[0], local_TJ.shape[1]
     plan = plan_blocks(local_TJ.reshape(-1), held, rows)
     padding = -local_TJ.size % at_once
@@ -403,8 +378,6 @@ def _ragged_expert(
     clamp: ExpertGate | None,
     adapted: Adapted | None,
 ) -> jax.Array:
-    """Applies experts to rows that are sorted by expert, without the output's bias. Expert e has
-    `sizes_E[e]` rows. Results for further rows are undefined."""
     # A TPU's kernel rejects 16-bit factors at any precision but its default ("Bad lhs type").
     precision = None if rows_PD.dtype == jnp.float32 else lax.Precision.DEFAULT
 

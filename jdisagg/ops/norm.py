@@ -18,10 +18,8 @@ def rms_norm(
     """Normalises the last axis of x [..., D] and returns x's dtype.
 
     Args:
-        weight_D: Weight, or None for a weight of one.
         over: Mesh axes over which the last axis is sharded in equal parts (axes over which x is
             replicated may be included).
-        above_one: Whether the result is multiplied by one plus the weight.
     """
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)

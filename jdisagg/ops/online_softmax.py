@@ -1,9 +1,8 @@
 """Online softmax of attention, which processes scores block by block.
 
 The state consists of the largest score so far, the sum of exponentials relative to this score, and
-the unnormalised weighted sum of values, all float32. Adding blocks in any order gives the softmax
-over all of their scores. Masked scores are `MASKED`, a finite number, which avoids NaN. A row with
-only masked scores so far holds meaningless values, which the first real score multiplies by 0."""
+the unnormalised weighted sum of values, all float32. Masked scores are `MASKED`, a finite number,
+which avoids NaN."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,7 +23,6 @@ class Softmax(NamedTuple):
 
 
 def empty(shape: tuple[int, ...]) -> Softmax:
-    """Returns the initial state, before any score, for an attention output of this shape."""
     rows = (*shape[:-1], 1)
     return Softmax(
         jnp.full(rows, MASKED, jnp.float32),
@@ -42,7 +40,6 @@ def first(scores: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> Softmax:
 
 
 def fold(state: Softmax, scores: jax.Array, mix: Callable[[jax.Array], jax.Array]) -> Softmax:
-    """Adds one more block of scores to the state."""
     top = jnp.maximum(state.top, scores.max(-1, keepdims=True))
     fade, weights = jnp.exp(state.top - top), jnp.exp(scores - top)
     return Softmax(
@@ -51,7 +48,6 @@ def fold(state: Softmax, scores: jax.Array, mix: Callable[[jax.Array], jax.Array
 
 
 def merge(one: Softmax, other: Softmax) -> Softmax:
-    """Merges the states of two disjoint sets of blocks."""
     top = jnp.maximum(one.top, other.top)
     fades = jnp.exp(one.top - top), jnp.exp(other.top - top)
     return Softmax(

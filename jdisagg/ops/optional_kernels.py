@@ -1,8 +1,7 @@
 """Records which hand-written kernels the ops may use.
 
 Each kernel has a form in plain XLA with the same result, which replaces the kernel if it is
-switched off. `engine/kernel_check.py` switches kernels off at most once, before the first program
-is traced."""
+switched off."""
 
 from collections.abc import Iterable
 
@@ -22,16 +21,13 @@ _off: set[str] = set()
 
 
 def switch_off(names: Iterable[str]) -> None:
-    """Replaces kernels by their XLA form in programs that are traced from now on."""
     _off.update(names)
 
 
 def switched_off() -> frozenset[str]:
-    """Returns the names of the kernels that are switched off."""
     return frozenset(_off)
 
 
 def usable(name: str) -> bool:
-    """Returns whether a kernel is enabled. The kernel must also support the platform and the
-    sizes."""
+    """The kernel must also support the platform and the sizes."""
     return name not in _off

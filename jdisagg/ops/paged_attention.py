@@ -1,6 +1,5 @@
 """Decode attention over KV pages, for one or several new tokens per sequence. The k and v of the
-new tokens must already be in the pages. The KV of a sequence is read once for all its new tokens.
-The new tokens and the query heads that share a kv head are rows of one matrix product.
+new tokens must already be in the pages.
 
 `paged_attention` is the op, and `platform` chooses the implementation:
 - `loop`: a `fori_loop` over page columns with online softmax. The trip count is traced (the longest
@@ -13,11 +12,8 @@ The new tokens and the query heads that share a kv head are rows of one matrix p
   axes, so that reading the rows of `loop` would copy the pool.
 - `pallas`: a split-K kernel (`paged_attention_pallas`), the GPU's choice.
 
-For latent attention (`ops/latent_attention.py`) the pages hold one vector per token, and the
-absorbed form is used.
-
-The op works on local shards, without meshes or page ownership. Table entries beyond a sequence's
-length may hold anything: they are clipped into range and masked. No row ever gives NaN."""
+Table entries beyond a sequence's length may hold anything: they are clipped into range and
+masked."""
 
 from functools import partial
 from typing import Literal
@@ -81,11 +77,9 @@ def paged_attention(
             a sequence one after the other.
         k_pages_PKSH, v_pages_PKSH: Pages of keys and of values. With `latent`, the first array
             holds the cached vectors with one kv head, and the second is None.
-        table_BN: int32, one row per sequence.
         positions: int32 [B, Q], or [B] for one token per sequence. The first token of a sequence
             has the smallest position, and no position lies more than Q - 1 after it.
         cap, sinks_N, latent: See `model_api.AttendOptions`.
-        index, index_pages_PKSH: The layer's indexer, and pages with the keys of all positions.
 
     Returns:
         o_TNH in q's dtype.
@@ -134,12 +128,8 @@ def _loop(
     sinks_N: jax.Array | None = None,
     whole: bool = False,
 ) -> jax.Array:
-    """Computes the attention in a loop over page columns. `values` is the array of value pages. For
-    latent attention it is the number of leading elements of each key that serve as the value. With
-    `whole` every step reads whole pages.
-
-    Each step covers 256 or 128 positions or a page. The end of the longest sequence is processed in
-    fractions of a step, so that a nearly empty last page is not read whole."""
+    """The end of the longest sequence is processed in fractions of a step, so that a nearly empty
+    last page is not read whole."""
     batch, width = positions_BQ.shape[0], q_TNH.shape[-1]
     _, heads, slots, _ = k_pages_PKSH.shape
     positions = (
@@ -225,9 +215,6 @@ def _scores(
     *,
     marked: bool,
 ) -> jax.Array:
-    """Computes masked attention scores. Rows G are the query heads of each of the Q tokens.
-    `marked` means that keys may contain the marker by which `ops/quarantine.py` replaces non-finite
-    values."""
     s_BKGS = (
         jnp.einsum("bkgh,bksh->bkgs", q_BKGH, k_BKSH, preferred_element_type=jnp.float32) * scale
     )
@@ -240,8 +227,6 @@ def _scores(
 
 
 def _row_sinks(sinks_N: jax.Array | None, heads: int, per: int) -> jax.Array | None:
-    """Returns the sinks (scores without a value), [1, K, G, 1], for queries [B, K, G, H] with `per`
-    tokens per sequence. None without sinks."""
     sinks_KG11 = grouped_sinks(sinks_N, heads)
     return None if sinks_KG11 is None else jnp.tile(sinks_KG11[None, ..., 0], (1, 1, per, 1))
 
@@ -255,8 +240,6 @@ def _mix(p_BKGS: jax.Array, v_BKSH: jax.Array) -> jax.Array:
 def _seen(
     start: jax.Array | int, length: int, positions_BQ: jax.Array, window: int | None
 ) -> jax.Array:
-    """Returns a mask, bool [B, Q, length], of the positions start..start+length that each token
-    attends to."""
     position_11S = (start + jnp.arange(length, dtype=jnp.int32))[None, None, :]
     at_BQ1 = positions_BQ[..., None]
     seen_BQS = position_11S <= at_BQ1

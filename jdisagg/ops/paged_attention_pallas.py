@@ -3,14 +3,11 @@
 Flash-decoding: a kernel program for each (sequence, kv head, split) loops over its share of the
 sequence's positions with a running softmax, and XLA merges the splits. The number of splits depends
 on each sequence's *own* length: as many as fill the GPU, or more as long as each has SHARE
-positions, so that a single program need not process a long sequence among many short ones. Programs
-without a split end at once and write nothing. The page table may therefore be as wide as the
-context at little cost. The query heads of one kv head fill the 16 rows of a tensor-core product.
-Positions hidden by length or window are not read. Table entries beyond the length may be anything.
+positions, so that a single program need not process a long sequence among many short ones.
+Positions hidden by length or window are not read.
 
-Triton has been deprecated in Pallas since JAX 0.11 and works in 0.10.2 to 0.12. Only this file
-imports it, and `applies` returns False without it. `interpret=True` runs the same kernel on CPU,
-for tests."""
+Triton has been deprecated in Pallas since JAX 0.11 and works in 0.10.2 to 0.12. `interpret=True`
+runs the same kernel on CPU, for tests."""
 
 import importlib
 from functools import partial
@@ -71,8 +68,7 @@ def paged_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """Computes decode attention by the kernel. `ops.paged_attention.paged_attention` describes the
-    arguments. `splits` is the number of kernel programs per (sequence, kv head). By default it is
-    large enough to fill the GPU."""
+    arguments. `splits` is the number of kernel programs per (sequence, kv head)."""
     assert triton is not None, "ask `applies` first"
     (batch, per), (_, query_heads, width) = positions_BQ.shape, q_TNH.shape
     pages, heads, slots, _ = k_pages_PKSH.shape
@@ -158,7 +154,7 @@ def shares(
     """Divides the positions that the tokens at `first` to `last` attend to among kernel programs,
     in steps of `size` positions. Returns the first step, the step after the last, and the number of
     steps per program. A program takes an even share of `even` programs, or SHARE positions if that
-    needs at most `splits` programs. Works on one or several sequences."""
+    needs at most `splits` programs."""
     oldest = jnp.zeros_like(first) if window is None else jnp.maximum(first - (window - 1), 0)
     low, high = oldest // size, last // size + 1
     steps = high - low
@@ -185,9 +181,6 @@ def _kernel(
     splits: int,
     size: int,
 ) -> None:
-    """Kernel for one (sequence, kv head, split of the positions). q_ref [G, H], the query heads of
-    each of the Q tokens; k_ref, v_ref [P, S, H]; table_ref [N]; positions_ref [Q]; first_ref,
-    last_ref []."""
     groups, width = q_ref.shape
     pages, slots, _ = k_ref.shape
     (columns,) = table_ref.shape

@@ -1,9 +1,9 @@
 """Model parameters: arrays with named dimensions, and their shardings under a layout.
 
 Each parameter is an `nnx.Param` with the metadata `logical_axes`: one name per dimension, from the
-table in `layout/axes.py`. A layout maps these names to mesh axes. Flax's own sharding annotations
-are not used, because they constrain eagerly and our programs run on local shards inside
-`shard_map`. Leaves are always in the order of `jax.tree.leaves(nnx.state(module))`."""
+table in `layout/axes.py`. Flax's own sharding annotations are not used, because they constrain
+eagerly and our programs run on local shards inside `shard_map`. Leaves are always in the order of
+`jax.tree.leaves(nnx.state(module))`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, get_args
@@ -39,7 +39,6 @@ class Make(Protocol):
 
 
 def parameter(value: jax.Array | jax.ShapeDtypeStruct, axes: Axes) -> nnx.Param[jax.Array]:
-    """Returns a parameter with its logical axes."""
     if len(axes) != len(value.shape):
         raise ValueError(
             f"parameter of shape {value.shape} needs one logical axis per dimension, got {axes}"
@@ -48,7 +47,6 @@ def parameter(value: jax.Array | jax.ShapeDtypeStruct, axes: Axes) -> nnx.Param[
 
 
 def param_logical_axes(module: nnx.Module) -> tuple[Axes, ...]:
-    """Returns the logical axes of each parameter, in the order of `jax.tree.leaves`."""
     variables = jax.tree.leaves(nnx.state(module), is_leaf=_is_variable)
     return tuple(variable.get_metadata()["logical_axes"] for variable in variables)
 
@@ -64,7 +62,6 @@ def param_specs(module: nnx.Module, layout: Layout) -> tuple[PartitionSpec, ...]
 
 
 def weight_shardings(module: nnx.Module, mesh: Mesh, layout: Layout) -> tuple[NamedSharding, ...]:
-    """Returns the sharding of each parameter on the mesh, in the order of `jax.tree.leaves`."""
     return tuple(NamedSharding(mesh, spec) for spec in param_specs(module, layout))
 
 
@@ -72,8 +69,7 @@ def weight_formats(
     module: nnx.Module, mesh: Mesh, layout: Layout, later: StageOf | None = None
 ) -> tuple[Any, ...]:
     """Returns the sharding of each parameter, in the order of `jax.tree.leaves`. On some platforms
-    it includes the order of axes in memory (`jax.experimental.layout.Format`). JAX accepts either
-    form as a sharding.
+    it includes the order of axes in memory (`jax.experimental.layout.Format`).
 
     Args:
         later: Function from a parameter's path to the mesh of its pipeline stage. None puts all
@@ -117,7 +113,6 @@ def layout_meshes(layout: Layout, kv_heads: int, devices: Sequence[Device]) -> t
 
 
 def layout_mesh(layout: Layout, kv_heads: int, devices: Sequence[Device]) -> Mesh:
-    """Builds the mesh of an instance with one pipeline stage (`layout_meshes`)."""
     (mesh,) = layout_meshes(layout, kv_heads, devices)
     return mesh
 

@@ -1,23 +1,19 @@
 """Prefill attention of a packed chunk, which holds tokens of several sequences. Tokens attend to
 the chunk itself, and to KV pages with earlier tokens of the same sequence.
 
-Tokens of a segment (a row of the step) are contiguous and in order. `segment_T` is -1 for padding,
-whose output is 0. Two parts share one online softmax: *self* is causal attention among the chunk's
-tokens of the same segment, and *past* is attention to the sequence's earlier tokens in pages.
-Functions run on local shards. K and V are never repeated for GQA.
+`segment_T` is -1 for padding, whose output is 0. Two parts share one online softmax: *self* is
+causal attention among the chunk's tokens of the same segment, and *past* is attention to the
+sequence's earlier tokens in pages.
 
-On CPU *self* is cut into query blocks. A block computes dense scores over its causal prefix if they
-fit the CPU's cache. Otherwise it loops over key blocks from a traced first block, which skips other
-segments and keys outside the window. *past* loops over the rows with earlier tokens and their page
-columns. Loop bounds are traced, so lengths need no buckets, and chunks without earlier tokens cost
-no extra work. On GPU both parts use cuDNN (`prefill_attention_cudnn`), on TPU one kernel
-(`prefill_attention_tpu`).
+On CPU *self* is cut into query blocks. On GPU both parts use cuDNN (`prefill_attention_cudnn`), on
+TPU one kernel (`prefill_attention_tpu`).
 
 Latent attention takes the expanded form among the chunk's tokens and the absorbed form for the
 past, whose keys would otherwise be recomputed for each chunk (`ops/latent_attention.py`). On a GPU
 *past* then covers the whole page table in unrolled steps, without a loop. The same form is used for
 models with capped scores, which cuDNN does not support, and for *self* in packed chunks of models
-with sinks."""
+with sinks.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -85,11 +81,9 @@ def prefill_attention(
         positions_T: Absolute positions. Used only if both `past` and `window` are given.
         past: Pages with earlier tokens. None if no sequence has earlier tokens. On a GPU only row
             0, which comes first in the chunk, may have earlier tokens.
-        window: Number of latest positions that a token attends to, its own position included.
         cap, sinks_N, latent, index: See `model_api.AttendOptions`.
         packed: Whether the chunk may hold several sequences. If False, all valid tokens must belong
             to row 0 and come first.
-        rows: Largest number of sequences in the chunk.
 
     Returns:
         o_TNH in q's dtype, 0 for padding.
@@ -132,7 +126,6 @@ def prefill_attention(
 
 
 def _positions(q_TNH: jax.Array, past: PastPages | None) -> int:
-    """Returns the largest number of positions that a token of the chunk may see."""
     earlier = 0 if past is None else past.table_RN.shape[1] * past.k_pages_PKSH.shape[2]
     return q_TNH.shape[0] + earlier
 
@@ -156,8 +149,7 @@ def _blocks(
     at_once: bool,
     gather: Callable[..., jax.Array],
 ) -> jax.Array:
-    """Computes *self* and *past* in blocks of queries and keys. `at_once` unrolls all loops, for
-    GPUs, where the host would drive them."""
+    """`at_once` unrolls all loops, for GPUs, where the host would drive them."""
     tokens, query_heads, width = q_TNH.shape
     heads = k_TKH.shape[1]
     q_KGTH = q_TNH.reshape(tokens, heads, query_heads // heads, width).transpose(1, 2, 0, 3)
@@ -216,8 +208,6 @@ def _blocks(
 
 
 def _released(cached: Softmax, latent: Latent) -> Softmax:
-    """Converts each head's weighted sum of latents [1, N, Q, ...] to the head's weighted sum of
-    values [N, 1, Q, ...]."""
     mixed_NQV = jnp.einsum("nqr,nrv->nqv", cached.mixed[0], latent.values_NRH.astype(jnp.float32))
     top, total = (part.swapaxes(0, 1) for part in (cached.top, cached.total))
     return Softmax(top, total, mixed_NQV[:, None])
@@ -249,9 +239,6 @@ def _self_block(
     marked: bool,
     at_once: bool,
 ) -> Softmax:
-    """Computes *self* for one block of queries, rows low..high of the chunk. The last keys are
-    processed at once (dense), and earlier keys in a loop. `chosen_KQS` are the keys that an indexer
-    selected, for all kv heads together or for each, None for all."""
     tokens = k_KTH.shape[1]
     q_KGQH, start_Q1 = q_KGTH[:, :, low:high], start_T[low:high, None]
     # Keys outside the window of every row of this block.
@@ -305,9 +292,6 @@ def _fold_past(
     at_once: bool,
     gather: Callable[..., jax.Array],
 ) -> Softmax:
-    """Adds *past*, the attention over tokens in pages, to the online softmax, row by row and
-    several pages at a time. With `at_once` only the first row is processed, without a loop.
-    `chosen_KQS` are the positions that an indexer selected, None for all."""
     pages, _, slots, _ = past.k_pages_PKSH.shape
     positions = UNROLLED_POSITIONS if at_once else PAST_POSITIONS
     columns = max(1, min(positions // slots, past.table_RN.shape[1]))
@@ -372,9 +356,6 @@ def _scores(
     cap: float,
     marked: bool,
 ) -> jax.Array:
-    """Computes masked attention scores. `seen_QS` may have a leading dimension of kv heads.
-    `marked` means that keys may contain the marker by which `ops/quarantine.py` replaces non-finite
-    values."""
     s_KGQS = jnp.einsum("kgqh,ksh->kgqs", q_KGQH, k_KSH, preferred_element_type=jnp.float32) * scale
     s_KGQS = capped(seen_scores(s_KGQS) if marked else s_KGQS, cap)
     if seen_QS is None:

@@ -1,21 +1,14 @@
 """Prefill attention by cuDNN's flash attention, on GPU in bfloat16 or float16: a chunk of one
-sequence or a packed one, with or without past and window. The attention has no loop, so a program
-that uses it can run as one CUDA graph.
+sequence or a packed one, with or without past and window.
 
 cuDNN's causal mask is top-left: query i attends to keys up to i, which is wrong for a chunk after
 cached tokens. A chunk with earlier tokens in pages (a "past") therefore takes two calls, *past*
 (not causal, keys up to their length) and *self* (as many keys as queries, causal), merged by their
 log-sum-exp. JAX's public function rounds the log-sum-exp to the output's dtype, which in bfloat16
-changes the weights by some percent, so a private function is called that keeps float32. With a
-window only the last tokens of the past matter: they are put before the chunk, with dummy queries,
-and one call suffices.
-
-Packed prompts take one call with segment offsets (Hopper and later). Only the first prompt may have
-a past (`scheduler/prefill_batches.py`), and it is then computed like a single sequence. A sink
-joins the softmax at the end, through the log-sum-exp of all scores.
+changes the weights by some percent, so a private function is called that keeps float32.
 
 For float32 and for heads larger than 128 (256 on Hopper), `applies` returns False and the XLA form
-is used. With `implementation="xla"` the same code runs on any platform, for tests without a GPU."""
+is used."""
 
 from typing import Literal
 
@@ -146,8 +139,6 @@ def _within_window(
     sinks_N: jax.Array | None,
     implementation: Implementation,
 ) -> jax.Array:
-    """Computes sliding-window attention of a chunk in one cuDNN call, over the chunk and those
-    earlier tokens in pages that the window reaches."""
     assert past.v_pages_PKSH is not None, "latents have a form of their own"
     pages, _, slots, _ = past.k_pages_PKSH.shape
     reach = min(-(-(window - 1) // slots), past.table_RN.shape[1]) * slots
@@ -161,7 +152,6 @@ def _within_window(
     page_W = jnp.clip(jnp.take(past.table_RN[0], position_W // slots, mode="clip"), 0, pages - 1)
 
     def behind(tail_WKH: jax.Array, chunk: jax.Array) -> jax.Array:
-        """Concatenates the last valid tokens of `tail_WKH`, the chunk, and padding."""
         room = jnp.zeros((reach, *chunk.shape[1:]), chunk.dtype)
         whole = jnp.concatenate((tail_WKH, chunk, room))
         return lax.dynamic_slice_in_dim(whole, reach - kept, reach + chunk.shape[0])
@@ -180,8 +170,6 @@ def _within_window(
 
 
 def _beside_sinks(o_TNH: jax.Array, seen_TN1: jax.Array, sinks_N: jax.Array) -> jax.Array:
-    """Adds sinks (scores without a value) to the softmax of a finished attention output. `seen_TN1`
-    is the log-sum-exp of its scores."""
     left_TN1 = jax.nn.sigmoid(seen_TN1 - sinks_N.astype(jnp.float32)[None, :, None])
     return (left_TN1 * o_TNH.astype(jnp.float32)).astype(o_TNH.dtype)
 
@@ -198,7 +186,6 @@ def _segments(
     window: int | None,
     implementation: Implementation,
 ) -> jax.Array:
-    """Computes the attention of packed sequences that have no earlier tokens in pages."""
     if implementation == "xla":
         at_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)
         seen_TS = (segment_T[:, None] == segment_T[None, :]) & (at_T[None, :] <= at_T[:, None])
@@ -240,8 +227,6 @@ def _segments(
 
 
 def of_packed(sums_RNT: jax.Array, segment_T: jax.Array, first_R: jax.Array) -> jax.Array:
-    """Maps cuDNN's per-segment rows to the packed order: [T, N, 1]. `first_R` is each segment's
-    start in the chunk. Padding gets arbitrary values."""
     row_T = jnp.clip(segment_T, 0, sums_RNT.shape[0] - 1)
     place_T = jnp.maximum(jnp.arange(segment_T.shape[0], dtype=jnp.int32) - first_R[row_T], 0)
     return sums_RNT[row_T, :, place_T].astype(jnp.float32)[:, :, None]
@@ -258,8 +243,6 @@ def _cudnn(
     causal: bool,
     window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Calls cuDNN. Returns the attention over the given keys [T, N, H] and the log-sum-exp of their
-    scores in float32 [T, N, 1]."""
     # A private function of JAX, because the public one rounds the log-sum-exp.
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 

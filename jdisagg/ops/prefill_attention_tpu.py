@@ -2,15 +2,8 @@
 (`ops/prefill_attention.py`) for all sequences of a packed chunk, in one online softmax.
 
 The grid is (kv heads, items). An item is a block of queries and a block of keys that at least one
-of these queries attends to: keys of the chunk, or some pages of one row. XLA builds the list of
-items from segments, positions and lengths, in scalar memory. Key blocks in the future, outside the
-window or of other sequences have no item, so they are not read and take no time. The number of
-items is the traced bound of the grid. Items of a query block are consecutive: the first one
-initialises the accumulators (float32 in VMEM), and the last one writes them out. A sink is the
-first score of the softmax.
-
-A page is one block of an operand. Its index is read from the page table, so pages are not gathered.
-For several pages per item, the same array is passed as several operands.
+of these queries attends to: keys of the chunk, or some pages of one row. Key blocks in the future,
+outside the window or of other sequences have no item, so they are not read and take no time.
 
 Latent attention with a past is not supported, because its keys in pages have another width.
 `interpret=True` runs the kernel on a CPU."""
@@ -42,17 +35,8 @@ MOST_SCALARS = 1 << 17  # 512 KiB of scalar memory, half of what a core has
 
 
 class _Items(NamedTuple):
-    """Work items of a kv head, in order [I], and scalars of rows. For an operand that an item does
-    not use, the index of the previous item is repeated, so that nothing is fetched.
-
-    Attributes:
-        block: Block of queries; -1 after the last item.
-        own: Block of keys of the chunk.
-        row: Row of the page table; -1 for an item of the chunk's own keys.
-        pages_row, group: Row and group of columns of the pages to fetch.
-        table: Page table, flat.
-        length: Past tokens of each row.
-    """
+    """For an operand that an item does not use, the index of the previous item is repeated, so that
+    nothing is fetched."""
 
     block: jax.Array
     own: jax.Array
@@ -64,9 +48,6 @@ class _Items(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Static sizes of a call: padded tokens, queries and keys of a block, pages of an item, groups
-    of columns of a row, tokens of a page."""
-
     tokens: int
     queries: int
     keys: int
@@ -92,7 +73,6 @@ def applies(
 
 
 def supports(q_TNH: jax.Array, k_TKH: jax.Array, past: PastPages | None, *, latent: bool) -> bool:
-    """Whether the kernel supports the types and the sizes."""
     groups, width = q_TNH.shape[1] // k_TKH.shape[1], q_TNH.shape[2]
     sizes = _sizes(q_TNH, k_TKH, past)
     fits = (
@@ -191,7 +171,6 @@ def _operands(
     past: PastPages | None,
     sizes: _Sizes,
 ) -> list[tuple[jax.Array, pl.BlockSpec]]:
-    """Returns the kernel's arrays with the block of each that an item reads."""
     heads, groups = k_TKH.shape[1], q_TNH.shape[1] // k_TKH.shape[1]
     q_KGTH = q_TNH.reshape(sizes.tokens, heads, groups, -1).transpose(1, 2, 0, 3)
     operands = [
@@ -214,12 +193,10 @@ def _operands(
 
 
 def _by_query_block(groups: int, queries: int, width: int) -> pl.BlockSpec:
-    """Returns the block of an item's queries, in an array of [K, G, T, H]."""
     return _spec((None, groups, queries, width), lambda k, i, s: (k, 0, s.block[i], 0))
 
 
 def _spec(shape: tuple[int | None, ...], index: Any) -> pl.BlockSpec:
-    """Returns a block, whose index is a function of kv head, item and `_Items`."""
     return pl.BlockSpec(shape, lambda k, i, *s: index(k, i, _Items(*s[: len(_Items._fields)])))
 
 
@@ -243,20 +220,18 @@ def _sizes(q_TNH: jax.Array, k_TKH: jax.Array, past: PastPages | None) -> _Sizes
 
 
 def _most_own_items(sizes: _Sizes) -> int:
-    """Returns the largest number of items of a kv head with the chunk's own keys."""
     lows = range(0, sizes.tokens, sizes.queries)
     return sum((low + sizes.queries - 1) // sizes.keys + 1 for low in lows)
 
 
 def _most_items(sizes: _Sizes, rows: int) -> int:
-    """Returns the largest number of items of a kv head. Rows are contiguous in the chunk, so there
-    are at most `blocks + rows - 1` pairs of a block and a row."""
+    """Rows are contiguous in the chunk, so there are at most `blocks + rows - 1` pairs of a block
+    and a row."""
     blocks = sizes.tokens // sizes.queries
     return _most_own_items(sizes) + (blocks + rows - 1) * sizes.groups
 
 
 def _cost(sizes: _Sizes, query_heads: int, widths: int, itemsize: int) -> pl.CostEstimate:
-    """Returns the cost of one sequence without earlier tokens, for XLA's scheduler."""
     scores = _most_own_items(sizes) * sizes.queries * sizes.keys * query_heads
     moved = 2 * sizes.tokens * query_heads * widths * itemsize
     return pl.CostEstimate(flops=2 * scores * widths, transcendentals=scores, bytes_accessed=moved)
@@ -270,9 +245,6 @@ def _items(
     sizes: _Sizes,
     window: int | None,
 ) -> tuple[_Items, jax.Array]:
-    """Returns the work items, and their number. A block's items are the past of each of its rows,
-    then its keys in the chunk. They are the cells of a table [blocks, rows + 1], each repeated by
-    its number of key blocks."""
     blocks, rows = sizes.tokens // sizes.queries, 0 if past is None else past.table_RN.shape[0]
     segment_BQ = segment_T.reshape(blocks, sizes.queries)
     valid_BQ = segment_BQ >= 0
@@ -332,8 +304,6 @@ def _kernel(
     marked: bool,
     sinks: bool,
 ) -> None:
-    """Kernel for one item. After the scalars: columns start, segment, positions [Q, 1]; q [G, Q,
-    H]; k, v [S, H] of the chunk; pages of keys and of values [S, H]; o [G, Q, H]; accumulators."""
     scalars = len(_Items._fields)
     items, refs = _Items(*refs[:scalars]), refs[scalars:]
     sinks_ref, refs = (refs[0], refs[1:]) if sinks else (None, refs)

@@ -24,7 +24,6 @@ def row_scale(values: jax.Array, largest: float) -> jax.Array:
 
 
 def scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns values / scale in float32, and zeros where the scale is zero."""
     usable = scale > 0
     return jnp.where(
         usable,
@@ -34,7 +33,6 @@ def scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def to_int8(values: jax.Array, scale: jax.Array, largest: float = INT8_LARGEST) -> jax.Array:
-    """Returns values / scale, rounded to integers within +-largest."""
     return jnp.clip(jnp.round(scaled(values, scale)), -largest, largest).astype(jnp.int8)
 
 
@@ -67,5 +65,4 @@ def from_fp8(packed: jax.Array) -> jax.Array:
 
 
 def rescaled(numbers: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Returns numbers * scale, in `dtype`."""
     return (numbers.astype(jnp.float32) * scale).astype(dtype)

@@ -2,9 +2,7 @@
 
 A matrix w [in, out] is stored as q and one float32 scale per output, symmetric: scale = max|w| over
 the inputs / (127, 7 or 448), q = w / scale rounded to int8, int4 or fp8 (e4m3). So |w - q * scale|
-is at most max|w| / 254 (int8), max|w| / 14 (int4), and max(|w| / 16, scale / 1024) (fp8). The
-product multiplies activations by q and the float32 sums by the scales, so no array of the matrix's
-size is needed in the activations' type.
+is at most max|w| / 254 (int8), max|w| / 14 (int4), and max(|w| / 16, scale / 1024) (fp8).
 
 On an accelerator q is an array of XLA's int8, int4 or fp8 type, and XLA converts it to a wider type
 inside the product. XLA:CPU would write the widened matrices of a whole program to memory at once.
@@ -52,18 +50,14 @@ class KernelForm:
     platform: str = "cpu"
 
     def plain(self) -> "KernelForm":
-        """Returns the same orientation without quantization."""
         return KernelForm(self.transposed, "", self.platform)
 
     def packed(self, *, experts: bool = False) -> bool:
-        """Whether two int4 inputs are packed into one byte."""
         traits = traits_of(self.platform)
         by_kernels = experts and traits.kernels == "gpu" and usable(BLOCK_EXPERTS)
         return self.weights == "int4" and (traits.stores_bits or by_kernels)
 
     def role(self, *, experts: bool = False) -> Role:
-        """Returns the role argument for `parameters.Make`, which selects the data type of the
-        matrix."""
         if self.packed(experts=experts):
             return "uint8"
         if self.weights == "fp8":
@@ -123,7 +117,6 @@ def halves(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _sums(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
-    """Multiplies x with the quantized values, without scales: float32 [T, out]."""
     inputs = kernel.shape[1 if transposed else 0]
     if kernel.dtype == jnp.uint8 and 2 * inputs == x_TD.shape[1]:
         low, high = (half.astype(x_TD.dtype) for half in halves(kernel))
@@ -137,8 +130,6 @@ def _dot(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
 
 
 def _by_tiles(x_TD: jax.Array, kernel: jax.Array, transposed: bool) -> jax.Array:
-    """Computes `_sums` in tiles of columns. If the tile width does not divide the number of
-    columns, the last tile overlaps the previous one."""
     rows, depth = x_TD.shape
     if rows == 1:  # see `linear._bfloat16_on_cpu`
         two_rows = lax.optimization_barrier(jnp.concatenate((x_TD, x_TD)))

@@ -3,17 +3,10 @@
 Attention multiplies masked values by zero, and zero times NaN is NaN. A sequence with non-finite
 values would thus spoil sequences that share its prefill chunk or later receive its pages. Therefore
 non-finite keys are stored as zero, and non-finite values as a marker: a finite number far beyond
-any real value. For other sequences the marker is masked and contributes exactly zero. The faulty
-sequence itself attends to the marker, which stays visible in the residual stream even with a tiny
-weight. `reveal` detects it before the logits.
+any real value. For other sequences the marker is masked and contributes exactly zero.
 
 In latent attention one vector is both key and value. If it is not finite, the whole vector is
-replaced by the marker, and `seen_scores` replaces its score by zero. If the layer has an indexer,
-the indexer's key is replaced too, and a position with such a key is always selected. If an indexer
-that selects blocks has a non-finite key, the marker replaces this key and the token's values.
-
-`seal` is elementwise, so that XLA fuses it with other operations. `reveal` is one reduction per
-step, not per layer."""
+replaced by the marker, and `seen_scores` replaces its score by zero."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +37,6 @@ def seal(
 
 
 def _seal_together(*parts: jax.Array) -> tuple[jax.Array, ...]:
-    """Replaces vectors [T, 1, values] of a token by the marker if any of them is not finite."""
     whole = [jnp.all(jnp.isfinite(part_T1H), axis=-1, keepdims=True) for part_T1H in parts]
     whole_T11 = whole[0] if len(parts) == 1 else whole[0] & whole[1]
     return tuple(jnp.where(whole_T11, part, jnp.asarray(MARKER, part.dtype)) for part in parts)
@@ -57,7 +49,6 @@ def seen_scores(scores: jax.Array) -> jax.Array:
 
 
 def reveal(x_RD: jax.Array) -> jax.Array:
-    """Returns the last hidden states, with NaN in rows that attended to a quarantined KV entry. The
-    entry holds the marker, whose magnitude is visible in every row that attends to it."""
+    """Returns the last hidden states, with NaN in rows that attended to a quarantined KV entry."""
     broken_R1 = jnp.any(jnp.abs(x_RD) > SHOWS, axis=-1, keepdims=True)
     return jnp.where(broken_R1, jnp.asarray(jnp.nan, x_RD.dtype), x_RD)

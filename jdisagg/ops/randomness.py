@@ -17,9 +17,7 @@ The hash is counter based, on uint32, the widest integer multiply of CPU and GPU
   for every pair of input and output bit. Each step is a bijection, so ids never collide within a
   row. The tests measure avalanche, uniformity and correlation between neighbours along every
   coordinate.
-
-The hash is not cryptographic. It costs three multiplies per element, 0.2 ms for [32, 32000] on two
-CPU cores."""
+"""
 
 import jax
 import jax.numpy as jnp

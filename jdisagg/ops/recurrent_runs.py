@@ -1,7 +1,5 @@
 """Applies recurrences to a prefill chunk. The tokens of each row (sequence) are cut into runs of
-`grain` tokens. Each run takes a few matrix products, and only the state is passed from run to run.
-`gated_delta` and `state_space` define a run's effect on a state. This module applies the runs in
-order.
+`grain` tokens.
 
 At the first run of a row, the row's state is selected by `where`, never by a product with zero, so
 that a row with non-finite values affects no other row."""
@@ -37,13 +35,10 @@ def cut_into_runs(part_TX: jax.Array, runs: Runs) -> jax.Array:
 
 
 def owners(runs: Runs) -> tuple[jax.Array, jax.Array]:
-    """Returns the row that each run belongs to, and whether the run is the first of its row."""
     return runs.row_T[:: runs.grain], runs.index_T[:: runs.grain] == 0
 
 
 def _ending(runs: Runs, row_n: jax.Array) -> list[jax.Array]:
-    """Returns, for each entry of `runs.ends` and each run, the row whose end is in this run, or
-    -1."""
     index_n = runs.index_T[:: runs.grain]
     found = []
     for end_R in runs.ends:

@@ -17,12 +17,8 @@ class Rope:
 
     Attributes:
         head_dim: Number of rotated dimensions of a head. They are the head's first dimensions.
-        original_tokens: Number of tokens of the context before it was extended.
         interleaved: Whether neighbouring dimensions form pairs, instead of dimensions i and i +
             head_dim / 2.
-        query_beta: Factor beta by which queries grow with their position (`rope.query_growth`).
-        divisors: Divisor of each pair's frequency (longrope).
-        turned_pairs: Number of pairs that rotate (proportional).
         sections: Numbers of pairs that rotate by time, row and column of an image token, or none if
             all tokens have one position. Pairs of the three alternate (interleaved mrope).
     """
@@ -91,8 +87,6 @@ class Rope:
         return (plain * (1 - divided) + plain / self.factor * divided).astype(np.float32)
 
     def _dimension_of_turns(self, turns: float) -> float:
-        """Returns the pair of dimensions that makes `turns` rotations within the original
-        context."""
         return (
             self.head_dim
             * math.log(self.original_tokens / (turns * 2 * math.pi))

@@ -2,10 +2,9 @@
 in V2 (arXiv 2405.04434, section 2.1.3), sigmoid scores from V3 on (arXiv 2412.19437, section
 2.1.2).
 
-A sigmoid scores each expert independently. A learned correction for load balance is added for the
-choice of experts, but weights use the plain scores. Experts may form groups. Then only experts of a
-token's best groups are considered. A group's score is its best score (softmax) or the sum of its
-two best corrected scores (sigmoid)."""
+A learned correction for load balance is added for the choice of experts, but weights use the plain
+scores. Experts may form groups. Then only experts of a token's best groups are considered. A
+group's score is its best score (softmax) or the sum of its two best corrected scores (sigmoid)."""
 
 from typing import Literal
 
@@ -31,18 +30,7 @@ def route_by_scores(
     scaling: float = 1.0,
 ) -> Routing:
     """Returns the experts of each token and their weights, in float32. Ties go to the smaller
-    number.
-
-    Args:
-        logits_TE: Router logits.
-        correction_E: Bias that is added to the scores when experts are chosen, or None.
-        experts_per_token: Number of experts that each token uses.
-        scores: Name of the function that turns logits into scores.
-        groups: Number of equal, consecutive groups of experts.
-        groups_per_token: Number of groups from which each token's experts are chosen.
-        normalised: Whether chosen scores are divided by their sum.
-        scaling: Final factor of the weights.
-    """
+    number."""
     wide_TE = logits_TE.astype(jnp.float32)
     scores_TE = jax.nn.sigmoid(wide_TE) if scores == "sigmoid" else jax.nn.softmax(wide_TE, axis=-1)
     choice_TE = scores_TE
@@ -60,7 +48,6 @@ def route_by_scores(
 def _within_best_groups(
     choice_TE: jax.Array, groups: int, kept: int, best_of_group: int
 ) -> jax.Array:
-    """Sets the scores of experts outside the `kept` best groups to minus infinity."""
     tokens, experts = choice_TE.shape
     choice_TGE = choice_TE.reshape(tokens, groups, experts // groups)
     best = lax.top_k(choice_TGE, min(best_of_group, experts // groups))[0]

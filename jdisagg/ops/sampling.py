@@ -1,9 +1,7 @@
-"""Chooses each row's next token from its logits, on the device. The choice is greedy, or sampled
-with top-k, top-p and min-p filters.
+"""Chooses each row's next token from its logits, on the device.
 
 Rows are independent: a token is a function of the row's own logits, parameters and coordinates
 (`randomness`). Logits are float32 [B, V_padded]. Padded columns are -inf and never chosen.
-`logit_shaping` handles penalties, bias and log-probabilities.
 
 Sampling is the Gumbel-max rule, written as a race: with w = exp((logit - max) / temperature) and
 exponential noise e, the argmax of w / e over a set is a draw from w on that set (-log e is Gumbel
@@ -17,12 +15,10 @@ the renormalised probabilities that top-k leaves), min-p. They keep these sets:
 The most likely token is in all of them. Nothing is sorted: top-p uses rejection under fixed noise.
 If the winner over a superset of the nucleus lies in the nucleus, it is also the winner over the
 nucleus. If not, no token with a smaller or equal logit lies in the nucleus either, so these tokens
-are removed and the race is repeated over the rest. On average a row needs 1 + ln(1 / top_p) rounds.
+are removed and the race is repeated over the rest.
 
-Argmax ties go to the smallest id. Programs that sum in different orders may differ in the last bits
-of a logit and then choose differently between nearly equal candidates. This module adds no further
-differences. A row without a finite largest logit (a NaN or +inf anywhere, or -inf everywhere) gives
-INVALID_TOKEN and affects no other row."""
+Argmax ties go to the smallest id. A row without a finite largest logit (a NaN or +inf anywhere, or
+-inf everywhere) gives INVALID_TOKEN and affects no other row."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -88,10 +84,7 @@ def sample(
 ) -> jax.Array:
     """Returns each row's token, int32 [B]: the most likely one if the temperature is 0, and
     otherwise sampled under the row's filters. Deterministic for given coordinates. Works under jit
-    and on local shards in `shard_map`.
-
-    On a GPU, and with a sharded vocabulary, top-k and top-p find their thresholds by a fixed number
-    of passes (`selection.last_value`) instead of loops with early exit."""
+    and on local shards in `shard_map`."""
     largest_B = _largest(jnp.max(_nan_to_inf(logits_BV), axis=-1), shard)
     valid_B = jnp.isfinite(largest_B)
     greedy_B = rows.temperature == 0
@@ -132,8 +125,6 @@ def sample(
 def _best(
     value_B: jax.Array, local_B: jax.Array, shard: VocabularyShard
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest of the candidates of all vocabulary shards and its id. Ties go to the
-    smallest id. Devices exchange one number and one id per row."""
     if not shard.axes:
         return value_B, local_B
     best_B = lax.pmax(value_B, shard.axes)
@@ -146,7 +137,6 @@ def _largest(value_B: jax.Array, shard: VocabularyShard) -> jax.Array:
 
 
 def _sums(arrays: Sequence[jax.Array], shard: VocabularyShard) -> list[jax.Array]:
-    """Returns the row sums of each array [B, V], over all shards."""
     sums = selection.row_sums(arrays)
     if not shard.axes:
         return sums
@@ -154,9 +144,6 @@ def _sums(arrays: Sequence[jax.Array], shard: VocabularyShard) -> list[jax.Array
 
 
 def _top_k_by_passes(logits_BV: jax.Array, top_k_B: jax.Array, shard: VocabularyShard) -> jax.Array:
-    """Computes the same threshold as `_top_k_threshold` by a fixed number of passes, without a
-    loop."""
-
     def kth() -> jax.Array:
         def reached(values: Sequence[jax.Array]) -> list[jax.Array]:
             at_least = [(logits_BV >= value_B[:, None]).astype(jnp.int32) for value_B in values]
@@ -171,9 +158,6 @@ def _top_k_by_passes(logits_BV: jax.Array, top_k_B: jax.Array, shard: Vocabulary
 def _nucleus_by_passes(
     logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array, shard: VocabularyShard
 ) -> jax.Array:
-    """Returns a threshold, float32 [B], for top-p. The row's nucleus consists of all logits above
-    the threshold, which is the largest value above which at least top_p of the weight lies."""
-
     def bound() -> jax.Array:
         p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
 
@@ -191,8 +175,6 @@ def _nucleus_by_passes(
 
 
 def _top_k_threshold(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
-    """Returns each row's top-k threshold, float32 [B]: logits at or above the threshold are in the
-    top-k. -inf if top-k is off. Takes almost no time if top-k is off in all rows."""
     small = min(SMALL_TOP_K, logits_BV.shape[1])
     small_B = (top_k_B > 0) & (top_k_B <= small)
 
@@ -217,9 +199,8 @@ def _in_nucleus(
     weight_BV: jax.Array,
     top_p_B: jax.Array,
 ) -> jax.Array:
-    """Samples a token from each row's nucleus (top-p set), int32 [B]. `first_B` has the largest
-    score and wins, and a winner outside the nucleus is rejected. Few rows reject their first
-    winner, so the choice is repeated for only _RERUN_ROWS rows at a time."""
+    """Few rows reject their first winner, so the choice is repeated for only _RERUN_ROWS rows at a
+    time."""
 
     def race() -> jax.Array:
         bound_B = _at(logits_BV, first_B)
@@ -256,11 +237,9 @@ class _Race(NamedTuple):
 def _outside(
     logits_BV: jax.Array, weight_BV: jax.Array, bound_B: jax.Array, top_p_B: jax.Array
 ) -> jax.Array:
-    """Returns whether a token of logit `bound` is outside the nucleus, bool [B]: larger logits have
-    at least top_p of the weight.
-
-    The condition larger >= p * total is computed as (1 - p) * larger - p * rest >= 0, which needs
-    one sum only. p * rest must not underflow, so that the most likely token is always inside."""
+    """The condition larger >= p * total is computed as (1 - p) * larger - p * rest >= 0, which
+    needs one sum only. p * rest must not underflow, so that the most likely token is always
+    inside."""
     p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
     return (
         jnp.sum(jnp.where(logits_BV > bound_B[:, None], 1 - p_B1, -p_B1) * weight_BV, axis=-1) >= 0

@@ -1,9 +1,7 @@
 """Attention over keys and values that are stored divided by one scale per kv head.
 
-A narrow type has a small range: fp8 (e4m3) has no values beyond 448, and less precision below 2^-6.
-So keys / s and values / t are stored. Attention receives queries * s, and its mix of values is
-multiplied by t. Since q * s . k / s = q . k, scale, cap, window and sinks of the scores are
-unchanged.
+Keys / s and values / t are stored, because fp8 (e4m3) has no values beyond 448. Attention receives
+queries * s, and its mix of values is multiplied by t.
 
 Scales are powers of two (`models/kv_scales.py`). Multiplication by one is exact in bfloat16 and
 float32 and commutes with products and sums, so only the rounding to e4m3 differs."""
@@ -36,5 +34,4 @@ def scaled_attend(attend: Attend, k_scale_K: jax.Array, v_scale_K: jax.Array) ->
 
 
 def _each(scale_K: jax.Array, group: int = 1) -> jax.Array:
-    """Repeats each kv head's scale for all query heads that share the kv head: [1, heads, 1]."""
     return jnp.repeat(scale_K, group)[None, :, None]

@@ -3,9 +3,8 @@ and the last value that satisfies a condition.
 
 All are exact, and ties go to the smaller index. XLA's own operations are slow on a CPU for a
 vocabulary: for [32, 32000] on two cores, `jnp.argmax` takes 4.7 ms (this module 0.2), `lax.top_k`
-of 20 takes 1.2 ms (this module 0.5), and a sort of 8 rows takes 21 ms. The functions first compute
-the maximum of each block of 128, which vectorises, and then look at few blocks. A row with a NaN
-gives some index in range and affects no other row."""
+of 20 takes 1.2 ms (this module 0.5), and a sort of 8 rows takes 21 ms. A row with a NaN gives some
+index in range and affects no other row."""
 
 from collections.abc import Callable, Sequence
 
@@ -50,8 +49,7 @@ def argmax(x_BV: jax.Array, *, in_blocks: bool = True) -> jax.Array:
 
 def largest(x_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Returns the `count` largest entries of each row in descending order, and their indices int32
-    [B, count], ties by index. Searches only the `count` blocks with the largest maxima, which
-    contain all of these entries."""
+    [B, count], ties by index."""
     x_BV = jnp.where(x_BV == 0, 0, x_BV)  # top_k puts -0 below 0
     x_BnS = blocks_of(x_BV)
     rows, blocks, _ = x_BnS.shape
@@ -73,8 +71,8 @@ def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -
     and all ties with the smallest of these.
 
     Exact bisection over the ordered float32 numbers, in at most 32 passes, which stops once the
-    count is met. Rows where `wanted` is False give -inf. If `wanted` is False for all rows, no pass
-    runs. `count` must be at least 1, and wanted rows must not contain NaN."""
+    count is met. Rows where `wanted` is False give -inf. `count` must be at least 1, and wanted
+    rows must not contain NaN."""
     low_B = jnp.where(wanted_B, _order_key(np.float32(-np.inf)), 0)
     high_B = jnp.where(wanted_B, _order_key(jnp.max(x_BV, axis=-1)), 0)
 
@@ -97,10 +95,7 @@ def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -
 def last_value(holds: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], rows: int) -> jax.Array:
     """Returns the largest number t, float32 [rows], for which a monotone condition holds. The
     condition must hold for -inf, and for all numbers below any number for which it holds. `holds`
-    tests a list of arrays, float32 [rows], and returns one bool [rows] for each array.
-
-    Exact, in 8 unrolled passes of 15 tests each, 4 bits of the number per pass. Unrolling avoids a
-    loop, which the host would drive on a GPU."""
+    tests a list of arrays, float32 [rows], and returns one bool [rows] for each array."""
     key_B = jnp.zeros((rows,), jnp.uint32)
     for shift in range(28, -1, -4):
         asked = [_number(key_B + np.uint32(digit << shift)) for digit in range(1, 16)]
@@ -117,8 +112,7 @@ def row_sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _number(key_B: jax.Array) -> jax.Array:
-    """Converts an order key (`_order_key`) back to its float32. Keys below the key of -inf, which
-    would be NaN, give -inf."""
+    """Keys below the key of -inf, which would be NaN, give -inf."""
     x_B = _from_order_key(lax.bitcast_convert_type(key_B ^ np.uint32(1 << 31), jnp.int32))
     low = lax.bitcast_convert_type(_order_key(np.float32(-np.inf)), jnp.uint32) ^ np.uint32(1 << 31)
     # A CPU treats denormal numbers as zero in comparisons.
@@ -131,8 +125,8 @@ def _first_largest(x_BN: jax.Array) -> jax.Array:
 
 
 def _order_key(x: jax.Array | np.float32) -> jax.Array:
-    """Converts float32 numbers to int32 keys with the same order. The bits of a negative number are
-    inverted, because as integers negative numbers have the reverse order."""
+    """The bits of a negative number are inverted, because as integers negative numbers have the
+    reverse order."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
 

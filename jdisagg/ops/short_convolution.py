@@ -34,11 +34,8 @@ def convolve_runs(
     """Convolves the tokens of each row (sequence) of a prefill chunk.
 
     Args:
-        x_TC: Inputs.
         kernel_CK: Weights of each channel. The last weight applies to the newest input.
         state_RSC: State: the last S = K - 1 inputs before each row's first token, the newest last.
-        runs: Division of the chunk's tokens into rows and runs.
-        bias_C: Bias of each channel.
 
     Returns:
         y [T, C] in x's dtype, and the states at `runs.ends`: each row's last inputs [R, S, C].
@@ -68,8 +65,6 @@ def convolve_runs(
 def _last_inputs(
     x_TC: jax.Array, state_RSC: jax.Array, first_R: jax.Array, end_R: jax.Array
 ) -> jax.Array:
-    """Returns the last inputs [R, S, C] before token `end_R` of each row, whose first token has
-    index `first_R`."""
     last = state_RSC.shape[1]
     index_RS = end_R[:, None] - last + jnp.arange(last, dtype=jnp.int32)[None, :]
     fresh_RSC = jnp.take(x_TC, first_R[:, None] + index_RS, axis=0, mode="clip")

@@ -1,10 +1,8 @@
 """DeepSeek Sparse Attention: an indexer selects the positions that each token attends to
-(DeepSeek-V3.2, arXiv 2512.02556, section 2.1). `model_api.Index` defines the scores.
+(DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
 
 The selection is exact: the `top` largest scores among the positions that the token may see, ties to
-the smallest position. Every device computes the scores of all heads of the indexer, in float32, so
-the selection is the same under every layout. Where no sequence can be longer than `top`, all
-positions are selected and callers leave the indexer out.
+the smallest position.
 
 Prefill computes the scores of a block of queries over all earlier positions and masks ordinary
 attention (`chosen_positions`). Decode gathers the selected latents of each token, so that the bytes
@@ -86,12 +84,7 @@ def chosen_positions(
     """Selects positions for the tokens low..high of a prefill chunk.
 
     Args:
-        index: Queries, keys and weights of the whole chunk.
         start_T: Chunk index of the first token of each token's sequence.
-        segment_T: Row of each token.
-        positions_T: Position of each token.
-        past: Pages with earlier tokens, or None.
-        at_once: See `select`.
 
     Returns:
         Which of the chunk's tokens 0..high each token attends to, bool [1, Q, high], and which
@@ -147,9 +140,6 @@ def past_scores(
     Args:
         measure: Function from a row's keys [S, D], and a mask [1, S] of the existing keys, to
             scores [heads, Q, S / unit]; -inf where the mask is unset.
-        segment_Q: Row of each token.
-        dtype: Type of the keys that `measure` gets.
-        unit: Number of positions that share one score.
         at_once: Unrolls the loop. Only the first row may then have earlier tokens.
 
     Returns:
@@ -193,8 +183,6 @@ def past_scores(
 
 
 def _columns(positions: int, slots: int, width: int, unit: int) -> int:
-    """Returns the number of page columns of a step of about `positions` positions, which is a
-    multiple of `unit` positions."""
     least = math.lcm(slots, unit) // slots
     return max(1, min(positions // slots, width) // least) * least
 

@@ -5,11 +5,9 @@ For each head, with state S [ds, P], input x [P], step d > 0, and b and c [ds] o
 
 S_t = exp(g_t) S_(t-1) + b_t (x) d_t x_t,   y_t = S_t^T c_t
 
-where g = -d a, and a > 0 is a parameter of the head. A decode step computes exactly these
-equations. A chunk is processed in runs of `grain` tokens. With cumulative gates G, the tokens of a
-run contribute to each other by a masked product, y_i = sum_j exp(G_i - G_j) (c_i.b_j) d_j x_j for j
-<= i, and only the state passes between runs. All arithmetic is float32. Heads form G groups of U
-heads, and the heads of a group share b and c."""
+where g = -d a, and a > 0 is a parameter of the head. A chunk is processed in runs of `grain`
+tokens. With cumulative gates G, the tokens of a run contribute to each other by a masked product,
+y_i = sum_j exp(G_i - G_j) (c_i.b_j) d_j x_j for j <= i, and only the state passes between runs."""
 
 from typing import NamedTuple
 
@@ -35,9 +33,6 @@ class StateSpaceInputs(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Arrays that express the effect of a run of tokens on a state S [G, U, ds, P]: o = within +
-    from_start (c S), S' = decay S + add."""
-
     within_GUCP: jax.Array
     c_GCS: jax.Array
     from_start_GUC: jax.Array
@@ -45,7 +40,6 @@ class _Run(NamedTuple):
     add_GUSP: jax.Array
 
     def on(self, state_GUSP: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Applies the run to a state. Returns the output [G, U, C, P] and the next state."""
         read_GUCP = _sum("gcs,gusp->gucp", self.c_GCS, state_GUSP)
         out_GUCP = self.within_GUCP + self.from_start_GUC[..., None] * read_GUCP
         return out_GUCP, self.decay_GU[..., None, None] * state_GUSP + self.add_GUSP
@@ -57,9 +51,7 @@ def state_space_runs(
     """Applies the recurrence to a prefill chunk with tokens of several sequences (rows).
 
     Args:
-        inputs: Inputs of T tokens.
         state_RNSP: float32 state before each row's first token of this chunk.
-        runs: Division of the chunk's tokens into rows and runs.
         platform: JAX platform. On a GPU all runs are computed without a loop.
 
     Returns:
@@ -102,7 +94,6 @@ def state_space_step(
 
 
 def _prepare(run: StateSpaceInputs) -> _Run:
-    """Computes a run's arrays from the inputs of its tokens, heads first [N, C, ...]."""
     x_NCP, b_GCS, c_GCS, step_NC, g_NC = run
     groups, size = b_GCS.shape[0], g_NC.shape[1]
     g_GUC = g_NC.reshape(groups, -1, size)
@@ -126,5 +117,5 @@ def _prepare(run: StateSpaceInputs) -> _Run:
 
 
 def _sum(letters: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Computes an einsum in full float32. By default a GPU would round the inputs to 11 bits."""
+    """By default a GPU would round the inputs to 11 bits."""
     return jnp.einsum(letters, left, right, precision=lax.Precision.HIGHEST)

@@ -1,9 +1,8 @@
 """Scores of given tokens: log-probabilities, ranks and the most likely tokens, from logits whose
 vocabulary may be spread over devices.
 
-Each device works on its own part of the vocabulary. Only a few numbers per token are exchanged: a
-maximum, sums, and each device's most likely tokens. A token's rank is one more than the number of
-tokens with a larger logit. Ties among the most likely go to the smaller id."""
+A token's rank is one more than the number of tokens with a larger logit. Ties among the most likely
+go to the smaller id."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,8 +34,6 @@ def token_scores(
     Args:
         logits_TV: float32 logits for this device's part of the vocabulary. Padding ids have -inf.
         token_T: Tokens to score: int32 ids, numbered over the whole vocabulary.
-        shard: This device's part of the vocabulary.
-        top: Number of most likely tokens.
 
     Returns:
         Scores of all tokens, equal on every device along `shard.axes`.

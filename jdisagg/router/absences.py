@@ -2,8 +2,7 @@
 Does no I/O; times are arguments.
 
 A worker is absent from the time when the router removed it, or when it deregistered, until a worker
-registers under its name. Restarts of one cluster take similar times, because most of the time is
-spent on loading the model."""
+registers under its name."""
 
 from collections import deque
 from statistics import median
@@ -30,7 +29,6 @@ class Absences:
         self._away[worker] = role, now
 
     def came(self, worker: str, now: float) -> None:
-        """Records that a worker registered. Does nothing for a worker that was not absent."""
         _, since = self._away.pop(worker, ("", now))
         if since < now:
             self._past.append(now - since)

@@ -3,13 +3,9 @@ include yet. The accounts are the `own_` columns of the snapshot (cluster_state.
 
 An attempt's work is charged to its workers when it is placed. The charge ends with the first status
 that the worker can have made after the call arrived (`settle_seconds`), because such a status
-includes the work. A prompt that waits for its decode reservation is not sent yet, so its charge
-remains. When work ends, it is subtracted immediately, also from the worker's last status. The
-column `committed_pages` is maintained differently: it counts the pages that all running sequences
-of this router at a worker will hold at their expected ends.
+includes the work. When work ends, it is subtracted immediately, also from the worker's last status.
 
-Each call costs O(1). Times are arguments. Invariant: when all placed attempts have ended, every
-`own_` column is zero."""
+Invariant: when all placed attempts have ended, every `own_` column is zero."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +31,6 @@ class Work:
         tokens: Number of tokens that need KV: the prompt and the tokens accepted so far.
         cached_tokens: Number of these `tokens` that the prefilling worker has cached.
         children: Number of sequences that share the KV of these `tokens`.
-        expected_tokens: Number of further tokens that each child is expected to generate.
     """
 
     tokens: int
@@ -61,9 +56,6 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class _Charge:
-    """Amounts that an attempt adds to columns of one worker, as pairs (column, amount). `sent_at`
-    is the time at which the work was sent to the worker, or None if it was not sent yet."""
-
     worker: str
     life: int
     amounts: tuple[tuple[str, float], ...]
@@ -87,14 +79,12 @@ class Accounts:
         self._fresh: dict[str, list[_Charge]] = {}
 
     def heard(self, status: WorkerStatus, now: float) -> None:
-        """Stores a worker's status, and ends the charges of work that the status includes."""
         self.state.update(status, now)
         self._show(status.name, now)
         for changed in self._subscribers:
             changed()
 
     def subscribe(self, changed: Callable[[], None]) -> None:
-        """Registers a function that is called after each status of a worker."""
         self._subscribers.append(changed)
 
     def _show(self, worker: str, now: float) -> None:
@@ -120,8 +110,6 @@ class Accounts:
             self.state.bar(row, until)
 
     def pace(self, worker: str, until: float) -> None:
-        """Sets the earliest start time of a mixed worker's next prompt
-        (`cost_terms.paced_until`)."""
         row = self.state.row(worker)
         if row is not None:
             self.state.table["paced_until"][row] = until
@@ -138,8 +126,7 @@ class Accounts:
         self.state.forget(name)
 
     def place(self, prefill: str | None, decode: str, work: Work, now: float) -> "Charges":
-        """Charges an attempt's work to its workers. `prefill` is None if the decode worker computes
-        the prompt."""
+        """`prefill` is None if the decode worker computes the prompt."""
         return Charges(self, prefill, decode, work, now)
 
     def charge(
@@ -205,12 +192,10 @@ class Charges:
         self._open = True
 
     def prefill_sent(self, now: float) -> None:
-        """Records that the prompt was sent to the prefilling worker."""
         if self._queued is not None and self._queued.sent_at is None:
             self._queued.sent_at = now
 
     def prefilled(self) -> None:
-        """Ends the charge for the prompt, because the first token arrived."""
         if self._queued is not None:
             (_, tokens), (_, pairs) = self._queued.amounts
             self._accounts.settle(
@@ -219,7 +204,6 @@ class Charges:
             self._queued = None
 
     def end(self) -> None:
-        """Ends all charges of the attempt, because none of its work is left at the workers."""
         if not self._open:
             return
         self._open = False

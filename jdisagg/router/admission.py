@@ -77,8 +77,6 @@ class Quotas:
     Args:
         tokens_per_second: Rate of each tenant, in tokens per second. Tenants that are not listed
             have no limit.
-        burst_seconds: Size of a bucket, in seconds of the tenant's rate.
-        spending: The router's record of spent tokens, which includes those spent at other routers.
     """
 
     def __init__(
@@ -108,7 +106,6 @@ class Quotas:
         self._spending.take(name, tokens)
 
     def give_back(self, tenant: str, tokens: float) -> None:
-        """Puts the tokens of a refused request back into the tenant's bucket."""
         self._spending.take(_bucket_of(tenant), -tokens)
 
 
@@ -127,12 +124,10 @@ class Drain:
         self._since: float | None = None
 
     def busy(self, now: float) -> None:
-        """Records that requests wait at time `now`."""
         self._fade(now)
         self._since = now
 
     def idle(self, now: float) -> None:
-        """Records that no request waits any more."""
         self._fade(now)
         self._since = None
 
@@ -141,14 +136,11 @@ class Drain:
         self._cost += cost
 
     def seconds(self, cost: float) -> float:
-        """Returns the predicted seconds until requests of total cost `cost` are served, or 0 while
-        the speed is unknown."""
         if not cost or self._seconds < DRAIN_LEAST_SECONDS:
             return 0.0
         return cost * self._seconds / self._cost if self._cost else MAX_RETRY_SECONDS
 
     def seconds_each(self) -> float | None:
-        """Returns the seconds per unit of cost, or None while the speed is unknown."""
         known = self._cost and self._seconds >= DRAIN_LEAST_SECONDS
         return self._seconds / self._cost if known else None
 
@@ -165,8 +157,7 @@ class Drain:
 
 class Lateness:
     """Recent errors of predicted times to first token, by which later predictions are corrected.
-    Predictions omit some delays (prompts of other dp ranks, a slow mesh). Without the correction,
-    the router would admit requests that miss their time limit."""
+    Without the correction, the router would admit requests that miss their time limit."""
 
     def __init__(self) -> None:
         self._errors: deque[tuple[float, float]] = deque()

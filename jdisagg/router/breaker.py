@@ -4,8 +4,7 @@ attempt as a probe. If the probe succeeds, the worker gets requests again.
 A breaker is CLOSED until `most_failures` failures in a row. It is then OPEN for a time that doubles
 with each opening up to a bound (`timeouts.Backoff`). Afterwards it is HALF OPEN: the next attempt
 is the probe. The worker gets no other attempt until the probe's outcome is known or the back-off
-time has passed again. A success removes the breaker. Placement reads one number per worker: the
-time until which it gets no requests. Does no I/O; times are arguments."""
+time has passed again. A success removes the breaker. Does no I/O; times are arguments."""
 
 import enum
 from collections.abc import Callable
@@ -24,8 +23,6 @@ class BreakerState(enum.Enum):
 
 @dataclass(slots=True)
 class Breaker:
-    """Circuit breaker of one worker."""
-
     backoff: Backoff = DEFAULT_TIMEOUTS.request.breaker
     failures: int = 0
     barred_until: float = 0.0
@@ -79,8 +76,6 @@ class PairBreakers:
         self._breakers.pop(pair, None)
 
     def placed(self, pair: tuple[str, str], now: float) -> None:
-        """Records that an attempt was placed on the pair. If the pair's breaker is half open, this
-        attempt is the probe."""
         if pair in self._breakers:
             self._breakers[pair][1].placed(now)
 

@@ -3,8 +3,7 @@ effects.
 
 Workers that are gone are never candidates. Draining workers and workers whose heartbeats are late
 are candidates, with a penalty, only if the request has tokens already. Workers with an open circuit
-breaker have a larger penalty. Workers that failed this request have the largest penalty.
-`cost_terms` predicts the costs of the request, and `placement` makes the choice."""
+breaker have a larger penalty. Workers that failed this request have the largest penalty."""
 
 import numpy as np
 
@@ -26,8 +25,6 @@ class Candidates:
     """Workers of one `side` (prefill or decode) that may be chosen.
 
     Attributes:
-        rows: Row numbers of the workers in the snapshot.
-        table: Columns of the snapshot, limited to these workers.
         against: Penalty of each worker in seconds.
     """
 
@@ -55,13 +52,10 @@ class Candidates:
 
     @property
     def unknown(self) -> bool:
-        """Whether the speed of any candidate is unknown, so that no times are predicted."""
         return self.side.unknown and bool((self.table["speed"] == UNKNOWN).any())
 
     @property
     def trusted(self) -> Flags | None:
-        """For each worker, whether cached KV may be fetched from it. None if KV may be fetched from
-        all workers."""
         return None if self.against is self.side.zeros else self.against < BARRED
 
     @property
@@ -96,7 +90,6 @@ def candidates(
 def usable(
     state: ClusterState, side: Side, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> Candidates:
-    """Returns the workers of one side that may be chosen, with their penalties."""
     rows, table = side.rows, side.table or state.table.take(side.span)
     all_well = not (side.draining or query.avoid or query.loads) and now >= state.barred_until
     if all_well and not state.silent_for(now, min(policy.suspect_seconds, policy.gone_seconds)):
@@ -137,7 +130,6 @@ def with_partners(prefills: Candidates, decodes: Candidates) -> tuple[Candidates
 
 
 def partnered(some: Candidates, others: Candidates) -> Flags:
-    """Returns, for each worker of `some`, whether a worker of `others` has the same weights."""
     return np.isin(some.table["weights"], others.table["weights"])
 
 
@@ -153,8 +145,6 @@ def apart(state: ClusterState, prefills: Indices, decodes: Indices) -> Flags | N
 def broken_pairs(
     state: ClusterState, query: PlacementQuery, prefills: Indices, decodes: Indices
 ) -> Array:
-    """Returns an array [prefill workers, decode workers] with the penalty in seconds of each pair
-    whose KV transfers have failed."""
     against = np.zeros((len(prefills), len(decodes)))
     for prefill, decode in query.broken:
         here, there = prefills == state.row_of(prefill), decodes == state.row_of(decode)
@@ -163,8 +153,6 @@ def broken_pairs(
 
 
 def no_worker(state: ClusterState, side: Side, kind: str) -> NoWorkerError:
-    """Returns the error for a role without candidates. Its message lists the workers of the role
-    and their states."""
     rows = side.rows
 
     def said(row: int) -> str:

@@ -3,10 +3,7 @@ worker reports or work is placed.
 
 There are three kinds of columns: the worker's last status, its description (place, role, speed),
 and the work that this router has sent and that no status includes yet (`own_`, maintained by
-`accounts.py`). Because it counts its own recent work, the router spreads a burst of requests over
-the workers before the next heartbeats arrive. Rows stay in the order in which the workers arrived,
-so that a replayed decision breaks ties in the same way. Functions take the current time as an
-argument, so that decisions can be replayed.
+`accounts.py`).
 
 If a column's name has no prefix, its value is the sum over a worker's dp ranks. `best_` columns
 describe the rank with the most free pages, which takes the next sequence. `most_` columns describe
@@ -107,7 +104,6 @@ class Table:
         return self.cells[COLUMNS[column]].astype(np.int64)
 
     def take(self, which: "Indices | slice") -> "Table":
-        """Returns the columns of some workers: a view if `which` is a slice, or a copy."""
         return Table(
             self.cells[:, which] if isinstance(which, slice) else self.cells.take(which, axis=1)
         )
@@ -131,14 +127,12 @@ class Side:
     """The workers of one kind (prefill only, or decode and mixed).
 
     Attributes:
-        rows: Row numbers of the workers in the snapshot, ascending.
         room: Number of sequences that each worker may hold. It is a little larger than the worker's
             number of decode slots, so that the next sequence is ready when a slot is freed
             (scheduler/reservations.py).
         speed, chunk_tokens, page_size, weights: The value that all workers have in common, or None
             if they differ.
         table: View of the workers' columns, or None if the rows are not contiguous.
-        zeros: A read-only array of zeros, one per worker.
     """
 
     rows: Indices
@@ -202,12 +196,9 @@ class ClusterState:
         return self._rows.get(name) if self._lives.get(name, 0) == life else None
 
     def row_of(self, name: str) -> int:
-        """Returns the worker's row number, or -1 if the worker is unknown."""
         return self._rows.get(name, -1)
 
     def rows_of(self, roster: Roster) -> Indices:
-        """Returns the row numbers of the workers in `roster` as a read-only array, with -1 for
-        unknown workers."""
         if self._roster_rows is None or self._roster_rows[0] is not roster:
             rows = np.fromiter(map(self.row_of, roster.names), np.intp, len(roster.names))
             self._roster_rows = roster, rows
@@ -223,12 +214,10 @@ class ClusterState:
 
     @property
     def prefill(self) -> Side:
-        """The workers that only prefill."""
         return self._both()[0]
 
     @property
     def decode(self) -> Side:
-        """The workers that decode, including mixed workers."""
         return self._both()[1]
 
     def link_costs(self, far: Link) -> LinkCosts:
@@ -264,16 +253,12 @@ class ClusterState:
         return return_costs
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """Returns the last status of each worker."""
         return tuple(self._statuses[name] for name in self._names)
 
     def without_images(self) -> frozenset[str]:
-        """Returns the names of the workers that do not accept requests with images."""
         return frozenset([one.name for one in self._statuses.values() if not one.images])
 
     def not_ready(self, capability: str) -> frozenset[str]:
-        """Returns the names of the workers whose programs of an optional capability are not loaded
-        yet."""
         return frozenset(
             [one.name for one in self._statuses.values() if capability in one.not_ready]
         )
@@ -289,7 +274,6 @@ class ClusterState:
         }
 
     def yielding(self, priority: int) -> dict[str, tuple[int, int, int, int]]:
-        """Returns each worker's load of lower priority in the form of `PlacementQuery.yielding`."""
         found: dict[str, tuple[int, int, int, int]] = {}
         for name, status in self._statuses.items() if priority > self._least_priority else ():
             lower = [load for load in status.priorities if load.priority < priority]
@@ -303,7 +287,6 @@ class ClusterState:
         return found
 
     def weights(self, name: str) -> str:
-        """Returns the identity of a worker's weights; "" for an unknown worker."""
         status = self._statuses.get(name)
         return "" if status is None else status.weights
 
@@ -318,7 +301,6 @@ class ClusterState:
             self._place(row, self._descriptions[name])
 
     def update(self, status: WorkerStatus, now: float) -> None:
-        """Stores a worker's status, without changing the `own_` columns."""
         row = self._rows.get(status.name)
         if row is None:
             row = self._add(status.name)
@@ -355,8 +337,6 @@ class ClusterState:
             self._heard_since = now
 
     def _update_prices(self, status: WorkerStatus, row: int) -> None:
-        """Stores the program times and links that a worker measured. Links are ignored if the
-        worker's hardware is described."""
         description = self.description(status.name)
         completed = _completed(description, status)
         if completed is not description:
@@ -390,18 +370,14 @@ class ClusterState:
         self._change_form()
 
     def bar(self, row: int, until: float) -> None:
-        """Makes placement avoid the worker until time `until`. It is still chosen if there is no
-        other worker."""
         self.table["barred_until"][row] = until
         self.barred_until = max(self.barred_until, until)
 
     def hear(self, row: int, at: float) -> None:
-        """Sets the time of the worker's last report."""
         self.table["heard_at"][row] = at
         self._heard_since = min(self._heard_since, at)
 
     def silent_for(self, now: float, most: float) -> bool:
-        """Returns whether any worker has sent no status for more than `most` seconds."""
         if now - self._heard_since > most:
             heard = [self.table["heard_at"][side.span] for side in self._both()]
             self._heard_since = min(float(column.min(initial=now)) for column in heard)
@@ -491,8 +467,6 @@ class ClusterState:
 
 
 def _completed(description: Description, status: WorkerStatus) -> Description:
-    """Completes a description whose hardware is unknown with the times that the worker measured.
-    Other descriptions are returned unchanged."""
     kind = description.kind
     if kind is None or kind.hardware is not None or kind.times == status.times:
         return description
@@ -500,8 +474,7 @@ def _completed(description: Description, status: WorkerStatus) -> Description:
 
 
 def _form(status: WorkerStatus) -> object:
-    """Returns the fields of a status that rarely change. Values derived from them are recomputed
-    only if one of them changes."""
+    """Values derived from these fields are recomputed only if one of them changes."""
     return (
         status.role,
         status.page_size,
@@ -518,20 +491,15 @@ def _form(status: WorkerStatus) -> object:
 
 
 def _code(weights: str) -> int:
-    """Returns a number that identifies weights; 0 for a worker's initial weights."""
     digest = hashlib.blake2b(weights.encode(), digest_size=6).digest()
     return int.from_bytes(digest, "little") + 1 if weights else 0
 
 
 def _only(column: Array) -> float | None:
-    """Returns the common value of all entries of a column, or None if they differ."""
     return float(column[0]) if len(column) and (column == column[0]).all() else None
 
 
 def _codes(place: str) -> list[int]:
-    """Returns an integer code for each part of a place (rack, host, domain, process). Two workers
-    have equal codes for a part if their places are equal up to and including the part. A missing
-    part has code 0."""
     parts = place.split("/")[: len(PARTS)] if place else []
     beginnings = ["/".join(parts[: count + 1]) for count in range(len(parts))]
     codes = [

@@ -3,9 +3,8 @@
 Workers report cached blocks with their heartbeats, so `known_blocks.py` lacks the blocks of a
 prompt until it was computed and reported. A prompt that arrives in the meantime with the same
 prefix should go to the same worker, if the worker's queue is not too long. It then waits there for
-the common blocks (`scheduler/shared_prompts.py`). Entries only cover this router's own requests. An
-entry ends when its attempt ends, or `LINGER_SECONDS` after the first token, when the worker has
-reported the blocks. Does no I/O."""
+the common blocks (`scheduler/shared_prompts.py`). An entry ends when its attempt ends, or
+`LINGER_SECONDS` after the first token, when the worker has reported the blocks. Does no I/O."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,8 +15,6 @@ LINGER_SECONDS = 3.0
 
 
 class ComingPrefixes:
-    """The prefixes of the prompts that workers are computing for this router."""
-
     def __init__(self) -> None:
         self._workers: dict[int, dict[str, int]] = {}  # number of prompts by block and worker
         self._prompts: dict[int, tuple[str, Sequence[int]]] = {}
@@ -28,8 +25,6 @@ class ComingPrefixes:
         return len(self._prompts)
 
     def placed(self, prompt: PromptBlocks, worker: str) -> int:
-        """Records that a worker will compute a prompt. Returns a key by which the entry can be
-        removed."""
         self._last_key += 1
         self._prompts[self._last_key] = worker, prompt.names
         for name in prompt.names:
@@ -38,7 +33,6 @@ class ComingPrefixes:
         return self._last_key
 
     def computed(self, key: int, now: float) -> None:
-        """Records that the prompt's first token arrived at time `now`."""
         if key in self._prompts:
             self._computed.append((now + LINGER_SECONDS, key))
 
@@ -54,8 +48,6 @@ class ComingPrefixes:
                     del self._workers[name]
 
     def known(self, prompt: PromptBlocks, now: float) -> dict[str, int]:
-        """Returns, by worker, the number of leading prompt tokens that the worker is computing for
-        other prompts. Workers without such tokens are left out."""
         while self._computed and self._computed[0][0] <= now:
             self.ended(self._computed.popleft()[1])
         found: dict[str, int] = {}

@@ -1,14 +1,12 @@
 """Corrects predicted times to first token by the errors of earlier predictions.
 
-The program times that workers measure at their start are only part of a request's time. They omit
-calls between processes, sampling and checksums. A constant and a factor are fitted to the latest
-predictions and outcomes, separately for each way to serve a prompt (`PromptWay`). Errors are
-relative, and the factor is regularised towards 1, so that a single outcome changes only the
-constant.
+A constant and a factor are fitted to the latest predictions and outcomes, separately for each way
+to serve a prompt (`PromptWay`). Errors are relative, and the factor is regularised towards 1, so
+that a single outcome changes only the constant.
 
 The first request of a way is often slow for temporary reasons. Such an outcome must not keep later
 requests away from the worker that now has their prefix cached. A way with few outcomes therefore
-uses the correction of another way. Does no I/O."""
+uses the correction of another way."""
 
 import enum
 import itertools
@@ -75,7 +73,6 @@ class LearnedCorrections:
 
 
 def _fitted(outcomes: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the (constant, factor) for which the sum of squared relative errors is smallest."""
     each = [(1.0 / seconds, predicted / seconds) for predicted, seconds in outcomes]
     uu = sum(u * u for u, _ in each)
     uv = sum(u * v for u, v in each)

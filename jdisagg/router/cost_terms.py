@@ -2,14 +2,12 @@
 effects.
 
 A prefill worker has two stages: its backlog, and the prompt itself. A decode worker has two stages:
-the wait until it has room, and a decode step that includes the sequence. A pair has one stage: the
-part of the KV transfer that remains after the prefill.
+the wait until it has room, and a decode step that includes the sequence.
 
 A decode worker has room if all of these hold: a slot is free, the rank with the most free pages has
 enough of them, there are pages for the expected growth of this router's sequences, the queue is
 empty, and the step is within the TPOT bound. Slots and pages of sequences of lower priority count
-as free, because the worker preempts these sequences. If there is no room, running sequences must
-end first. By Little's law they end at the rate running / (mean length x step)."""
+as free, because the worker preempts these sequences."""
 
 import math
 from collections.abc import Mapping
@@ -44,11 +42,8 @@ class Holder:
     """A worker from which prefill workers may fetch cached KV.
 
     Attributes:
-        row: Row number of the worker in the snapshot.
-        tokens: Number of tokens of the prompt that the worker has cached.
         issued_seconds: Seconds until the commands that were already issued to the worker's mesh are
             done.
-        decodes: Whether the worker is a decode worker.
     """
 
     row: int
@@ -63,12 +58,9 @@ class PrefillCosts:
 
     Attributes:
         queue: Seconds until the worker's earlier prompts are computed.
-        prefill: Seconds to compute the prompt itself.
         spared: Prefill seconds that cached or fetched tokens save.
-        chunks: Number of chunks in which the prompt is computed.
         known: Indices of the workers that have tokens of the prompt cached, and the number of
             cached tokens of each.
-        holders: Workers from which cached KV may be fetched.
         fetches: For each worker, the index in `holders` of the worker from which it fetches KV, or
             -1 if it fetches none. None if no worker fetches.
     """
@@ -83,7 +75,6 @@ class PrefillCosts:
     fetches: Indices | None = None
 
     def few(self, places: Indices) -> "PrefillCosts":
-        """Returns the costs of the workers at the indices `places`, with `known` left empty."""
         return PrefillCosts(
             self.rows.take(places),
             self.queue.take(places),
@@ -103,8 +94,6 @@ class DecodeCosts:
     Attributes:
         queue: Seconds until the worker has room for the sequence.
         step: Seconds of a decode step that includes the sequence.
-        busy: Whether the worker has running sequences.
-        room: Whether all workers have room now.
     """
 
     rows: Indices
@@ -115,12 +104,9 @@ class DecodeCosts:
 
     @property
     def join(self) -> Array:
-        """For each worker, the seconds from the arrival of the KV to the first token that is
-        decoded from it."""
         return np.where(self.busy, STEPS_TO_JOIN, STEPS_ALONE) * self.step
 
     def join_of(self, which: int) -> float:
-        """Returns `join` for one worker."""
         return (STEPS_TO_JOIN if self.busy[which] else STEPS_ALONE) * float(self.step[which])
 
 
@@ -134,7 +120,6 @@ class LocalCosts:
             their decode steps.
         lost: Seconds of the prefill chunks without the decode steps. The running streams are
             delayed by this time.
-        lacking: Number of uncached prompt tokens, which must be computed.
         longest: Longest time in seconds that a running stream waits for a token during the prefill.
         paced: Seconds until running streams have recovered from the delay that the worker's last
             prompt caused.
@@ -150,7 +135,6 @@ class LocalCosts:
 def prefills_of(
     state: ClusterState, side: Side, rows: Indices, table: Table, query: PlacementQuery
 ) -> PrefillCosts:
-    """Returns the costs of the prefill workers `rows`, which are some or all workers of `side`."""
     tokens = table["queued_tokens"] + table["own_tokens"]
     pairs = table["queued_pairs"] + table["own_pairs"]
     if query.yielding:
@@ -194,9 +178,6 @@ def _spare_coming(
     costs: tuple[Array, Array],
     known: tuple[Indices, Array],
 ) -> None:
-    """Lowers `costs` (prefill seconds, seconds saved) of workers that are computing a longer prefix
-    of the prompt for earlier prompts than they have cached. The queue of such a worker includes the
-    earlier prompts."""
     prefill, spared = costs
     cached = np.zeros(len(rows))
     cached[known[0]] = known[1]
@@ -218,7 +199,6 @@ def decodes_of(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> DecodeCosts:
-    """Returns the costs of the decode workers `rows`, which are some or all workers of `side`."""
     work = query.work
     ranks = table["ranks"] if side.several_ranks else 1
     ours, waiting = table["own_sequences"], table["waiting"]
@@ -271,7 +251,6 @@ def decodes_of(
 def _step_seconds(
     state: ClusterState, side: Side, table: Table, work: Work, ranks: Array | int
 ) -> Array:
-    """Returns the seconds of a decode step of each worker if it also runs the request."""
     sequences = table["best_sequences"] + _each(table["own_sequences"], ranks) + work.children
     contexts = (
         table["best_contexts"] + _each(table["own_contexts"], ranks) + work.children * work.tokens
@@ -351,8 +330,6 @@ def local_prefills(
     query: PlacementQuery,
     now: float,
 ) -> LocalCosts:
-    """Returns the costs of prefill on decode workers. They alternate prefill chunks and decode
-    steps."""
     alone = prefills_of(state, side, decodes.rows, table, query)
     lacking = np.full(len(decodes.rows), float(query.work.tokens))
     at, cached = alone.known
@@ -399,7 +376,6 @@ def paced_until(
 
 
 def yielding_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> Array:
-    """Returns `query.yielding` for the workers `rows`, as an array [4, workers]."""
     found = np.zeros((4, len(rows)))
     for at, row in enumerate(rows):
         if (load := query.yielding.get(state.name(int(row)))) is not None:
@@ -408,8 +384,6 @@ def yielding_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> Ar
 
 
 def known_to(worker: str, query: PlacementQuery) -> int:
-    """Returns the number of prompt tokens that a worker need not compute, because it has them
-    cached."""
     return min(query.cached.get(worker, 0), query.most_known)
 
 
@@ -438,8 +412,6 @@ def known_or_coming(
 def _tokens_at(
     state: ClusterState, rows: Indices, cached: Mapping[str, int], most: int
 ) -> tuple[Indices, Array]:
-    """Returns the indices, in ascending `rows`, of the workers in `cached`, and the number of
-    tokens of each, at most `most`."""
     if not cached or not len(rows):
         return _NOWHERE, _NOTHING
     if isinstance(cached, ByWorker):
@@ -474,8 +446,7 @@ def alike(
     state: ClusterState, side: Side, table: Table, chunks: bool = True
 ) -> list[tuple[Speed, int, Indices | slice]]:
     """Groups the workers in `table` by speed and, if `chunks` is set, by chunk size. Returns
-    (speed, chunk size, indices of the workers) of each group. Usually all workers are in one
-    group."""
+    (speed, chunk size, indices of the workers) of each group."""
     if not len(table):
         return []
     if side.speed is not None and (not chunks or side.chunk_tokens is not None):

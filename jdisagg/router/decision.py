@@ -46,12 +46,9 @@ class PlacementQuery:
     """One attempt for which workers must be chosen.
 
     Attributes:
-        cached: Number of prompt tokens that each worker has cached.
-        avoid: Workers that failed an earlier attempt of this request.
         under_way: Whether the request was admitted before, because it is retried, was preempted or
             is resumed. Such a request is neither refused nor deferred.
         resuming: Whether the request has tokens already, so that draining workers may serve it.
-        age_seconds: Seconds since the request arrived.
         ahead_seconds: Seconds that the request is expected to wait further at this router.
         limit_seconds: Time limit of the first token, in seconds after the request's arrival.
         typical_tokens: Mean length of answers in tokens, from which the time until running
@@ -59,7 +56,6 @@ class PlacementQuery:
         whole: Whether log-probabilities of the prompt are requested. If so, a decode worker does
             not compute the prompt: the XLA programs for prompt log-probabilities compile at first
             use, and running streams would wait for the compilation.
-        corrections: Corrections of predicted times to first token.
         broken: Pairs (prefill worker, decode worker) whose KV transfers failed recently. Such a
             pair is chosen only if there is no other way to serve the request.
         coming: Number of prompt tokens that each worker is computing for earlier prompts. These
@@ -95,8 +91,6 @@ class PlacementQuery:
         return (self.work.tokens - 1) // self.block_tokens * self.block_tokens
 
     def coming_to(self, worker: str) -> int:
-        """Returns the number of prompt tokens that a worker need not compute for this prompt,
-        because it is computing them for earlier prompts."""
         return min(self.coming.get(worker, 0), self.most_known)
 
 
@@ -116,10 +110,7 @@ class PlacementPolicy:
         far: Network link between workers in different racks.
         decode_first: Whether decode pages are reserved before the prefill starts. If so, waiting
             for pages delays the first token. If not, it delays the second.
-        suspect_seconds: Seconds without a heartbeat after which a worker gets no new requests.
         gone_seconds: Seconds without a heartbeat after which a worker gets no requests at all.
-        peer_fetch: Whether prefill workers fetch cached KV from other prefill workers.
-        fetch_from_decode: Whether prefill workers also fetch cached KV from decode workers.
         far_prefill_tokens: Prompts with fewer uncached tokens are prefilled in the decode worker's
             rack if possible.
     """
@@ -164,9 +155,7 @@ class Decision:
         context_tokens: Largest context of the decode worker, in tokens.
         kind: Kind of the choice, from a small fixed set of labels for metrics.
         terms: Predicted seconds of each stage, or None if the workers were chosen by load.
-        cached_tokens: Number of prompt tokens that the prefilling worker has cached.
         peer: Worker from which the prefilling worker may fetch further cached KV, or "".
-        peer_tokens: Number of prompt tokens that `peer` has cached.
     """
 
     prefill: str | None

@@ -1,13 +1,11 @@
 """The elastic controller: decides which worker should change its role, and advises how many workers
 of each role an autoscaler should run. Does no I/O.
 
-A pool is the set of all workers of one role. The need of a pool is the number of workers that its
-load requires. A pool is short of workers if it is the reason why requests miss the latency
-objective, or if it is full. A missed TTFT is attributed to a pool only if queueing alone explains
-it. It is attributed to prefill if prompts wait at prefill workers, or at the router while all
-prefill workers are busy. It is attributed to decode if requests wait for room at decode workers. A
-missed TPOT is attributed to decode, as long as a smaller batch could help. An empty pool is always
-short, and the other pool then gives a worker even if it is short itself.
+A pool is the set of all workers of one role. A pool is short of workers if it is the reason why
+requests miss the latency objective, or if it is full. A missed TTFT is attributed to a pool only if
+queueing alone explains it. A missed TPOT is attributed to decode, as long as a smaller batch could
+help. An empty pool is always short, and the other pool then gives a worker even if it is short
+itself.
 
 A switch is a change of one worker's role. A fluid model estimates the share of requests that meet
 the objective, with and without a switch: the smaller of both pools' min(1, workers / need). The
@@ -148,9 +146,6 @@ class Memory:
             has none.
         was_short: For each role, when and with which size its pool was last short; None if it was
             not short recently.
-        quiet_until: Time before which no switch is made.
-        switching: Name of the worker that is changing its role, or None.
-        switch_seconds: Measured duration of the last role change; None if none was measured.
     """
 
     short_since: tuple[float | None, float | None] = (None, None)
@@ -163,8 +158,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a decision. `switch` is None if no role should change now. `reason` states why a
-    role should or should not change."""
+    """Result of a decision. `switch` is None if no role should change now."""
 
     switch: Switch | None
     advice: Advice
@@ -250,8 +244,6 @@ def check_switch(workers: tuple[WorkerStatus, ...], name: str, role: WorkerRole)
 def usual_layout(
     workers: tuple[WorkerStatus, ...], worker: WorkerStatus, role: WorkerRole
 ) -> Layout:
-    """Returns the most common layout among workers with `role` that fits the worker's devices. If
-    no layout fits, returns the worker's own layout."""
     own = Layout.parse(worker.layout)
     layouts = [Layout.parse(one.layout) for one in workers if one.role is role]
     fitting = [layout for layout in layouts if layout.devices <= own.devices]
@@ -276,14 +268,7 @@ class Controller:
         self, now: float, statuses: tuple[WorkerStatus, ...], may_switch: bool = True, held: int = 0
     ) -> Verdict:
         """Takes a sample of the workers and decides. After a result with a switch, no result has
-        another switch until `switched` is called.
-
-        Args:
-            now: Time of the sample.
-            statuses: Statuses of all workers.
-            may_switch: Whether the result may have a switch. If not, it only has advice.
-            held: Number of requests that wait at the router.
-        """
+        another switch until `switched` is called."""
         self._signals.sample(now, statuses, held)
         self.view = self._signals.view(now, self.config.slo)
         self.latest = decide(self.config, self._memory, self.view, may_switch)
@@ -291,8 +276,6 @@ class Controller:
         return self.latest
 
     def switched(self, now: float, seconds: float | None) -> None:
-        """Records that a role change took `seconds`; None means that it failed. Starts a new
-        observation window."""
         quiet_until = now + self.config.cooldown_seconds
         known = self._memory.switch_seconds if seconds is None else seconds
         self._memory = Memory(
@@ -355,8 +338,6 @@ def _told(config: ElasticConfig, view: View) -> bool:
 
 
 def _queue_misses(config: ElasticConfig, view: View) -> bool:
-    """Returns whether queueing is the reason for missed TTFT objectives: too few requests meet the
-    objective, and more would meet it without queueing."""
     return (
         view.ttft_attainment < config.slo.quantile
         and view.ttft_without_queue > view.ttft_attainment
@@ -364,8 +345,6 @@ def _queue_misses(config: ElasticConfig, view: View) -> bool:
 
 
 def _need(size: int, load: float, short: bool, over: float) -> float:
-    """Returns the number of workers that a pool needs. If the pool is short, this is more than its
-    `size`."""
     return (
         max(load, 1.0, size * min(MOST_OVER, max(1.1, over))) if short else min(float(size), load)
     )
@@ -374,9 +353,6 @@ def _need(size: int, load: float, short: bool, over: float) -> float:
 def _remembered(
     config: ElasticConfig, memory: Memory, now: float, pools: tuple[_Pool, _Pool]
 ) -> tuple[WasShort | None, WasShort | None]:
-    """Returns the new value of `Memory.was_short`. Records the size and load of each pool that has
-    been short for `patience_seconds`."""
-
     def one(pool: _Pool, since: float | None, before: WasShort | None) -> WasShort | None:
         if since is not None and now - since >= config.patience_seconds:
             return WasShort(pool.size, pool.load, now)
@@ -457,8 +433,6 @@ def _choose(
 def _gain(
     config: ElasticConfig, memory: Memory, view: View, to: _Pool, donor: _Pool, worker: WorkerStatus
 ) -> float:
-    """Returns the gain of a switch in requests: the additional requests within the horizon that
-    meet the objective, by the fluid model, minus the cost of the change."""
     now = _served(to.size, to.need, donor.size, donor.need)
     meanwhile = _served(to.size, to.need, donor.size - 1, donor.need)
     after = _served(to.size + 1, to.need, donor.size - 1, donor.need)
@@ -481,8 +455,6 @@ def _advise(
     pools: tuple[_Pool, _Pool],
     switch: Switch | None,
 ) -> Advice:
-    """Advises more workers for a role that is short if no switch helps. Advises one worker less for
-    a role that has had spare workers for a long time."""
     wanted: list[int] = []
     reasons: list[str] = []
     for pool, short_since, spare_since in zip(

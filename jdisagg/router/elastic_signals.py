@@ -1,9 +1,7 @@
 """Input of the elastic controller: the latencies of requests and the utilization of the pools (the
 workers of one role) in a sliding window.
 
-Latencies are evaluated by quantiles instead of means, because the controller needs the share of
-requests that met the objective, and the share that would have met it without queueing. Utilization
-is sampled. For a prefill worker it is the share of time with work. For a decode worker it is the
+The utilization of a prefill worker is the share of time with work. For a decode worker it is the
 fraction of pages in use or of slots in use, whichever is larger. Sequences whose KV has not arrived
 do not count as load of the decode pool, because a shortage of prefill workers increases their
 number.
@@ -47,7 +45,6 @@ class EndedRequest:
     Attributes:
         ttft_seconds: Seconds to the first token, or infinity if the request was refused or got no
             token.
-        tpot_seconds: Mean seconds per further token, or None if the request got at most one token.
         queue_seconds: Part of `ttft_seconds` that the request spent waiting: at the router, for
             pages, and for a prefill batch.
     """
@@ -63,11 +60,8 @@ class PoolView:
     """Measurements of one role's workers in the window.
 
     Attributes:
-        taking: Workers that accept new requests now.
         use: Mean utilization, in [0, 1].
         peak_use: High quantile of the sampled utilization, in [0, 1].
-        waiting: Mean number of requests that wait for the pool, at its workers or at the router.
-        batch: Mean number of running sequences per dp rank.
     """
 
     taking: tuple[WorkerStatus, ...]
@@ -142,7 +136,6 @@ class SloWindow:
         self._forget(now - self._window_seconds)
 
     def clear(self) -> None:
-        """Discards all observations, because they describe the pools before a role change."""
         self._outcomes.clear()
         for samples in self._samples.values():
             samples.clear()
@@ -194,7 +187,6 @@ class SloWindow:
 
 
 def use_of(worker: WorkerStatus) -> float:
-    """Returns the current utilization of a worker, in [0, 1]."""
     if worker.role is WorkerRole.PREFILL:
         return 1.0 if worker.running or worker.waiting else 0.0
     total = sum(worker.total_pages)
@@ -206,7 +198,6 @@ def use_of(worker: WorkerStatus) -> float:
 
 
 def _at_work(worker: WorkerStatus) -> int:
-    """Returns the number of a decode worker's sequences whose KV has arrived."""
     return max(0, worker.running - worker.handoffs)
 
 

@@ -1,18 +1,15 @@
 """Fair order of the requests that wait at the router. Tenants are ordered by weighted virtual time,
-and the requests of one tenant by urgency. Does no I/O.
+and the requests of one tenant by urgency.
 
 Between tenants: start-time fair queueing (Goyal et al., SIGCOMM'96) in which a request costs tokens
 as in VTC (Sheng et al., OSDI'24): prompt + 2 x answer. A tenant's virtual time grows by cost /
-weight with each request served. The tenant with the smallest virtual time is served next. A tenant
-that was idle resumes at the queue's current virtual time, so idleness earns no credit. The queue's
-virtual time grows by cost / sum of the weights of all waiting tenants (as in Parekh and Gallager,
-1993). It does not simply follow the virtual time of the tenant served last: otherwise new tenants
-that arrive one after another would all be served before tenants that already wait. As a result,
-each other tenant gets at most one request beyond its fair share before a waiting tenant is served.
+weight with each request served. A tenant that was idle resumes at the queue's current virtual time,
+so idleness earns no credit. The queue's virtual time grows by cost / sum of the weights of all
+waiting tenants (as in Parekh and Gallager, 1993). It does not simply follow the virtual time of the
+tenant served last: otherwise new tenants that arrive one after another would all be served before
+tenants that already wait.
 
-Within a tenant: requests are ordered by the time at which their first token is due. A higher
-priority makes this time earlier (`scheduler/priorities.py`). An old request of low priority
-therefore eventually precedes new requests of high priority.
+Within a tenant: requests are ordered by the time at which their first token is due.
 
 If no worker has room for the first request of the queue (the head), a request of higher priority
 may overtake it (`pressing`), because workers preempt sequences of lower priority for such a
@@ -45,9 +42,6 @@ class Ticket:
 
 @dataclass(slots=True)
 class _Tenant:
-    """A tenant with requests in the queue. `passed` is its virtual time. `cost` and `count` are the
-    total cost and the number of its waiting requests."""
-
     passed: float
     cost: float = 0.0
     count: int = 0
@@ -85,8 +79,6 @@ class FairQueue:
         self._priorities[ticket.priority] += 1
 
     def overtakes(self, priority: int) -> bool:
-        """Returns whether a request of this priority may overtake all others, because all have a
-        lower priority."""
         return all(other < priority for other in self._priorities)
 
     def pressing(self) -> Ticket | None:
@@ -99,8 +91,6 @@ class FairQueue:
         return min(higher, key=lambda one: one.urgency)
 
     def head(self) -> Ticket | None:
-        """Returns the request that is served next without removing it, or None if the queue is
-        empty."""
         while self._order:
             name = self._order[0][-1]
             tenant = self._tenants.get(name)
@@ -118,8 +108,6 @@ class FairQueue:
         return None
 
     def first(self, most: int) -> list[Ticket]:
-        """Returns the first `most` requests in the order in which they would be served. Changes
-        nothing."""
         waiting = {
             name: sorted(
                 (urgency, ticket.key)
@@ -205,8 +193,6 @@ class FairQueue:
         tenant.count -= 1
 
     def _idle(self, name: str, tenant: _Tenant) -> None:
-        """Removes a tenant that has no waiting requests. Its virtual time is remembered while it
-        exceeds the queue's virtual time."""
         del self._tenants[name]
         self._ends = (
             {other: end for other, end in self._ends.items() if end > self._passed}

@@ -3,11 +3,9 @@
 The index is a hint: a worker uses only the blocks that it still has when the request arrives.
 Missing, duplicate or reordered reports do not corrupt the index. The reply to a report contains the
 number of the last event that the index applied. The worker then sends the later events, or a full
-snapshot. Entries of a worker that is gone or replaced are removed. `most_blocks` bounds the number
-of entries, summed over workers.
+snapshot. Entries of a worker that is gone or replaced are removed.
 
-Workers with the same naming scheme and block size share one `PrefixIndex`. Does no I/O. Used on one
-event loop."""
+Workers with the same naming scheme and block size share one `PrefixIndex`."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -28,9 +26,6 @@ class KnownBlocks:
     Args:
         secret: Key with which block names are hashed. It must equal the workers' key; if it does
             not, no block is found.
-        most_blocks: Largest number of entries, summed over workers.
-        names: Constructor of the object that computes block names, given a secret, a model and a
-            block size in tokens.
     """
 
     def __init__(
@@ -49,17 +44,13 @@ class KnownBlocks:
         self._latest: tuple[Request, str, int, Sequence[int]] | None = None
 
     def __len__(self) -> int:
-        """Number of distinct blocks that any worker has cached."""
         return sum([len(index) for index in self._indices.values()])
 
     def blocks(self, worker: str) -> int:
-        """Returns the number of blocks that one worker has cached."""
         scheme = self._schemes.get(worker)
         return self._indices[scheme].pages(worker) if scheme else 0
 
     def joined(self, worker: str, scheme: KeptScheme | None) -> None:
-        """Adds a worker. `scheme` describes its block names; it is None if the worker has no prefix
-        cache."""
         self.forget(worker)
         if scheme is not None:
             _check(worker, scheme)
@@ -128,8 +119,8 @@ class KnownBlocks:
         return PromptBlocks()
 
     def _chain(self, request: Request, model: str, grain_tokens: int) -> Sequence[int]:
-        """Returns the hashes of a prompt's blocks. The hashes of the latest prompt are stored,
-        because it is usually looked up several times."""
+        """The hashes of the latest prompt are stored, because it is usually looked up several
+        times."""
         latest = self._latest
         if latest is None or latest[0] is not request or latest[1:3] != (model, grain_tokens):
             hashes = self._hashed(request, model, grain_tokens)

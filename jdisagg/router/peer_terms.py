@@ -2,12 +2,10 @@
 holder (`worker/peer_fetch.py`).
 
 At most two holders are considered: the prefill worker with the most cached tokens, and, if
-`PlacementPolicy.fetch_from_decode` is set, the decode worker with the most cached tokens. If
-several workers have equally many, the one with the least work is used. A candidate is charged the
-cheaper of two ways: compute all tokens that are not cached, or fetch KV from a holder and compute
-the rest. A fetch starts after the steps already issued to both meshes, and overlaps with the
-candidate's queue. This module only predicts. The holder decides what it sends when the fetch
-arrives."""
+`PlacementPolicy.fetch_from_decode` is set, the decode worker with the most cached tokens. A
+candidate is charged the cheaper of two ways: compute all tokens that are not cached, or fetch KV
+from a holder and compute the rest. A fetch starts after the steps already issued to both meshes,
+and overlaps with the candidate's queue."""
 
 from dataclasses import replace
 
@@ -44,8 +42,6 @@ def with_fetches(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> PrefillCosts:
-    """Returns the costs of prefill workers if each chooses the cheaper way: computing the prompt,
-    or fetching cached KV first."""
     queue = np.maximum(0.0, costs.queue)
     waiting = np.minimum(queue, _issued(state, side, table))
     holders = _prefill_holders(costs, waiting, trusted)
@@ -76,15 +72,6 @@ def with_fetches(
 
 
 def _cheaper(query: PlacementQuery, fetched: Array, best: Array, chosen: Indices) -> Flags:
-    """Returns a mask of the workers for which a fetch is faster than the best way so far. Both
-    times are compared after correction.
-
-    Args:
-        query: The attempt.
-        fetched: Seconds to the first token with the fetch.
-        best: Seconds to the first token with the best way so far.
-        chosen: Index of the holder of the best way so far, or -1 if it fetches nothing.
-    """
     computing, fetching = query.corrections.prefill, query.corrections.fetch
     constant, factor = (
         np.where(chosen < 0, ours, theirs) for ours, theirs in zip(computing, fetching, strict=True)
@@ -93,8 +80,6 @@ def _cheaper(query: PlacementQuery, fetched: Array, best: Array, chosen: Indices
 
 
 def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> tuple[Holder, ...]:
-    """Returns the prefill worker from which others may fetch KV, as a tuple of at most one element.
-    `waiting` has, for each worker, the seconds until its issued steps are done."""
     at, known = _asked(costs.known, trusted.prefills)
     if not len(at) or len(costs.rows) < 2:
         return ()
@@ -126,7 +111,6 @@ def _asked(known: tuple[Indices, Array], trusted: Flags | None) -> tuple[Indices
 
 
 def _issued(state: ClusterState, side: Side, table: Table) -> Array:
-    """Returns, for each prefill worker, how many seconds its issued chunks take if it is busy."""
     seconds = np.empty(len(table))
     for speed, chunk, which in alike(state, side, table):
         seconds[which] = CHUNKS_ISSUED * speed.backlog_rates(chunk)[0] * chunk
@@ -136,8 +120,6 @@ def _issued(state: ClusterState, side: Side, table: Table) -> Array:
 def _computing(
     state: ClusterState, side: Side, table: Table, query: PlacementQuery, holder: Holder
 ) -> Array:
-    """Returns the seconds that each prefill worker needs to compute the tokens that the holder does
-    not have cached."""
     seconds = np.empty(len(table))
     new, known = np.array([query.work.tokens - holder.tokens]), np.array([holder.tokens])
     for speed, chunk, which in alike(state, side, table):

@@ -3,8 +3,7 @@
 `LearnedLengths` predicts a quantile of the recent lengths in the same class. A class is the tenant
 and the prompt's length, rounded to a power of two. If a class has too few samples, all answers of
 the tenant are used. If these are too few, the answers of all tenants are used. The request's
-max_tokens is the upper bound of all predictions. An answer that max_tokens cut off counts with the
-length at the cut. Each call costs O(log n). Does no I/O."""
+max_tokens is the upper bound of all predictions. Does no I/O."""
 
 import bisect
 from collections import deque
@@ -31,7 +30,7 @@ class LearnedLengths:
     """Predicts a quantile of the lengths of past answers, and shares these lengths with other
     routers through the workers, as `Spending` shares amounts spent. Each router reports its last
     answers and their total number. A router records new answers of other routers without passing
-    them on. A router that has just started therefore predicts from the answers of others.
+    them on.
 
     Args:
         quantile: Share of answers that should not exceed the prediction.
@@ -60,7 +59,6 @@ class LearnedLengths:
         return min(most_tokens, COLD_TOKENS)
 
     def observe(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        """Records the length of an answer that finished by itself or was cut off at max_tokens."""
         answer = tenant, prompt_tokens, output_tokens
         self._own.append(answer)
         self._count += 1
@@ -79,7 +77,6 @@ class LearnedLengths:
 
     @property
     def typical_tokens(self) -> float:
-        """Mean length of recent answers of all tenants, in tokens."""
         return self._all.mean
 
     def _record(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
@@ -89,8 +86,6 @@ class LearnedLengths:
 
 
 class _Lengths:
-    """The last `WINDOW` lengths of answers, stored both in order of arrival and sorted by size."""
-
     def __init__(self) -> None:
         self._latest: deque[int] = deque()
         self._sorted: list[int] = []
@@ -101,7 +96,6 @@ class _Lengths:
 
     @property
     def mean(self) -> float:
-        """Mean length of the answers, or an assumed length before the first answer."""
         return self._sum / len(self._latest) if self._latest else 256.0
 
     def add(self, length: int) -> None:
@@ -118,8 +112,6 @@ class _Lengths:
 
 
 def _kept(known: dict[Key, _Lengths], key: Key, most: int) -> _Lengths:
-    """Returns the lengths stored under a key, and marks the key as most recently used. If there are
-    more than `most` keys, evicts the oldest one."""
     lengths = known[key] = known.pop(key, None) or _Lengths()
     if len(known) > most:
         del known[next(iter(known))]

@@ -2,10 +2,9 @@
 has cached. Blocks are called pages here, and a chain is the list of the prompt's page hashes in
 order.
 
-Each page has an entry: an integer with one bit per worker. One operation per page therefore matches
-a thousand workers. The result is a dense array with a count per worker (`ByWorker`), because
-usually most workers have the system prompt cached. The index may lag behind the caches. A wrong
-match costs time but never changes a token."""
+Each page has an entry: an integer with one bit per worker. The result is a dense array with a count
+per worker (`ByWorker`), because usually most workers have the system prompt cached. The index may
+lag behind the caches. A wrong match costs time but never changes a token."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -87,7 +86,6 @@ class ByWorker(Mapping[str, int]):
         return int(np.count_nonzero(self.counts))
 
     def __add__(self, other: "ByWorker") -> "ByWorker":
-        """Adds the counts of two arrays that have the same `Roster`."""
         return ByWorker(self.roster, self.counts + other.counts)
 
     def __mul__(self, factor: int) -> "ByWorker":
@@ -116,15 +114,12 @@ class PrefixIndex:
         self._last: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Number of distinct pages that any worker has cached."""
         return len(self._holders)
 
     def pages(self, worker: str) -> int:
-        """Returns the number of pages that one worker has cached."""
         return len(self._pages.get(worker, ()))
 
     def last(self, worker: str) -> int:
-        """Returns the sequence number of the last event that was applied for the worker."""
         return self._last.get(worker, 0)
 
     def apply(self, worker: str, events: Sequence[PrefixEvent]) -> bool:
@@ -141,8 +136,7 @@ class PrefixIndex:
         return True
 
     def replace(self, worker: str, snapshot: tuple[int, frozenset[int]]) -> None:
-        """Replaces a worker's entries by a full snapshot of its cache. The snapshot has the number
-        of the last event that it includes, and all page hashes."""
+        """The snapshot has the number of the last event that it includes, and all page hashes."""
         self._know(worker)
         number, hashes = snapshot
         for page_hash in self._pages[worker] - hashes:
@@ -162,7 +156,6 @@ class PrefixIndex:
         self._numbering.free(worker)
 
     def matches(self, hashes: Sequence[int]) -> ByWorker:
-        """Returns, for each worker, how many leading pages of the chain `hashes` it has cached."""
         roster = self._numbering.roster
         counts = np.zeros(len(roster.names), np.int64)
         knowing = self._holders.get(hashes[0], 0) if hashes else 0
@@ -203,6 +196,5 @@ class PrefixIndex:
 
 
 def _numbers(bits: int, most: int) -> npt.NDArray[np.intp]:
-    """Returns the positions of the set bits among the lowest `most` bits."""
     packed = np.frombuffer(bits.to_bytes(-(-most // 8), "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(packed, bitorder="little"))

@@ -49,8 +49,6 @@ def another_decode(
 
 
 def _like(state: ClusterState, some: Candidates, other: str) -> Candidates:
-    """Returns only those workers of `some` that have the same weights as the worker `other`.
-    Returns all of them if `other` is unknown."""
     row = state.row(other)
     if row is None:
         return some

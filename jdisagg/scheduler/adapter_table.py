@@ -1,8 +1,7 @@
 """Tracks which LoRA adapter is loaded in which adapter slot of a mesh. Does no I/O.
 
-Slots count from 1; slot 0 is the base model. An adapter is identified by the hash (digest) of its
-content. A loaded adapter stays until another adapter needs its slot. Then the least recently used
-adapter that no sequence uses is evicted.
+Slots count from 1; slot 0 is the base model. A loaded adapter stays until another adapter needs its
+slot. Then the least recently used adapter that no sequence uses is evicted.
 
 Invariants (tests/scheduler/test_adapter_table.py): a slot holds one adapter; an adapter that a
 sequence uses keeps its slot."""
@@ -14,8 +13,6 @@ from jdisagg.request import Request
 
 
 class AdapterTable:
-    """The adapter slots of one mesh. `slots` is their number."""
-
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.evictions = 0
@@ -25,28 +22,21 @@ class AdapterTable:
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Digests of the loaded adapters."""
         return tuple(self._loaded)
 
     def __contains__(self, digest: str) -> bool:
         return digest in self._loaded
 
     def slot_of(self, request: Request) -> int:
-        """Returns the slot of a request's adapter, which must be loaded. Returns 0 if the request
-        has no adapter."""
+        """Returns 0 if the request has no adapter."""
         return 0 if request.adapter is None else self._loaded[request.adapter.digest]
 
     def use(self, digest: str) -> None:
-        """Marks a loaded adapter as the most recently used one."""
         self._loaded.move_to_end(digest)
 
     def take(self, digest: str, used: Collection[str]) -> int | None:
         """Assigns a slot to an adapter that is about to be loaded. Evicts another adapter if no
         slot is free.
-
-        Args:
-            digest: The adapter.
-            used: Digests of adapters that must keep their slots.
 
         Returns:
             The slot, or None if every slot is used.
@@ -61,8 +51,7 @@ class AdapterTable:
         return slot
 
     def load_ended(self, digest: str, loaded: bool) -> None:
-        """Records the end of a load for which `take` assigned a slot. If the adapter was not
-        `loaded`, the slot is free again."""
+        """If the adapter was not `loaded`, the slot is free again."""
         slot = self._loading.pop(digest)
         if loaded:
             self._loaded[digest] = slot

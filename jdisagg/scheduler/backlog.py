@@ -1,19 +1,15 @@
 """Sums up the prefill work that a mesh has accepted but not computed yet.
 
 `tokens` is the number of uncomputed positions. `pairs` estimates the cost of their attention: it is
-the number of (query, key) pairs of causal attention in which the query is uncomputed. Sliding
-windows are ignored. Invariant: both sums are zero when no work is left."""
+the number of (query, key) pairs of causal attention in which the query is uncomputed. Invariant:
+both sums are zero when no work is left."""
 
 
 def causal_pairs(start: int, end: int) -> float:
-    """Returns the number of (query, key) pairs of causal attention for the queries at positions
-    [start, end)."""
     return (end - start) * start + (end - start) * (end - start + 1) / 2
 
 
 class Backlog:
-    """Sums of uncomputed tokens and attention pairs over the prompts of one mesh."""
-
     def __init__(self) -> None:
         self.tokens = 0
         self.pairs = 0.0
@@ -21,21 +17,17 @@ class Backlog:
         self._prompts: dict[int, tuple[int, int, int]] = {}
 
     def add(self, key: int, tokens: int, cached_tokens: int = 0, priority: int = 0) -> None:
-        """Adds a prompt, or replaces an earlier prompt of the same key. Its first `cached_tokens`
-        tokens need no computing."""
         self.forget(key)
         self._prompts[key] = cached_tokens, tokens, priority
         self._count(cached_tokens, tokens, 1)
 
     def by_priority(self) -> dict[int, int]:
-        """Returns the number of uncomputed tokens by priority."""
         tokens: dict[int, int] = {}
         for start, end, priority in self._prompts.values():
             tokens[priority] = tokens.get(priority, 0) + end - start
         return tokens
 
     def computed(self, key: int, tokens: int) -> None:
-        """Records that the next `tokens` tokens of a prompt were computed. Ignores unknown keys."""
         known = self._prompts.get(key)
         if known is None:
             return
@@ -48,7 +40,6 @@ class Backlog:
             self._prompts[key] = until, end, priority
 
     def forget(self, key: int) -> None:
-        """Removes a prompt, so that its uncomputed tokens no longer count. Idempotent."""
         known = self._prompts.pop(key, None)
         if known is not None:
             start, end, _ = known

@@ -1,15 +1,12 @@
-"""Splits the KV of one row of a prefill chunk into transfer blocks, by tokens and by layers. A
-program is compiled for each shape of a block, so there are only a few shapes.
+"""Splits the KV of one row of a prefill chunk into transfer blocks, by tokens and by layers.
 
-The length of a block is `granule_tokens` times a power of two. A row is split into blocks of
-decreasing length. Only its last block is padded, up to a multiple of `granule_tokens`. Rows start
-at such multiples in their chunk, so padding never reaches the next row. The last row of a chunk may
-instead be sent as one padded block (per band), if the padding costs less than several blocks.
+The length of a block is `granule_tokens` times a power of two. Only the last block of a row is
+padded, up to a multiple of `granule_tokens`.
 
 A band is a range of consecutive layer groups that are sent in the same block. For long prompts each
 layer group has its own block, which is sent while the next layer group is computed. For short
 prompts a band has several layer groups, because otherwise the host's work per block would take
-longer than sending the bytes. Has no side effects."""
+longer than sending the bytes."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -40,18 +37,14 @@ def split_blocks(
 
 
 def merged_block(tokens: int, granule_tokens: int) -> int:
-    """Returns the shortest block length that holds `tokens` tokens in one block."""
     return granule_tokens << (-(-tokens // granule_tokens) - 1).bit_length()
 
 
 def padded(tokens: int, granule_tokens: int) -> int:
-    """Rounds `tokens` up to a multiple of `granule_tokens`."""
     return -(-tokens // granule_tokens) * granule_tokens
 
 
 def even_runs(count: int, runs: int) -> tuple[range, ...]:
-    """Splits `count` items into at most `runs` ranges of nearly equal length, longer ranges
-    first."""
     runs = min(runs, count)
     size, larger = divmod(count, runs)
     starts = [index * size + min(index, larger) for index in range(runs + 1)]
@@ -64,8 +57,6 @@ def layer_groups(positioned: tuple[int, ...], layers: int, groups: int) -> tuple
     Args:
         positioned: Layers that store KV for each position, ascending. Each range has at least one
             of them, so no block is empty. All ranges have nearly equally many.
-        layers: Number of layers.
-        groups: Largest number of ranges.
     """
     last = [positioned[run.stop - 1] + 1 for run in even_runs(len(positioned), groups)]
     stops = [*last[:-1], layers]
@@ -78,10 +69,6 @@ def stage_layers(
     """Returns the range of layers of each pipeline stage. A stage consists of whole layer groups,
     so that each block of one group is on one stage. The numbers of layers of the stages differ as
     little as the groups allow.
-
-    Args:
-        positioned, layers, groups: As in `layer_groups`.
-        stages: Number of pipeline stages.
 
     Raises:
         LayoutError: A stage would have no group.
@@ -109,8 +96,6 @@ def bands(groups: int, nbytes: int, least_bytes: int) -> tuple[range, ...]:
     group, each group is a block of its own.
 
     Args:
-        groups: Number of layer groups.
-        nbytes: Number of bytes of all groups together.
         least_bytes: Least number of bytes of a block; 0 makes each group a block.
     """
     blocks = nbytes // least_bytes if least_bytes else groups

@@ -1,8 +1,7 @@
 """The optional capabilities of a worker. Each capability needs programs in addition to the common
 programs, which every request needs. If a worker starts before its programs are compiled, it serves
-as soon as the common programs are ready. It gains its capabilities one after the other while it
-serves. Until then it works as if they were off, with two exceptions: it caches blocks from the
-start, and requests with images or grammars wait."""
+as soon as the common programs are ready. Until then it works as if the capabilities were off, with
+two exceptions: it caches blocks from the start, and requests with images or grammars wait."""
 
 import asyncio
 import enum
@@ -22,8 +21,6 @@ class Capability(enum.Enum):
         APPEND: A decode mesh computes the last, uncached tokens of prompts.
         REUSE: A prefill mesh sends cached blocks that a decode mesh lacks, and continues from
             snapshots of recurrent state.
-        TIERS: Blocks and sequences are copied to and from host memory, disk and other workers.
-        DRAFTS: Decode steps verify drafts.
     """
 
     IMAGES = "images"
@@ -36,11 +33,7 @@ class Capability(enum.Enum):
 
 class Capabilities:
     """The optional capabilities of one mesh that are missing, because their programs are not loaded
-    yet. At first none is missing.
-
-    Attributes:
-        given_up: Whether loading has failed, so that the missing capabilities stay missing.
-    """
+    yet. At first none is missing."""
 
     def __init__(self) -> None:
         self._missing: set[Capability] = set()
@@ -57,8 +50,6 @@ class Capabilities:
         return tuple([one.value for one in Capability if one in self._missing])
 
     def load_later(self, capabilities: Iterable[Capability]) -> None:
-        """Records that these capabilities are missing at first, because their programs are loaded
-        while the worker serves."""
         self._missing |= set(capabilities)
 
     def loaded(self, capability: Capability) -> None:
@@ -66,17 +57,14 @@ class Capabilities:
         self._wake()
 
     def give_up(self) -> None:
-        """Records that the missing capabilities stay missing, because loading a program failed."""
         self.given_up = bool(self._missing)
         self._wake()
 
     def possible(self, capability: Capability) -> bool:
-        """Returns whether the capability is ready or may still become ready."""
         return self.ready(capability) or not self.given_up
 
     async def wait(self, capability: Capability) -> None:
-        """Waits until the programs of a capability are loaded. Raises UnavailableError if loading
-        has failed."""
+        """Raises UnavailableError if loading has failed."""
         while not self.ready(capability):
             if self.given_up:
                 raise UnavailableError(
@@ -86,6 +74,5 @@ class Capabilities:
             await self._changed.wait()
 
     def _wake(self) -> None:
-        """Ends the current calls of `wait` on this event loop."""
         self._changed.set()
         self._changed = asyncio.Event()

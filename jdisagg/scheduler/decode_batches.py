@@ -1,18 +1,10 @@
-"""Continuous batching on one decode mesh. Plans which sequences run in the next decode step and
-which pages they use, and processes the results of steps. Does no I/O.
+"""Continuous batching on one decode mesh.
 
-Step n + 1 is planned before the tokens of step n are read. A plan therefore uses `issued_position`,
-the position of each sequence after all issued steps. `apply` corrects this position if a step
-returns another number of tokens than planned. With a grammar, a step may return several tokens if
-the grammar allows only one continuation. With drafts (`speculation.py`), it also returns each
-accepted draft. It returns no token if an earlier step reached the sequence's limit. The device does
-not stop at stop ids, so `apply` also drops tokens after a stop id.
+Step n + 1 is planned before the tokens of step n are read. The device does not stop at stop ids, so
+`apply` also drops tokens after a stop id.
 
 Order of a plan: first, running sequences get the pages they need, highest priority and then oldest
-sequence first. If no page is free, the youngest sequence of the lowest priority is preempted. Then
-ready sequences take free slots. A command has several steps only if no other work waits. On an
-interruptible mesh, a command of several steps is called a span. A span has as many steps as the
-pages of all its sequences allow. It returns fewer tokens if it is interrupted.
+sequence first. If no page is free, the youngest sequence of the lowest priority is preempted.
 
 Invariants: a slot has at most one sequence; a sequence is decoded only up to its limit and within
 its pages; tokens of a child are accepted once, in order."""
@@ -48,12 +40,10 @@ class DecodeBatches:
     """Plans the decode steps of one mesh and updates `DecodeState` with their results.
 
     Args:
-        steps_per_dispatch: Largest number of decode steps in one command.
         stream_tokens: Number of new tokens of a sequence that are collected into one report. The
             first token and the end of a sequence are reported immediately.
         spans: Whether the mesh can end a command of several steps early. Drafts are never verified
             on such a mesh.
-        speculation: Plans drafts; None plans none.
     """
 
     def __init__(
@@ -81,8 +71,7 @@ class DecodeBatches:
     def of(
         cls, state: DecodeState, config: InstanceConfig, spans: bool, clock: Callable[[], float]
     ) -> "DecodeBatches":
-        """Returns the planner of decode steps for an instance's configuration. `clock` returns the
-        CPU seconds of the calling thread."""
+        """`clock` returns the CPU seconds of the calling thread."""
         return cls(
             state,
             config.growth_tokens,
@@ -155,7 +144,6 @@ class DecodeBatches:
         return True
 
     def runnable(self) -> bool:
-        """Returns whether any sequence can run a decode step."""
         running = (child for rank in self._state.running for child in rank)
         return (
             any(child.issued_position < child.limit and not child.frozen for child in running)
@@ -174,8 +162,6 @@ class DecodeBatches:
         return False
 
     def yielding_slots(self) -> list[Sequence]:
-        """Returns the running sequences that must give their slots to ready sequences of higher
-        priority."""
         yielding: list[Sequence] = []
         if self._state.one_priority:
             return yielding
@@ -199,8 +185,6 @@ class DecodeBatches:
         return any(not child.frozen for child in self._state.ready)
 
     def width(self) -> int:
-        """Returns the batch size of the next step: the number of sequences on the fullest dp
-        rank."""
         waiting = [0] * len(self._state.slots)
         for child in self._state.ready:
             waiting[child.rank] += not child.frozen
@@ -217,7 +201,6 @@ class DecodeBatches:
         Args:
             quiet: Whether no other work waits for the mesh. The command may then have several
                 steps.
-            drafts: Whether the command may verify drafts.
         """
         steps = 1 if self._spans or not quiet or self._waiting() else self._most_steps()
         grows = self._grow_running(steps)
@@ -273,9 +256,6 @@ class DecodeBatches:
         return copies
 
     def _make_snapshots(self, active: list[list[Sequence]]) -> int:
-        """Plans a copy of the recurrent state of each sequence that is at a multiple of
-        `snapshot_tokens`. Returns the number of steps until the next sequence reaches such a
-        multiple."""
         kept, states, steps = self._state.residency, self._state.states, self._steps
         every = kept.snapshot_tokens
         for child in (child for rank in active for child in rank):
@@ -309,12 +289,7 @@ class DecodeBatches:
     def apply(self, result: DecodeResult, seconds: float = 0.0) -> list[tuple[SequenceGroup, int]]:
         """Appends the tokens of a result to their sequences and records the progress in
         `DecodeState.news`. Returns the sequence groups that must end because no token could be
-        sampled, each with its error code (BROKEN_TOKEN or STUCK_TOKEN).
-
-        Args:
-            result: Result of the oldest command whose result was not applied yet.
-            seconds: Duration of the command.
-        """
+        sampled, each with its error code (BROKEN_TOKEN or STUCK_TOKEN)."""
         broken: list[tuple[SequenceGroup, int]] = []
         drafted = False
         # rows of a span may share one tuple of tokens, which is then processed once
@@ -367,7 +342,6 @@ class DecodeBatches:
         return broken
 
     def forget(self, child: Sequence) -> None:
-        """Makes `apply` ignore the results of steps in flight for a sequence."""
         nobody = replace(child, stage=Stage.ENDED)
         for rows in self._issued.values():
             rows[child.rank] = [
@@ -393,9 +367,6 @@ class DecodeBatches:
             )
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
-        """Gives pages to running sequences that need more, highest priority and then oldest
-        sequence first. If no page is free, preempts the last sequence in this order. Returns the
-        changed page tables."""
         grows: list[SlotGrow] = []
         needy = [
             child
@@ -415,9 +386,7 @@ class DecodeBatches:
         return grows
 
     def _grow(self, child: Sequence) -> bool:
-        """Reserves pages for up to `growth_tokens` further tokens of a child, as far as pages are
-        free. Preempts another sequence only if the child has no page for its next step. Returns
-        False if no page could be reserved."""
+        """Preempts another sequence only if the child has no page for its next step."""
         size, ledger = self._state.limits.page_size, self._state.ledgers[child.rank]
         held = ledger.count(child.key)
         wanted = (
@@ -461,8 +430,6 @@ def _counts(child: Sequence) -> bool:
 def _issue(
     rank: list[Sequence], steps: int, number: int, drafts: dict[tuple[int, int], Planned]
 ) -> list[_Issued]:
-    """Advances the issued positions of the sequences on rank `number` by the tokens that a command
-    will produce. Returns the rows of the command."""
     issued = []
     for row, child in enumerate(rank):
         left = child.issued_limit - child.issued_position

@@ -1,10 +1,8 @@
 """Holds the state of a decode worker: the page ledgers and batch slots of each data-parallel rank,
 the sequence groups that own them, and progress to report.
 
-`reservations.py` assigns pages and `decode_batches.py` plans steps. The two modules share this
-state, and the operations that both need are here: ending a child, ending a group, and preemption. A
-freed page or slot may be reused at once, although a step in flight may still write to it. Commands
-run in order, so this write precedes every use by a later command.
+A freed page or slot may be reused at once, although a step in flight may still write to it.
+Commands run in order, so this write precedes every use by a later command.
 
 Invariants (tests/scheduler/test_decode_batches.py): an ended child owns no slot and no pages; a
 group whose children have all ended owns nothing; after all groups have ended, all pages are
@@ -40,7 +38,6 @@ class DecodeState:
     Args:
         names: Object that computes the hashes (names) of cached blocks; None disables the prefix
             cache.
-        adapters: Table of the mesh's adapter slots. None creates a new table.
 
     Attributes:
         news: Progress of sequences that the worker has not reported to callers yet.
@@ -96,7 +93,6 @@ class DecodeState:
         self._priorities[group.request.priority] += 1
 
     def prefill_job(self, group: SequenceGroup) -> PrefillJob:
-        """Returns the job that computes a group's prompt on this mesh."""
         rank, known, cached = group.rank, group.known_tokens, group.cached_tokens
         return PrefillJob(
             group.key,
@@ -115,39 +111,31 @@ class DecodeState:
         )
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
-        """Returns all groups of one request. A request may have several groups, for different
-        attempts and children."""
+        """A request may have several groups, for different attempts and children."""
         return list(self._named.get(identity, ()))
 
     def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:
-        """Applies an event to the state of a group's KV transfer. The transfer is aborted if it
-        stays in the new state after `deadline`."""
+        """The transfer is aborted if it stays in the new state after `deadline`."""
         group.handoff = group.handoff.advance(event, deadline)
 
     def overdue(self, now: float) -> list[SequenceGroup]:
-        """Returns the groups whose KV transfer is still in its state although the state's deadline
-        has passed."""
         late = sweep([group.handoff for group in self.groups.values()], now)
         return [self.groups[handoff.handoff_id] for handoff in late]
 
     def become_ready(self, child: Sequence) -> None:
-        """Marks a child as READY, because all its KV is in this mesh's pages."""
         child.stage = Stage.READY
         bisect.insort(self.ready, child, key=_order)
 
     def freeze(self, child: Sequence) -> None:
-        """Stops decode steps of a child during its migration (`Sequence.frozen`)."""
         child.frozen = True
         self.frozen.append(child)
 
     def thaw(self, child: Sequence) -> None:
-        """Lets a frozen child run decode steps again. Idempotent."""
         if child.frozen:
             child.frozen = False
             self.frozen.remove(child)
 
     def take_slot(self, child: Sequence, slot: int) -> None:
-        """Assigns a batch slot to a READY child, which is then RUNNING."""
         self.ready.remove(child)
         self.slots[child.rank][slot] = child
         child.slot, child.stage = slot, Stage.RUNNING
@@ -161,16 +149,12 @@ class DecodeState:
         self.masked += change * (sampling.grammar is not None)
 
     def note_pages(self, child: Sequence) -> None:
-        """Updates `growing`, the keys of the children that may need more pages, after a child's
-        pages changed."""
         if self.ledgers[child.rank].count(child.key) * self.limits.page_size < child.limit:
             self.growing[child.rank].add(child.key)
         else:
             self.growing[child.rank].discard(child.key)
 
     def contexts(self) -> tuple[int, ...]:
-        """Returns, for each rank, the total number of tokens of its unfinished sequences.
-        Swapped-out sequences are left out."""
         contexts, absent = [0] * self.limits.ranks, (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
             prompt = len(group.request.prompt_token_ids)
@@ -180,7 +164,6 @@ class DecodeState:
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
-        """Returns, for each rank, the number of pages of sequences whose KV is still arriving."""
         pages: list[set[int]] = [set() for _ in self.ledgers]
         for group in self.groups.values():
             for child in group.children if group.root_held else ():
@@ -212,12 +195,10 @@ class DecodeState:
 
     @property
     def one_priority(self) -> bool:
-        """Whether all requests have the same priority, so that none is preempted for another."""
         return len(self._priorities) <= 1
 
     @property
     def lowest_priority(self) -> int | None:
-        """The lowest priority of any request, or None without requests."""
         return min(self._priorities, default=None)
 
     def priorities(self) -> dict[int, tuple[int, int]]:
@@ -265,16 +246,7 @@ class DecodeState:
         counted: bool = True,
     ) -> None:
         """Ends a finished, aborted or preempted child. Frees its slot and pages, and reports its
-        last tokens and the reason for its end. Idempotent.
-
-        Args:
-            child: The sequence.
-            finish: Reason why the sequence has finished or was cancelled; None if it was preempted
-                or moved.
-            preempted: Whether it was preempted, so that another attempt continues it.
-            moved: Whether it continues on another worker.
-            counted: Whether a preemption increases the counter of preemptions.
-        """
+        last tokens and the reason for its end. Idempotent."""
         if child.stage is Stage.ENDED:
             return
         if child.stage is not Stage.SPILLED:
@@ -299,8 +271,6 @@ class DecodeState:
             self._forget(child.group)
 
     def set_aside(self, child: Sequence) -> None:
-        """Releases the slot and pages of a child whose KV is swapped out to host memory. Reports
-        its new tokens."""
         self._vacate(child)
         self.states.free(child.rank, child.key)
         child.stage = Stage.SPILLED
@@ -308,8 +278,6 @@ class DecodeState:
         self.news.append(replace(self.untold(child), aside=True))
 
     def take_back(self, child: Sequence, rank: int) -> None:
-        """Marks a child as RETURNING: it has pages on `rank` again, and its KV is being swapped
-        in."""
         child.group.rank, child.stage = rank, Stage.RETURNING
         self.states.take(rank, child.key)
         self.living[rank] += 1
@@ -343,7 +311,6 @@ class DecodeState:
         return self.residency.chain(group.request, tokens[: child.position], group.chain)
 
     def untold(self, child: Sequence) -> ChildProgress:
-        """Returns the generated tokens that were not reported yet, and marks them as reported."""
         first, tokens, logprobs = (
             child.told,
             tuple(child.generated[child.told :]),

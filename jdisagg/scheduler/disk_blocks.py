@@ -1,22 +1,17 @@
 """Tracks the KV blocks that a mesh holds on disk, and decides which blocks are written and evicted.
 
-A block in host memory or pages is written to disk when it is used a second time. In conversation
-traces three quarters of all blocks are used only once, so most writes at first use would be wasted.
-A write at eviction from host memory would be too late, because the blocks that are in host memory
-when the process ends would be lost. At most `MOST_SAVING` writes run at a time; further blocks wait
-in a bounded queue. After a failed write, only one queued block in `PROBE` is written, until a write
-succeeds.
+A block in host memory or pages is written to disk when it is used a second time.
 
 If there are more blocks than `capacity`, the least recently used block is evicted, unless it is
-being read. Blocks older than their lifetime are dropped even while they are read. Does no I/O
-itself.
+being read. Blocks older than their lifetime are dropped even while they are read.
 
 Invariants (each is a test of the same name in tests/scheduler/test_disk_blocks.py):
 - no_more_lie_there_than_there_is_room_for
 - a_block_that_is_read_is_not_given_up
 - a_block_is_written_once
 - what_was_cleared_is_not_known_again
-- what_was_written_too_long_ago_is_not_known_any_more"""
+- what_was_written_too_long_ago_is_not_known_any_more
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,10 +32,7 @@ class DiskBlock:
     """A block that is on disk or being written.
 
     Attributes:
-        index: Number of the block in its sequence, counted from 0.
-        rank: Data-parallel rank whose pages held the block.
         written: Whether the file is complete. `written_at` is the time at which it was completed.
-        readers: Number of restores that are reading the block.
     """
 
     name: bytes
@@ -58,8 +50,6 @@ class WantedBlock:
 
 
 class DiskBlocks:
-    """The KV blocks of one mesh on disk, at most `capacity` blocks."""
-
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._blocks: OrderedDict[bytes, DiskBlock] = OrderedDict()  # least recently used first
@@ -94,12 +84,7 @@ class DiskBlocks:
     ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Adds the blocks that earlier runs of the worker left on disk. Returns the names of the
         blocks that fit into `capacity`, and the names of the others, which the caller should
-        delete.
-
-        Args:
-            written_at: Time at which each block was written, by name, least recently used block
-                first.
-        """
+        delete."""
         new = [name for name in written_at if name not in self._blocks]
         over = max(0, len(self._blocks) + len(new) - self.capacity)
         for name in reversed(new[over:]):
@@ -149,8 +134,7 @@ class DiskBlocks:
         return None, tuple(gone)
 
     def written(self, block: DiskBlock, now: float) -> bool:
-        """Records that a block is completely written. Returns False if the block was dropped during
-        the write."""
+        """Returns False if the block was dropped during the write."""
         if not self.knows(block):
             return False
         self._writing -= 1
@@ -159,7 +143,6 @@ class DiskBlocks:
         return True
 
     def expire(self, before: float) -> tuple[bytes, ...]:
-        """Drops the blocks that were written before the time `before` and returns their names."""
         gone: list[bytes] = []
         for name, block in self._by_age.items():
             if block.written_at >= before:
@@ -170,8 +153,8 @@ class DiskBlocks:
         return tuple(gone)
 
     def not_written(self, block: DiskBlock, failed: bool) -> bool:
-        """Records that a block's write ended without a complete file. `failed` means that the disk
-        failed. Returns False if the block was dropped during the write."""
+        """`failed` means that the disk failed. Returns False if the block was dropped during the
+        write."""
         if not self.knows(block):
             return False
         self._failing = self._failing or failed
@@ -187,22 +170,17 @@ class DiskBlocks:
         return block is not None and block.written
 
     def hold(self, name: bytes) -> DiskBlock:
-        """Records that a read of this block begins. Blocks being read are not evicted."""
         block = self._blocks[name]
         block.readers += 1
         return block
 
     def let_go(self, blocks: Iterable[DiskBlock]) -> None:
-        """Records that reads of these blocks have ended, which makes them the most recently used
-        ones."""
         for block in reversed(tuple(blocks)):
             block.readers -= 1
             if self.knows(block):
                 self._blocks.move_to_end(block.name)
 
     def forget(self, block: DiskBlock) -> bool:
-        """Drops a block whose file is damaged or missing. Returns False if the block was dropped
-        before."""
         if not self.knows(block):
             return False
         self._forget(block.name)

@@ -1,17 +1,11 @@
-"""Decides from measured times whether decode steps of one batch size and variant have drafts. Does
-no I/O.
+"""Decides from measured times whether decode steps of one batch size and variant have drafts.
 
 A mesh that verifies drafts must not be slower than one without drafts. So drafts begin only after
 steps without drafts were measured, and at first only for a trial of a few steps. The time that
-drafts may lose is limited by a credit. Each step with drafts is charged with its loss: its time
-minus the time of the steps that its accepted drafts saved. A negative loss adds to the credit.
-Without credit no step has drafts, so wrong expectations cost little.
+drafts may lose is limited by a credit. Without credit no step has drafts, so wrong expectations
+cost little.
 
-After the first few steps, a step is charged with the median time, so that one slow step does not
-end drafts. The very first steps are not measured, because a program's first runs may be slow.
-Credit also grows by a small part of the time of steps without drafts. When the credit is full,
-drafts are tried again. While drafts pay, a step without drafts is measured from time to time.
-Predictions cost host time, so most steps make no predictions while drafts do not pay."""
+When the credit is full, drafts are tried again."""
 
 import statistics
 from collections import deque
@@ -44,8 +38,6 @@ class DraftWorth:
     """Measured times of steps without and with drafts, and the tokens that drafts saved.
 
     Attributes:
-        since_plain: Number of steps with drafts since the last step without drafts.
-        rested: Number of steps without drafts since the last step with drafts.
         credit: Time that drafts may lose, in units of a step without drafts.
         cold: Number of further steps with drafts that are not measured, because their program is
             new.
@@ -69,10 +61,7 @@ class DraftWorth:
         """Records a step.
 
         Args:
-            seconds: Time of the step.
             expected: Expected number of accepted drafts. None means a step without drafts.
-            accepted: Number of drafts that were accepted.
-            saved: Number of steps without drafts that the accepted drafts saved.
         """
         if expected is None:
             self.plain.append(seconds)
@@ -94,7 +83,6 @@ class DraftWorth:
         self.uncharged.clear()
 
     def earn(self, steps: int) -> None:
-        """Records that `steps` steps have no drafts, which adds to the credit."""
         self.rested += steps
         self._add_credit(CREDIT_SHARE * steps)
 
@@ -103,7 +91,6 @@ class DraftWorth:
 
     @property
     def due(self) -> bool:
-        """Whether drafts should be tried again after they were slower before."""
         rested = self.rested >= LEAST_REST and self.credit >= MOST_CREDIT
         return rested and len(self.drafted) >= LEAST_SAMPLES
 
@@ -120,8 +107,6 @@ class DraftWorth:
         return max(RESTS[0], min(int(steps), RESTS[1]))
 
     def pays(self, gain: float) -> bool:
-        """Returns whether the next step should have drafts, if it is expected to yield `gain`
-        times the tokens of a step without drafts."""
         if gain <= LEAST_GAIN or len(self.plain) < LEAST_SAMPLES or self.credit <= 0:
             return False
         if len(self.drafted) < LEAST_SAMPLES:

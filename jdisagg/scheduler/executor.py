@@ -25,7 +25,6 @@ class MeshLimits:
     Attributes:
         pages_per_rank: Number of usable pages of each data-parallel rank. Their ids are 0 to
             pages_per_rank-1.
-        context_tokens: Largest number of positions (prompt and generated tokens) of a sequence.
         chunk_buckets, batch_buckets: Sizes for which programs are compiled, ascending: tokens of a
             prefill chunk, and sequences of a decode batch.
         layer_groups: Number of groups of consecutive layers. The KV of each group can be
@@ -44,8 +43,6 @@ class MeshLimits:
         window_pages_per_rank: Number of pages of sliding-window layers of each rank, on a mesh that
             only prefills (`scheduler/window_pages.py`); 0 if these layers use ordinary pages or
             ring buffers.
-        draft_rows: Number of extra rows of a decode step for each sequence of its batch, in which
-            draft tokens are verified.
         speculates: Whether decode steps verify drafts of all sequences, not only tokens that a
             grammar forces.
         draft_layer: Source of the drafts ("mtp" or "eagle") if the last layer of `kv_spec` drafts
@@ -64,11 +61,6 @@ class MeshLimits:
             step in one program, ascending; empty if chunks and steps only alternate.
         gather_steps: Number of decode steps for which prompts wait until each dp rank has a prompt,
             on a mesh that prefills and decodes. 0 means that prompts do not wait.
-        adapters: Number of slots for LoRA adapters.
-        adapter_rank: Largest rank of an adapter.
-        adapter_experts: Whether adapters may change routed experts.
-        images: Form of the images that the model reads, or None if it reads none.
-        image_rows: Number of image tokens whose activations a rank keeps.
     """
 
     ranks: int
@@ -112,7 +104,6 @@ class MeshLimits:
 
     @property
     def spatial(self) -> bool:
-        """Whether tokens have rotary positions in three dimensions."""
         return self.images is not None and self.images.spatial
 
     @property
@@ -128,16 +119,13 @@ class MeshLimits:
         return max(1, min(LONGEST_RUN, room))
 
     def extra_rows(self, batch: int) -> int:
-        """Returns the number of rows for draft tokens of a decode step with `batch` sequences on
-        each dp rank. The sequences share these rows."""
         longest = self.longest_run
         return max(longest - 1, self.draft_rows * batch) if longest > 1 else 0
 
     @property
     def mixed_batches(self) -> tuple[int, ...]:
         """Batch sizes of decode steps that run together with a prefill chunk: the largest, and
-        about a quarter of it. Two sizes keep the number of programs small. The padding costs
-        little, because a step has few rows compared with the tokens of a chunk."""
+        about a quarter of it. Two sizes keep the number of programs small."""
         largest = self.batch_buckets[-1]
         return tuple(size for size in self.batch_buckets if size in (largest, largest // 4))
 
@@ -149,7 +137,6 @@ class MeshLimits:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Largest number of bytes that one snapshot takes."""
         spec, pages = self.kv_spec, self.ring_pages
         if self.window_pages_per_rank:
             pages = ring_pages(spec.widest_window, self.page_size)
@@ -167,8 +154,6 @@ class MeshLimits:
 
     @property
     def snapshot_slot_bytes(self) -> int:
-        """Number of bytes of the unit in which memory for snapshots is allocated: a state slot, or
-        a page of sliding-window layers."""
         if not self.window_pages_per_rank:
             return self.snapshot_bytes
         return self.page_size * self.kv_spec.windowed.bytes_per_token
@@ -196,8 +181,6 @@ class MeshLimits:
 
     @property
     def page_tables(self) -> int:
-        """Number of page tables that each row of a prefill chunk has: 2 if sliding-window layers
-        have pages of their own, else 1."""
         return 2 if self.window_pages_per_rank else 1
 
     @property
@@ -206,8 +189,6 @@ class MeshLimits:
         return KVSpec((KVLayer(()),) * len(self.kv_spec.layers), self.kv_spec.dtype)
 
     def seen_from(self, end: int) -> int:
-        """Returns the first position that a query at position `end` attends to through the widest
-        sliding window."""
         return max(0, end - max(0, self.kv_spec.widest_window - 1))
 
     def ring(self, slot: int, tokens: int) -> tuple[int, ...]:
@@ -217,24 +198,18 @@ class MeshLimits:
         return tuple([first + column % size for column in range(-(-tokens // self.page_size))])
 
     def bands(self, block_tokens: int) -> tuple[range, ...]:
-        """Returns the range of layer groups in each transfer block of `block_tokens` tokens."""
         return bands(self.layer_groups, block_tokens * self.sent.bytes_per_token, self.block_bytes)
 
     @property
     def window_groups(self) -> int:
-        """Number of layer groups of separately sent sliding-window layers; 0 if there are none."""
         count = len(self.kv_spec.windowed.positioned) if self.windows_apart else 0
         return min(self.layer_groups, count)
 
     def window_bands(self, block_tokens: int) -> tuple[range, ...]:
-        """Returns the range of layer groups in each block of separately sent sliding-window
-        layers."""
         nbytes = block_tokens * self.kv_spec.windowed.bytes_per_token
         return bands(self.window_groups, nbytes, self.block_bytes)
 
     def window_shapes(self) -> list[tuple[range, int]]:
-        """Returns (layer groups, tokens) of every block of separately sent sliding-window
-        layers."""
         if not self.windows_apart:
             return []
         longest = min(self.kv_spec.widest_window - 1, self.context_tokens)
@@ -244,7 +219,6 @@ class MeshLimits:
         return [(band, tokens) for tokens in lengths for band in self.window_bands(tokens)]
 
     def block_shapes(self) -> list[tuple[range, int]]:
-        """Returns (layer groups, tokens) of every possible transfer block."""
         return [(band, tokens) for tokens in self._block_lengths() for band in self.bands(tokens)]
 
     def _block_lengths(self) -> list[int]:
@@ -255,8 +229,6 @@ class MeshLimits:
 
 
 def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
-    """Returns ascending sizes from `smallest` to `largest`. Each size is `factor` times the
-    previous size."""
     sizes: list[int] = []
     size = smallest
     while size < largest:
@@ -266,9 +238,8 @@ def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:
 
 
 def sequences_ahead(slots: int, asked: int | None) -> int:
-    """Returns the number of sequences, beyond the number of batch slots, that may have pages. Such
-    a sequence is ready as soon as a slot becomes free. Returns `asked`, or a quarter of the slots
-    if `asked` is None."""
+    """Returns the number of sequences, beyond the number of batch slots, that may have pages.
+    Returns `asked`, or a quarter of the slots if `asked` is None."""
     return max(1, slots // 4) if asked is None else asked
 
 

@@ -1,12 +1,9 @@
 """Defines the states, events and deadlines of a hand-off: the transfer of a sequence's KV from a
 prefill to a decode worker.
 
-Both sides use the same state machine. The sender's states are COMPUTING -> OFFERED -> ACKED ->
-FREED. The receiver's states are RESERVED -> RECEIVING -> COMPLETE -> DECODING -> FREED. ABORTED is
-reachable from every state but FREED. A receiver whose sender failed is ORPHANED until another
-sender takes over. Each state has a deadline on the local monotonic clock. Progress renews the
-deadline, and `sweep` returns hand-offs whose deadline has passed. `DecodeState` advances the
-receiver's side, `OutgoingHandoff` the sender's. Does no I/O.
+The sender's states are COMPUTING -> OFFERED -> ACKED -> FREED. The receiver's states are RESERVED
+-> RECEIVING -> COMPLETE -> DECODING -> FREED. ABORTED is reachable from every state but FREED. A
+receiver whose sender failed is ORPHANED until another sender takes over.
 
 Invariants: FREED and ABORTED are final; an event that is not listed for a state in `TRANSITIONS`
 indicates a bug and raises `HandoffStateError`."""
@@ -73,8 +70,6 @@ TRANSITIONS: dict[tuple[HandoffState, HandoffEvent], HandoffState] = {
 
 @plain
 class Handoff:
-    """The sender's or the receiver's state of one KV transfer, and the state's deadline."""
-
     handoff_id: int
     state: HandoffState
     deadline: float

@@ -1,15 +1,14 @@
 """Tracks the KV blocks that a mesh holds in host memory, and decides which blocks are evicted.
 
-A block is written once. Its name is a hash that covers its tokens and everything before them
-(`scheduler/residency.py`). A block consists of immutable pieces. Each piece has the checksum of its
-KV, taken while the KV was in pages. When the memory is full, the least recently used blocks are
-evicted until a low watermark is reached. Blocks that are being copied are not evicted.
+When the memory is full, the least recently used blocks are evicted until a low watermark is
+reached. Blocks that are being copied are not evicted.
 
 Does no I/O. Invariants (each is a test of the same name in tests/scheduler/test_host_blocks.py):
 - kept_written_and_free_blocks_are_all
 - a_block_on_its_way_back_is_not_given_up
 - a_block_is_there_once
-- what_was_cleared_does_not_come_back"""
+- what_was_cleared_does_not_come_back
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -34,10 +33,7 @@ class TierRoom:
     """Capacity of a mesh's host-memory and disk tiers.
 
     Attributes:
-        host_bytes: Bytes of host memory.
         disk_bytes: Bytes of disk. Blocks are written to disk from host memory only.
-        always: Whether blocks are restored even if recomputing them is estimated to be faster.
-        disk_ttl_seconds: Lifetime of a block on disk; 0 means no limit.
         rank_bound: Whether KV in host memory can be restored only to the dp rank that computed it,
             because the ranks are in different processes.
     """
@@ -63,7 +59,6 @@ class HostBlock:
     """A block that is in host memory or being copied there.
 
     Attributes:
-        written: Whether all pieces are in host memory.
         held: Whether the block is being copied back to pages.
     """
 
@@ -79,14 +74,12 @@ class HostBlock:
 
 class AskedAgain:
     """Estimates which share of the blocks (or snapshots) evicted from pages is requested by later
-    prompts. Decides by this share whether copies of evicted blocks are worth their time. Blocks
-    that were not copied count, too.
+    prompts. Decides by this share whether copies of evicted blocks are worth their time.
 
     At first all blocks are assumed to be requested again. Copies end after about 300 evicted blocks
     that no prompt requests. They begin again after about 15 requested ones.
 
     Args:
-        most: Number of evicted blocks whose names are remembered.
         always: Whether every copy counts as worth its time.
     """
 
@@ -100,7 +93,6 @@ class AskedAgain:
         return self._always or self._share >= LEAST_ASKED
 
     def evicted(self, name: bytes) -> None:
-        """Records that a block is evicted from pages."""
         self._share -= self._share / ASKED_WINDOW
         self._evicted[name] = None
         self._evicted.move_to_end(name)
@@ -112,8 +104,6 @@ class AskedAgain:
         return name in self._evicted
 
     def asked(self, name: bytes) -> None:
-        """Records that a prompt requests this block: the prompt could use the block if it were
-        restored."""
         if name in self._evicted:
             del self._evicted[name]
             self._share = min(1.0, self._share + 1 / ASKED_WINDOW)
@@ -171,21 +161,17 @@ class HostBlocks:
         return block, gone
 
     def written(self, block: HostBlock, pieces: tuple[HostPiece, ...]) -> bool:
-        """Records that a block is completely in host memory. Returns False if the block was dropped
-        during the copy."""
+        """Returns False if the block was dropped during the copy."""
         if self._blocks.get(block.name) is not block:
             return False
         block.pieces, block.written = pieces, True
         return True
 
     def arrived(self, name: bytes) -> HostBlock | None:
-        """Returns the block of this name, or None if it is missing or not completely copied."""
         block = self._blocks.get(name)
         return block if block is not None and block.written else None
 
     def match(self, chain: Chain, first: int, rank: int = 0) -> int:
-        """Returns the number of consecutive blocks, from index `first` of the chain on, that can be
-        restored to `rank`."""
         for count, name in enumerate(chain[first:]):
             block = self._blocks.get(name)
             if block is None or not block.written or block.held:
@@ -195,15 +181,12 @@ class HostBlocks:
         return max(0, len(chain) - first)
 
     def hold(self, names: Chain) -> tuple[HostBlock, ...]:
-        """Records that a restore of these blocks begins. Blocks being restored are not evicted."""
         blocks = tuple([self._blocks[name] for name in names])
         for block in blocks:
             block.held = True
         return blocks
 
     def let_go(self, blocks: Iterable[HostBlock]) -> None:
-        """Records that a restore of these blocks has ended, which makes them the most recently used
-        ones."""
         for block in reversed(tuple(blocks)):
             block.held = False
             if self._blocks.get(block.name) is block:

@@ -3,8 +3,7 @@ share.
 
 `KeptEvents` collects the blocks that the pages of a mesh gain and lose, by data-parallel rank.
 Unlike the log for jdisagg's own routers (`KeptLog`), an event has a block's tokens, because other
-routers compute hashes of their own. The class therefore stores the tokens of each block when the
-block's hash is computed. Does no I/O."""
+routers compute hashes of their own. Does no I/O."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,8 +23,6 @@ class BlockStored(msgspec.Struct, tag=True, array_like=True):
         block_hashes: The first bytes of each block's hash, as an integer.
         parent_block_hash: Hash of the block before the first one, or None if the first one starts
             its sequence.
-        token_ids: Tokens of the blocks.
-        block_size: Number of tokens of a block.
     """
 
     block_hashes: list[int]
@@ -37,14 +34,12 @@ class BlockStored(msgspec.Struct, tag=True, array_like=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, array_like=True):
-    """Blocks that were removed from the cache."""
-
     block_hashes: list[int]
     medium: str | None = MEDIUM
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, array_like=True):
-    """The cache is empty."""
+    pass
 
 
 KeptEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -59,17 +54,7 @@ class KVEventBatch(msgspec.Struct, array_like=True):
 
 
 class KeptEvents:
-    """Collects the events of one mesh.
-
-    Args:
-        ranks: Number of data-parallel ranks.
-        block_tokens: Number of tokens of a block.
-        pending: Callback that is called when the list of pending events becomes non-empty.
-
-    Attributes:
-        unknown_blocks: Number of blocks that were not reported, because their tokens were
-            forgotten.
-    """
+    """Collects the events of one mesh."""
 
     def __init__(self, ranks: int, block_tokens: int, pending: Callable[[], None]) -> None:
         self._block_tokens = block_tokens
@@ -90,7 +75,6 @@ class KeptEvents:
             self._tokens.popitem(last=False)
 
     def changed(self, rank: int, name: bytes, added: bool) -> None:
-        """Adds the event that a rank gained a block (`added`) or lost it."""
         if added:
             self._stored(rank, name)
         else:

@@ -1,10 +1,10 @@
 """Records which blocks a mesh cached and evicted. Routers use this log to keep an index of cached
 blocks.
 
-A block counts as cached while at least one rank or tier has it. The log keeps a bounded number of
-events. A router passes its position in the log (`KeptMark` in `messages/kept_blocks.py`) and gets
-the events after that position. If the log no longer has these events, or if there are more events
-than blocks, the router gets a list of all blocks instead. Does no I/O."""
+A block counts as cached while at least one rank or tier has it. A router passes its position in the
+log (`KeptMark` in `messages/kept_blocks.py`) and gets the events after that position. If the log no
+longer has these events, or if there are more events than blocks, the router gets a list of all
+blocks instead. Does no I/O."""
 
 from collections import deque
 from itertools import islice
@@ -18,8 +18,6 @@ MOST_BLOCKS = 1 << 16
 
 
 class KeptLog:
-    """Log of the cached blocks that one mesh gained and lost."""
-
     def __init__(self, events_on_record: int = EVENTS_ON_RECORD) -> None:
         self.epoch = 1
         self.number = 0  # number of the last event
@@ -30,7 +28,6 @@ class KeptLog:
         return len(self._ranks)
 
     def gained(self, name: bytes) -> None:
-        """Records that one more rank or tier caches this block."""
         told = name[:TOLD_BYTES]
         ranks = self._ranks.get(told, 0)
         self._ranks[told] = ranks + 1
@@ -38,7 +35,6 @@ class KeptLog:
             self._record(told, True)
 
     def lost(self, name: bytes) -> None:
-        """Records that one rank or tier no longer caches this block."""
         told = name[:TOLD_BYTES]
         ranks = self._ranks[told] - 1
         if ranks:
@@ -48,15 +44,12 @@ class KeptLog:
             self._record(told, False)
 
     def cleared(self) -> None:
-        """Starts a new epoch with an empty log and no blocks."""
         self.epoch += 1
         self.number = 0
         self._events.clear()
         self._ranks.clear()
 
     def news(self, worker: str, mark: KeptMark) -> KeptNews | None:
-        """Returns the changes since the log position `mark` of a router, or None if nothing
-        changed. `worker` is the name of this worker."""
         if mark == KeptMark(self.epoch, self.number) or (not self.number and mark == KeptMark()):
             return None
         missed = self.number - mark.number

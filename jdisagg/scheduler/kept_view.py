@@ -16,8 +16,6 @@ class KeptBlock:
     tiers is listed for each.
 
     Attributes:
-        worker: Name of the worker.
-        tier: "pages", "host" or "disk".
         rank: Data-parallel rank whose pages hold or held the block; 0 if an earlier run of the
             worker wrote the block to disk.
         name: First hexadecimal digits of the block's keyed hash. Blocks with the same hash have the
@@ -25,7 +23,6 @@ class KeptBlock:
         index: Number of the block in its sequence, counted from 0. The block holds positions [index
             * tokens, (index + 1) * tokens). The number is 0 if an earlier run of the worker wrote
             the block to disk.
-        tokens: Number of tokens of the block.
         in_use: Whether a sequence uses the block or the block is being copied. A block in use
             cannot be evicted.
     """

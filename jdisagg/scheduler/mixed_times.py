@@ -3,9 +3,7 @@ Does no I/O.
 
 The predicted time for a chunk size is its fastest recent measurement, because other work on the
 machine only adds time. Measurements older than `KEPT_STEPS` commands are dropped, because contexts
-grow. The time for a size without measurements is extrapolated from the nearest measured size. For
-this, the time that the chunk adds to the step is assumed to be proportional to the tokens of the
-chunk."""
+grow. The time for a size without measurements is extrapolated from the nearest measured size."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,8 +13,6 @@ KEPT_STEPS = 256
 
 
 class _Recent:
-    """The newest measurements of one program: the number of each command, and its seconds."""
-
     def __init__(self) -> None:
         self._times: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
 
@@ -33,7 +29,6 @@ class MixedTimes:
     """Measured times of decode steps on one mesh, alone and together with a prefill chunk.
 
     Args:
-        chunks: Sizes of the chunks that run with a step, in tokens, ascending.
         batches: Batch sizes of steps, ascending. Steps without a chunk are measured separately for
             each.
     """
@@ -49,7 +44,6 @@ class MixedTimes:
         """Records the seconds of a step.
 
         Args:
-            sequences: Number of sequences on the fullest dp rank.
             chunk_tokens: Padded number of tokens of the chunk, or 0 without a chunk.
         """
         self._now += 1
@@ -59,7 +53,6 @@ class MixedTimes:
             self._mixed[chunk_tokens].add(self._now, seconds)
 
     def alone(self, sequences: int) -> float | None:
-        """Returns the seconds of a step without a chunk, or None if they are not measured."""
         return self._alone[self._batch(sequences)].fastest(self._now)
 
     def mixed(self, sequences: int) -> tuple[tuple[int, float], ...]:

@@ -1,6 +1,5 @@
 """Predicts the next tokens of a sequence by prompt lookup: it searches the sequence for an earlier
-occurrence of its last tokens, and predicts the tokens that followed there. Needs no weights. Works
-well for text that repeats its prompt, edited code, tables and loops.
+occurrence of its last tokens, and predicts the tokens that followed there. Needs no weights.
 
 The sequence's newest tokens are kept as bytes, because a search for bytes runs in C: 1 us for each
 1,000 tokens. An index from n-grams to positions would be faster to search, but costs 0.4 us and 300
@@ -15,11 +14,7 @@ _WIDTH = array("i").itemsize
 
 
 class NgramSearch:
-    """The newest tokens of one sequence.
-
-    Args:
-        prompt: Prompt tokens, the first tokens of the sequence.
-    """
+    """The newest tokens of one sequence."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._tokens = bytearray(array("i", prompt[-MOST_SEARCHED:]))
@@ -31,7 +26,6 @@ class NgramSearch:
         Args:
             generated: All generated tokens. They begin with the generated tokens of the previous
                 call.
-            most: Number of tokens to predict.
 
         Returns:
             The index in `SIZES` of the n-gram that occurred before, and `most` tokens. If the
@@ -59,8 +53,6 @@ class NgramSearch:
         return kind, tuple(after)
 
     def _end_of_latest(self, size: int) -> int:
-        """Searches for the latest earlier occurrence of the last `size` bytes. Returns the byte
-        index at which it ends, or -1 if there is none."""
         tokens = self._tokens
         gram = bytes(tokens[-size:])
         at = tokens.rfind(gram, 0, len(tokens) - _WIDTH)

@@ -1,13 +1,10 @@
-"""The page allocator of one data-parallel rank. Records which pages each owner has. Does no I/O.
+"""The page allocator of one data-parallel rank.
 
-An owner (any integer) holds an ordered list of pages. A page may have several owners. `share` lets
-an owner hold the first pages of another one, such as the prompt of a request with n > 1. `own`
-replaces a shared page by an unshared one (copy-on-write; the caller issues the copy).
+An owner (any integer) holds an ordered list of pages.
 
 `keep` marks a page as cached: when its last owner releases the page, its contents stay, and another
 owner may `adopt` it. A cached page without an owner is called idle. It counts as free, but is
-reused only when no other page is free. The least recently released idle page is reused first. Of
-the pages that one owner released, the last page is reused first.
+reused only when no other page is free.
 
 Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.py):
 - every_page_is_free_or_held: free pages (including idle pages) and held pages are disjoint, and
@@ -16,7 +13,8 @@ Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.
 - an_owner_holds_no_page_twice
 - nothing_is_freed_twice: freeing an unknown owner indicates a bug and raises `LedgerError`
 - a_refused_request_changes_nothing: `reserve` and `extend` give all pages, or return None and
-  change nothing"""
+  change nothing
+"""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,12 +57,10 @@ class PageLedger:
         return self._references[page]
 
     def count(self, owner: int) -> int:
-        """Returns how many pages `owner` holds."""
         return len(self._holding(owner))
 
     def count_all(self, owners: Iterable[int]) -> int:
-        """Returns the total number of pages that `owners` hold. A shared page counts for each
-        owner."""
+        """A shared page counts for each owner."""
         held = self._held
         return sum([len(held[owner]) for owner in owners])
 
@@ -72,8 +68,6 @@ class PageLedger:
         return tuple(self._holding(owner))
 
     def reserve(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Creates `owner` and assigns it `count` free pages. Returns the pages, or None if too few
-        are free."""
         if owner in self._held:
             raise LedgerError(
                 f"owner {owner} holds {len(self._held[owner])} pages already; extend it"
@@ -84,8 +78,6 @@ class PageLedger:
         return self.extend(owner, count)
 
     def adopt(self, owner: int, pages: Sequence[int]) -> tuple[int, ...]:
-        """Creates `owner` and assigns it these cached pages, which it shares with any other
-        owners."""
         if owner in self._held:
             raise LedgerError(f"owner {owner} holds pages already; adopt with a new owner")
         if not self._kept.issuperset(pages):
@@ -97,8 +89,6 @@ class PageLedger:
         return tuple(pages)
 
     def extend(self, owner: int, count: int) -> tuple[int, ...] | None:
-        """Appends `count` free pages to the pages of `owner`. Returns all its pages, or None if too
-        few are free."""
         held = self._holding(owner)
         if count > len(self._free):
             if count > self.free_pages:
@@ -114,8 +104,6 @@ class PageLedger:
         return tuple(held)
 
     def share(self, owner: int, new_owner: int, count: int) -> tuple[int, ...]:
-        """Creates `new_owner` and assigns it the first `count` pages of `owner`, which both then
-        share."""
         if new_owner in self._held:
             raise LedgerError(f"owner {new_owner} holds pages already; share with a new owner")
         pages = self._holding(owner)[:count]
@@ -146,7 +134,6 @@ class PageLedger:
         return source, destination
 
     def free(self, owner: int) -> int:
-        """Removes `owner` and releases its pages. Returns the number of pages that became free."""
         held, references, kept = self._holding(owner), self._references, self._kept
         for page in held:
             references[page] -= 1
@@ -182,7 +169,6 @@ class PageLedger:
             self._free.append(page)
 
     def touch(self, pages: Iterable[int]) -> None:
-        """Makes the idle pages among `pages` the last ones to be reused."""
         for page in pages:
             if page in self._idle:
                 self._idle.move_to_end(page)
@@ -206,5 +192,4 @@ class PageLedger:
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """Returns the number of pages that `tokens` positions need."""
     return -(-tokens // page_size)

@@ -1,16 +1,8 @@
-"""Decides which waiting prompts get pages on a prefill mesh, and on which data-parallel rank. Has
-no side effects.
-
-Prompts are served in order of arrival. A prompt of higher priority is treated as if it had arrived
-earlier, by a fixed time per unit of priority (`scheduler/priorities.py`). The oldest prompt gets
-pages on a rank with room for the whole prompt; of these, the rank that would finish it first. If no
-rank has room, prompts of lower priority that have no issued chunk return their pages.
+"""Decides which waiting prompts get pages on a prefill mesh, and on which data-parallel rank.
 
 No prompt overtakes another, with one exception. A decode worker that is too slow to fetch its
 prompts' KV is called a stalled destination. Prompts of a stalled destination are not computed, so
-that prompts of other destinations overtake them. Those without an issued chunk return their pages.
-No chunk is issued if the unfetched tokens of all destinations together reach `STALLED_TOTAL` times
-the limit of one destination.
+that prompts of other destinations overtake them.
 
 `admit` depends only on its snapshot, so recorded snapshots can be replayed."""
 
@@ -28,7 +20,6 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
         pages: Number of pages that the whole prompt needs. All are assigned together.
         cached_tokens: For each rank, the number of the prompt's leading tokens that the rank
             caches; empty if no rank caches any.
-        states: Number of slots for recurrent state that the prompt needs.
         arrival: Time of arrival, made earlier by the `head_start` of the priority.
     """
 
@@ -43,11 +34,9 @@ class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def known_tokens(self) -> int:
-        """Number of the prompt's tokens that are cached on the rank that caches most of them."""
         return max(self.cached_tokens, default=0)
 
     def left_tokens(self, rank: int) -> int:
-        """Returns the number of the prompt's tokens that `rank` would have to compute."""
         return self.tokens - (self.cached_tokens[rank] if self.cached_tokens else 0)
 
     @property
@@ -71,8 +60,6 @@ class AdmissionSnapshot(msgspec.Struct, frozen=True):
     """The input of `admit`.
 
     Attributes:
-        waiting: Prompts without pages, oldest first.
-        unbegun: Prompts that have pages but no issued chunk, each with its rank.
         offered_tokens: For each decode worker, the number of tokens whose KV it has not fetched
             yet.
         most_offered_tokens: Number of unfetched tokens from which on a decode worker counts as
@@ -90,12 +77,9 @@ class Admission(msgspec.Struct, frozen=True):
     """The decision of `admit`. The caller first withdraws and then places prompts.
 
     Attributes:
-        withdrawn: Keys of prompts that return their pages and wait again.
-        placed: Keys of prompts that get pages, each with its rank.
         stalled: Decode workers whose prompts are not computed, because they fetch KV too slowly.
         full: Whether no chunk may be issued, because all decode workers together have too many
             unfetched tokens.
-        blocked: Key of the oldest prompt, if no rank has room for it.
     """
 
     placed: tuple[tuple[int, int], ...] = ()
@@ -118,7 +102,6 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 def admit(now: AdmissionSnapshot) -> Admission:
-    """Decides which waiting prompts get pages, which return their pages, and which must wait."""
     stalled, full = _stalled(now.offered_tokens, now.most_offered_tokens)
     if not now.waiting and not stalled:
         return Admission(full=full) if full else _NOTHING
@@ -169,9 +152,7 @@ def _stalled(offered_tokens: Mapping[str, int], most: int) -> tuple[frozenset[st
 def _giving_way(
     prompt: QueuedPrompt, unbegun: list[_Begun], free: list[int], states: list[int]
 ) -> list[_Begun]:
-    """Returns the prompts of lower priority that must return their pages so that some rank has room
-    for `prompt`. Chooses the lowest priority first, and among equal priorities the newest
-    prompt."""
+    """Chooses the lowest priority first, and among equal priorities the newest prompt."""
     lower = [one for one in unbegun if one[0].priority < prompt.priority]
     lower.sort(key=lambda one: one[0].order, reverse=True)
     lower.sort(key=lambda one: one[0].priority)
@@ -188,8 +169,7 @@ def _giving_way(
 def _rank_with_room(
     prompt: QueuedPrompt, free: list[int], queued: list[int], states: list[int]
 ) -> int | None:
-    """Returns the rank that would finish the prompt first, or None if no rank has room. If several
-    would finish at the same time, returns the one with most free pages."""
+    """If several would finish at the same time, returns the one with most free pages."""
     ranks = [
         rank
         for rank, free_pages in enumerate(free)

@@ -1,13 +1,8 @@
 """Packs prompts into prefill chunks. Each data-parallel rank serves its prompts in order of
 arrival. A prompt of higher priority is treated as if it had arrived earlier
-(`scheduler/priorities.py`). Does no I/O.
+(`scheduler/priorities.py`).
 
-The rows of a chunk have an order on each rank: at most one row that continues a long prompt, then a
-few rows that start after cached positions, then rows of new prompts. Each row starts at a multiple
-of `granule_tokens`. The chunk's length is the smallest compiled size that fits the rows of every
-rank. A prompt that is longer than the room left is split and continues in the next chunk. Prompts
-are split only at multiples of `cut_tokens`. If the room left is too small for a split, the prompt
-waits for the next chunk.
+Prompts are split only at multiples of `cut_tokens`.
 
 Invariants: a prompt's rows are issued in order and without gap after its cached positions; a token
 is sampled only in the prompt's last row; a rank has at most one partly issued prompt of each
@@ -33,15 +28,12 @@ class PrefillJob:
         issued_tokens: Number of leading positions that are cached or part of issued chunks.
         offers_from: First position whose KV is sent to a decode worker, a multiple of
             `granule_tokens`; None if no KV is sent.
-        state: Slot of the sequence's recurrent state.
         prompt_logprobs: Number of log-probabilities to return for each prompt token, or None. If it
             is set, no positions are cached.
         snapshots: Positions, ascending, at which snapshots of the state are wanted.
         windows: Page table of the sequence for sliding-window layers, if these have pages of their
             own.
-        adapter: Slot of the sequence's LoRA adapter; 0 for none.
         arrival: Time of arrival, made earlier by the `head_start` of the priority.
-        images: Images of the prompt.
     """
 
     sequence: int
@@ -84,7 +76,6 @@ class PrefillBatches:
     """Queues the prompts of one mesh until all their tokens are in issued chunks.
 
     Args:
-        new_id: Function that returns an unused id for a transfer block.
         cut_tokens: Prompts are split between chunks only at multiples of this number of tokens;
             None allows any position.
         snapshot: Function that returns the slot for a snapshot, given rank, sequence and position.
@@ -116,7 +107,6 @@ class PrefillBatches:
         return sum(job.left_tokens for job in self._queues[rank])
 
     def beside(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Returns those of the chunk sizes `sizes` that are long enough to split a prompt."""
         return tuple(size for size in sizes if size >= (self._cut_tokens or 0))
 
     def gathers(self) -> bool:
@@ -136,8 +126,6 @@ class PrefillBatches:
         queue.insert(place, job)
 
     def remove(self, sequence: int) -> None:
-        """Removes the job of a sequence, so that its remaining tokens are not issued.
-        Idempotent."""
         for queue in self._queues:
             queue[:] = [job for job in queue if job.sequence != sequence]
 
@@ -154,9 +142,6 @@ class PrefillBatches:
         may arrive before the chunk in flight ends.
 
         Args:
-            step: Number of the command.
-            held: Sequences that must not be in the chunk.
-            chunk_in_flight: Whether an earlier chunk is still running.
             beside: Chunk sizes that can run together with a decode step, ascending; empty if the
                 chunk runs alone. The chunk has at most as many tokens as the largest of these
                 sizes. It is padded to one of them if this less than doubles its padded length.
@@ -182,8 +167,6 @@ class PrefillBatches:
         return not all([any([job.sequence not in held for job in queue]) for queue in self._queues])
 
     def _merged(self, row: PrefillRow, chunk_tokens: int) -> PrefillRow:
-        """Replaces the transfer blocks of a rank's last row by one padded block per band, if the
-        padding costs less than several blocks and fits into the chunk. Returns the row."""
         limits = self._limits
         if len(row.offers) < 2:
             return row
@@ -232,8 +215,6 @@ class PrefillBatches:
         return self._rows(picked)
 
     def _part(self, job: PrefillJob, room_tokens: int) -> int:
-        """Returns how many of a job's next tokens fit into `room_tokens`; 0 if the job cannot be
-        split within this room."""
         if job.snapshots and (most := job.most_tokens(self._limits.state_grain)) <= room_tokens:
             return most
         if job.left_tokens <= room_tokens or not self._cut_tokens:
@@ -242,7 +223,6 @@ class PrefillBatches:
         return max(0, end - job.issued_tokens)
 
     def _rows(self, picked: list[tuple[PrefillJob, int]]) -> list[PrefillRow]:
-        """Returns the rows of one rank. Rows that start at position 0 come last."""
         rows: list[PrefillRow] = []
         offset = 0
         for job, tokens in sorted(picked, key=lambda one: one[0].issued_tokens == 0):

@@ -1,10 +1,10 @@
 """Estimates whether restoring cached KV is faster than the alternative: recomputing the tokens, or
 receiving their KV from a prefill worker. The cached KV is in host memory, on disk or on another
-worker. Each of these sources has its own `Prices`.
+worker.
 
-The alternative takes a measured time per token. The time of a restore is estimated by a
-`MovePrice`. As long as all measured restores had similar lengths, any length is assumed to take the
-same time, so that longer restores are tried. Does no I/O."""
+The time of a restore is estimated by a `MovePrice`. As long as all measured restores had similar
+lengths, any length is assumed to take the same time, so that longer restores are tried. Does no
+I/O."""
 
 from typing import Literal
 
@@ -19,14 +19,13 @@ Instead = Literal["compute", "receive"]
 class MovePrice:
     """Estimates the time of a copy or transfer (a move) as a latency plus a time per unit of size
     (tokens or bytes). Both are fitted to the measured moves by least squares. Recent moves have
-    more weight. Prefill chunks are estimated in the same way."""
+    more weight."""
 
     def __init__(self) -> None:
         # decayed sums over moves: count, size, seconds, size squared, size x seconds
         self._count = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, size: int, seconds: float) -> None:
-        """Records that a move of `size` units took `seconds`."""
         self._count = DECAY * self._count + 1.0
         self._x = DECAY * self._x + size
         self._y = DECAY * self._y + seconds
@@ -41,7 +40,6 @@ class MovePrice:
 
     @property
     def per_unit(self) -> float:
-        """Mean seconds per unit, including the latency."""
         return self._y / self._x
 
     def line(self) -> tuple[float, float] | None:
@@ -72,33 +70,23 @@ class Prices:
         self._moves = MovePrice()
 
     def computed_in(self, tokens: int, seconds: float, instead: Instead = "compute") -> None:
-        """Records that the alternative `instead`, computing or receiving, took `seconds` for
-        `tokens` tokens of a prompt."""
         if tokens > 0:
             now = seconds / tokens
             before = self._spared.get(instead, now)
             self._spared[instead] = before + WEIGHT * (now - before)
 
     def moved_in(self, tokens: int, seconds: float) -> None:
-        """Records that a restore of `tokens` tokens ended after `seconds`, successfully or not."""
         if tokens >= 1:
             self._moves.add(tokens, seconds)
 
     def seconds(self, tokens: int) -> float | None:
-        """Returns the estimated seconds of a restore, or None before the first measurement."""
         line = self._moves.line()
         return None if line is None else line[0] + line[1] * tokens
 
     def worth(self, moved_tokens: int, computed_tokens: int, instead: Instead = "compute") -> bool:
         """Returns whether a restore is expected to be faster than the alternative `instead`. Also
         returns True while a time is not measured, and for one in `PROBE` restores that are expected
-        to be slower, so that the times of restores stay up to date.
-
-        Args:
-            moved_tokens: Number of tokens that the source has to copy or send.
-            computed_tokens: Number of tokens that the mesh would otherwise compute or receive.
-            instead: Alternative to the restore.
-        """
+        to be slower, so that the times of restores stay up to date."""
         patience = self.patience_seconds(computed_tokens, instead)
         if moved_tokens < 1 or patience == 0:
             return False

@@ -1,21 +1,16 @@
-"""Decides which sequences are preempted for a waiting request of higher priority. Has no side
-effects.
+"""Decides which sequences are preempted for a waiting request of higher priority.
 
-Preempted sequences give their batch slots and KV pages to the request. Their KV is swapped out
-(`worker/spilled_kv.py`), and they continue when there is room. The sequences of the lowest priority
-are preempted first, and among these the newest. No sequence is preempted for ("yields to") an equal
-or lower priority.
+The sequences of the lowest priority are preempted first, and among these the newest. No sequence is
+preempted for ("yields to") an equal or lower priority.
 
 Requests are served in order of arrival, but each unit of priority makes a request
 `PRIORITY_SECONDS` older, up to `MOST_PRIORITY` units. So requests of low priority do not starve:
 after enough time in the queue, a request is served before newer requests of higher priority.
-Likewise, a sequence is no longer preempted after it was swapped out for this time in total. A
-sequence that was swapped in is preempted again only after a new token, so that its request always
-makes progress.
 
 Invariants (each is a test of the same name in tests/scheduler/test_priorities.py):
 - only_a_lower_priority_yields_and_not_for_ever
-- the_lowest_and_newest_are_preempted_and_no_more_than_needed"""
+- the_lowest_and_newest_are_preempted_and_no_more_than_needed
+"""
 
 from collections.abc import Sequence as Sized
 
@@ -32,11 +27,6 @@ def head_start(priority: int) -> float:
 
 
 def yields(priority: int, aside_seconds: float, to_priority: int) -> bool:
-    """Returns whether a sequence of `priority` may be preempted for a request of `to_priority`.
-
-    Args:
-        aside_seconds: Total seconds for which the sequence has been swapped out.
-    """
     return aside_seconds < head_start(to_priority) - head_start(priority)
 
 
@@ -45,8 +35,6 @@ class YieldingSequence:
     """A sequence that may be preempted.
 
     Attributes:
-        newness: Sort key by age, newest sequence last.
-        pages: Number of pages that become free if it is preempted.
         computed: Whether all its KV is in pages. If it is not, a preemption loses the part that was
             computed.
     """
@@ -62,11 +50,6 @@ def to_preempt(
     holders: Sized[YieldingSequence], pages: int, sequences: int
 ) -> list[YieldingSequence] | None:
     """Chooses the sequences that are preempted on one rank, lowest priority first.
-
-    Args:
-        holders: The sequences of the rank that may be preempted.
-        pages: Number of pages to free; 0 or less if enough are free.
-        sequences: Number of sequences to preempt.
 
     Returns:
         The fewest sequences that suffice, in order of preemption, or None if all together do not

@@ -13,12 +13,7 @@ from jdisagg.scheduler.window_pages import Table, WindowPages
 
 class PromptRoom:
     """The state slots, or the pages of sliding-window layers, that the prompts of one mesh use. A
-    prompt is identified by its key (`owner`).
-
-    Attributes:
-        states: Slots for recurrent state.
-        windows: Pages of sliding-window layers of each rank; empty if there are none.
-    """
+    prompt is identified by its key (`owner`)."""
 
     def __init__(self, limits: MeshLimits) -> None:
         self.states = StateSlots(limits)
@@ -26,12 +21,9 @@ class PromptRoom:
         self.windows = [WindowPages(limits) for _ in range(count)]
 
     def needed(self, tokens: int) -> int:
-        """Returns the number of state slots or window pages that suffices for a prompt of `tokens`
-        tokens."""
         return self.windows[0].needed(tokens) if self.windows else int(self.states.on)
 
     def available(self, rank: int) -> int:
-        """Returns the number of state slots or window pages of a rank that no prompt uses."""
         return self.windows[rank].available if self.windows else self.states.free_slots(rank)
 
     def begin_windows(
@@ -46,18 +38,7 @@ class PromptRoom:
     ) -> Table:
         """Assigns a prompt its pages of sliding-window layers. If a prefix of the prompt is cached,
         the first of these pages hold the window before its end. Records at which positions the
-        prompt's window will be cached.
-
-        Args:
-            kept: Prefix cache of the mesh.
-            chain: Hashes of the prompt's full blocks.
-            tokens: Number of tokens of the prompt.
-            cached: Number of leading tokens whose KV is cached.
-            promised: Number of pages that are reserved for other prompts.
-
-        Returns:
-            The page table.
-        """
+        prompt's window will be cached."""
         wanted = kept.wanted_snapshots(rank, chain, tokens, cached)
         window = kept.use_snapshot(rank, chain, cached) if cached else ()
         table = self.windows[rank].begin(owner, tokens, cached, window, wanted, promised)
@@ -75,7 +56,6 @@ class PromptRoom:
         return self.windows[rank].table(owner) if kind is KvKind.WINDOW else pages
 
     def free(self, rank: int, owner: int) -> None:
-        """Releases the state slot or the window pages of a prompt."""
         if self.windows:
             self.windows[rank].free(owner)
         else:

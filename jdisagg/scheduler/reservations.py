@@ -1,19 +1,10 @@
 """Decides which requests get pages on a decode worker. Requests wait in a queue in order of
-arrival, and its first request is served first. A request of higher priority is treated as if it had
-arrived earlier (`scheduler/priorities.py`). Does no I/O.
-
-A reservation has pages for the prompt, the accepted tokens, and up to `growth_tokens` further
-tokens of each child. Children (the samples of a request with n > 1) share the full pages of the
-prompt. Each child gets its own copy of the last, partly filled page when the KV has arrived. Pages
-of cached blocks are shared, and only the other pages are newly reserved.
+arrival, and its first request is served first.
 
 No request overtakes the first one, so that small requests do not starve an old large request. The
-exception is a request of higher priority that gets pages by preempting sequences (`pressing`). A
-preempted request keeps its arrival time and so precedes later requests.
+exception is a request of higher priority that gets pages by preempting sequences (`pressing`).
 
-After a reservation, at least one page is free for each sequence that may still need pages. There
-may be a few more sequences with pages than batch slots, so that a freed slot is refilled at
-once."""
+After a reservation, at least one page is free for each sequence that may still need pages."""
 
 import bisect
 from collections import Counter
@@ -40,7 +31,6 @@ class WaitingReservation:
     """A request that waits for pages.
 
     Attributes:
-        children: Index and accepted token ids of each child.
         chain: Hashes of the request's full blocks, some of which may be cached; empty if cached
             blocks must not be used.
         computes: Whether this mesh computes the uncached tokens itself. At least one token is then
@@ -75,9 +65,6 @@ class Reservations:
         ahead_sequences: Number of sequences that may hold pages beyond the number of batch slots;
             None means a quarter of the slots.
         computes: Whether the mesh computes all prompts itself instead of receiving their KV.
-
-    Attributes:
-        queue: Requests without pages, in the order in which they get pages.
     """
 
     def __init__(
@@ -97,11 +84,9 @@ class Reservations:
         return len(self.queue)
 
     def waiting_with(self, priority: int) -> int:
-        """Returns the number of waiting requests of at least this priority."""
         return sum([waiting.priority >= priority for waiting in self.queue])
 
     def priorities(self) -> dict[int, int]:
-        """Returns the number of waiting requests by priority."""
         return Counter([waiting.priority for waiting in self.queue])
 
     def check(self, request: Request, children: Sized[tuple[int, tuple[int, ...]]]) -> None:
@@ -156,12 +141,7 @@ class Reservations:
         request.
 
         Args:
-            request: The request.
-            attempt: Number of the attempt.
-            children: Index and accepted tokens of each child.
-            arrival: Time of arrival.
             whole: Whether to reserve pages for the whole request, without using cached blocks.
-            computes: Whether this mesh computes the uncached tokens.
         """
         ticket = self._state.new_key()
         known = request.prompt_token_ids + children[0][1]
@@ -175,8 +155,6 @@ class Reservations:
         return ticket
 
     def rename(self) -> None:
-        """Computes the block hashes of all waiting requests again, because the mesh's weights have
-        changed."""
         for waiting in self.queue:
             if waiting.chain:
                 known = waiting.request.prompt_token_ids + waiting.children[0][1]
@@ -203,7 +181,6 @@ class Reservations:
         Returns the new groups. A group's key is the request's ticket.
 
         Args:
-            lease_until: Deadline by which the request's `generate` call must arrive.
             before: Only requests that precede this (arrival, ticket) get pages; None means no
                 limit.
         """
@@ -216,8 +193,6 @@ class Reservations:
         return granted
 
     def grant_one(self, waiting: WaitingReservation, lease_until: float) -> SequenceGroup | None:
-        """Reserves pages for one waiting request and returns its group, or None if no rank has
-        room."""
         choice = self._rank_with_room(waiting)
         if choice is None:
             return None
@@ -227,8 +202,6 @@ class Reservations:
     # ---- sequences that yield
 
     def pressing(self) -> WaitingReservation | None:
-        """Returns the first waiting request of the queue for which running sequences of lower
-        priority could be preempted. Returns None if there is no such request."""
         lowest = self._state.lowest_priority if self.queue else None
         if lowest is None:
             return None
@@ -242,13 +215,7 @@ class Reservations:
     def to_preempt(self, waiting: WaitingReservation, coming: Sized[int]) -> list[Sequence]:
         """Returns the sequences that must be preempted so that some rank has room for a request.
         Chooses the rank whose preempted sequences have the lowest priorities, and then the fewest.
-        Returns an empty list if a rank has room already, or if preemption cannot make room.
-
-        Args:
-            waiting: The request.
-            coming: For each rank, the number of pages that become free when copies in flight have
-                ended.
-        """
+        Returns an empty list if a rank has room already, or if preemption cannot make room."""
         best: list[YieldingSequence] | None = None
         for rank in range(self._state.limits.ranks):
             able = self._holders(rank, waiting.priority)
@@ -266,7 +233,6 @@ class Reservations:
         return sorted(found, key=lambda child: keys[child.key])
 
     def _holders(self, rank: int, priority: int) -> list[YieldingSequence]:
-        """Returns the sequences of a rank that may be preempted for a request of this priority."""
         state, ledger = self._state, self._state.ledgers[rank]
         return [
             YieldingSequence(
@@ -285,8 +251,6 @@ class Reservations:
         ]
 
     def _short(self, waiting: WaitingReservation, rank: int) -> tuple[int, int]:
-        """Returns how many pages, and how many places for sequences, a request lacks on a rank.
-        Zero or less means that there are enough."""
         state, limits = self._state, self._state.limits
         cached = self._cached_tokens(waiting, rank)
         need = self._pages(waiting, self._growth_tokens)
@@ -308,8 +272,7 @@ class Reservations:
         return not self.queue and state.ledgers[rank].free_pages >= pages + growth
 
     def waits(self, before: tuple[float, int] | None = None) -> bool:
-        """Returns whether any request waits. If `before` is given, only requests that precede this
-        (arrival, ticket) count."""
+        """If `before` is given, only requests that precede this (arrival, ticket) count."""
         return bool(self.queue) and (before is None or self.queue[0].order < before)
 
     def take_back(self, spill: Spill) -> tuple[tuple[int, ...], int] | None:
@@ -341,17 +304,11 @@ class Reservations:
         return pages, cached
 
     def _fits(self, rank: int, need: int, children: int) -> bool:
-        """Returns whether a rank has room for `children` more sequences and `need` more pages, and
-        then still has one free page for each sequence that may need more pages."""
         state, held = self._state, self._state.living[rank]
         crowded = held and held + children > state.limits.slots_per_rank + self._ahead
         return not crowded and state.ledgers[rank].free_pages >= need + len(state.growing[rank])
 
     def _rank_with_room(self, waiting: WaitingReservation) -> tuple[int, int] | None:
-        """Returns (rank, number of further tokens to reserve pages for), or None if no rank has
-        room. Prefers the rank that caches most tokens of the request, and among equals the one with
-        most free pages. The cached tokens of a rank are ignored if it is much busier than the
-        others."""
         limits, best, most = self._state.limits, None, (-1, -1)
         quiet = min(self._state.living) + self._ahead
         for rank in range(limits.ranks):

@@ -1,35 +1,23 @@
 """The prefix cache: tracks which pages of a mesh hold which blocks of KV.
 
-The block length is the least common multiple of the cluster's block size and the page size. A
-block's name is a keyed 32-byte hash of its tokens and the preceding block's name (`BlockNames`).
-The first block uses a hash of the namespace in place of a preceding name. The namespace includes
-the content of the request's LoRA adapter. If a block has image tokens, its hash also covers the
-digests of the images and which part of them the block has. So a name identifies the block, its
-images, and all tokens before it, and blocks of two namespaces never have the same name. With a
-shorter hash, or without a key, a client could construct collisions. The names of the consecutive
-blocks of a sequence are called its chain.
+A block's name is a keyed 32-byte hash of its tokens and the preceding block's name (`BlockNames`).
+So a name identifies the block, its images, and all tokens before it, and blocks of two namespaces
+never have the same name. With a shorter hash, or without a key, a client could construct
+collisions.
 
-`ResidencyTree` maps block names to pages of one data-parallel rank. A sequence that starts with
-cached blocks uses their pages read-only and computes or receives the rest. When the sequence ends,
-its full blocks remain cached. Cached pages that no sequence holds count as free and are evicted
-when no other page is left. The least recently used block is evicted first, and later blocks of a
-sequence before earlier ones. There is one exception: if two sequences computed the same first
-blocks, these blocks may be evicted while sequences still use later blocks. The later blocks cannot
-be found again until the first blocks are cached again.
+`ResidencyTree` maps block names to pages of one data-parallel rank.
 
 Some models have layers that keep recurrent state or only the KV of a sliding window. For them, a
 hit also needs a snapshot of the state or of the window at the end of the cached prefix
 (`scheduler/snapshots.py`, `scheduler/window_pages.py`).
-
-`Residency` combines the trees of all ranks of a mesh. Routers read the changes from a log
-(`KeptLog`). Does no I/O.
 
 Invariants (each is a test of the same name in tests/scheduler/test_residency.py):
 - free_held_and_kept_pages_are_all_pages
 - a_held_page_is_never_given_away
 - every_kept_page_has_one_name
 - a_block_holds_what_its_name_says
-- namespaces_never_meet"""
+- namespaces_never_meet
+"""
 
 import functools
 import math
@@ -63,13 +51,11 @@ class BlockNames:
         secret: Key of the hashes, up to 64 bytes. Names reveal nothing about prompts to anyone
             without the key.
         model: Model fingerprint and KV dtype. Workers can share KV only if both are equal.
-        grain_tokens: Number of tokens of a block in the whole cluster.
         grid_tokens: Prompts are split between chunks, and prefill starts after cached blocks, only
             at multiples of this number of tokens; None means the block size. If it equals the
             largest chunk, a cache hit runs the same programs on the same rows as a miss, so results
             are bit-identical. If it is set, KV of decode steps is not cached, because decode steps
             round differently from prefill.
-        weights: Identity of the worker's weights; "" for its initial weights.
     """
 
     secret: bytes
@@ -80,7 +66,6 @@ class BlockNames:
 
     @classmethod
     def of(cls, config: PrefixConfig, secret: bytes, model: str) -> "BlockNames | None":
-        """Returns the block names for a configuration, or None if its prefix cache is off."""
         if not config.reuse:
             return None
         return cls(secret, model, config.grain_tokens, config.grid_tokens)
@@ -92,12 +77,6 @@ class BlockNames:
     def chain(
         self, request: Request, tokens: Sequence[int], block_tokens: int, known: Chain = ()
     ) -> Chain:
-        """Returns the names of the full blocks of `tokens`.
-
-        Args:
-            block_tokens: Number of tokens of a block, a multiple of the cluster's block size.
-            known: Names of the first blocks, if they were computed before.
-        """
         known = known[: len(tokens) // block_tokens]
         content = np.asarray(tokens[len(known) * block_tokens :], "<u4").tobytes()
         step, every = 4 * self.grain_tokens, block_tokens // self.grain_tokens
@@ -151,8 +130,6 @@ class ResidencyTree:
         return name in self._blocks
 
     def match(self, chain: Chain) -> int:
-        """Returns how many leading blocks of a prompt are cached. `chain` has the names of the
-        prompt's blocks."""
         for count, name in enumerate(chain):
             if name not in self._blocks:
                 return count
@@ -163,12 +140,9 @@ class ResidencyTree:
         return tuple(page for name in chain for page in self._blocks[name])
 
     def held_pages(self, chain: Iterable[bytes]) -> int:
-        """Returns how many pages of these cached blocks have an owner."""
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
     def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
-        """Registers `owner` as a user of the cached pages of a prompt's blocks, so that the pages
-        are not evicted. Returns the pages."""
         return self._ledger.adopt(owner, self.pages(chain))
 
     def keep(self, owner: int, chain: Chain) -> None:
@@ -229,8 +203,6 @@ class ResidencyTree:
         return blocks
 
     def _given_away(self, page: int) -> tuple[int, ...]:
-        """Drops the cached block of an idle page that is about to be reused. Returns the block's
-        other pages, which are useless without this one."""
         name = self._names.pop(page)
         pages, index = self._blocks.pop(name), self._indices.pop(name)
         if self.snapshots is not None:
@@ -285,7 +257,6 @@ class Residency:
 
     @property
     def keeps_answers(self) -> bool:
-        """Whether KV computed by decode steps is cached too."""
         return self._names is not None and self._names.grid_tokens is None
 
     @property
@@ -302,18 +273,15 @@ class Residency:
             self._names = replace(self._names, weights=weights)
 
     def digest(self, purpose: bytes, *parts: str) -> bytes:
-        """Returns a hash of the model and `parts`, keyed with the secret (`BlockNames.digest`)."""
         assert self._names is not None, "nothing stays"
         return self._names.digest(purpose, *parts)
 
     def pages(self, rank: int, name: bytes) -> tuple[int, ...]:
-        """Returns the pages of a block on a rank; empty if the rank does not cache the block."""
         tree = self._trees[rank]
         return tree.pages((name,)) if name in tree else ()
 
     @property
     def trees(self) -> Sequence[ResidencyTree]:
-        """The cached blocks of each rank; empty if the cache is off."""
         return self._trees
 
     @property
@@ -322,7 +290,6 @@ class Residency:
 
     @property
     def evicted_blocks(self) -> int:
-        """Number of blocks that were evicted since the start, because their pages were needed."""
         return sum([tree.evicted_blocks for tree in self._trees])
 
     def guest(self) -> int:
@@ -332,8 +299,6 @@ class Residency:
         return self._guests
 
     def hold(self, rank: int, owner: int, chain: Chain) -> tuple[int, ...]:
-        """Creates `owner`, which holds the pages of the chain's blocks, so that the blocks are not
-        evicted. Returns the pages."""
         return self._trees[rank].adopt(owner, chain)
 
     def on_evicted(self, evicted: Callable[[int, bytes, int, tuple[int, ...]], None]) -> None:
@@ -345,8 +310,7 @@ class Residency:
 
     def report(self, pending: Callable[[], None]) -> KeptEvents | None:
         """Starts the collection of events about cached blocks, for routers of other projects.
-        Returns None if the cache is off. `pending` is called when the list of events becomes
-        non-empty."""
+        Returns None if the cache is off."""
         if self.on:
             self._events = KeptEvents(len(self._trees), self.block_tokens, pending)
             for rank, tree in enumerate(self._trees):
@@ -354,13 +318,9 @@ class Residency:
         return self._events
 
     def match(self, rank: int, chain: Chain) -> int:
-        """Returns how many leading blocks of a prompt a rank caches. `chain` has the names of the
-        prompt's blocks."""
         return self._trees[rank].match(chain) if chain else 0
 
     def chain(self, request: Request, tokens: Sequence[int], known: Chain = ()) -> Chain:
-        """Returns the names of a sequence's full blocks. `known` are the names of its first blocks,
-        if they were computed before."""
         if self._names is None:
             return ()
         chain = self._names.chain(request, tokens, self.block_tokens, known)
@@ -392,7 +352,6 @@ class Residency:
         return tokens // multiple * multiple
 
     def held_pages(self, rank: int, chain: Chain, tokens: int) -> int:
-        """Returns how many pages of the first `tokens` cached positions have an owner."""
         return self._trees[rank].held_pages(self._first(chain, tokens)) if tokens else 0
 
     def reserve(
@@ -417,8 +376,6 @@ class Residency:
             self._trees[rank].keep(owner, chain)
 
     def let_go(self, rank: int, owner: int, chain: Chain = ()) -> None:
-        """Releases the pages of `owner`. The blocks of `chain`, which are in its first pages, stay
-        cached."""
         if chain:
             self._trees[rank].let_go(owner, chain)
         else:
@@ -441,14 +398,11 @@ class Residency:
         return self.snapshots[rank].use(self._name_at(chain, tokens))
 
     def begin_restore(self, rank: int, owner: int, tokens: int) -> tuple[int, ...] | None:
-        """Assigns a place to a snapshot that is being restored (`Snapshots.begin_restore`)."""
         return self.snapshots[rank].begin_restore(owner, tokens)
 
     def wanted_snapshots(
         self, rank: int, chain: Chain, tokens: int, cached_tokens: int
     ) -> tuple[int, ...]:
-        """Returns the positions at which a prompt of `tokens` tokens should make snapshots.
-        Positions whose snapshot is cached already are left out."""
         if not self.snapshots or not chain:
             return ()
         matched = self._trees[rank].match(chain) * self.block_tokens
@@ -458,21 +412,16 @@ class Residency:
     def begin_snapshot(
         self, rank: int, owner: int, tokens: int, rolling: bool = False
     ) -> int | None:
-        """Assigns a slot to a snapshot of a sequence (`Snapshots.begin`)."""
         return self.snapshots[rank].begin(owner, tokens, rolling) if self.snapshots else None
 
     def begin_all_snapshots(self, rank: int, owner: int, cached: int, tokens: int) -> None:
-        """Begins a snapshot at each boundary between a prompt's computed blocks, if the snapshots
-        take no extra memory (`Snapshots.begin_all`)."""
         if self.snapshots:
             self.snapshots[rank].begin_all(owner, cached, tokens, self.snapshot_tokens)
 
     def settle_snapshots(self, rank: int, owner: int, chain: Chain) -> None:
-        """Caches those snapshots of a running sequence that are within the blocks of `chain`."""
         self._settle(rank, owner, chain, len(chain) * self.block_tokens)
 
     def forget_snapshots(self, rank: int, owner: int) -> None:
-        """Frees the slots of all pending snapshots of `owner`."""
         if self.snapshots:
             self._settle(rank, owner, ())
 
@@ -495,7 +444,6 @@ class Residency:
         self.snapshots[rank].settle(owner, name_at, most)
 
     def _name_at(self, chain: Chain, tokens: int) -> bytes:
-        """Returns the name of the block that ends after `tokens` tokens."""
         return chain[tokens // self.block_tokens - 1]
 
     def clear(self, rank: int | None = None) -> int:

@@ -2,9 +2,8 @@
 sequences, one for each sample of a request with n > 1.
 
 `generated` holds all tokens of a sequence after the prompt, including those of earlier attempts.
-The sequence's KV is in the pages that the ledger lists under `key`. Positions count prompt and
-generated tokens. Steps are issued before earlier results are read, so `issued_position` is the
-sequence's position after all commands in flight."""
+Steps are issued before earlier results are read, so `issued_position` is the sequence's position
+after all commands in flight."""
 
 import enum
 from dataclasses import dataclass, field
@@ -68,18 +67,10 @@ class Sequence:
             steps.
         frozen: Whether the sequence runs no decode steps, because its last positions are being sent
             to another worker.
-        told: Number of leading tokens of `generated` that were reported.
-        held_logprobs: Log-probabilities of the unreported tokens.
-        ngrams, acceptance: Search for the sequence's n-grams, and acceptance rate of its draft
-            tokens (speculation.py).
-        drafting: Number of the sequence's draft tokens in steps in flight.
-        drafted: Number of the last planned step in which the mesh drafted the sequence's next
-            tokens.
         predicted: Latest prediction that is not compared with generated tokens yet: its kind, the
             number of generated tokens before it, and its tokens.
         yielded_at: Time when the sequence was preempted for a request of higher priority. None if
             it was not preempted, or is swapped in again.
-        aside_seconds: Total seconds of earlier preemptions for requests of higher priority.
         returned_with: Number of generated tokens at the last swap-in; -1 before the first.
     """
 
@@ -119,7 +110,6 @@ class Sequence:
 
     @property
     def age_key(self) -> tuple[float, int, int]:
-        """Sort key by age, oldest sequence first."""
         return (self.group.arrival, self.group.key, self.child)
 
     @property
@@ -137,13 +127,11 @@ class Sequence:
         return (since - head_start(self.group.request.priority), self.group.key)
 
     def yields_to(self, priority: int) -> bool:
-        """Returns whether the sequence may be preempted for a request of this priority."""
         return len(self.generated) > self.returned_with and yields(
             self.group.request.priority, self.aside_seconds, priority
         )
 
     def came_back(self, now: float) -> None:
-        """Records that a preempted sequence has pages again."""
         self.returned_with = len(self.generated)
         if self.yielded_at is not None:
             self.aside_seconds += now - self.yielded_at
@@ -162,11 +150,8 @@ class SequenceGroup:
         key: Identifies the group, and owns the prompt's pages until the children are ready.
         copies: Copies of the prompt's shared last page as (rank, source page, destination page), to
             be made when all KV has arrived.
-        until: Deadline of the group's `generate` call.
-        cached_tokens: Number of leading positions whose KV was cached when pages were reserved.
         chain: Hashes of the full blocks of `known_tokens`. They are invalid if the prefix cache was
             cleared since, which starts a new `epoch`.
-        computes: Whether this mesh computes the prompt's uncached tokens.
         suspended_until: Time until which the group is paused with its KV in host memory; None if it
             is not paused.
     """

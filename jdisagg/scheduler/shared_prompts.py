@@ -1,18 +1,15 @@
 """Finds prompts of one mesh that share a prefix, so that their common blocks are computed once.
 
-Each prompt of the mesh is registered with the hashes of its blocks. If the next block of a prompt
-is also a block of an earlier prompt (the leader), the prompt may wait until the leader's chunks
-with the common blocks are issued. It then uses the leader's KV from pages. If the leader ends
-earlier, the prompt waits for another leader, or computes the blocks itself.
+If the next block of a prompt is also a block of an earlier prompt (the leader), the prompt may wait
+until the leader's chunks with the common blocks are issued.
 
-A prompt waits only for prompts that precede it in the queue or have begun. So prompts never wait
-for each other in a cycle. `waiting_pays` compares the predicted time with and without waiting. Does
-no I/O.
+A prompt waits only for prompts that precede it in the queue or have begun.
 
 Invariants (each is a test of the same name in tests/scheduler/test_shared_prompts.py):
 - a_prompt_waits_for_blocks_that_another_will_compute_and_for_no_others
 - who_waits_is_released_once_when_the_blocks_are_there_or_their_prompt_has_ended
-- nothing_is_left_when_all_prompts_have_ended"""
+- nothing_is_left_when_all_prompts_have_ended
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -46,8 +43,7 @@ class _Prompt:
 
 
 class SharedPrompts:
-    """Finds, among the prompts of one mesh, those that wait for blocks of other prompts. A prompt
-    is registered until all its blocks are computed."""
+    """A prompt is registered until all its blocks are computed."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, _Prompt] = {}
@@ -57,8 +53,7 @@ class SharedPrompts:
         return len(self._prompts)
 
     def begin(self, key: int, order: Order, chain: Chain) -> None:
-        """Registers a prompt. `order` is its sort key in the queue. `chain` has the names of its
-        blocks."""
+        """`order` is its sort key in the queue. `chain` has the names of its blocks."""
         self._prompts[key] = _Prompt(order, chain)
         for name in chain:
             self._makers.setdefault(name, {})[key] = None
@@ -66,13 +61,7 @@ class SharedPrompts:
     def leader(self, key: int, useful: Chain, known: int) -> Leader | None:
         """Returns the prompt that will compute most of the next blocks of prompt `key`, or None if
         no prompt will compute the next block. If several compute equally many, returns the one that
-        was registered first.
-
-        Args:
-            key: The prompt.
-            useful: Hashes of the prompt's blocks that it need not compute if they are cached.
-            known: Number of leading blocks of `useful` whose KV is in pages.
-        """
+        was registered first."""
         if known >= len(useful):
             return None
         own, best = self._prompts[key], Leader(0, known)
@@ -85,7 +74,6 @@ class SharedPrompts:
         return best if best.blocks > known else None
 
     def follow(self, key: int, leader: Leader) -> None:
-        """Records that a prompt waits for the leader's blocks."""
         self._prompts[key].waits = leader
         self._prompts[leader.key].followers[key] = leader.blocks
 
@@ -93,8 +81,6 @@ class SharedPrompts:
         return self._prompts[key].waits is not None
 
     def started(self, key: int) -> None:
-        """Records that a prompt has pages. From now on prompts that precede it in the queue may
-        wait for it, too."""
         if (prompt := self._prompts.get(key)) is not None:
             prompt.begun = True
 
@@ -108,8 +94,6 @@ class SharedPrompts:
         return self._release(prompt, blocks)
 
     def stall(self, key: int) -> tuple[int, ...]:
-        """Records that a prompt is not computed for now. Returns the keys of the prompts that
-        waited for it."""
         prompt = self._prompts[key]
         prompt.stalled = True
         return self._release(prompt, len(prompt.chain))
@@ -138,8 +122,6 @@ class SharedPrompts:
 
 
 def _common(one: Chain, other: Chain) -> int:
-    """Returns the number of leading blocks that two prompts have in common, given the names of
-    their blocks."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # equal names imply that all earlier names are equal
         middle = (low + high + 1) // 2
@@ -149,11 +131,7 @@ def _common(one: Chain, other: Chain) -> int:
 
 class ChunkTimes:
     """Measured durations of prefill chunks, which run in the order in which they are issued. All
-    times must be from one clock.
-
-    Args:
-        largest: Number of tokens of the longest chunk.
-    """
+    times must be from one clock."""
 
     def __init__(self, largest: int) -> None:
         self._largest = largest
@@ -162,7 +140,6 @@ class ChunkTimes:
         self._idle_from = 0.0  # when the latest finished command ended
 
     def issued(self, now: float) -> None:
-        """Records that a chunk is issued at time `now`."""
         self._issued.append(now)
 
     def computed(self, chunk_tokens: int, now: float) -> float:
@@ -173,11 +150,9 @@ class ChunkTimes:
         return seconds
 
     def command_ended(self, now: float) -> None:
-        """Records that the mesh has finished a command and may begin the next one."""
         self._idle_from = now
 
     def took(self, chunk_tokens: int, seconds: float) -> None:
-        """Records that a chunk of `chunk_tokens` tokens took `seconds`."""
         self._price.add(chunk_tokens, seconds)
 
     def seconds(self, tokens: int) -> float:
@@ -210,9 +185,6 @@ def waiting_pays(
         queued: For each rank, the number of tokens that are computed before the prompt. If `rank`
             is None, the leader's tokens are not included.
         rank: Rank of the leader; None if the leader has no pages yet.
-        leader_tokens: Number of the leader's tokens that are in no issued chunk.
-        tokens: Number of the prompt's tokens to compute if it does not wait.
-        common_tokens: Number of those tokens that the leader computes.
     """
     ahead = list(queued)
     if rank is None:

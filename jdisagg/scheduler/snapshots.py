@@ -1,23 +1,13 @@
 """Assigns the snapshot slots of one data-parallel rank, and decides which snapshots stay.
 
-A sequence that continues a cached prefix needs the prefix's KV, which is in pages, and the
-recurrent state at the prefix's end. A snapshot is a copy of this state. It is in a slot like the
-slots of sequences, is stored under the name of the prefix's last block, and is dropped with or
-before this block. `scheduler/window_pages.py` does the same for sliding windows, without copies.
-
-Snapshots are made at three places: the last block boundary of a prompt, the end of a cached prefix
-that has no snapshot there (a branch), and the last block boundary of an answer. A snapshot is
-pending while a running sequence owns it, because its block is not cached yet. It is kept, which
-means cached, when the sequence releases its pages.
-
 When a slot is needed and none is free, the snapshot with the lowest value is dropped (greedy dual
-algorithm). The value is the snapshot's number of tokens times (1 + its number of uses), plus the
-value of the snapshot that was dropped last, so that unused snapshots age. Does no I/O.
+algorithm).
 
 Invariants (each is a test of the same name in tests/scheduler/test_snapshots.py):
 - free_pending_and_kept_slots_are_all_slots
 - a_snapshot_never_outlives_its_block
-- what_saves_more_stays_longer"""
+- what_saves_more_stays_longer
+"""
 
 import heapq
 from collections.abc import Callable, Iterator
@@ -54,7 +44,6 @@ class Snapshots:
 
     Args:
         first_slot: Number of the first snapshot slot. Lower numbers are slots of sequences.
-        count: Number of snapshot slots.
     """
 
     def __init__(self, first_slot: int, count: int) -> None:
@@ -85,7 +74,6 @@ class Snapshots:
 
     @property
     def filled(self) -> int:
-        """Number of the `total` slots that kept snapshots use."""
         return len(self._kept)
 
     @property
@@ -99,11 +87,9 @@ class Snapshots:
         return (self._kept[name].slot,)
 
     def tokens(self, name: bytes) -> int:
-        """Returns the number of tokens after which a kept snapshot was made."""
         return self._kept[name].tokens
 
     def use(self, name: bytes) -> tuple[int, ...]:
-        """Records that a sequence continues from a snapshot. Returns the snapshot's `place`."""
         found = self._kept[name]
         found.hits += 1
         found.share = 1.0
@@ -134,7 +120,6 @@ class Snapshots:
         in slots."""
 
     def pass_on(self, owner: int, new_owner: int) -> None:
-        """Makes `new_owner` the owner of all pending snapshots of `owner`."""
         if owner in self._pending:
             self._pending.setdefault(new_owner, []).extend(self._pending.pop(owner))
 
@@ -172,13 +157,11 @@ class Snapshots:
                 self.add(name, one.slot, one.tokens, one.share)
 
     def add(self, name: bytes, slot: int, tokens: int, share: float = 1.0) -> None:
-        """Caches a complete snapshot under the name of a block."""
         kept = self._kept[name] = Kept(slot, tokens, 0, 0.0, share)
         self._value(name, kept)
         self.made += 1
 
     def drop(self, name: bytes) -> None:
-        """Drops the snapshot of a block that is no longer cached, if there is one."""
         found = self._kept.get(name)
         if found is not None:
             if self.on_evicted is not None and found.share == 1.0:
@@ -188,7 +171,6 @@ class Snapshots:
             self.evicted += 1
 
     def clear(self) -> None:
-        """Drops all kept snapshots."""
         for one in self._kept.values():
             self._give_back(one.slot)
         self._kept.clear()
@@ -202,8 +184,6 @@ class Snapshots:
             heapq.heapify(self._order)
 
     def _make_room(self, cheap: bool = False) -> bool:
-        """Drops the snapshot with the lowest value. If `cheap` is set, drops only a snapshot whose
-        `share` is below 1. Returns whether a snapshot was dropped."""
         while self._order:
             worth, name = self._order[0]
             kept = self._kept.get(name)
@@ -218,9 +198,7 @@ class Snapshots:
             return True
         return False
 
-    def _settled(self, owner: int, one: Pending) -> None:
-        """Hook that is called before a pending snapshot of `owner` is kept. Does nothing for
-        snapshots in slots."""
+    def _settled(self, owner: int, one: Pending) -> None: ...
 
     def _give_back(self, slot: int) -> None:
         self._free.append(slot)
@@ -230,11 +208,8 @@ def wanted_snapshots(tokens: int, cached: int, matched: int, multiple: int) -> t
     """Returns the positions of a prompt, ascending, at which snapshots should be made.
 
     Args:
-        tokens: Number of tokens of the prompt.
-        cached: Number of leading tokens that are not computed.
         matched: Number of leading tokens whose KV is cached. It is more than `cached` if the cached
             prefix has no snapshot at its end.
-        multiple: Snapshots are made at multiples of this number.
     """
     last = (tokens - 1) // multiple * multiple
     branch = min(matched // multiple * multiple, last)

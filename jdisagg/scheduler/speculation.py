@@ -1,13 +1,8 @@
-"""Decides which draft tokens a decode step verifies. Does no I/O.
+"""Decides which draft tokens a decode step verifies.
 
 A draft costs extra rows in a step and saves a step if it is accepted. The number of drafts depends
 only on measurements: the acceptance rates of each sequence and of all sequences, and the times of
-steps with and without drafts in a batch of this size (`draft_worth.py`). A step without drafts runs
-the ordinary program.
-
-The goal is a low mean time per token over all sequences. A step with drafts takes longer, so
-sequences without an accepted draft become slower. The extra rows are therefore given to the
-sequences that lower the mean most.
+steps with and without drafts in a batch of this size (`draft_worth.py`).
 
 Drafts never change the tokens that are generated (`executor/draft_rows.py`), so wrong predictions
 or estimates cost only time."""
@@ -43,8 +38,6 @@ class Drafter(Protocol):
     """Predicts the next tokens of sequences.
 
     Attributes:
-        source: Name of the drafter in metrics.
-        kinds: Number of kinds of predictions.
         on_mesh: Whether the decode step itself drafts, so that the scheduler does not know the
             tokens.
     """
@@ -104,14 +97,7 @@ StepKind = tuple[int, bool, bool, bool]  # batch size, and variant: shaped, samp
 
 
 class Speculation:
-    """Plans the drafts of decode steps on one mesh.
-
-    Args:
-        clock: Function that returns the CPU seconds of the planning thread.
-
-    Attributes:
-        drafted, accepted: Number of drafts verified and accepted so far.
-    """
+    """Plans the drafts of decode steps on one mesh."""
 
     def __init__(
         self, limits: MeshLimits, drafter: Drafter, clock: Callable[[], float] = lambda: 0.0
@@ -130,8 +116,6 @@ class Speculation:
 
     @staticmethod
     def of(limits: MeshLimits, clock: Callable[[], float]) -> "Speculation | None":
-        """Returns the speculation of a mesh, or None if the mesh verifies no drafts. `clock` is as
-        in the constructor."""
         runs = limits.speculates and limits.longest_run > 1
         drafter = NextTokenDrafter(limits.draft_layer) if limits.draft_layer else NgramDrafter()
         return Speculation(limits, drafter, clock) if runs else None
@@ -160,12 +144,7 @@ class Speculation:
 
     def plan(self, active: Rows[Rows[Sequence]], kind: StepKind) -> dict[tuple[int, int], Planned]:
         """Returns the drafts of the next step by (rank, row). Empty if drafts are not worth their
-        time. Must not be called for a step for which speculation pauses.
-
-        Args:
-            active: Running sequences of each rank.
-            kind: Batch size and variant of the step.
-        """
+        time. Must not be called for a step for which speculation pauses."""
         worth, sequences, began = self._worth_of(kind), sum(map(len, active)), self._clock()
         if self._drafter.on_mesh and worth.due:
             self._forget(active)
@@ -188,13 +167,6 @@ class Speculation:
         return rows
 
     def _shares(self, active: Rows[Rows[Sequence]], room: int) -> tuple[list[Share], float]:
-        """Predicts tokens of the running sequences, and divides each rank's `room` extra rows among
-        them.
-
-        Returns:
-            The shares, and the expected number of tokens of the step relative to a step without
-                drafts.
-        """
         shares: list[Share] = []
         token_time = 0.0
         for rank, children in enumerate(active):
@@ -222,9 +194,6 @@ class Speculation:
     def _planned(
         self, at: tuple[int, int], child: Sequence, draft: Draft, count: int, gain: float
     ) -> dict[tuple[int, int], Planned]:
-        """Returns the drafts of a sequence in a step. The step verifies `count` of them. If the
-        mesh drafts, the step also computes the drafts of the next step, even if it verifies
-        none."""
         if not self._drafter.on_mesh:
             drafts = DraftRow(*at, child.position + 1, draft.tokens, count)
             return {at: Planned(drafts, draft.kind, gain)} if count else {}
@@ -248,8 +217,6 @@ class Speculation:
             child.acceptance = self._unmeasured()
 
     def _draft(self, child: Sequence) -> tuple[float, Draft] | None:
-        """Returns a prediction for a sequence, with the probability that a predicted token is
-        correct provided that all earlier ones are. Returns None if nothing can be predicted."""
         left = child.issued_limit - 1 - child.issued_position
         if left < 1:
             return None
@@ -265,8 +232,6 @@ class Speculation:
         return own.estimate(self._overall[draft.kind].estimate()), draft
 
     def _count(self, child: Sequence) -> None:
-        """Compares the latest prediction with the tokens generated since then, and updates the
-        acceptance rates."""
         if child.predicted is None:
             return
         kind, first, tokens = child.predicted
@@ -283,17 +248,6 @@ class Speculation:
     def _share(
         self, found: Rows[tuple[float, Draft] | None], ahead: Rows[int], room: int
     ) -> tuple[list[int], list[float]]:
-        """Divides a rank's extra rows among its sequences, so that their mean time per token is
-        lowest.
-
-        Args:
-            found: For each sequence, its acceptance probability and prediction, or None.
-            ahead: For each sequence, the result of `_ahead`.
-            room: Number of extra rows.
-
-        Returns:
-            For each sequence, the number of rows, and the expected number of accepted drafts.
-        """
         longest = self._limits.longest_run - 1
         values: list[tuple[float, float, int]] = []
         for index, one in enumerate(found):
@@ -311,8 +265,6 @@ class Speculation:
         return counts, gains
 
     def verified(self, child: Sequence, planned: Planned, accepted: int) -> None:
-        """Counts the drafts of a sequence that a step verified, and how many of them were
-        accepted."""
         count = planned.drafts.count
         accepted = max(0, min(accepted, count))
         self.drafted += count
@@ -326,13 +278,11 @@ class Speculation:
             self._overall[planned.kind].add(accepted, tries, OVERALL_FADE)
 
     def take(self) -> tuple[int, int]:
-        """Returns the numbers of drafts verified and accepted since the last call."""
         (drafted, accepted), self._taken = self._taken, (self.drafted, self.accepted)
         return self.drafted - drafted, self.accepted - accepted
 
     def took(self, kind: StepKind, seconds: float, drafts: bool, sequences: int) -> None:
-        """Records the duration of a step of `sequences` sequences. `verified` must have been called
-        for all drafts of the step."""
+        """`verified` must have been called for all drafts of the step."""
         left = sequences - self._relief
         self._worth_of(kind).took(
             seconds,

@@ -1,18 +1,16 @@
 """Decides which preempted sequences are swapped out to host memory, and which is swapped in next.
-The sequences of paused (suspended) requests are swapped out, too, until the requests resume.
 
-A swapped-out sequence has no slot and no pages. It continues when it gets both again. A sequence is
-swapped out only if host memory has room and copying back was measured to be faster than
-recomputing. Free pages go to the oldest swapped-out sequence or waiting request
-(`scheduler/reservations.py`).
+A sequence is swapped out only if host memory has room and copying back was measured to be faster
+than recomputing.
 
 If a model has recurrent state or ring buffers, steps in flight change these before they are copied.
-The results of such steps are therefore accepted. For other models the results are dropped.
+The results of such steps are therefore accepted.
 
 Does no I/O. Invariants (each is a test of the same name in tests/scheduler/test_spills.py):
 - what_lies_there_never_exceeds_its_room
 - the_oldest_comes_back_first
-- what_ended_takes_no_room"""
+- what_ended_takes_no_room
+"""
 
 import math
 from collections.abc import Iterator
@@ -40,13 +38,9 @@ class Spill:
     Attributes:
         batches: Pieces of the KV of positions [0, tokens), in the order in which they are copied to
             host memory: last positions first.
-        whole: Pieces of the recurrent state and of the ring buffers.
         chain: Hashes of the sequence's first blocks. They are invalid if the prefix cache was
             cleared since, which starts a new `epoch`.
         until: Deadline by which the sequence must have pages again.
-        written: Whether all pieces and their checksums are in host memory.
-        guest: Ledger owner of the pages that are not copied to host memory yet; 0 if all are
-            copied.
     """
 
     child: Sequence
@@ -63,7 +57,6 @@ class Spill:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Sort key by age, comparable with `WaitingReservation.order`."""
         return self.child.order
 
     @property
@@ -97,11 +90,9 @@ class Spills:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of host memory that are used by swapped-out sequences."""
         return sum([spill.bytes for spill in self._spills.values()])
 
     def bytes_of(self, batches: list[Batch]) -> int:
-        """Returns the number of bytes of host memory that the pieces of `batches` need."""
         each = {
             KvKind.POSITIONS: self._token_bytes,
             KvKind.WINDOW: self._windowed_bytes,
@@ -131,8 +122,6 @@ class Spills:
         self._spills[spill.child.key] = spill
 
     def next(self) -> Spill | None:
-        """Returns the oldest swapped-out sequence that waits for pages, or None if no sequence
-        waits."""
         waiting = [
             one
             for one in self._spills.values()
@@ -141,23 +130,19 @@ class Spills:
         return min(waiting, key=lambda spill: spill.order, default=None)
 
     def ended(self) -> tuple[Spill, ...]:
-        """Removes and returns swapped-out sequences whose requests were cancelled or expired."""
         gone = [one for one in self._spills.values() if one.child.stage is Stage.ENDED]
         for spill in gone:
             del self._spills[spill.child.key]
         return tuple(gone)
 
     def waiting(self) -> int:
-        """Returns the number of swapped-out sequences that wait for pages."""
         suspended = [one.child.group.suspended_until is not None for one in self._spills.values()]
         return len(suspended) - sum(suspended)
 
     def returning(self) -> int:
-        """Returns the number of sequences that are being swapped in."""
         return sum([one.child.stage is Stage.RETURNING for one in self._spills.values()])
 
     def forget(self, spill: Spill) -> None:
-        """Removes a sequence whose KV is in pages again, and frees its share of host memory."""
         del self._spills[spill.child.key]
 
 

@@ -1,10 +1,9 @@
 """Assigns the slots for recurrent state and sliding-window ring buffers on each rank of one mesh.
 Does no I/O.
 
-A sequence holds a slot from before its prefill until it ends. If the model has neither recurrent
-state nor ring buffers (`MeshLimits.ring_pages`), no slots are used and there is always room. The
-first child of a group (n > 1) uses the group's slot. Each other child has its own slot, into which
-the group's state is copied."""
+If the model has neither recurrent state nor ring buffers (`MeshLimits.ring_pages`), no slots are
+used and there is always room. The first child of a group (n > 1) uses the group's slot. Each other
+child has its own slot, into which the group's state is copied."""
 
 from collections.abc import Sequence
 
@@ -15,13 +14,6 @@ from jdisagg.scheduler.window_pages import WindowPages, WindowSnapshots
 
 
 def snapshots_of(limits: MeshLimits, windows: Sequence[WindowPages] = ()) -> Sequence[Snapshots]:
-    """Creates the snapshots of each rank of a mesh. Returns an empty list if cache hits need no
-    snapshots.
-
-    Args:
-        windows: Pages of sliding-window layers of each rank, if these layers have pages of their
-            own.
-    """
     if windows and limits.snapshot_tokens:
         return [WindowSnapshots(pages) for pages in windows]
     if not limits.snapshots_per_rank:
@@ -70,5 +62,4 @@ class StateSlots:
             self._ledgers[rank].free(owner)
 
     def slot(self, rank: int, owner: int) -> int:
-        """Returns the slot of an owner; 0 if the model needs no slots."""
         return self._ledgers[rank].pages(owner)[0] if self._each else 0

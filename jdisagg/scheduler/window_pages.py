@@ -2,20 +2,16 @@
 
 At any time a prompt needs only a few of these pages: those of the window before its next chunk, and
 those of the chunk. Its page table therefore repeats pages whose positions no later query attends
-to. The prefix cache may keep windows (`WindowSnapshots`), and their pages are not repeated. If half
-of all pages stay available to other prompts, no page is repeated, so that a later prompt can
-continue from any block. To leave enough pages for this, kept windows are dropped at boundaries
-where no prompt ended, branched or continued.
+to.
 
 A kept window is the pages of the last window before a block boundary. It needs no copy, because a
-sequence that continues from the boundary only reads these pages. Several kept windows and sequences
-may share a page. Pages that only kept windows use count as available: if no other page is free, the
-window with the lowest value is dropped. Does no I/O.
+sequence that continues from the boundary only reads these pages.
 
 Invariants (each is a test of the same name in tests/scheduler/test_window_pages.py):
 - free_used_and_kept_pages_are_all_pages
 - no_page_is_repeated_that_a_query_still_reads
-- a_kept_window_is_never_overwritten"""
+- a_kept_window_is_never_overwritten
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -34,20 +30,13 @@ LEAST_SHARE = 0.1
 
 def turn_pages(window: int, chunk: int, page_size: int) -> int:
     """Returns the number of columns after which a page may be repeated in a page table. The chunk
-    that overwrites the page must have no query that attends to the page's earlier positions.
-
-    Args:
-        window: Number of positions of the widest window.
-        chunk: Number of tokens of the longest chunk.
-        page_size: Number of positions of a page.
-    """
+    that overwrites the page must have no query that attends to the page's earlier positions."""
     return ring_pages(window + chunk - 1, page_size)
 
 
 def prompt_pages(window: int, chunk: int, page_size: int) -> int:
     """Returns a number of pages that suffices for a prompt of any length: the pages of its chunks,
-    of the window that it continues from, and of two windows to cache. For the arguments see
-    `turn_pages`."""
+    of the window that it continues from, and of two windows to cache."""
     return turn_pages(window, chunk, page_size) + 3 * ring_pages(window, page_size)
 
 
@@ -55,7 +44,6 @@ class WindowPages:
     """The pages of sliding-window layers of one rank. Owners are sequences and restores.
 
     Attributes:
-        kept_pages: Number of pages of kept windows.
         make_room: Callback that drops one kept window and returns True, or returns False if there
             is none. If its argument is True, it drops no window at a boundary where a prompt ended,
             branched or continued.
@@ -87,11 +75,9 @@ class WindowPages:
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that are used neither by an owner nor by a kept window."""
         return len(self._free)
 
     def needed(self, tokens: int) -> int:
-        """Returns a number of pages that suffices for a prompt of `tokens` tokens."""
         return min(pages_for(tokens, self._page_size), self._most)
 
     def begin(
@@ -107,14 +93,8 @@ class WindowPages:
         available.
 
         Args:
-            tokens: Number of tokens of the prompt.
             cached: Number of leading tokens whose KV is cached, a multiple of the page size.
             window: Kept window before `cached`; () if `cached` is 0.
-            wanted: Positions at which the prompt's window will be cached.
-            promised: Number of pages that are reserved for other prompts.
-
-        Returns:
-            The prompt's page table.
         """
         first, columns = cached // self._page_size, pages_for(tokens, self._page_size)
         begin = min(first, self._first(cached))
@@ -163,7 +143,6 @@ class WindowPages:
         return self._tables[owner]
 
     def free(self, owner: int) -> None:
-        """Releases the pages of an owner. Idempotent."""
         self._repeats.discard(owner)
         self._tables.pop(owner, None)
         for page in self._held.pop(owner, ()):
@@ -174,7 +153,6 @@ class WindowPages:
     # ---- kept windows
 
     def keep(self, slot: int, owner: int, tokens: int) -> None:
-        """Caches the owner's window before position `tokens` under a new slot number."""
         columns = self._columns(tokens)
         pages = self._tables[owner][columns.start : columns.stop]
         self._windows[slot] = columns.start, pages
@@ -183,19 +161,16 @@ class WindowPages:
             self._kept[page] += 1
 
     def window(self, slot: int) -> Table:
-        """Returns the page table of a kept window."""
         first, pages = self._windows[slot]
         return (0,) * first + pages
 
     def drop(self, slot: int) -> None:
-        """Drops a kept window. Idempotent."""
         for page in self._windows.pop(slot, (0, ()))[1]:
             self._kept[page] -= 1
             self.kept_pages -= not self._kept[page]
             self._release(page)
 
     def _first(self, tokens: int) -> int:
-        """Returns the first page-table column of the window before position `tokens`."""
         return self._seen_from(tokens) // self._page_size
 
     def _columns(self, tokens: int) -> range:
@@ -247,12 +222,9 @@ class WindowSnapshots(Snapshots):
         return self.pages.window(self._kept[name].slot)
 
     def begin(self, owner: int, tokens: int, rolling: bool = False) -> None:
-        """Records that the owner's window before position `tokens` will be cached."""
         self._expect(owner, tokens, 1.0)
 
     def begin_all(self, owner: int, cached: int, tokens: int, multiple: int) -> None:
-        """Records that the owner's windows at all multiples of `multiple` tokens will be cached, if
-        its page table repeats no pages."""
         if not self.pages.repeats(owner):
             known = {one.tokens for one in self._pending.get(owner, ())}
             for at in range(cached // multiple * multiple + multiple, tokens, multiple):

@@ -3,13 +3,9 @@
 For each kind of link, a worker has one outgoing and one incoming `Way`. The bandwidth of a `Way` is
 the sum over the links of the worker's devices, and concurrent pulls share it equally. A pull's rate
 is the lesser of its shares at the sender and at the receiver, and at most the bandwidth of one dp
-rank's links. Rates are recomputed whenever a pull begins or ends. If a pull cannot use its whole
-share, the rest is not given to other pulls, unlike in max-min fairness.
+rank's links.
 
-A prefill worker publishes blocks before their KV is computed. With `overlap` n > 1 the layers of a
-chunk are sent in n groups, as in the live system. All groups but the last may be transferred while
-the chunk computes. With `overlap` 1 the transfer waits for the whole chunk. Workers are identified
-by name. Invariant: the sum of the rates of the pulls of a `Way` never exceeds its bandwidth."""
+Invariant: the sum of the rates of the pulls of a `Way` never exceeds its bandwidth."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,8 +19,6 @@ class Way:
     """All links of one kind (such as NVLink) of one worker, in one direction.
 
     Attributes:
-        flows: The pulls that use these links now.
-        moved_bytes: Total bytes of all pulls that used these links.
         slowed: Factor on the bandwidth. It is below 1 during an injected fault.
     """
 
@@ -69,8 +63,6 @@ class ChannelEnd:
     """A worker as an endpoint of transfers.
 
     Attributes:
-      place: Location of the worker, "rack/host/domain/process".
-      links: Number of devices, each with its own link.
       lanes: Number of devices of one dp rank, over which the KV of a sequence is sharded; 0 means
         all devices.
     """
@@ -85,11 +77,6 @@ class SimulatedChannel:
 
     Attributes:
       stalled: Names of workers whose pulls never end, because of an injected fault.
-      gone: Names of workers that died.
-
-    Args:
-      link: Function that returns the link between two places.
-      overlap: Number of layer groups in which a chunk's KV is sent.
     """
 
     def __init__(self, link: Callable[[str, str], Link], overlap: int = 2) -> None:
@@ -104,7 +91,6 @@ class SimulatedChannel:
         self._links: dict[tuple[str, str], tuple[Link, tuple[Way, ...], float]] = {}
 
     def lose(self, owner: str) -> None:
-        """Marks a worker as dead and removes the blocks that it published."""
         self.gone.add(owner)
         self.offered = {
             offer_id: offered
@@ -113,7 +99,6 @@ class SimulatedChannel:
         }
 
     def slow(self, worker: str, factor: float) -> None:
-        """Sets the speed of all links of a worker to `factor` of the normal speed."""
         self._slowed[worker] = factor
         for (name, _, _), way in self._ways.items():
             if name == worker:
@@ -121,7 +106,6 @@ class SimulatedChannel:
                 self._share_again((way,))
 
     def moved_bytes(self, worker: str) -> float:
-        """Returns the number of bytes that the worker has sent so far."""
         return sum(
             way.moved_bytes
             for (name, _, outward), way in self._ways.items()
@@ -188,8 +172,6 @@ class SimulatedChannel:
         flow.done()
 
     def _between(self, sender: str, receiver: str) -> tuple[Link, tuple[Way, ...], float]:
-        """Returns the link between two workers, the sender's outgoing and the receiver's incoming
-        `Way`, and the largest possible rate of one pull in bytes per second."""
         known = self._links.get((sender, receiver))
         if known is None:
             ends = self.ends[sender], self.ends[receiver]

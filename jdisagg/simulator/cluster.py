@@ -149,7 +149,6 @@ class SimulatedCluster:
             await process.worker.stop()
 
     async def start_worker(self, name: str) -> None:
-        """Starts or restarts a worker and registers it with the membership."""
         if name in self.processes:
             self.former.append(self.processes[name])
         seat = self.seats[name]
@@ -193,14 +192,12 @@ class SimulatedCluster:
         self._beat_later(process)
 
     async def kill(self, name: str) -> None:
-        """Kills a worker as `kill -9` does: all calls to it fail from now on."""
         process = self.processes[name]
         if process.beating is not None:
             process.beating.cancel()
         await self.local.kill(name, lambda: self.channel.lose(name))
 
     def usage(self) -> tuple[WorkerUsage, ...]:
-        """Returns the device use of each worker, summed over the worker's restarts."""
         busy: dict[str, float] = {}
         for process in (*self.former, *self.processes.values()):
             busy[process.card.name] = busy.get(process.card.name, 0.0) + process.mesh.busy_seconds
@@ -248,8 +245,6 @@ class SimulatedCluster:
         return HostMemory(self.fleet.host_link(seat.pool), seat.pool.instance.layout.dp)
 
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
-        """Returns the wrappers of calls from `caller` to `worker`. The default is no wrapper;
-        subclasses override this method."""
         return ()
 
     async def switch_role(
@@ -293,8 +288,6 @@ class SimulatedCluster:
         )
 
     def _beat(self, process: Process) -> None:
-        """Sends a heartbeat and sets a timer for the next heartbeat. A timer takes less processor
-        time than a task that sleeps."""
         try:
             status = process.worker.status_now()
         except UnavailableError:
@@ -305,8 +298,6 @@ class SimulatedCluster:
         self._beat_later(process)
 
     def _send_kept_news(self, process: Process) -> None:
-        """Sends the changes of a worker's prefix cache to the router. Like a live worker, it sends
-        at most NEWS_A_BEAT messages with each heartbeat."""
         for _ in range(NEWS_A_BEAT):
             news = process.worker.kept_news(process.mark)
             if news is None:
@@ -324,8 +315,6 @@ class SimulatedCluster:
 
 
 def _seats(fleet: Fleet) -> Iterator[Seat]:
-    """Yields the name, role, pool and place of each worker, pool by pool. The names of a role's
-    workers are numbered from 0."""
     counts = {role: itertools.count() for role in WorkerRole}
     for number, (pool, places) in enumerate(zip(fleet.pools, fleet.places(), strict=True)):
         role = WorkerRole.DECODE if number == 1 else WorkerRole.PREFILL

@@ -1,9 +1,9 @@
 """Generates workloads of conversations, in which each prompt starts with all earlier prompts and
 answers of its conversation.
 
-Blocks of prompts and answers have names, by which prefix caches find the earlier turns. All
-conversations may share one system prompt. Arrivals are an open loop: each turn arrives one think
-time after the arrival of the previous turn, even if the previous answer has not ended."""
+Blocks of prompts and answers have names, by which prefix caches find the earlier turns. Arrivals
+are an open loop: each turn arrives one think time after the arrival of the previous turn, even if
+the previous answer has not ended."""
 
 import math
 from dataclasses import dataclass
@@ -25,10 +25,6 @@ class ConversationTurns:
             distribution.
         think_seconds: Mean seconds between the arrivals of two consecutive turns. The time has an
             exponential distribution.
-        system_tokens: Number of tokens of the shared system prompt.
-        block_tokens: Number of tokens in one named block.
-        context_tokens: Context length in tokens; a conversation ends before the first turn that
-            would exceed it. None means no limit.
 
     Raises:
         WorkloadError: A value is out of range.
@@ -69,10 +65,7 @@ def conversations(
     Args:
         rate: Mean number of requests per second in steady state. Conversations begin as a Poisson
             process.
-        count: Number of requests.
         lengths: Distribution of a turn's lengths in tokens, as (new user message, answer).
-        turns: Distribution of the number and times of turns, and sizes.
-        seed: Seed of all random numbers.
     """
     begins = poisson(rate / turns.mean, count, lengths, seed)
     random = np.random.default_rng((seed, 1))

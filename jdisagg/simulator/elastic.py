@@ -3,9 +3,8 @@
     result = simulate(fleet, arrivals, hooks=[elastic(ElasticConfig(slo=...), switch_seconds=20.0)])
 
 The controller, its inputs and its loop are the code of the live router (router/elastic.py,
-dispatch/roles/elastic_pools.py). Only the role change is simulated. The worker drains, and is then
-unavailable for `switch_seconds`. This time stands for resharding the weights and for warm-up, which
-benchmarks/results/role_switch.json measured."""
+dispatch/roles/elastic_pools.py). Only the role change is simulated: `switch_seconds` stands for
+resharding the weights and for warm-up, which benchmarks/results/role_switch.json measured."""
 
 from collections.abc import Awaitable, Callable
 
@@ -34,8 +33,7 @@ class SimulatedSwitcher:
     async def switch(
         self, name: str, role: WorkerRole, layout: Layout | None, seconds: float | None = None
     ) -> SwitchReport:
-        """Changes a worker's role and returns when the worker serves again. Raises the same errors
-        as `RoleSwitcher`. Ignores `layout` and the timeout `seconds`."""
+        """Raises the same errors as `RoleSwitcher`. Ignores `layout` and the timeout `seconds`."""
         cluster = self._cluster
         check_switch(cluster.membership.statuses(), name, role)
         began = cluster.clock.now()

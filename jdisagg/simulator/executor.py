@@ -1,18 +1,8 @@
 """A simulated mesh: an `Executor` (scheduler/executor.py) whose commands take the seconds that a
 cost model estimates.
 
-Commands run one after the other, as on a device. Only pulls of KV run in parallel with other
-commands, on the simulated channel. Token ids encode the worker and the step (`timeline`). A
-`DecodeSteps` command of k steps, called a span, is one event. `interrupt` ends a span early,
-between two steps, when a sequence waits to join the batch. Because a span is one event, the
-simulator's work does not grow with the number of tokens.
-
-The live loop issues steps ahead of the running step (worker/step_loop.py). A command submitted
-during a step therefore takes effect `run_ahead` steps after the running step ends. The simulation
-delays interruptions and insertions of received KV in the same way, and insertions delay the
-following steps. With pipeline stages, the largest batch determines the duration of a step
-(turns.py). A prefill chunk that a `DecodeSteps` command contains runs within its first step, as in
-Sarathi-Serve.
+Commands run one after the other, as on a device. A `DecodeSteps` command of k steps, called a span,
+is one event.
 
 Must not depend on requests, pages or schedulers. Invariant: all commands except pulls end in the
 order in which they were submitted."""
@@ -59,8 +49,6 @@ class RunningSpan:
     """A running `DecodeSteps` command.
 
     Attributes:
-        start: Time at which the first step began.
-        pace: Durations of the steps.
         steps: Number of steps that the span runs. An interruption reduces it.
         delay: Seconds that insertions of received KV, or a fused prefill chunk, add to the span.
     """
@@ -82,7 +70,6 @@ class EngineTraits:
     """How the simulated engine runs its commands.
 
     Attributes:
-      stages: Number of pipeline stages.
       longest_span_seconds: Cap on the duration of one span, so that a long span is not mistaken for
         a hung mesh.
     """
@@ -157,12 +144,10 @@ class SimulatedExecutor:
                 self._reschedule(span)
 
     def break_down(self) -> None:
-        """Injects a fault: every further command fails."""
         self._broken = True
         self._drop_span()
 
     def hang(self) -> None:
-        """Injects a fault: every running and later command hangs."""
         self._hanging = True
         self._drop_span()
 
@@ -196,8 +181,6 @@ class SimulatedExecutor:
                 )
 
     def _prefill_seconds(self, command: PrefillChunk) -> tuple[float, float]:
-        """Returns the seconds until the chunk's tokens are sampled and the seconds until the next
-        batch may begin, both for the slowest dp rank."""
         if self.limits.ranks == 1:
             return self._costs.prefill(_sizes(command.rows))
         ranks: dict[int, list[PrefillRow]] = {}
@@ -228,15 +211,11 @@ class SimulatedExecutor:
         self._reschedule(span)
 
     def _pace(self, command: DecodeSteps, loads: Sequence[Load], start: float) -> tuple[Pace, int]:
-        """Returns the duration of the steps, and the number of steps, for a span that begins at
-        `start`."""
         one = loads[0] if len(loads) == 1 else map(max, zip(*loads, strict=True))
         sequences, tokens, longest = one
         return self._costs.decode(sequences, tokens, command.steps, longest), command.steps
 
     def _fuse(self, span: RunningSpan, chunk: PrefillChunk, loads: Sequence[Load]) -> None:
-        """Runs a prefill chunk within the first step of the span. The slowest dp rank determines
-        the duration of the step."""
         chunks: list[list[tuple[int, int]]] = [[] for _ in loads]
         for row, sizes in zip(chunk.rows, _sizes(chunk.rows), strict=True):
             chunks[row.rank].append(sizes)
@@ -257,7 +236,6 @@ class SimulatedExecutor:
         span.timer = self._loop.call_at(self._free_at, self._end_span, span)
 
     def _boundary(self, span: RunningSpan) -> int:
-        """Returns the number of steps of the span that run before a command that is issued now."""
         begun = span.pace.steps_begun(self._loop.time() - span.start - span.delay)
         return min(span.steps, max(1, begun) + self.run_ahead)
 
@@ -290,9 +268,6 @@ class SimulatedExecutor:
             self._span = None  # so that an interruption does not set its timer again
 
     def _ends(self, future: Result) -> bool:
-        """Returns whether a command whose simulated time has passed may complete. Returns False on
-        a mesh with an injected fault: if the mesh is broken, the command's future fails, and if the
-        mesh hangs, the future stays pending."""
         if self._broken:
             _fail(future)
         return not (self._broken or self._hanging or future.done())
@@ -359,8 +334,6 @@ class SimulatedExecutor:
         self._loop.call_at(at, self._end, future, InsertResult(command.step, command.offer_id, 0))
 
     def _extract(self, command: ExtractBlock, future: Result) -> None:
-        """Copies KV out of pages. If the mesh has run prefill chunks and no decode span is running,
-        the copy waits for the running command. Otherwise it starts at once and delays no step."""
         start, seconds = self._loop.time(), self._costs.insert(command.valid_tokens)
         if self._prefills and self._span is None:
             start = max(start, self._free_at)
@@ -382,8 +355,6 @@ class SimulatedExecutor:
 
 
 def _sampled(chunk: PrefillChunk, token: int) -> PrefillResult:
-    """Returns the result of a chunk. All prompts that end in the chunk sample the same synthetic
-    token `token`."""
     samples = [
         SampledToken(row.sequence, spec.child, token) for row in chunk.rows for spec in row.samples
     ]
@@ -391,7 +362,6 @@ def _sampled(chunk: PrefillChunk, token: int) -> PrefillResult:
 
 
 def _sizes(rows: Sequence[PrefillRow]) -> list[tuple[int, int]]:
-    """Returns for each row (number of tokens to compute, number of prompt tokens before them)."""
     return [(len(row.tokens), row.start) for row in rows]
 
 

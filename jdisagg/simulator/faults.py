@@ -4,9 +4,8 @@ cancel requests.
     simulate(fleet, arrivals, hooks=[faults.schedule([Death("decode-0", 10.0, back_after=5.0),
     SlowLink("prefill-1", 20.0, 0.1, 30.0)])])
 
-Each fault names a worker and the virtual time in seconds at which it begins. The code of the live
-system handles the consequences. The cluster's counter `faults` has the number of injected faults,
-so that tests can check it."""
+Each fault names a worker and the virtual time in seconds at which it begins. The cluster's counter
+`faults` has the number of injected faults, so that tests can check it."""
 
 import asyncio
 import random
@@ -151,9 +150,6 @@ async def _happen(cluster: SimulatedCluster, fault: Fault) -> None:
 async def _replace(
     cluster: SimulatedCluster, worker: str, after: float | None, back_after: float | None
 ) -> None:
-    """Kills a worker's current process after `after` seconds, and restarts the worker `back_after`
-    seconds later. If `after` is None, does nothing. If `back_after` is None, the worker is not
-    restarted. Ends early if another process has replaced the current one."""
     process = cluster.processes[worker]
     if after is None:
         return

@@ -1,8 +1,8 @@
 """Describes a simulated fleet: a model, pools of identical instances, their places, the links
 between instances, and the workers' configuration.
 
-`InstanceConfig` and `LimitsConfig` configure the workers, as in the live system. The other fields
-describe hardware. Constructors raise ConfigError for impossible combinations. Pure data."""
+`InstanceConfig` and `LimitsConfig` configure the workers, as in the live system. Constructors raise
+ConfigError for impossible combinations. Pure data."""
 
 import math
 from collections.abc import Callable
@@ -45,9 +45,6 @@ class Pool:
     """A pool of identical instances.
 
     Attributes:
-      count: Number of instances.
-      hardware: Kind of all accelerators in the pool.
-      instance: Configuration of one instance, as a live worker reads it.
       costs: Estimates the durations of steps. If None, the cost model of the pool does.
     """
 
@@ -62,12 +59,10 @@ class Pool:
 
     @property
     def devices(self) -> int:
-        """Number of devices of one instance."""
         return self.instance.layout.devices
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages of one instance."""
         return self.instance.layout.pp
 
 
@@ -87,14 +82,7 @@ class Fleet:
       link: Link between any two instances; None selects the scale-up link within a host and the
         scale-out link between hosts.
       overlap: Number of layer groups in which the KV of a prompt chunk is sent.
-      fused: Whether chunked mode runs a prefill chunk and a decode step as one step. If not, they
-        alternate. Live meshes fuse them, except for models with recurrent state. Simulated chunks
-        have their full size even while sequences decode.
-      context_tokens: Context length in tokens; None uses the model's.
-      block_tokens: Number of tokens in one named block of the workload's prompts.
-      prefix: Prefix cache settings of the workers.
       memory_reserve: Fraction of device memory that is kept free for activations.
-      heartbeat_seconds: Seconds between two heartbeats of a worker.
       software: Engine of all instances, whose step times are simulated. `geometry` must have the
         weight and KV precision of this engine.
     """
@@ -146,24 +134,20 @@ class Fleet:
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
     def mode_of(self, pool: Pool) -> Mode:
-        """Returns the mode that an instance of `pool` runs in."""
         return self.mode
 
     @property
     def weights_text(self) -> str:
-        """Data type of the weights, in words."""
         bits = self.geometry.matrix_bits
         return f"{self.dtype} with matrices in {bits} bits" if bits else self.dtype
 
     @property
     def kept_dtype(self) -> str:
-        """Data type of the KV cache."""
         return self.kv_dtype or self.geometry.kv_dtype or self.dtype
 
     def check_roles_change(self) -> None:
-        """Checks whether workers of one pool could serve in the other pool. Raises ConfigError if
-        there is only one pool, or if the instances of the two pools differ in hardware or number of
-        devices."""
+        """Raises ConfigError if there is only one pool, or if the instances of the two pools differ
+        in hardware or number of devices."""
         if self.prefill is None:
             raise ConfigError(
                 f"roles do not change in mode {self.mode.value}: the fleet has no such pool; use"
@@ -188,8 +172,6 @@ class Fleet:
         return sum(pool.count * pool.devices for pool in self.pools)
 
     def hardware_of(self, pool: Pool) -> Accelerator:
-        """Returns the description of the pool's accelerator with the fleet's number of devices that
-        share the scale-up link, and with the kernels of its software."""
         card = pool.hardware
         if self.host_devices:
             card = replace(card, domain_devices=self.host_devices)
@@ -209,8 +191,7 @@ class Fleet:
         return pool.costs or ModelCosts(self.cost_model(pool), pool.instance.codec)
 
     def limits_of(self, pool: Pool) -> MeshLimits:
-        """Returns the limits that the scheduler of an instance of `pool` works with. Raises
-        ConfigError if the weights leave no memory for KV."""
+        """Raises ConfigError if the weights leave no memory for KV."""
         instance = pool.instance
         if instance.pages_per_rank is None:
             model = self.cost_model(pool)
@@ -243,11 +224,9 @@ class Fleet:
 
     @property
     def tiers(self) -> TierRoom:
-        """Sizes of each worker's prefix cache in host memory and on disk."""
         return TierRoom(self.prefix.host_bytes, always=self.prefix.restores == "always")
 
     def host_link(self, pool: Pool) -> HostLink:
-        """Returns the links between host memory and the devices of one dp rank."""
         kept = self.geometry.kv_bytes_per_token(self.kept_dtype)
         return HostLink(pool.hardware.host, pool.devices // pool.instance.layout.dp, kept)
 
@@ -288,7 +267,6 @@ class Fleet:
         return f"rack{host // HOSTS_PER_RACK}"
 
     def link_between(self) -> Callable[[str, str], Link]:
-        """Returns a function that maps the places of two instances to the link between them."""
         out = self._slowest(lambda hardware: hardware.scale_out)
         up = self._slowest(lambda hardware: hardware.scale_up)
 
@@ -299,7 +277,6 @@ class Fleet:
 
     @property
     def far(self) -> Link:
-        """Link of one device that the router assumes between workers in different racks."""
         return self._slowest(lambda hardware: hardware.scale_out)
 
     def _slowest(self, kind: Callable[[Accelerator], Link]) -> Link:
@@ -314,8 +291,6 @@ def _grouped(attention: GroupedAttention, layers: int, dtype: str) -> KVSpec:
 
 
 def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
-    """Returns the KV spec of a model, which workers compare when they connect. Pages and transfers
-    are sized by it."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
         index = attention.index_dim

@@ -3,8 +3,7 @@ hundred thousand requests fit into memory.
 
 The count, the sum, the first gap, the longest gap and the mean of the longest tenth are exact. All
 gaps are counted in a histogram whose bucket bounds grow by 2 %, so that percentiles over many
-requests are within 1 % (`merged_percentile`). Callers pass gaps as runs of equal gaps, (seconds,
-count). For example, k equal decode steps are one run."""
+requests are within 1 % (`merged_percentile`)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -21,7 +20,6 @@ class Gaps:
     """The times between consecutive tokens of one request, in seconds.
 
     Attributes:
-      first: Seconds from the first to the second token.
       slowest_tenth: Mean of the longest 10 % of the gaps, or the longest gap if 10 % is less than
         one gap.
       buckets, counts: Histogram of all gaps: bucket numbers, and number of gaps in each.
@@ -37,8 +35,6 @@ class Gaps:
 
     @classmethod
     def of(cls, runs: Iterable[tuple[float, int]]) -> "Gaps | None":
-        """Builds a record from runs of (seconds, number of gaps) in order of time. Returns None if
-        there are no gaps."""
         listed = [run for run in runs if run[1] > 0]
         if not listed:
             return None
@@ -81,12 +77,7 @@ def bucket_seconds(bucket: int) -> float:
 
 def merged_percentile(gaps: Sequence[Gaps], percents: Sequence[float]) -> list[float]:
     """Returns percentiles, in seconds, over the gaps of all requests. Each result is the middle of
-    a histogram bucket, or the longest gap if that is shorter.
-
-    Args:
-        gaps: Records of the requests, with at least one gap in all.
-        percents: Percentiles to compute, from 0 to 100.
-    """
+    a histogram bucket, or the longest gap if that is shorter."""
     merged: dict[int, int] = {}
     for item in gaps:
         for bucket, count in zip(item.buckets, item.counts, strict=True):

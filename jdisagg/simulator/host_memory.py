@@ -1,8 +1,7 @@
 """Simulates the host memory of a mesh: which KV blocks it holds, and when copies end.
 
 Each dp rank copies over the links between its devices and the host. Copies in one direction run one
-after the other; the two directions are independent, and the mesh computes meanwhile. The live code
-in `worker/` decides which blocks are copied."""
+after the other; the two directions are independent, and the mesh computes meanwhile."""
 
 from dataclasses import dataclass
 
@@ -19,7 +18,6 @@ class HostLink:
     bytes_per_token: float
 
     def seconds(self, tokens: int) -> float:
-        """Returns the seconds to copy the KV of `tokens` tokens in one direction."""
         speed = self.link.bytes_per_second * self.link.efficiency * self.devices
         return self.link.latency_seconds + tokens * self.bytes_per_token / speed
 
@@ -38,15 +36,12 @@ class HostMemory:
         return len(self._tokens)
 
     def copied_out(self, offer_id: int, rank: int, tokens: int, now: float) -> float:
-        """Starts a copy of a block to host memory at time `now`, and returns the time at which it
-        ends."""
         self._tokens[offer_id] = tokens
         self._out[rank] = max(now, self._out[rank]) + self._link.seconds(tokens)
         return self._out[rank]
 
     def copied_back(self, offer_id: int, rank: int, now: float) -> float | None:
-        """Starts a copy of a block to the device at time `now`, and returns the time at which it
-        ends. Returns None if the block is not in host memory."""
+        """Returns None if the block is not in host memory."""
         tokens = self._tokens.get(offer_id)
         if tokens is None:
             return None

@@ -1,8 +1,8 @@
 """Plots runs: goodput curves, distributions of TTFT and TBT, timelines of requests and of load.
 
 matplotlib (extra `notebooks`) is imported only when drawing. This module uses the object interface
-of matplotlib, so that a caller's pyplot state does not change. Functions return a Figure, which
-`save` writes as .png, .svg or .pdf. This module must not depend on clusters."""
+of matplotlib, so that a caller's pyplot state does not change. This module must not depend on
+clusters."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
-    """Plots the cumulative distribution of TTFT over all requests; a curve ends below 1 if some
-    requests received no token."""
     figure, axes = new_figure()
     for name, outcomes in runs.items():
         seconds = np.sort([item.ttft for item in outcomes if item.ttft is not None])
@@ -37,7 +35,6 @@ def ttft_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
 
 
 def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
-    """Plots the fraction of gaps between tokens that exceed a given time, on logarithmic axes."""
     figure, axes = new_figure()
     for name, outcomes in runs.items():
         merged: dict[int, int] = {}
@@ -57,8 +54,6 @@ def tbt_distribution(runs: Mapping[str, Sequence[RequestOutcome]]) -> "Figure":
 
 
 def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
-    """Plots a bar for each of the first `limit` requests: first the time before the first token,
-    then decode. A cross marks a request that did not finish."""
     figure, axes = new_figure()
     shown = sorted(outcomes, key=lambda item: item.arrival)[:limit]
     for row, item in enumerate(shown):
@@ -75,7 +70,6 @@ def timelines(outcomes: Sequence[RequestOutcome], limit: int = 200) -> "Figure":
 
 
 def load(outcomes: Sequence[RequestOutcome]) -> "Figure":
-    """Plots the number of waiting requests and of decoding requests over time."""
     figure, axes = new_figure()
     waiting = [
         (item.arrival, item.first_token if item.first_token is not None else item.finish)
@@ -98,12 +92,10 @@ def load(outcomes: Sequence[RequestOutcome]) -> "Figure":
 
 
 def save(figure: "Figure", path: str | Path) -> None:
-    """Writes a plot in the format of the path's suffix."""
     figure.savefig(path, dpi=120)
 
 
 def new_figure() -> "tuple[Figure, Axes]":
-    """Returns a figure with one pair of axes."""
     try:
         module = importlib.import_module("matplotlib.figure")
     except ImportError as error:

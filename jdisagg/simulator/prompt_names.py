@@ -5,8 +5,7 @@ A simulated prompt has a length and no tokens. A workload has a number, its *nam
 of `block_tokens` tokens of a prompt. Equal names mean that all tokens up to the block's end are
 equal. Live workers compute a chain of keyed hashes from tokens, one for each block of the prefix
 cache (`scheduler/residency.py`). `PromptNames` computes this chain from the workload's names
-instead. The hash of a cache block covers the names of all workload blocks that it overlaps. If the
-workload also names the blocks of answers, decode workers cache generated tokens.
+instead.
 
 Invariant: blocks that the workload does not name have no name."""
 
@@ -37,7 +36,6 @@ class PromptBook:
         self.chains.pop(request_id, None)
 
     def blocks(self, request_id: str) -> tuple[tuple[int, ...], int]:
-        """Returns a request's block names, and the number of tokens that the blocks cover."""
         arrival = self._arrivals.get(request_id)
         if arrival is None:
             return (), 0

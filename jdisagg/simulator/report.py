@@ -33,13 +33,10 @@ class RequestOutcome:
     """The result of one request that ended. Times are in seconds on the run's clock.
 
     Attributes:
-      first_token: Time of the first token, or None if the request received no token.
-      output_tokens: Number of delivered tokens.
       prefill, decode: Names of the workers that prefilled and decoded the request; empty if
         unknown.
       reason: The error message of a request that did not finish. For a finished request, why these
         workers were chosen; empty if unknown.
-      queue_seconds: Seconds that a finished request waited for its prefill.
       cached_tokens: Number of prompt tokens of a finished request whose KV came from the prefix
         cache.
     """
@@ -174,7 +171,6 @@ class Report:
     dollars_per_million_tokens: float | None
 
     def as_fields(self) -> dict[str, object]:
-        """Returns the figures as plain data for JSON."""
         return asdict(self)
 
 
@@ -231,7 +227,6 @@ def summarise(
 
 
 def attainment(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> float:
-    """Returns the fraction of all requests that attained the SLO."""
     return sum(map(slo.attained, outcomes)) / len(outcomes)
 
 
@@ -252,7 +247,6 @@ def _utilisation(usage: Sequence[WorkerUsage], duration: float) -> dict[str, flo
 
 
 def _dollars(usage: Sequence[WorkerUsage], duration: float) -> float | None:
-    """Returns the dollars for all accelerators over `duration` seconds; None without prices."""
     prices = [item.dollars_per_hour for item in usage]
     if not usage or any(price is None for price in prices):
         return None

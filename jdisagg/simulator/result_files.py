@@ -35,8 +35,7 @@ class ResultFolder:
     def write(
         self, result: Result, report: Report, slo: SloLimits | None, flags: Mapping[str, object]
     ) -> None:
-        """Writes the report and the table of requests. `flags`: command line flags of the run,
-        stored with the report."""
+        """`flags`: command line flags of the run, stored with the report."""
         figures = {
             "report": report.as_fields(),
             "usage": [dataclasses.asdict(item) for item in result.usage],

@@ -5,10 +5,7 @@
     result = simulate(fleet, workloads.poisson(4.0, 1000, workloads.Fixed(1024, 128)), seed=0)
     report.summarise(result.outcomes, report.SloLimits(ttft_seconds=1.0), result.usage)
 
-One client for each arrival sends the request at the arrival time and receives all tokens. Outcomes
-are in the order of arrival. The gaps between tokens are the times between the steps that computed
-the tokens. Equal arguments give equal results. `hooks` are coroutine functions that receive the
-cluster and run concurrently with the clients, such as faults and controllers."""
+Equal arguments give equal results."""
 
 import asyncio
 import contextlib
@@ -53,9 +50,6 @@ class Result:
 
     Attributes:
       outcomes: One outcome for each request, in the order of arrival.
-      usage: Device use of each worker.
-      seconds: Virtual seconds until the last request ended.
-      steps: Total number of decode steps of all workers.
       counters: Counters of the request path and the workers, summed over all processes. Prefix
         cache counters of decode workers have the prefix "decode_".
       pages_lost: Number of KV pages that were not free after the run; more than 0 is a leak.
@@ -91,11 +85,7 @@ def simulate(
     """Simulates a workload on a fleet, and blocks until every request has ended.
 
     Args:
-      fleet: The fleet to simulate.
-      arrivals: Requests of the workload, in the order of arrival.
       seed: Seed of the request ids. The workload is generated with another seed.
-      hooks: Coroutine functions that receive the cluster and run concurrently with the clients.
-      mortal: Whether hooks may kill workers.
       events: Listener that receives every decision of the router, such as
         `observe/decision_log.py`.
       progress: Called with (number of ended requests, number of all requests) after each request.
@@ -106,7 +96,6 @@ def simulate(
         True to end the run.
       concurrency: Number of users of a closed loop. A user sends the next request when the user's
         previous request has ended, and arrival times are ignored. None means an open loop.
-      gaps: Whether outcomes have the gaps between tokens.
       cluster: Class of the simulated cluster; studies of other engines pass a subclass.
 
     Raises:
@@ -198,8 +187,6 @@ class _Run:
         return Result(outcomes, usage, seconds, steps, dict(counters), lost, stopped)
 
     def _begin(self, first: int, started: float) -> None:
-        """Starts the clients of all arrivals that are due, from index `first` on, and sets a timer
-        for the next arrival."""
         loop = asyncio.get_running_loop()
         for number in range(first, len(self._arrivals)):
             arrival = self._arrivals[number]
@@ -209,7 +196,6 @@ class _Run:
             self._start(number)
 
     def _begin_next(self) -> None:
-        """Starts the next request of a closed loop."""
         self._begun += 1
         self._start(self._begun - 1)
 
@@ -220,8 +206,6 @@ class _Run:
         task.add_done_callback(functools.partial(self._gone, number))
 
     def _gone(self, number: int, client: "asyncio.Task[None]") -> None:
-        """Handles the end of a client. Ends the run after the last client or after an unexpected
-        error. In a closed loop, starts the next request."""
         if self._outcomes[number] is None and client.cancelled():  # cancelled before its first turn
             arrival, now = self._arrivals[number], asyncio.get_running_loop().time()
             self._outcomes[number] = RequestOutcome(
@@ -301,7 +285,6 @@ class _Run:
             self._progress(len(self._arrivals) - self._left, len(self._arrivals))
 
     def _end_if(self, enough: Enough, outcome: RequestOutcome) -> None:
-        """Ends the run if `enough` returns True for the outcome."""
         if enough(outcome):
             self.enough = self.begun = None
             assert self._over is not None
@@ -309,12 +292,10 @@ class _Run:
                 self._over.set_result(None)
 
     def _made_by(self, token: int) -> str:
-        """Returns the name of the worker that computed a synthetic token."""
         return self.cluster.timelines[token >> NUMBER_BITS].worker
 
     def _request(self, number: int, arrival: Arrival) -> Request:
-        """Builds the request of an arrival. Raises InvalidRequestError if the prompt exceeds the
-        context. This is checked before the token ids are made, because a trace may have prompts
+        """The length is checked before the token ids are made, because a trace may have prompts
         that do not fit into memory."""
         context = self._fleet.context
         if arrival.prompt_tokens >= context:
@@ -332,8 +313,6 @@ class _Run:
 
 
 def _counted(role: WorkerRole, counters: Mapping[str, int]) -> Mapping[str, int]:
-    """Adds "decode_" to the names of decode workers' prefix cache counters. A hit on a decode
-    worker saves transfer, whereas a hit on a prefill worker saves computation."""
     if role is not WorkerRole.DECODE:
         return counters
     return {

@@ -1,11 +1,10 @@
 """Estimates the seconds of a simulated executor's commands from a cost model.
 
 All dp ranks step together, so the rank with the most work determines the duration of a step.
-Arguments describe the prompts and sequences of this rank, as in `costs/cost_model.py`. A span is a
-number of consecutive decode steps. As contexts grow by one token per step, a span is described by
-the duration of the first step and a constant increase per step. This is exact if the cost is linear
-in the context length, and otherwise interpolates between the first and the last step. Has no side
-effects."""
+Arguments describe the prompts and sequences of this rank, as in `costs/cost_model.py`. As contexts
+grow by one token per step, a span is described by the duration of the first step and a constant
+increase per step. This is exact if the cost is linear in the context length, and otherwise
+interpolates between the first and the last step."""
 
 import math
 from collections.abc import Sequence
@@ -26,11 +25,9 @@ class Pace:
     growth: float = 0.0
 
     def seconds(self, steps: float) -> float:
-        """Returns the seconds of the first `steps` steps."""
         return steps * (self.first + self.growth * (steps - 1) / 2)
 
     def steps_begun(self, seconds: float) -> int:
-        """Returns the number of steps that begin in the first `seconds` seconds of the span."""
         if seconds <= 0:
             return 0
         # Solves growth/2 n^2 + linear n = seconds in the form without cancellation for small
@@ -91,8 +88,6 @@ class ModelCosts:
     the previous prefill leaves the first stage.
 
     Args:
-      model: The cost model of the instance.
-      codec: Codec of transferred KV.
       insert_bytes_per_second: Speed at which each device receives KV if KV is received directly
         into pages. None means that received KV is first stored elsewhere in device memory and then
         copied into pages.
@@ -165,6 +160,4 @@ class ModelCosts:
         return self._sent(tokens) * self._bytes_per_token
 
     def _sent(self, tokens: int) -> float:
-        """Returns the size of the KV that a hand-off sends for `tokens` tokens, in units of the KV
-        of one token in all layers. It is less than `tokens` if some layers have a window."""
         return tokens - self._windowed_part * max(0, tokens - self._window)

@@ -1,7 +1,7 @@
 """Writes a run's requests as CSV or parquet, and its figures as aligned text.
 
 Column names include units. Parquet files need pyarrow (`pip install jdisagg[parquet]`), which is
-not imported for CSV. Numbers have nine significant digits."""
+not imported for CSV."""
 
 import csv
 import importlib
@@ -25,7 +25,6 @@ COLUMNS = (
 def row_of(
     item: RequestOutcome, slo: SloLimits | None = None
 ) -> tuple[str | int | float | bool | None, ...]:
-    """Returns the table row of one request: a value for each of COLUMNS, None if undefined."""
     gaps = item.gaps
     return (
         item.request_id, item.tenant, item.arrival, item.first_token, item.finish,
@@ -39,8 +38,7 @@ def row_of(
 def write_outcomes(
     outcomes: Sequence[RequestOutcome], path: str | Path, slo: SloLimits | None = None
 ) -> None:
-    """Writes one row per request to a .csv or .parquet file. Raises ConfigError like
-    `check_table`."""
+    """Raises ConfigError like `check_table`."""
     path = Path(path)
     check_table(path)
     if path.suffix == ".parquet":
@@ -71,8 +69,6 @@ def check_table(path: Path) -> None:
 
 
 def reuse_text(counters: Mapping[str, int]) -> str:
-    """Returns a line of text on prefix cache hits, as fractions of the prompt tokens looked up."""
-
     def part(prefix: str) -> str:
         asked = counters.get(f"{prefix}prefix_asked_tokens", 0)
         known = counters.get(f"{prefix}prefix_hit_tokens", 0)
@@ -87,7 +83,6 @@ def reuse_text(counters: Mapping[str, int]) -> str:
 
 
 def fleet_text(fleet: Fleet) -> str:
-    """Returns a line of text that describes the fleet: model, mode, and instances of each pool."""
     pools = {
         "prefill": fleet.prefill,
         "decode" if fleet.prefill else "prefill and decode": fleet.decode,
@@ -103,7 +98,6 @@ def fleet_text(fleet: Fleet) -> str:
 
 
 def text_of(report: Report) -> str:
-    """Returns the report as lines of text, with times in milliseconds."""
     lines = [
         (
             f"{report.requests} requests"

@@ -28,8 +28,6 @@ class Timeline:
         self._spans: list[tuple[float, float, int]] = []
 
     def add(self, start: float, pace: Pace, steps: int) -> tuple[int, ...]:
-        """Records a span of `steps` steps that began at `start`. Returns the token id of each
-        step."""
         first = self._next
         self._next += steps
         self._numbers.append(first)
@@ -96,8 +94,6 @@ def gap_runs(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple
 
 
 def _spans(timelines: Sequence[Timeline], tokens: Sequence[int]) -> list[tuple[float, float, int]]:
-    """Returns a request's tokens as spans: (time of the first token, time of the last token, number
-    of tokens). Several meshes may have computed the tokens, one after the other."""
     spans: list[tuple[float, float, int]] = []
     at, total = 0, len(tokens)
     while at < total:

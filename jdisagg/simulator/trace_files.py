@@ -3,9 +3,8 @@ or JSONL, plain or gzipped.
 
 `read_trace` recognises a trace by its column names (`COLUMNS`), so that no flag needs to name the
 format. This project's format has columns at_seconds, prompt_tokens, output_tokens, and optionally
-tenant, priority, deadline, block_hashes (space separated in CSV, a list in JSONL). A row of JSONL
-may omit optional fields. Rows are sorted by time, and times start at 0. Files are UTF-8, with or
-without a byte order mark. Errors in rows name file, row and column."""
+tenant, priority, deadline, block_hashes (space separated in CSV, a list in JSONL). Rows are sorted
+by time, and times start at 0. Errors in rows name file, row and column."""
 
 import csv
 import gzip
@@ -181,8 +180,6 @@ def _arrival(row: Row, names: Mapping[str, str], where: str) -> Arrival:
 
 
 def _time(value: object, where: str) -> float:
-    """Parses a number of seconds, or an ISO 8601 date and time, and returns seconds. A time without
-    an offset is UTC. Azure's traces have 7 decimals, of which the last is dropped."""
     if isinstance(value, str) and "-" in value[1:] and ":" in value:
         with suppress(ValueError, OverflowError):
             moment = datetime.fromisoformat(value.strip())

@@ -2,7 +2,7 @@
 (`executor/decode_stages.py`): the batch of a slot is its number modulo the number of stages.
 
 At any time each batch is in a different stage, and batches cannot overtake each other. So all run
-as slowly as the largest batch. Has no side effects. This module must not depend on requests."""
+as slowly as the largest batch. Has no side effects."""
 
 from collections.abc import Collection, Sequence
 
@@ -11,15 +11,11 @@ Load = tuple[int, int, int]
 
 
 def load_of(slots: Collection[int], positions: Sequence[int]) -> Load:
-    """Returns the load of a decode step for the sequences in `slots`: their number, the sum of
-    their contexts, and the longest context."""
     held = [positions[slot] for slot in slots]
     return len(held), len(held) + sum(held), max(held, default=-1) + 1
 
 
 def largest_batch(slots: Sequence[int], positions: Sequence[int], stages: int) -> Load:
-    """Returns the load of the largest batch of the sequences in `slots`, one batch for each of
-    `stages` stages."""
     if stages == 1:
         return load_of(slots, positions)
     batches = ([slot for slot in slots if slot % stages == turn] for turn in range(stages))

@@ -2,13 +2,10 @@
 and always in the same order.
 
 `run_virtually(main)` runs a coroutine function to its end on a fresh loop. It raises `Stuck` if no
-task can run and no timer is set, or if virtual time passes `limit_seconds`. A test with a lost
-wake-up therefore fails instead of hanging.
+task can run and no timer is set, or if virtual time passes `limit_seconds`.
 
-For speed the loop has only a queue of ready callbacks and a heap of timers. It has no selector,
-threads, signals or debug mode. Ready callbacks, and timers of the same instant, run in the order in
-which they were scheduled. Virtual time stands still while callbacks run. All callbacks share one
-context, so that a context variable set by one callback is visible to all."""
+Ready callbacks, and timers of the same instant, run in the order in which they were scheduled. All
+callbacks share one context, so that a context variable set by one callback is visible to all."""
 
 import asyncio
 import contextlib
@@ -34,12 +31,6 @@ class Stuck(AssertionError):
 
 
 class _Handle(list[typing.Any]):
-    """A scheduled callback: [time, sequence number, callback, arguments, loop]. `loop` is set while
-    a timer waits.
-
-    Each simulated request schedules dozens of callbacks. A list is the fastest mutable object in
-    Python, and lists compare by time and then number, as the heap of timers needs."""
-
     __slots__ = ()
 
     def cancel(self) -> None:
@@ -62,8 +53,7 @@ class _Handle(list[typing.Any]):
 _CALLBACK, _ARGUMENTS, _LOOP = 2, 3, 4
 
 
-def _nothing() -> None:
-    """Stands in for the callback of a cancelled timer."""
+def _nothing() -> None: ...
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -117,8 +107,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle  # type: ignore[return-value]
 
     def count_cancelled(self) -> None:
-        """Counts a cancelled timer. Removes cancelled timers from the heap when most are
-        cancelled."""
         self._cancelled += 1
         if self._cancelled > MOST_CANCELLED and 2 * self._cancelled > len(self._timers):
             self._timers = [handle for handle in self._timers if handle[_CALLBACK] is not _nothing]
@@ -155,8 +143,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             sys.set_asyncgen_hooks(*hooks)
 
     def _run_until_stopped(self) -> None:
-        """Runs ready callbacks in rounds. If no callback is ready, advances time to the next
-        timer."""
         while not self._stopping:
             timers = self._timers
             if timers:
@@ -190,7 +176,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     )
 
     def _go_on(self, timers: list[_Handle]) -> None:
-        """Advances time to the next timer that is not cancelled."""
         while timers and timers[0][_CALLBACK] is _nothing:
             heappop(timers)
             self._cancelled -= 1
@@ -233,17 +218,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # asyncio calls `get_debug` for each future; `bool()` returns False and is fast.
     get_debug = staticmethod(bool)  # type: ignore[assignment]
 
-    def set_debug(self, enabled: bool) -> None:
-        """Does nothing: there is no debug mode."""
+    def set_debug(self, enabled: bool) -> None: ...
 
     async def shutdown_asyncgens(self) -> None:
-        """Closes the asynchronous generators that are still open."""
         for known in list(self._generators):
             if (generator := known()) is not None:
                 await generator.aclose()
 
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Does nothing: there are no threads."""
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None: ...
 
     def set_exception_handler(
         self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, object]], object] | None

@@ -1,8 +1,7 @@
 """Generates workloads, which are lists of arrivals, from distributions, and transforms them.
 
-An `Arrival` is one request, with lengths but no text. A workload is sorted by arrival time. Every
-function returns a new list. All randomness comes from a seed, so that equal calls give equal lists.
-This module must not depend on clusters, models or clocks. `trace_files` reads traces."""
+An `Arrival` is one request, with lengths but no text. All randomness comes from a seed, so that
+equal calls give equal lists. This module must not depend on clusters, models or clocks."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ class Arrival:
     Attributes:
       block_hashes: Names of the prompt's blocks in order, as non-negative integers; the last block
         may be partial. Equal names mean that all tokens up to the block's end are equal.
-      priority: Priority as in `Request`.
       deadline: Seconds from the arrival to the deadline, or None for no deadline.
     """
 
@@ -141,8 +139,6 @@ class Mixture:
 def poisson(
     rate: float, count: int, lengths: Lengths, seed: int = 0, tenant: str = ""
 ) -> list[Arrival]:
-    """Returns `count` requests that arrive as a Poisson process with `rate` requests per second.
-    The first arrives at 0."""
     return gamma(rate, count, lengths, 1.0, seed, tenant)
 
 
@@ -172,21 +168,17 @@ def gamma(
 
 
 def merge(*workloads: Sequence[Arrival]) -> list[Arrival]:
-    """Merges workloads by arrival time. Simultaneous requests keep the order of the arguments."""
     return sorted(
         (item for workload in workloads for item in workload), key=lambda item: item.at_seconds
     )
 
 
 def faster(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
-    """Returns the same requests with all arrival times divided by `speed`. Deadlines, which count
-    from the arrival, do not change."""
     _check_rate(speed)
     return [replace(item, at_seconds=item.at_seconds / speed) for item in arrivals]
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """Returns the same requests, with times scaled to a mean of `rate` requests per second."""
     _check_rate(rate)
     return faster(arrivals, rate / mean_rate(arrivals))
 

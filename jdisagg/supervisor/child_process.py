@@ -1,9 +1,9 @@
 """Starts a child process in its own process group and reads its output line by line.
 
-On Linux, the kernel kills the child when its parent ends for any reason (leash.py). On other
-systems, the child ends only if the parent stops it. The child has its own session, so that Ctrl-C
-on the terminal signals only the parent. The parent then stops its children in order. When a child
-has ended, processes that it started and that still run are killed."""
+On Linux, the kernel kills the child when its parent ends for any reason (leash.py). The child has
+its own session, so that Ctrl-C on the terminal signals only the parent. The parent then stops its
+children in order. When a child has ended, processes that it started and that still run are
+killed."""
 
 import asyncio
 import contextlib

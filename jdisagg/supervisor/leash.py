@@ -2,8 +2,7 @@
 leash.py <parent's pid> program argument...` (Linux only).
 
 The script sets PR_SET_PDEATHSIG, which remains set after exec. It is a separate script, although
-this starts one more interpreter, because Python code that runs between fork and exec might hang. It
-imports only the standard library."""
+this starts one more interpreter, because Python code that runs between fork and exec might hang."""
 
 import ctypes
 import os

@@ -1,9 +1,8 @@
 """Runs groups of child processes, restarts groups that end, and stops them in order.
 
 A group consists of the processes of one router or one worker (its members). When a member ends
-without being stopped, the others are killed, and the group is restarted after a pause. The pause
-doubles each time that the group ends soon after its start. It is reset after a long run. If a
-member ends with `EXIT_CONFIG`, its configuration is unusable. The group is then not restarted, and
+without being stopped, the others are killed, and the group is restarted after a pause. If a member
+ends with `EXIT_CONFIG`, its configuration is unusable. The group is then not restarted, and
 `failed` is called.
 
 All methods run on one asyncio event loop. Invariants: when `stop` returns, no member runs. `stop`
@@ -71,7 +70,6 @@ StartMember = Callable[[Command, TakeLine], Awaitable[Member]]
 
 
 async def start_here(command: Command, take_line: TakeLine) -> Member:
-    """Starts a member as a child of this process."""
     return await ChildProcess.start(command, take_line)
 
 
@@ -79,13 +77,8 @@ class SupervisedGroup:
     """One supervised group.
 
     Args:
-        spec: Name and commands of the group.
-        clock: Clock with which run times and pauses are measured.
-        take_line: Callback for each output line of a member, with the member's name and the line.
         say: Callback for messages about starts and ends, with a name and the message.
         failed: Callback if the configuration is unusable, with the group's name.
-        timeouts: Pauses before restarts.
-        start_child: Function that starts a member.
     """
 
     def __init__(
@@ -118,7 +111,6 @@ class SupervisedGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the running members."""
         return tuple(child.pid for child in self.children if child.status is None)
 
     async def stop(self, seconds: float) -> None:
@@ -164,7 +156,6 @@ class SupervisedGroup:
         self.state = GroupState.ENDED
 
     async def _live(self) -> int | None:
-        """Runs all members until all have ended. Returns the exit status of the first to end."""
         ends: dict[asyncio.Task[int], Member] = {}
         first: int | None = None
         self.state = GroupState.STARTING

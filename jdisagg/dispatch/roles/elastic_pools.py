@@ -2,8 +2,8 @@
 and makes the role changes that it recommends.
 
 If `acts` is False, the controller only gives advice, and roles change only when an operator
-requests it (`switch`). After each role change the controller starts a new observation window. The
-live router and the simulator run the same class with different clocks and ports."""
+requests it (`switch`). The live router and the simulator run the same class with different clocks
+and ports."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class SwitchesRoles(Protocol):
-    """Makes role changes. Implemented by `RoleSwitcher` (role_switcher.py) and by the simulator."""
+    """Implemented by `RoleSwitcher` (role_switcher.py) and by the simulator."""
 
     @property
     def changing(self) -> bool: ...
@@ -35,12 +35,7 @@ class ElasticPools:
     """Samples workers and makes the controller's role changes. Implements `ClusterRolesPort`.
 
     Args:
-        controller: The elastic controller.
-        switcher: Object that makes role changes.
-        statuses: Function that returns the last status of each worker.
         acts: Whether to make the role changes that the controller recommends.
-        say: Function that is called with a text about each role change, such as a logger.
-        held: Function that returns the number of requests that wait at the router.
     """
 
     def __init__(
@@ -100,7 +95,6 @@ class ElasticPools:
         return self.latest_advice()
 
     def latest_advice(self) -> AdviceReport:
-        """Returns the advice made from the last sample."""
         controller = self._controller
         verdict = controller.latest or self._look()
         view, slo, advice = controller.view, controller.config.slo, verdict.advice
@@ -126,7 +120,7 @@ class ElasticPools:
         )
 
     async def run(self) -> None:
-        """Samples and decides at regular intervals. A failure is logged and the loop continues."""
+        """A failure is logged and the loop continues."""
         while True:
             try:
                 await self._round()

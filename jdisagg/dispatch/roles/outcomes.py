@@ -21,12 +21,7 @@ from jdisagg.router.elastic_signals import EndedRequest
 
 class OutcomeTap:
     """Middleware of a `ServingPath` that reports the outcome of each request (see
-    `messages.ports_middleware.through`).
-
-    Args:
-        clock: Clock of the request path.
-        tell: Function that is called with each outcome as soon as it is determined.
-    """
+    `messages.ports_middleware.through`)."""
 
     def __init__(self, clock: Clock, tell: Callable[[EndedRequest], None]) -> None:
         self._clock = clock

@@ -3,8 +3,7 @@
 The switcher refuses to change the role of the last worker of a role, because a worker cannot check
 this itself. It then calls the worker and polls it until one of three outcomes: the worker serves in
 its new role and this router places requests on it, the worker serves in its old role again, or its
-process restarted in the role of its command line. A worker does not answer while it changes its
-role, so the switcher tolerates missing answers until the deadline."""
+process restarted in the role of its command line."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,13 +32,7 @@ class Workers(Protocol):
 
 
 class RoleSwitcher:
-    """Changes roles of workers. `counters` counts roles_switched and role_switches_failed.
-
-    Args:
-        workers: The router's workers.
-        open_port: Function that opens the role port of the worker at an address.
-        new_id: Function that returns a new id for a role change.
-    """
+    """Changes roles of workers. `counters` counts roles_switched and role_switches_failed."""
 
     def __init__(
         self,
@@ -70,9 +63,6 @@ class RoleSwitcher:
             layout: Layout in the new role. None means the most common layout of workers with
                 `role`.
             seconds: Time limit of the change. None means `timeouts.role_change_seconds`.
-
-        Returns:
-            A report with state DONE or FAILED.
 
         Raises:
             InvalidRequestError, UnavailableError: The change is not allowed now.
@@ -111,8 +101,6 @@ class RoleSwitcher:
         return report
 
     async def _ask(self, port: RolePort, call: SwitchCall) -> None:
-        """Starts the role change at the worker. If the reply is lost, the worker's report shows
-        whether the change started."""
         try:
             await port.switch_role(call)
         except (UnavailableError, DeadlineExceededError):

@@ -44,7 +44,6 @@ class KeepingChannel:
         return self._kept.pop(offer_id)
 
     def forget(self) -> None:
-        """Drops all stored blocks, after a prefill has failed."""
         self._kept.clear()
 
     def connect(self, peer: str, card: MeshCard) -> None:
@@ -81,7 +80,6 @@ class Run:
 
     Attributes:
         rank: dp rank that computes the sequence. Empty if no next token is needed.
-        emits: Whether to store the sequence's KV in `blocks`.
         top: Number of most likely tokens to store in `scores` at each position after `start`. None
             for no scores.
     """
@@ -99,8 +97,7 @@ class Run:
     logits: list[np.ndarray] = field(default_factory=list)
 
     def next_token(self) -> NextToken:
-        """Returns the sampled token with its sampling parameters. Raises BrokenModelError if the
-        logits were not finite."""
+        """Raises BrokenModelError if the logits were not finite."""
         assert self.sampled is not None, "this run sampled nothing"
         sampling = self.samples[0].sampling
         return NextToken(whole_token(self.sampled.token), sampling, self.sampled.logprobs)
@@ -137,7 +134,6 @@ class RunPart:
         )
 
     def take(self, row: PrefillRow, result: PrefillResult, kept: KeepingChannel) -> None:
-        """Stores this part's results in the run. `row` is the index of the part in the chunk."""
         for offer in row.offers:
             at = offer.offset - self.offset
             valid = min(offer.block_tokens, len(row.tokens) - at)
@@ -149,8 +145,6 @@ class RunPart:
 
 
 def chunks(runs: Sequence[Run], limits: MeshLimits) -> Iterator[list[RunPart]]:
-    """Divides the runs into prefill chunks, in order. Yields the parts of each chunk, of all dp
-    ranks."""
     largest = limits.chunk_buckets[-1]
     open_chunk: list[RunPart] = []
     used = [0] * limits.ranks

@@ -10,18 +10,12 @@ layout and decode there.
     engine.score(" The end.", after=kv)    # log-probabilities of a continuation
     engine.save(kv, "story.kv")            # and `engine.load` under another layout
 
-`engine/research/kv_cache.py` has the operations that slice, join and modify caches.
-
 All calls block the caller's thread until they are done. Several prompts can be computed together,
 but only one sequence decodes at a time. To decode many sequences at once, use the embedded cluster.
-The research API uses the executors, programs, pages and channel of serving. The caller passes a
-function (`LoadModel`) that loads weights onto a mesh.
 
 By default, prefill meshes use the first of the engine's devices and session meshes the last, so
-that they overlap only if there are too few devices. `devices=` selects other devices. A device that
-belongs to two meshes holds weights and pages for both. A push between such meshes transfers no
-bytes within the device. Each pair of layout and devices is built once, with its own weights and
-pages, and exists until `engine.close()`.
+that they overlap only if there are too few devices. Each pair of layout and devices is built once,
+with its own weights and pages, and exists until `engine.close()`.
 
 Invariant: a cache or session holds the KV of exactly its `token_ids`. `next_token` is chosen, but
 its KV is not computed yet."""
@@ -91,10 +85,7 @@ class Engine:
     """Runs one model under any number of layouts. An engine is a context manager.
 
     Args:
-        load: Function that loads the model's weights onto a mesh.
         tokenizer: Tokenizer for text prompts. Without a tokenizer, prompts must be token ids.
-        devices: Devices to use. By default all devices of JAX.
-        sizes: Sizes of pages, chunks and context of each mesh.
         fingerprint: Model fingerprint (`jdisagg.engine.fingerprint`) for `save` and `load`.
     """
 
@@ -151,7 +142,6 @@ class Engine:
             temperature: 0 for the most likely token; otherwise at most 100.
             top_k: Number of most likely tokens to choose among; 0 for all.
             top_p: Probability mass of the most likely tokens to choose among, in (0, 1].
-            seed: Seed of the random choice.
             devices: Devices of the mesh. By default the first of the engine's devices.
 
         Returns:
@@ -178,9 +168,7 @@ class Engine:
         are chosen greedily.
 
         Args:
-            prompts: Texts or token ids.
             layout: Layout of the mesh. Its dp ranks compute one chunk each at the same time.
-            devices: As for `prefill`.
 
         Returns:
             The caches in the order of the prompts. Each cache is on the dp rank that computed it.
@@ -189,7 +177,6 @@ class Engine:
         Raises:
             InvalidRequestError: A prompt is empty, too long or of a wrong type. The message has its
                 index.
-            LayoutError: As for `prefill`.
         """
         instance = self._prefill_instance(layout, devices)
         checked = [
@@ -208,13 +195,10 @@ class Engine:
         """Creates an empty session on the layout's mesh. Push a cache into the session to use it.
 
         Args:
-            session_id: Name of the session. No other open session may have it.
-            layout: Layout of the session's mesh.
             devices: Devices of the mesh. By default the last of the engine's devices.
 
         Raises:
             InvalidRequestError: Another open session has the name `session_id`.
-            LayoutError: As for `prefill`.
         """
         if session_id in self.sessions:
             raise InvalidRequestError(
@@ -252,7 +236,6 @@ class Engine:
         """Scores given tokens, each after all tokens before it (teacher forcing).
 
         Args:
-            tokens: Text or token ids.
             after: Cache or session that precedes the tokens, or None. Scoring runs on its mesh and
                 does not change it. Its last token is recomputed in a copy, to predict the first of
                 `tokens`. With None, the first of `tokens` is not scored.
@@ -260,15 +243,10 @@ class Engine:
             top: Number of most likely tokens to return at each position, 0 to 20.
             logits: Whether to return all logits on the host, float32 [scored tokens, vocabulary].
 
-        Returns:
-            Log-probabilities, ranks, most likely tokens and, if requested, logits of the scored
-                tokens.
-
         Raises:
             InvalidRequestError: `tokens` is empty, a single token without `after`, too long or not
                 a prompt; `top` is out of range; or the session holds no KV.
             BrokenModelError: Logits are not finite.
-            LayoutError: As for `prefill`.
         """
         if not 0 <= top <= MAX_TOP_LOGPROBS:
             raise InvalidRequestError(f"top must be in [0, {MAX_TOP_LOGPROBS}], got {top}")
@@ -293,10 +271,6 @@ class Engine:
     def save(self, kv: KVCache, path: str | os.PathLike[str]) -> None:
         """Writes a cache to a safetensors file that can be loaded under any layout.
 
-        Args:
-            kv: A whole cache or a slice of a cache.
-            path: File to write or replace.
-
         Raises:
             ConfigError: The engine has no model fingerprint.
             KVFileError: The file cannot be written.
@@ -312,18 +286,12 @@ class Engine:
     ) -> KVCache:
         """Reads a cache from a file that `save` wrote. Model and dtypes must be the same.
 
-        Args:
-            path: File to read.
-            layout: Layout of the mesh that receives the cache.
-            devices: As for `prefill`.
-
         Returns:
             The saved cache with its next token, on dp rank 0 of the mesh.
 
         Raises:
             KVFileError: The file is missing, truncated, damaged or of another model.
             ConfigError: The engine has no model fingerprint.
-            LayoutError: As for `prefill`.
         """
         layout = Layout.of(layout)
         place = self._prefill_instance(layout, devices).place()
@@ -350,17 +318,11 @@ class Engine:
         recomputed to choose the first new token.
 
         Args:
-            source: Session or cache to continue.
             max_new_tokens: Maximum number of new tokens. None for 64, or fewer if the context has
                 less room.
-            temperature, top_k, top_p, seed: As for `prefill`.
             logprobs: Number of most likely tokens whose log-probabilities are returned with
                 `next_token`, 0 to 20.
-            ignore_eos: Whether to continue after an end-of-text token.
             on_token: Function that is called with each accepted token.
-
-        Returns:
-            The new tokens and their text.
 
         Raises:
             InvalidRequestError: The context has too little room, or an option is out of range.
@@ -386,7 +348,6 @@ class Engine:
 
     @property
     def instances(self) -> list[ResearchInstance]:
-        """All meshes that have been built."""
         return self._meshes.instances
 
     def close(self) -> None:
@@ -426,7 +387,6 @@ class Engine:
         return [replace(kv, chosen=replace(kv.next_token, sampling=choice)) for kv in caches]
 
     def _beside(self, kv: KVCache) -> Session:
-        """Returns a new unnamed session that holds a copy of the cache, on the cache's mesh."""
         devices = list(kv.mesh.devices.flat)
         session = Session("", self._meshes, self.tokenizer, kv.layout, devices)
         session.push(kv)
@@ -444,8 +404,6 @@ class Engine:
 
 
 def _within(session: Session, asked: int | None) -> int:
-    """Returns the number of new tokens to generate. Raises InvalidRequestError if the session's
-    context has too little room for `asked` tokens."""
     held, room = len(session.token_ids), session.room_tokens
     if room < 1:
         raise InvalidRequestError(

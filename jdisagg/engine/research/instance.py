@@ -1,9 +1,8 @@
 """One mesh of the research API: the serving executor, driven synchronously by the caller's thread.
 
 Extends `MeshExecutor` in two ways: offered blocks are stored instead of being served to peers, and
-a sequence's pages can be read back as blocks. Programs, pages, slots and transfers are those of
-serving. There is no scheduler: a command runs immediately, and raises an error if too few pages are
-free. Pages belong to sessions and running prefills.
+a sequence's pages can be read back as blocks. There is no scheduler: a command runs immediately,
+and raises an error if too few pages are free.
 
 Only one sequence at a time decodes, in slot 0 of its dp rank. Not thread-safe."""
 
@@ -83,8 +82,6 @@ class ResearchInstance(MeshExecutor):
 
     @property
     def logprobs_wanted(self) -> int:
-        """Number of most likely tokens whose log-probabilities a prefill returns with the next
-        token. It is the largest number allowed."""
         return min(MAX_TOP_LOGPROBS, self.vocabulary)
 
     def place(self, rank: int = 0) -> KVPlace:
@@ -116,12 +113,6 @@ class ResearchInstance(MeshExecutor):
         ]
 
     def compute(self, runs: Sequence[Run], *, logits: bool = False) -> None:
-        """Computes the runs chunk by chunk. Stores the resulting KV blocks, sampled tokens and
-        log-probabilities in the runs. The call blocks.
-
-        Args:
-            logits: Whether to also store all logits of each scored token.
-        """
         for chunk in chunks(runs, self.limits):
             rows = [part.row(self.limits, self.ledgers[part.run.rank]) for part in chunk]
             length = max(
@@ -148,8 +139,6 @@ class ResearchInstance(MeshExecutor):
         return scores
 
     def score_prompt(self, prompt: tuple[int, ...], top: int, *, logits: bool = False) -> Scores:
-        """Computes the log-probabilities of a prompt's tokens, except the first, without a
-        preceding cache. The call blocks."""
         rank, owner = self.reserve(len(prompt))
         try:
             return self.score(Run(prompt, 0, rank, owner, top=top), logits=logits)
@@ -157,8 +146,8 @@ class ResearchInstance(MeshExecutor):
             self.ledgers[rank].free(owner)
 
     def receive(self, kv: KVCache, rank: int, owner: int, codec: str) -> None:
-        """Transfers a cache from its mesh into pages of `owner` on this mesh. The codec packs the
-        transferred values. Blocks until the transfer is complete."""
+        """Transfers a cache from its mesh into pages of `owner` on this mesh. Blocks until the
+        transfer is complete."""
         pages, spec = self.ledgers[rank].pages(owner), self.limits.kv_spec
         offers = [(random_id(), block) for block in kv.blocks]
         try:
@@ -265,8 +254,6 @@ class ResearchInstance(MeshExecutor):
         return rank, owner
 
     def grow(self, rank: int, owner: int, tokens: int) -> None:
-        """Reserves more pages for the owner until they have room for `tokens` tokens. Raises
-        OverloadedError if there are too few pages."""
         ledger = self.ledgers[rank]
         count = pages_for(tokens, self.limits.page_size) - len(ledger.pages(owner))
         if count > 0 and ledger.extend(owner, count) is None:
@@ -304,8 +291,6 @@ class ResearchInstance(MeshExecutor):
         return KVCache(tokens, chosen, self.layout, self.mesh, rank, spec, tuple(blocks), seconds)
 
     def _read(self, layer: int, coordinates: jax.Array) -> jax.Array:
-        """Gathers a layer's KV for T tokens at (page, slot) coordinates [dp, 2, T]. Returns the
-        components as a block [dp, C, K, T, H]."""
         pages, kind, spec = self._pool.layers[layer], self._pool.spec.layers[layer], self._pool.spec
 
         def body(pages: tuple[jax.Array, ...], coordinates: jax.Array) -> jax.Array:

@@ -2,11 +2,9 @@
 from a caller's arrays.
 
 A block has the form in which channels transfer KV: a global array [dp, rows, kv heads K, tokens T,
-head size H] of one layer's components (see `layout/kv_spec.py`). Only the part of one dp rank is
-used. This module must not depend on token ids, executors, channels or pages.
+head size H] of one layer's components (see `layout/kv_spec.py`).
 
-Each operation runs on each device's own shard, as one program per shape. Only `put_layer` may
-transfer data between devices, if the caller's arrays are on other devices."""
+Each operation runs on each device's own shard, as one program per shape."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +73,6 @@ class KVPlace:
 
     @property
     def devices(self) -> list[Device]:
-        """The devices of the dp rank."""
         return list(self.mesh.devices[self.rank].flat)
 
     @property
@@ -116,7 +113,6 @@ class KVPlace:
         ]
 
     def _of_rank(self, block: jax.Array) -> jax.Array:
-        """Returns the dp rank's part [1, R, K, T, H] of a block. Copies nothing."""
         shards = {shard.device: shard.data for shard in block.addressable_shards}
         sharding = NamedSharding(self.rank_mesh, _RANK_BLOCK)
         return jax.make_array_from_single_device_arrays(
@@ -124,8 +120,6 @@ class KVPlace:
         )
 
     def _among_ranks(self, block: jax.Array) -> jax.Array:
-        """Returns a block over all dp ranks, with zeros for the other ranks. Inverse of
-        `_of_rank`."""
         sharding = block_sharding(self.mesh)
         shape = (self.mesh.shape["dp"], *block.shape[1:])
         nothing = sharding.shard_shape(shape)
@@ -141,9 +135,6 @@ class KVPlace:
 def _read(
     blocks: tuple[jax.Array, ...], valid_tokens: tuple[int, ...], kind: KVLayer, place: KVPlace
 ) -> tuple[jax.Array, ...]:
-    """Joins the blocks of one dp rank into a layer's components [K, T, H]. Each device joins its
-    own shards."""
-
     def body(*blocks_1RKTH: jax.Array) -> tuple[jax.Array, ...]:
         valid = [
             block[0, :, :, :count] for block, count in zip(blocks_1RKTH, valid_tokens, strict=True)
@@ -162,8 +153,6 @@ def _read(
 
 @partial(jax.jit, static_argnames=("kind", "place"))
 def _put(components: tuple[jax.Array, ...], kind: KVLayer, place: KVPlace) -> tuple[jax.Array, ...]:
-    """Cuts a layer's components into blocks [1, R, K, T, H] and pads the last block. Inverse of
-    `_read`."""
     cuts = tuple(split_blocks(components[0].shape[1], GRANULE_TOKENS))
 
     def body(*parts_KTH: jax.Array) -> tuple[jax.Array, ...]:
@@ -187,8 +176,6 @@ def _put(components: tuple[jax.Array, ...], kind: KVLayer, place: KVPlace) -> tu
 
 @partial(jax.jit, static_argnames=("tokens", "sharding"))
 def _cut(block: jax.Array, start: int, tokens: int, sharding: NamedSharding) -> jax.Array:
-    """Returns `tokens` tokens of a block [dp, R, K, T, H], from index `start` on. Tokens beyond the
-    block's end are zero."""
     padded = jnp.pad(block, ((0, 0),) * 3 + ((0, tokens), (0, 0)))
     part = lax.dynamic_slice_in_dim(padded, start, tokens, axis=3)
     return lax.with_sharding_constraint(part, sharding)

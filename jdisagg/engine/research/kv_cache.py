@@ -1,16 +1,13 @@
 """The KV cache of one sequence, as an object that can be inspected, sliced, joined and modified.
-The KV is stored as blocks on one mesh, in the form in which hand-offs transfer KV.
 
 The arrays of a cache are never donated and belong to no page pool. Therefore a cache stays valid
 until the object is deleted. Caches are immutable: slicing, joining and modifying return a new
-cache. This module must not depend on executors, channels or pages.
+cache.
 
 Positions: keys are stored after rotary embedding (rope), for the positions at which they were
 computed. In all layers but the first, keys and values depend on every earlier token. A slice that
 does not begin at position 0 keeps its positions. Such a slice can be inspected and saved, but not
-pushed or decoded from. It can be joined to a cache that ends where the slice begins. If that cache
-has other tokens than the original ones, the slice's KV differs from the KV that the model would
-compute. Layers with a window also have KV for all positions, including those outside the window.
+pushed or decoded from.
 
 Invariants: `blocks` hold the KV of every token of `token_ids`, and each layer covers all positions
 once, in order. `chosen` is the model's next token, whose KV is not in the cache."""
@@ -65,7 +62,6 @@ class KVCache:
     """The KV cache of one sequence.
 
     Attributes:
-        token_ids: Token ids at positions [first_position, first_position + T).
         chosen: The next token. None after a slice, join or change.
         mesh, rank: Mesh with axes ("dp", "kv", "rep"), and the dp rank that holds the sequence.
         seconds: Seconds of the prefill including the next token, or of reading a session's pages.
@@ -118,12 +114,10 @@ class KVCache:
 
     @property
     def devices(self) -> list[Device]:
-        """Devices of the dp rank that holds the sequence."""
         return self.place.devices
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of the tokens' KV, without replicas and padding."""
         return len(self) * self.spec.bytes_per_token
 
     def layer(self, index: int) -> LayerKV:
@@ -298,7 +292,6 @@ class KVCache:
 
 
 def _values(kept: np.ndarray) -> np.ndarray:
-    """Converts a component to float32. uint8 arrays are read as fp8 values."""
     values = kept.view(jnp.float8_e4m3fn) if kept.dtype == np.uint8 else kept
     return values.astype(np.float32)
 
@@ -306,8 +299,6 @@ def _values(kept: np.ndarray) -> np.ndarray:
 def blocks_of_layers(
     place: KVPlace, first_position: int, layers: Sequence[Mapping[str, LayerArray]]
 ) -> tuple[KVBlock, ...]:
-    """Returns the blocks of all layers at `place`, built from components [K, T, H] on any
-    device."""
     return tuple(
         block
         for index, components in enumerate(layers)

@@ -1,4 +1,4 @@
-"""Reads and writes KV caches as safetensors files with a header. Other tools can read the files.
+"""Reads and writes KV caches as safetensors files with a header.
 
 The tensors `layers.<index>.<component>` [K, T, H] are not sharded and keep the dtypes of the KV, so
 a file can be loaded under any layout. The metadata field `jdisagg_kv` is the header in JSON, and
@@ -133,8 +133,6 @@ _Views = Mapping[str, tuple[str, tuple[int, ...], bytes | bytearray]]
 
 
 def _opened(path: Path) -> tuple[bytes, _Views, str]:
-    """Returns the header as stored, the tensors by name as (dtype, shape, bytes), and the
-    digest."""
     try:
         content = path.read_bytes()
         found = safetensors.deserialize(content)
@@ -186,8 +184,6 @@ def _digest(header: bytes, views: _Views) -> str:
 
 
 def _difference(name: str, value: object, wanted: object) -> str:
-    """Returns a description of how a header field differs from the expected value. For KV specs,
-    describes the first layer that differs."""
     if isinstance(value, KVSpec) and isinstance(wanted, KVSpec):
         if len(value.layers) != len(wanted.layers):
             return f"its spec has {len(value.layers)} layers, and this model's {len(wanted.layers)}"

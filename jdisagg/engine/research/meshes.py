@@ -20,12 +20,10 @@ class MeshSizes:
     """Sizes of an engine's meshes.
 
     Args:
-        page_size: Tokens per page.
         chunk_tokens: Maximum number of tokens in a prefill chunk. Short prompts that are computed
             together share a chunk.
         sessions_per_rank: Number of sequences of full context length for which each dp rank has
             pages.
-        context_tokens: Maximum context length in tokens, if less than the model's.
 
     Raises:
         ConfigError: `sessions_per_rank` is below 1.

@@ -31,12 +31,8 @@ def prompt_tokens(
     """Returns the token ids of a prompt.
 
     Args:
-        prompt: Text or token ids.
-        tokenizer: Tokenizer, required for text only.
-        vocabulary: Size of the vocabulary. Token ids must be below it.
         continues: Whether the prompt follows other tokens. If so, the tokenizer adds no start
             token.
-        name: Name of the prompt in errors.
 
     Raises:
         ConfigError: The prompt is text, and there is no tokenizer.

@@ -15,8 +15,6 @@ class Scores:
     temperature and filters.
 
     Attributes:
-        token_ids: The T tokens.
-        logprobs: float32 [T].
         ranks: int32 [T], rank of each token by probability. The most likely token has rank 1.
         top_ids, top_logprobs: int32 and float32 [T, top], the most likely tokens at each position,
             most likely first. -inf if the vocabulary has fewer than `top` tokens.
@@ -49,7 +47,6 @@ class Scores:
 
     @property
     def total(self) -> float:
-        """Sum of the tokens' log-probabilities."""
         return float(np.sum(self.logprobs, dtype=np.float64))
 
     @property

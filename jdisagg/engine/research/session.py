@@ -1,10 +1,9 @@
 """A session of the research API holds one sequence in the pages of one decode mesh. A cache can be
 pushed into the session, tokens can be appended and generated, and the KV can be pulled as a cache.
 
-A session owns its pages. `close` and `push` free them. Between calls the pages hold the KV of every
-token of `token_ids`. `next_token` is chosen, but its KV is not computed yet. A call that fails
-leaves the session unchanged. Sampling supports temperature, filters and seed, but no penalties or
-stop strings."""
+Between calls the pages hold the KV of every token of `token_ids`. `next_token` is chosen, but its
+KV is not computed yet. A call that fails leaves the session unchanged. Sampling supports
+temperature, filters and seed, but no penalties or stop strings."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -78,7 +77,6 @@ class Session:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens whose KV the session holds: prompt and generated tokens."""
         return self._holding().tokens
 
     @property
@@ -95,7 +93,6 @@ class Session:
 
     @property
     def room_tokens(self) -> int:
-        """Number of tokens that may still be added before the context is full."""
         return self._instance.limits.context_tokens - len(self._holding().tokens)
 
     def push(
@@ -110,17 +107,12 @@ class Session:
         gets only the heads that its shard needs. If the transfer fails, the session is unchanged.
 
         Args:
-            kv: A cache of the same model, on any mesh.
             target_layout: Layout of another mesh to move the session to. None keeps the session's
                 mesh.
-            devices: Devices of that other mesh. None selects the layout's default.
             codec: Name of the codec that packs the transferred values
                 (`jdisagg.transfer.codec.CODECS`). It also applies to KV that is already on its
                 destination device. With a lossy codec, `pull()` returns values that differ from
                 `kv`.
-
-        Returns:
-            The bytes and seconds of the transfer.
 
         Raises:
             IncompatiblePeerError: The cache is of another model.
@@ -173,9 +165,6 @@ class Session:
 
         Args:
             continuation: Text or token ids. The tokenizer adds no start token to text.
-
-        Returns:
-            The appended tokens, the next token with log-probabilities, and the seconds taken.
 
         Raises:
             InvalidRequestError: `continuation` is empty, invalid or exceeds the context, or the
@@ -288,8 +277,6 @@ class Session:
 
 @dataclass(slots=True)
 class _Held:
-    """The state of a session on its mesh."""
-
     rank: int
     owner: int
     tokens: tuple[int, ...]
@@ -314,9 +301,6 @@ def choice_of(sampling: SamplingParams) -> SamplingParams:
 
 
 def _check_fits(kv: KVCache, limits: MeshLimits) -> None:
-    """Raises an error if no session can hold a copy of the cache: IncompatiblePeerError for a cache
-    of another model, InvalidRequestError for a cache that does not begin at position 0 or exceeds
-    the context."""
     if kv.spec != limits.kv_spec:
         raise IncompatiblePeerError(
             f"the cache's KV geometry is {kv.spec} and this model's is {limits.kv_spec};"

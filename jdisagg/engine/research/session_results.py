@@ -16,7 +16,6 @@ class Move:
             after packing by the codec. Includes scales, checksums, and padding to blocks of 16
             tokens. Copies within a device are not counted.
         planned: The same table, computed from the transfer plans instead of the transferred arrays.
-        seconds: Seconds of the push, including writes into pages and, for new shapes, compilation.
     """
 
     tokens: int

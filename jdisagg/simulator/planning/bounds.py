@@ -1,12 +1,10 @@
 """Computes upper bounds on candidates' request rates, to rank candidates before simulation.
 
-A candidate is a mode, layouts and numbers of instances. There is one bound for each resource or
-objective: prefill compute, TTFT, TPOT, KV memory, the link. A bound is the highest request rate of
-the whole candidate that this resource or objective allows. The dp ranks that prefill share an M/G/c
+A candidate is a mode, layouts and numbers of instances. A bound is the highest request rate of the
+whole candidate that one resource or objective allows. The dp ranks that prefill share an M/G/c
 queue whose waiting time has an exponential tail. All sequences of a decode rank are assumed to have
-the mean context length. If one pool serves both phases, prefill chunks delay decode steps, or
-lengthen them (`fused`). Bursts, packing and scheduling are ignored, because the simulator models
-them afterwards. Has no side effects. Uses request lengths (`Demand`), not arrival times."""
+the mean context length. Bursts, packing and scheduling are ignored, because the simulator models
+them afterwards. Has no side effects."""
 
 import copy
 import math
@@ -58,9 +56,8 @@ class Goal:
 
 @dataclass(frozen=True)
 class Demand:
-    """The request lengths of a workload, in tokens. Means are over all requests. Estimates for
-    single requests use a sample of `SAMPLE` requests, evenly spaced in the order of prompt
-    lengths."""
+    """The request lengths of a workload, in tokens. Estimates for single requests use a sample of
+    `SAMPLE` requests, evenly spaced in the order of prompt lengths."""
 
     prompts: np.ndarray
     outputs: np.ndarray
@@ -93,7 +90,6 @@ class Demand:
 
     @property
     def context_mean(self) -> float:
-        """Mean context length of a sequence over all decode steps, in tokens."""
         steps = self.outputs - 1
         if not steps.sum():
             return self.prompt_mean
@@ -118,9 +114,9 @@ class Bounds:
 
 
 class Estimator:
-    """Computes upper bounds on the request rates of candidates, for one site and workload. Caches
-    intermediate results by layout. `fused`: whether chunked prefill runs a chunk and a decode step
-    as one step. If not, chunks run between decode steps."""
+    """Computes upper bounds on the request rates of candidates, for one site and workload. `fused`:
+    whether chunked prefill runs a chunk and a decode step as one step. If not, chunks run between
+    decode steps."""
 
     def __init__(
         self,
@@ -141,8 +137,6 @@ class Estimator:
         self._tables: dict[Layout, StepTable] = {}
 
     def under(self, goal: Goal) -> "Estimator":
-        """Returns an estimator for another goal. It shares the caches of results that do not depend
-        on the goal."""
         other = copy.copy(self)
         other.goal, other._known = goal, {}
         return other
@@ -199,24 +193,16 @@ class Estimator:
         return self._times[layout, chunk]
 
     def _one_pool(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Returns the bounds of one of `ranks` dp ranks that alternate between prefill chunks and
-        decode steps, as (name, requests per second)."""
         model, demand, goal = self.models[layout], self.demand, self.goal
         times, tokens = self.prefill_seconds(layout, chunk), self.rooms[layout]
         each, context, steps = float(times.mean()), demand.context_mean, demand.steps_mean
         chunks = np.ceil(demand.sample_prompts / chunk)
 
         def free(rate: float, step: float) -> float:
-            """Returns the fraction of time left for decode steps. While one dp rank of an instance
-            runs a chunk, the other ranks run chunks of their own or wait.
-            """
             together = min(layout.dp, max(1.0, rate * layout.dp * (each + step)))
             return 1 - rate * layout.dp * each / together
 
         def batch(rate: float) -> float:
-            """Returns the mean number of sequences that a dp rank decodes at `rate`, or inf if this
-            number grows without bound."""
-
             def following(count: float) -> float:
                 step = _step(model, count, context)
                 left = free(rate, step)
@@ -256,9 +242,6 @@ class Estimator:
     def _fused(
         self, layout: Layout, chunk: int, ranks: int, gathers: bool
     ) -> tuple[tuple[str, float], ...]:
-        """Returns the bounds of one of `ranks` dp ranks that run prefill chunks within decode
-        steps, as (name, requests per second). `gathers`: whether the chunks of all dp ranks of an
-        instance run in the same steps."""
         demand, goal, tokens = self.demand, self.goal, self.rooms[layout]
         key = (layout, chunk, gathers)
         if key not in self._steps:
@@ -302,9 +285,6 @@ class Estimator:
         return tuple((name, _largest(met, most, 11)) for name, met in tests)
 
     def _prefill(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        """Returns the bounds of one of the `ranks` dp ranks of all prefill instances, as (name,
-        requests per second). The ranks of an instance wait for the slowest rank's chunk. Chunk
-        times differ more between ranks if few prompts share a chunk."""
         times, dp, goal = self.prefill_seconds(layout, chunk), layout.dp, self.goal
         mean, sharing = float(times.mean()), max(1.0, chunk / self.demand.prompt_mean)
         uneven = (_longest(times, dp) / mean - 1) / math.sqrt(sharing)
@@ -354,15 +334,12 @@ class Estimator:
 
 
 def _step(model: CostModel, count: float, context: float) -> float:
-    """Returns the seconds of a decode step of `count` sequences with `context` tokens each. With
-    pipeline stages, the sequences form as many batches as there are stages."""
     count /= model.stages
     whole = max(1, math.ceil(count))
     return model.decode_seconds(whole, max(1.0, count) * context)
 
 
 def _rate_of_batch(model: CostModel, count: float, demand: Demand) -> float:
-    """Returns the requests per second that a dp rank with `count` decoding sequences completes."""
     if not demand.steps_mean:
         return math.inf
     return (
@@ -382,19 +359,11 @@ def exposed_seconds(
     """Returns for each prompt the seconds of its KV transfer that do not overlap with its prefill.
 
     The KV of the last chunk is always transferred after the prefill. If the link is slower than the
-    prefill, part of the KV of earlier chunks is also transferred after the prefill.
-
-    Args:
-        moved: Seconds of each prompt's transfer.
-        prefill: Seconds of each prompt's prefill.
-        prompts: Number of tokens of each prompt.
-        chunk: Number of tokens of a chunk.
-    """
+    prefill, part of the KV of earlier chunks is also transferred after the prefill."""
     return np.maximum(moved * np.minimum(prompts, chunk) / prompts, moved - prefill)
 
 
 def alone_seconds(model: CostModel, tokens: int, chunk: int) -> float:
-    """Returns the seconds to prefill one prompt by itself, in chunks of `chunk` tokens."""
     done, seconds = 0, 0.0
     while done < tokens:
         new = min(chunk, tokens - done)
@@ -411,15 +380,12 @@ def _prefill_one(model: CostModel, tokens: int, chunk: int) -> float:
 
 
 def _longest(times: np.ndarray, count: float) -> float:
-    """Returns the expected longest time among `count` random draws from `times`."""
     ordered = np.sort(times)
     below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
     return float(ordered @ np.diff(below))
 
 
 def _longest_with(times: np.ndarray, count: float) -> np.ndarray:
-    """Returns for each time of `times` the expected maximum of this time and of `count` random
-    draws from `times`."""
     order = np.argsort(times)
     ordered = times[order]
     below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
@@ -431,9 +397,6 @@ def _longest_with(times: np.ndarray, count: float) -> np.ndarray:
 
 
 def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> float:
-    """Returns the mean number of prompts in a batch of an instance with `ranks` dp ranks, at most
-    one prompt for each rank. A batch has the prompts that arrived, at `rate` per second, while the
-    previous batch was computed."""
     count = 1.0
     for _ in range(rounds):
         count = min(float(ranks), max(1.0, rate * _longest(times, count)))
@@ -443,19 +406,6 @@ def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> floa
 def _attained(
     times: np.ndarray, rate: float, servers: int, goal: Goal, spent: np.ndarray | None = None
 ) -> float:
-    """Returns the fraction of requests whose waiting time plus service time meets the TTFT limit.
-
-    Models an M/G/c queue. The probability and the mean of waiting are Sakasegawa's (1977), and the
-    waiting time has an exponential tail.
-
-    Args:
-        times: Seconds for which each request occupies a server.
-        rate: Requests per second for each server.
-        servers: Number of servers.
-        goal: Has the TTFT limit.
-        spent: Seconds from the start of each request's service to its first token. None means
-            `times`.
-    """
     mean = float(times.mean())
     busy = rate * mean
     if busy >= 1:
@@ -469,9 +419,6 @@ def _attained(
 
 
 def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
-    """Returns the stable batch size, at which a dp rank admits as many sequences as it completes,
-    or inf if the batch grows without bound. `next_count` maps a batch size to the next batch
-    size."""
     count = 0.0
     for _ in range(rounds):
         following = next_count(count)
@@ -484,8 +431,6 @@ def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
 
 
 def _largest(met: Callable[[float], bool], most: float, rounds: int = 24) -> float:
-    """Returns the largest value up to `most` for which the monotonic predicate `met` is true, or 0
-    if there is none."""
     if met(most):
         return most
     low, high = 0.0, most

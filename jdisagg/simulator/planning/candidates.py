@@ -1,12 +1,10 @@
 """Enumerates the planner's candidates: modes, layouts and numbers of instances.
 
-`Site` describes the accelerators that are available, and `Candidate` one way to use them.
 `fitting_layouts` lists the layouts that divide the model evenly and fit into memory, or raises
 `NothingFits` with the reason. For dense models dp is 1, because dp ranks would be equivalent to
 separate instances. Experts are distributed over all devices of an instance, or each expert is
 sharded by tp. tp stays within the devices that share a scale-up link (a domain). dp ranks that
-share experts may span domains, and then exchange tokens over the scale-out link. Has no side
-effects. The only property of the workload that matters is its longest request."""
+share experts may span domains, and then exchange tokens over the scale-out link."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -40,12 +38,9 @@ class Site:
     description of the hardware.
 
     Attributes:
-      accelerators: Total number of accelerators.
       devices_per_node: Number of accelerators of a host. By default a domain of up to 8 is one
         host, and a larger domain consists of hosts of 4.
-      domain_devices: Number of accelerators that share a scale-up link (NVLink, ICI).
       scale_out: Link of each device to devices with which it shares no scale-up link.
-      software: Engine of all candidates.
     """
 
     accelerator: Accelerator
@@ -82,8 +77,6 @@ class Site:
 
     @cached_property
     def described(self) -> Accelerator:
-        """Description of the accelerator, changed to the site's links and number of devices that
-        share a scale-up link."""
         return replace(
             self.accelerator,
             domain_devices=self.domain,
@@ -119,7 +112,6 @@ class Candidate:
 
     @property
     def staged(self) -> bool:
-        """Whether some instance has several pipeline stages."""
         return max(self.decode.pp, self.prefill.pp if self.prefill else 1) > 1
 
     @property
@@ -133,8 +125,7 @@ class Candidate:
 
     def unit_devices(self) -> int:
         """Returns the number of devices of the smallest group of instances that has the candidate's
-        ratio of prefill to decode instances. Such a group is the unit by which a deployment
-        grows."""
+        ratio of prefill to decode instances."""
         return (
             self.devices // gcd(self.prefill_instances, self.decode_instances)
             if self.prefill
@@ -227,16 +218,11 @@ def fitting_layouts(
 
 
 def _priced_alike(layout: Layout, found: list[Fitting]) -> bool:
-    """Returns whether `found` has a layout with the same predicted cost and memory as `layout`. The
-    cost model predicts the same if every expert is sharded over a tensor-parallel group as if each
-    device of the group has some whole experts."""
     whole = replace(layout, ep=1)
     return layout.ep == layout.tp and any(item.layout == whole for item in found)
 
 
 def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
-    """Yields the layouts whose sizes are powers of two, with at most `most` devices and tp of at
-    most `domain`. `experts`: whether the model has experts."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     for tp in sizes:
         if tp > domain:
@@ -252,8 +238,6 @@ def _layouts(most: int, domain: int, experts: bool) -> Iterator[Layout]:
 
 
 def _staged_layouts(most: int) -> Iterator[Layout]:
-    """Yields the layouts with several pipeline stages whose sizes are powers of two, with at most
-    `most` devices."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
     for tp in sizes:
         for pp in sizes[1:]:
@@ -264,8 +248,7 @@ def _staged_layouts(most: int) -> Iterator[Layout]:
 def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Iterator[Candidate]:
     """Yields a candidate with one pool for each mode and layout, with as many instances as fit.
     Layouts with pipeline stages are omitted, because prefills and decode steps that alternate in
-    the same stages are not simulated. Gathering prompts (`gather_steps`) is combined only with the
-    largest chunk size, because it makes few and large chunks."""
+    the same stages are not simulated."""
     gathered = site.software.engine.gather_steps
     for item in fitting:
         if item.layout.pp > 1:
@@ -281,8 +264,6 @@ def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Ite
 
 
 def two_pools(fitting: list[Fitting], site: Site) -> Iterator[Candidate]:
-    """Yields the candidates with two pools: every pair of layouts with every number of prefill
-    instances. The remaining accelerators get as many decode instances as fit."""
     for prefill in fitting:
         for decode in fitting:
             for count in range(1, site.accelerators // prefill.layout.devices + 1):

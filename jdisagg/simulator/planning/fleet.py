@@ -1,8 +1,8 @@
 """Converts a candidate to a simulated fleet and to a configuration of the live system.
 
 Fleet and configuration have the same sizes, so that predictions hold for the configuration. The
-search simulates more decode slots than any candidate needs. The configuration that is written has
-the smallest number of slots with which the predicted rate is still reached (`sized`)."""
+configuration that is written has the smallest number of slots with which the predicted rate is
+still reached (`sized`)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,10 +33,6 @@ class FleetMaker:
     Attributes:
       fused: Whether the chunked mode runs a prefill chunk and a decode step as one step. If not,
         chunks and decode steps alternate.
-      reuse: Whether workers use a prefix cache.
-      hardware: Name of the accelerator in a written configuration.
-      slots: Maximum number of sequences that a dp rank decodes at once.
-      block_tokens: Number of tokens in one named block of the workload's prompts.
     """
 
     geometry: CostGeometry
@@ -58,7 +54,6 @@ class FleetMaker:
         that a dp rank decodes.
 
         Args:
-            finding: Candidate with its highest rate.
             holds: Returns whether a run still reaches the rate. Called with the simulated or the
                 stepped runner, whichever found the rate.
         """
@@ -135,8 +130,6 @@ class FleetMaker:
     def engine(
         self, candidate: Candidate, model_directory: str, context_tokens: int
     ) -> EngineConfig:
-        """Returns the candidate's configuration for `jdisagg serve` or `jdisagg cluster`, with one
-        instance of each role."""
         decode = self._instance(candidate, candidate.decode, self.slots)
         prefill = (
             self._instance(candidate, candidate.prefill, max(8, self.slots // 8))

@@ -3,12 +3,8 @@ in one step with the decoding sequences. It is the strongest alternative to disa
 
 A step takes the time of a decode step, plus an extra time if any dp rank of the instance has a
 chunk. The extra time is less than the time of the chunk by itself, because weights are read once
-for both, and decode steps leave arithmetic units idle. Small chunks may therefore allow a higher
-rate than large chunks. A chunk holds a piece of a prompt, or all prompts that arrive during a step.
-The number of chunks during a sequence's decode varies. With long chunks, some short answers
-therefore miss a TPOT limit that the mean TPOT meets.
-
-Has no side effects. Uses request lengths and a cost model, not arrival times."""
+for both, and decode steps leave arithmetic units idle. A chunk holds a piece of a prompt, or all
+prompts that arrive during a step."""
 
 import math
 from collections.abc import Callable
@@ -28,9 +24,6 @@ class FusedPace:
     """Steady state of one dp rank at a constant request rate. All times are in seconds.
 
     Attributes:
-      sequences: Mean number of sequences that the rank decodes.
-      decode: Duration of a step without a prefill chunk.
-      step: Mean duration of a step.
       chunk: Mean time that a prefill chunk adds to a step.
       busy: Fraction of the steps in which the rank runs a chunk. met: Fraction of the steps in
         which any rank of the instance runs a chunk. held: For each sampled prompt, the time for
@@ -49,9 +42,7 @@ class FusedPace:
 
 
 class StepTable:
-    """Interpolates the seconds of steps, without attention, under one layout. The time of a step
-    with a prefill chunk is a function of its number of tokens, and the time of a decode step a
-    function of its number of sequences."""
+    """Interpolates the seconds of steps, without attention, under one layout."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
@@ -65,7 +56,6 @@ class StepTable:
         return float(np.interp(sequences, TOKENS, self._decode))
 
     def decode(self, sequences: float, context: float) -> float:
-        """Returns the seconds of a decode step if each sequence has `context` tokens."""
         whole = max(1, math.ceil(sequences))
         if whole > COARSE * COARSE:
             whole = COARSE * math.ceil(whole / COARSE)  # bounds the cache
@@ -94,7 +84,6 @@ class FusedChunks:
         self._known: dict[float, FusedPace | None] = {}
 
     def _attended(self, prompt: int) -> float:
-        """Returns the seconds that attention adds to all chunks of a prompt of `prompt` tokens."""
         done, seconds = 0, 0.0
         while done < prompt:
             new = min(self._chunk, prompt - done)
@@ -104,8 +93,6 @@ class FusedChunks:
         return seconds
 
     def pace(self, rate: float) -> FusedPace | None:
-        """Returns the steady state at `rate` requests per second, or None if the rate is too
-        high."""
         if rate not in self._known:
             self._known[rate] = self._settled(rate)
         return self._known[rate]
@@ -126,8 +113,6 @@ class FusedChunks:
         return found if found is not None and found.step <= 1.05 * step else None
 
     def _after(self, rate: float, step: float) -> FusedPace | None:
-        """Returns the state at `rate` under the assumption that steps take `step` seconds, or None
-        if the rate is too high. `pace` calls this method until the step's duration converges."""
         count = rate * self._steps * step
         if count > 1e6:
             return None
@@ -159,9 +144,7 @@ class FusedChunks:
     def within(self, pace: FusedPace, limit: float, outputs: np.ndarray) -> float:
         """Returns the fraction of requests whose mean time per token is at most `limit` seconds.
 
-        Assumes that each step of a request has a chunk with probability `pace.met`, independently
-        of other steps (normal approximation). `outputs`: number of output tokens of each
-        request."""
+        `outputs`: number of output tokens of each request."""
         spread = pace.chunk * math.sqrt(pace.met * (1 - pace.met))
         kept = 0.0
         for count, number in zip(*np.unique(outputs - 1, return_counts=True), strict=True):
@@ -175,7 +158,7 @@ class FusedChunks:
 
 
 def each_once(lengths: np.ndarray, seconds_of: Callable[[int], float]) -> np.ndarray:
-    """Returns `seconds_of(length)` for each of `lengths`. Computes it once for equal lengths."""
+    """Computes it once for equal lengths."""
     different, places = np.unique(lengths, return_inverse=True)
     return np.array([seconds_of(int(length)) for length in different])[places]
 

@@ -21,8 +21,6 @@ class Task:
     """A candidate whose highest rate is to be found.
 
     Attributes:
-      bounds: Upper bounds on the candidate's rate from the cost model.
-      kv_tokens: Number of tokens whose KV fits on one dp rank.
       rival_rate: Rate of the best candidate so far, in requests per second. The search stops as
         soon as it is clear that the task's candidate cannot exceed this rate.
       expected: Rate that the stepped cost model found, from which the search starts; 0 if unknown.
@@ -52,12 +50,9 @@ class Measurer:
     seed: int = 0
 
     def trial(self, candidate: Candidate, rate: float, stay_seconds: float = 0.0) -> Trial:
-        """Simulates the candidate at `rate` requests per second. `stay_seconds`: as in `Task`."""
         return self._trier.trial(self.runner, candidate, rate, stay_seconds)
 
     def report(self, candidate: Candidate, rate: float, stay_seconds: float) -> Report:
-        """Simulates the candidate at `rate` requests per second and returns its latencies.
-        `stay_seconds`: as in `Task`."""
         return self._trier.report(self.runner, candidate, rate, stay_seconds)
 
     @property
@@ -67,8 +62,6 @@ class Measurer:
         )
 
     def measured(self, task: Task) -> Finding | None:
-        """Finds the highest rate at which the task's candidate attains the goal. Returns None if
-        this rate does not exceed the task's `rival_rate`."""
         trials: list[Trial] = []
         stay = task.stay_seconds
 
@@ -141,9 +134,7 @@ def highest_rate(
     Assumes that attainment decreases with the rate. Calls `attained` at most MOST_RUNS times.
 
     Args:
-      attained: Returns the fraction of requests that meet the goal's limits at a rate.
       guess: Rate to start from; the result is 0 if a hundredth of this rate fails.
-      wanted: Attainment to reach.
       carried: Rate that is known to reach `wanted`, from which the search starts; 0 if no such rate
         is known.
       near: Whether the result is probably within a few percent of `guess`. The search then starts

@@ -2,18 +2,12 @@
 
 The search has two levels. The first level ranks all candidates with the cost model: by upper bounds
 on their rates (`bounds`), and then by stepping (`ranking`, `stepped`). The second level simulates
-live code. It finds the rate of the best candidate with one pool and of the best with two pools,
-without and with pipeline stages (`measure`, `trials`). Candidates whose stepped rate is close to
-these, at most `finalists` of each kind, are simulated at a rate just above. The second level is
-skipped if a conclusive run of the best candidate takes too many requests. A `Plan` ranks the
-candidates by their rate per accelerator of the site, idle accelerators included, simulated
-candidates first. It has the binding limit of each candidate and a verdict as text (`verdict`).
+live code. A `Plan` ranks the candidates by their rate per accelerator of the site, idle
+accelerators included, simulated candidates first.
 
-Goals that no candidate can attain are refused before any run (`never`). This check uses the fastest
-cases: a prompt that is prefilled alone, and a decode step with a single sequence.
+Goals that no candidate can attain are refused before any run (`never`).
 
-This module accesses the simulator only through `Runners` and prints nothing. Equal seeds give equal
-plans."""
+This module accesses the simulator only through `Runners` and prints nothing."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -75,8 +69,6 @@ class Plan:
     Attributes:
       findings: Simulated candidates, best first, and then the best stepped candidates; only the
         latter if nothing was simulated.
-      considered: Number of candidates that were ranked with the cost model.
-      verdict: Which mode is best, by how much and why, as text.
       left_out: Modes without a candidate, each with the reason as text.
     """
 
@@ -91,9 +83,6 @@ class Search:
     """Settings of a planner's search.
 
     Args:
-        dtype: Data type of weights and KV.
-        codec: Codec of the KV that prefill instances send to decode instances.
-        modes: Modes to compare.
         finalists: Largest number of candidates of each kind to simulate. Kinds are one pool and two
             pools, each without and with pipeline stages. Also the number of stepped candidates of
             each mode in the plan.
@@ -101,11 +90,6 @@ class Search:
             if it would be inconclusive otherwise.
         fused: Whether the chunked mode runs a prefill chunk and a decode step as one program, or
             alternates them. Must equal the value of the `runner`.
-        arrivals: Arrival process.
-        seed: Seed of all random numbers.
-
-    Raises:
-        ConfigError: A value is invalid.
     """
 
     dtype: str = "bfloat16"
@@ -142,19 +126,13 @@ UNTOLD = Told()
 
 
 def in_turn(measurer: Measurer, tasks: Sequence[Task]) -> Iterator[tuple[int, Finding | None]]:
-    """Runs tasks one after the other. Yields (index of the task, the task's finding or None)."""
+    """Yields (index of the task, the task's finding or None)."""
     for index, task in enumerate(tasks):
         yield index, measurer.measured(task)
 
 
 class Planner:
-    """Searches the best use of a site's accelerators for a model, goal and workload.
-
-    Args:
-      runners: Run a candidate in simulation and with the stepped cost model.
-      told: Receives progress and preliminary results.
-      spread: Function that runs the searches of all candidates, possibly on several cores.
-    """
+    """Searches the best use of a site's accelerators for a model, goal and workload."""
 
     def __init__(
         self,
@@ -214,7 +192,6 @@ class Planner:
     def _simulate(
         self, measurer: Measurer, kinds: Sequence[Sequence[Finding]], found: "_Found"
     ) -> None:
-        """Simulates the best candidate of each kind and the candidates close to them."""
         leaders = [_task(kind[0], expected=True) for kind in kinds]
         self._measure(measurer, leaders, found)
         while tasks := [
@@ -227,8 +204,6 @@ class Planner:
             self._measure(measurer, tasks, found)
 
     def _error_bars(self, stepper: Measurer, stepped: Sequence[Finding], best: Finding) -> str:
-        """Describes, as text, how the rate of the best finding changes if the predicted step times
-        have their typical error. Returns "" if its candidate has no stepped rate."""
         own = next((item for item in stepped if item.candidate == best.candidate), None)
         if own is None or not own.rate:
             return ""
@@ -237,7 +212,6 @@ class Planner:
         return error_bars(best, low, high, error)
 
     def _rows(self, stepped: Sequence[Finding], found: "_Found") -> list[Finding]:
-        """Returns the best stepped candidates of each mode that were not simulated."""
         rows: list[Finding] = []
         for mode in self._search.modes:
             of_mode = [item for item in stepped if item.candidate.mode is mode and item.rate]
@@ -284,7 +258,6 @@ class Planner:
     def _left_out(
         self, fitting: list[Fitting], priced: Sequence[tuple[Candidate, Bounds]]
     ) -> tuple[str, ...]:
-        """Returns the modes without a candidate, each with the reason."""
         needed = 2 * min(item.layout.devices for item in fitting)
         return tuple(
             f"{mode.value}: two pools need {needed} accelerators at least, there are"
@@ -311,8 +284,6 @@ class Planner:
         )
 
     def holds(self, finding: Finding, workload: Sequence[Arrival], runner: Runner) -> bool:
-        """Returns whether the finding's candidate also attains the goal at the finding's rate when
-        it is run by `runner`."""
         if not finding.rate:
             return True
         shown = next(item for item in finding.trials if item.report is finding.report)
@@ -321,14 +292,10 @@ class Planner:
         return again.lasting_attainment >= self._goal.attainment
 
     def trial(self, candidate: Candidate, workload: Sequence[Arrival], rate: float) -> Trial:
-        """Simulates the candidate at `rate` requests per second."""
         return self._measurer(workload, Demand.of(workload)).trial(candidate, rate)
 
 
 class _Found:
-    """Collects which candidates were searched so far, and the findings of those that exceeded the
-    best earlier rate."""
-
     def __init__(self, site: Site, told: Told) -> None:
         self._told = told
         self.tried: set[Candidate] = set()
@@ -351,15 +318,12 @@ class _Found:
         )
 
     def best(self, among: Sequence[Finding]) -> float:
-        """Returns the highest simulated rate of the candidates of `among`."""
         wanted = {item.candidate for item in among}
         rates = [item.rate for item in self._findings.values() if item.candidate in wanted]
         return max(rates, default=0.0)
 
     @property
     def ranked(self) -> list[Finding]:
-        """Findings, the highest rate per accelerator first. Ties are ordered by mode, one pool
-        first, and then by the higher bound."""
         return sorted(
             self._findings.values(),
             key=lambda item: (
@@ -372,8 +336,6 @@ class _Found:
 
 
 def _by_kind(stepped: Sequence[Finding]) -> list[list[Finding]]:
-    """Divides the findings into up to four lists: with one pool or two pools, and without or with
-    pipeline stages. Empty lists are omitted."""
     every = itertools.product((False, True), repeat=2)
     kinds: dict[tuple[bool, ...], list[Finding]] = {kind: [] for kind in every}
     for item in stepped:
@@ -382,8 +344,7 @@ def _by_kind(stepped: Sequence[Finding]) -> list[list[Finding]]:
 
 
 def _layouts_once(ranked: Sequence[Finding]) -> list[Finding]:
-    """Returns, for each combination of mode and layouts, the best finding only. Candidates with
-    equal layouts differ in chunk size or numbers of instances. `ranked`: findings, best first."""
+    """Candidates with equal layouts differ in chunk size or numbers of instances."""
     found: dict[object, Finding] = {}
     for item in ranked:
         one = item.candidate
@@ -392,7 +353,6 @@ def _layouts_once(ranked: Sequence[Finding]) -> list[Finding]:
 
 
 def _task(item: Finding, rival: float = 0.0, *, expected: bool = False) -> Task:
-    """Returns the task that finds a stepped candidate's rate in simulation."""
     rate, stay = item.rate if expected else 0.0, item.report.latency.mean or 0.0
     return Task(item.candidate, item.bounds, item.kv_tokens, rival, rate, stay)
 
@@ -439,9 +399,6 @@ def _missed(
     limit: float,
     wanted: float,
 ) -> tuple[float, str, int] | None:
-    """Checks whether the limit can be met for the fraction `wanted` of the prompts. Tests the
-    prompt at this quantile of the lengths on the layout that is fastest for it. Returns (seconds,
-    layout, tokens) if the prompt exceeds the limit, and None if it meets the limit."""
     at = min(len(prompts) - 1, max(0, int(np.ceil(wanted * len(prompts))) - 1))
     tokens = int(np.sort(prompts)[at])
     # Seconds increase with length: if this prompt meets the limit, so do all shorter ones.

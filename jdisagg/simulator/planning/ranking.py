@@ -3,8 +3,7 @@
 Candidates are stepped in the order of their bounds, highest first. Candidates are of the same kind
 if they have the same mode and if both or neither have pipeline stages. A candidate is dropped after
 one trial if it does not reach nearly the best rate of its kind so far. It is also dropped if an
-earlier candidate has the same layouts and a rate at least as high. A candidate whose bound is far
-below the best rate of its kind is not stepped at all."""
+earlier candidate has the same layouts and a rate at least as high."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -41,16 +40,6 @@ def ranked_by_stepping(
     spread: Spread,
     progress: Callable[[str, int, int], None],
 ) -> list[Finding]:
-    """Returns the candidates with the highest stepped rates, best first. A rate is 0 if the
-    candidate attains the goal at no rate.
-
-    Args:
-      priced: Candidates with their bounds, highest bound first.
-      measurer: Finds rates with the stepped runner.
-      rooms: Number of tokens whose KV fits on a dp rank of each layout.
-      spread: Runs the searches of several candidates.
-      progress: Receives progress as (text, done, total).
-    """
     # Bounds ignore cached prefixes, so that they bound nothing if there are any.
     hopeless = 0.0 if any(item.block_hashes for item in measurer.workload) else HOPELESS
     left: dict[Kind, list[Priced]] = {}
@@ -87,8 +76,6 @@ def ranked_by_stepping(
 
 
 def _stay_of_best(found: Sequence[Finding], kind: Kind) -> float:
-    """Returns the mean seconds that a request takes with the best candidate of a kind, or 0 if none
-    was found yet. The result does not depend on the order in which processes finish."""
     alike = [item for item in found if _kind(item.candidate) == kind]
     best = max(alike, key=lambda item: (item.rate, str(item.candidate)), default=None)
     return (best.report.latency.mean or 0.0) if best else 0.0
@@ -105,7 +92,7 @@ def _layouts(candidate: Candidate) -> Layouts:
 def resolved(measurer: Measurer, ranked: Sequence[Finding]) -> list[Finding]:
     """Determines the rates of the best findings more exactly and returns all findings in the new
     order. Findings that may have the highest stepped rate get a rate that is exact within
-    RESOLUTION. `ranked`: findings, best first."""
+    RESOLUTION."""
     near = [item for item in ranked if item.rate * (1 + TOLERANCE) >= ranked[0].rate]
     finer = [replace(item, rate=_finer(measurer, item)) for item in near]
     return [*sorted(finer, key=lambda item: -item.rate), *ranked[len(near) :]]

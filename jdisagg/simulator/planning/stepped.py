@@ -1,12 +1,10 @@
 """Runs a fast, simplified simulation of a workload on a whole fleet (*stepping* the cost model), to
 rank candidates before they are simulated with live code.
 
-The result has the form of a simulated run (`trials.Runner`). Queues, chunks, spans, KV room,
-hand-off and the duration of each step are modelled as in the simulator, but with plain counters.
-There are no messages, leases, pages or heartbeats. A request is placed on the prefill instance with
-the fewest queued tokens and on the decode instance with the fewest sequences. For each request,
-stepping takes tens of microseconds, and the simulator a millisecond. Equal arguments give equal
-results."""
+Queues, chunks, spans, KV room, hand-off and the duration of each step are modelled as in the
+simulator, but with plain counters. A request is placed on the prefill instance with the fewest
+queued tokens and on the decode instance with the fewest sequences. For each request, stepping takes
+tens of microseconds, and the simulator a millisecond."""
 
 import heapq
 import itertools
@@ -30,7 +28,6 @@ class HandoffLinks:
     """The links over which prefill instances send KV to decode instances.
 
     Attributes:
-      link: The link of one device.
       lanes: Number of links over which one prompt's KV is sent in parallel. links: Number of links
         of one prefill or decode instance, whichever has fewer.
     """
@@ -41,12 +38,7 @@ class HandoffLinks:
 
 
 class SteppedRunner:
-    """Runs candidates on workloads by stepping the cost model, as the planner's `Runner`.
-
-    Args:
-      site: The accelerators.
-      fleet_of: Returns the fleet of a candidate.
-    """
+    """Runs candidates on workloads by stepping the cost model, as the planner's `Runner`."""
 
     def __init__(self, site: Site, fleet_of: Callable[[Candidate], Fleet]) -> None:
         self._site, self._fleet_of = site, fleet_of
@@ -99,13 +91,7 @@ class PrefixCache:
 
 
 class SteppedRun:
-    """One run of a workload on a fleet.
-
-    Args:
-      handoff: Links between prefill and decode instances; None with one pool.
-      prefill: Step costs of the prefill pool; None with one pool.
-      decode: Step costs of the decode pool.
-    """
+    """One run of a workload on a fleet."""
 
     def __init__(
         self,
@@ -155,8 +141,6 @@ class SteppedRun:
         return [PrefixCache(self._fleet.block_tokens, room) for _ in self._first]
 
     def run(self, arrivals: Sequence[Arrival], lost: Lost | None = None) -> TrialRun:
-        """Returns the outcomes of all requests in order of arrival, or of the requests that ended
-        before `lost` returned True."""
         self._arrivals = arrivals
         self._begun = lost.begun if isinstance(lost, Loss) else None
         coming, number = len(arrivals), 0
@@ -192,7 +176,6 @@ class SteppedRun:
         self._place_waiting()
 
     def _place_waiting(self) -> None:
-        """Places waiting requests in order, as long as a decode instance has room."""
         while self._waiting and self._place(self._waiting[0]):
             self._waiting.popleft()
 
@@ -229,7 +212,6 @@ class SteppedRun:
     # ---- commands
 
     def _go_on(self, index: int) -> None:
-        """Begins the next command of an idle instance, or shortens its running span."""
         instance = self._every[index]
         if instance.ends_at is not None:
             if index < len(self._prefills):
@@ -246,8 +228,6 @@ class SteppedRun:
         heapq.heappush(self._events, entry)
 
     def _send(self, path: HandoffLinks, index: int, chunk: Chunk, ready: float) -> None:
-        """Computes when the KV of the chunk's rows arrives at the decode instances. `ready`: time
-        at which the chunk's tokens are sampled."""
         overlap = self._fleet.overlap
         head_at = self._now + (ready - self._now) / overlap
         rate = path.link.bytes_per_second * path.link.efficiency

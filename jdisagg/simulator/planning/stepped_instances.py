@@ -3,13 +3,10 @@ the seconds of its next command.
 
 An instance runs one command at a time: a prefill chunk, a span of decode steps, or a chunk and a
 step together (`fused`). The dp rank with the most work determines the duration. A span ends when
-its first sequence ends, or two steps after a request waits to join, as in the live loop. Chunks,
-spans, order of commands and reservations of pages follow the live workers. Preemption, swapping and
-page granularity are left out.
+its first sequence ends, or two steps after a request waits to join, as in the live loop.
 
 With pipeline stages, the next chunk begins when the running one leaves the first stage, and the
-slots of a dp rank form as many equal batches as there are stages. One pool with stages is not
-modelled. Has no side effects. Times are in seconds on the caller's clock."""
+slots of a dp rank form as many equal batches as there are stages."""
 
 import heapq
 from collections import deque
@@ -28,12 +25,7 @@ class SteppedRequest:
     """A request in progress.
 
     Attributes:
-      cached: Number of prompt tokens whose KV is in the prefix cache.
       left: Number of prompt tokens that are in no chunk yet.
-      kept: Number of tokens for which pages are reserved.
-      first: Time of the first token.
-      received: Time at which all KV has arrived at the decode instance.
-      rank: dp rank that holds the request's pages for decoding.
     """
 
     number: int
@@ -54,9 +46,7 @@ class Chunk:
 
     Attributes:
         rows: For each dp rank, its rows as (number of new tokens, number of tokens before them).
-        requests: The requests of all rows, in order.
         ended: Requests whose prompts end in the chunk.
-        tokens: Number of new tokens of each dp rank.
     """
 
     rows: list[list[tuple[int, int]]]
@@ -75,7 +65,6 @@ class PromptQueues:
         self.count = self.tokens = 0
 
     def shortest(self) -> int:
-        """Returns the dp rank with the fewest queued tokens."""
         return min(range(len(self._tokens)), key=self._tokens.__getitem__)
 
     def add(self, request: SteppedRequest, rank: int) -> None:
@@ -86,13 +75,10 @@ class PromptQueues:
 
     @property
     def all_ranks(self) -> bool:
-        """Whether every dp rank has a prompt."""
         return all(self._queues)
 
     @property
     def gathers(self) -> bool:
-        """Whether the instance may wait for more prompts: some dp rank has no prompt, and no prompt
-        is in the middle of chunked prefill."""
         prompts = (one for queue in self._queues for one in queue)
         return not self.all_ranks and all(one.left == one.prompt - one.cached for one in prompts)
 
@@ -148,8 +134,6 @@ class DecodeBatch:
         return request.prompt + request.output - 1 <= self.room
 
     def reserve(self, request: SteppedRequest) -> bool:
-        """Reserves KV room for the prompt and its next tokens, on the rank with the fewest
-        sequences among those with room. Returns False if no rank has room."""
         need = request.prompt + min(request.output, self._growth)
         ranks = [
             rank
@@ -165,8 +149,6 @@ class DecodeBatch:
         return True
 
     def _taken(self, rank: int) -> int:
-        """Returns the number of tokens of KV room that a rank uses: the reserved tokens, or the
-        contexts of its sequences if these exceed the reservations."""
         return max(self.held[rank], self.contexts[rank] + self.counts[rank])
 
     def release(self, request: SteppedRequest) -> None:
@@ -221,14 +203,9 @@ class Instance:
     order of its commands.
 
     Attributes:
-      queues: Prompts to prefill.
-      batch: Decoding sequences.
       joining: Sequences whose KV has arrived and that join after the running command.
       ends_at: End of the running command, None without one. A chunk ends when it leaves the first
         pipeline stage.
-      sampled_at: Time at which the tokens of the running chunk are sampled.
-      busy_seconds: Sum of the durations of all commands.
-      chunk: The running prefill chunk.
       version: Number of the latest change of `ends_at`.
     """
 
@@ -254,16 +231,14 @@ class Instance:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens that are queued or in the running chunk."""
         return self.queues.tokens + self._in_chunks
 
     def receive(self, request: SteppedRequest) -> None:
-        """Adds a request whose KV has arrived. Writing its KV to pages delays the next steps."""
+        """Writing its KV to pages delays the next steps."""
         self.joining.append(request)
         self._delay += self._costs.insert(request.prompt)
 
     def begin(self, now: float) -> bool:
-        """Begins the next command if there is work. Returns whether a command began."""
         for request in self.joining:
             self.batch.join(request)
         self.joining.clear()
@@ -279,8 +254,6 @@ class Instance:
         return True
 
     def _gathers(self) -> bool:
-        """Returns whether queued prompts should wait until each dp rank has a prompt
-        (`InstanceConfig.gather_steps`)."""
         return self.queues.gathers and all(self.batch.counts)
 
     def _begin_chunk(self, now: float) -> None:
@@ -299,7 +272,6 @@ class Instance:
         self._ends(now, now + interval)
 
     def _mixed_seconds(self, chunk: Chunk) -> float:
-        """Returns the seconds of one step with the chunk and all decoding sequences."""
         counts, contexts = self.batch.counts, self.batch.contexts
         tokens = [new + count for new, count in zip(chunk.tokens, counts, strict=True)]
         every = sum(tokens)
@@ -333,8 +305,6 @@ class Instance:
         return chunk
 
     def interrupt(self, now: float) -> bool:
-        """Shortens the running span, so that a waiting request can join. Returns whether the span
-        became shorter."""
         span = self._span
         if span is None or self.chunk is not None or self.ends_at is None:
             return False
@@ -354,7 +324,6 @@ class Instance:
         self.version += 1
 
     def end(self) -> CommandEnd:
-        """Ends the running command."""
         ended_at, self.ends_at = self.ends_at, None
         done = CommandEnd()
         if self._span is not None:
@@ -369,8 +338,6 @@ class Instance:
 
 
 def _fullest(chunk: Chunk) -> set[int]:
-    """Returns the dp rank with the most tokens and the dp rank with the most attention work. One of
-    the two determines the duration of the chunk."""
     rows = chunk.rows
     if len(rows) == 1:
         return {0}

@@ -1,10 +1,6 @@
 """Decides by simulation whether a candidate can sustain a request rate. A candidate sustains a rate
 if it attains the goal for any number of requests. If not, it is overloaded.
 
-Requests arrive in the workload's order, as a Poisson process (with the same random numbers at every
-rate, so that curves do not jump) or at the trace's scaled times. Requests that arrive while the
-empty cluster fills, at most a third of the time, are served but not counted.
-
 Attainment in one run is not enough: the queue of an overloaded candidate grows, but the run may end
 before the wait reaches the TTFT limit. A rate therefore counts as sustained only if both conditions
 hold:
@@ -16,14 +12,8 @@ hold:
   first token grows by less than `GROWTH` seconds per second, which is the fraction of arrivals by
   which the queue grows.
 
-A run ends early when more counted requests than the goal allows have missed a limit. A run has at
-most `most_requests` requests, or more if these cannot be conclusive. An inconclusive run is
-repeated with more requests, up to `EXTENDS` times `most_requests`. If the longest run is
-inconclusive, or the workload has no more requests, the trial is marked `short`, and its rate does
-not count as sustained.
-
-This module accesses the simulator only through `Runner` and does not choose rates. Equal seeds give
-equal results."""
+If the longest run is inconclusive, or the workload has no more requests, the trial is marked
+`short`, and its rate does not count as sustained."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -53,8 +43,6 @@ class TrialRun:
 
     Attributes:
         outcomes: Outcomes of all requests, or of those that had ended if the run was stopped.
-        usage: Device use of each worker.
-        stopped: Whether the run ended early because it missed the goal.
     """
 
     outcomes: tuple[RequestOutcome, ...]
@@ -135,9 +123,7 @@ class Trier:
         self, runner: Runner, candidate: Candidate, rate: float, stay_seconds: float
     ) -> Report:
         """Simulates the candidate at `rate` requests per second, and returns the latencies of the
-        requests that arrive after `stay_seconds`, the time that a request takes.
-
-        Half as many requests as for a trial suffice, because nothing is decided."""
+        requests that arrive after `stay_seconds`, the time that a request takes."""
         goal = self.goal
         filling = min(stay_seconds, goal.ttft_seconds + self.demand.steps_mean * goal.tpot_seconds)
         count = min(
@@ -148,11 +134,6 @@ class Trier:
         return summarise(settled(run.outcomes, filling, 1 / 2), goal.slo)
 
     def _count(self, rate: float, filling: float, stay: float) -> int:
-        """Returns the number of requests of the first run.
-
-        It is large enough to reach a steady state, and at low rates small enough to bound the run's
-        duration. If requests take `stay` seconds and `most_requests` are too few for a conclusion,
-        it is the smallest number that can be conclusive."""
         most = self.most_requests
         most = max(most, min(MARGIN * STAYS * stay * rate, EXTENDS * most))
         count = np.clip(4 * rate * filling, LEAST_REQUESTS, most)
@@ -186,8 +167,7 @@ class Loss:
         return self._missed > self._may_miss
 
     def begun(self, outcome: RequestOutcome) -> bool:
-        """Handles a request that has received its first token, given its outcome so far. Returns
-        True if the run can end."""
+        """Returns True if the run can end."""
         assert outcome.ttft is not None
         if outcome.ttft <= self._ttft or int(outcome.request_id) < self._from:
             return False
@@ -197,7 +177,6 @@ class Loss:
 
     @property
     def judged(self) -> list[RequestOutcome]:
-        """Outcomes of the counted requests that ended or are late."""
         return [*self._ended, *self._late.values()]
 
 
@@ -221,7 +200,6 @@ def _judged(rate: float, run: TrialRun, judged: Sequence[RequestOutcome], goal: 
 
 
 def requests_needed(found: Finding) -> int:
-    """Returns the number of requests that a run at the rate of a finding needs to be conclusive."""
     return int(MARGIN * STAYS * (found.report.latency.mean or 0.0) * found.rate)
 
 
@@ -248,9 +226,8 @@ def requests_at(
 def settled(
     outcomes: Sequence[RequestOutcome], filling_seconds: float, part: float = 1 / 3
 ) -> list[RequestOutcome]:
-    """Drops the outcomes of requests that arrived while the cluster filled. Returns the outcomes of
-    requests that arrived after the first `filling_seconds`, or after the fraction `part` of the
-    time between first and last arrival if that is shorter."""
+    """Returns the outcomes of requests that arrived after the first `filling_seconds`, or after the
+    fraction `part` of the time between first and last arrival if that is shorter."""
     arrivals = [item.arrival for item in outcomes]
     first, last = min(arrivals), max(arrivals)
     begin = first + min(filling_seconds, part * (last - first))

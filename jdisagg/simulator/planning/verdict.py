@@ -29,7 +29,6 @@ class Trial:
     """The result of simulating a candidate at one rate.
 
     Attributes:
-      attainment: Fraction of the counted requests that met both limits.
       late_first, late_tokens: Fractions of the counted requests that missed the TTFT and the TPOT
         limit.
       unfinished: Fraction of the counted requests that did not finish; `reason` is the most
@@ -62,9 +61,7 @@ class Finding:
     Attributes:
       rate: Highest rate of the whole candidate that attains the goal, in requests per second.
       report: Report at `rate`, or at the lowest tried rate if none attains the goal.
-      link_share: Fraction of the link's bandwidth that is in use at `rate`.
       kv_share: Mean fraction of the decode instances' KV memory that requests hold at `rate`.
-      tokens_per_second: Output tokens per second at `rate`.
       short: Whether there were too few arrivals to decide if a higher rate is possible. simulated:
         Whether the rate was found by simulating live code. If False, it was found by stepping the
         cost model.
@@ -86,13 +83,6 @@ class Finding:
 
 
 def binding_limit(trial: Trial, limits: Bounds) -> str:
-    """Returns, as text, the limit that prevents a higher rate of a candidate: the limit that most
-    requests missed in `trial`, with its most likely cause.
-
-    Args:
-        trial: Trial at a rate just above the candidate's highest rate, which missed the goal.
-        limits: Bounds of the candidate, which determine the most likely cause.
-    """
     known = dict(limits.limits)
     tokens = {
         name: rate
@@ -119,8 +109,6 @@ def binding_limit(trial: Trial, limits: Bounds) -> str:
 
 
 def first_answer(priced: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
-    """Describes the candidate of each mode with the highest bound, before any run. `priced`:
-    candidates with their bounds."""
     best: dict[Mode, tuple[Candidate, Bounds]] = {}
     for item in sorted(priced, key=lambda pair: -pair[1].rate):
         best.setdefault(item[0].mode, item)
@@ -133,7 +121,6 @@ def first_answer(priced: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
 
 
 def stepped_answer(stepped: Sequence[Finding]) -> str:
-    """Describes the best stepped candidate of each mode. `stepped`: findings, best first."""
     best: dict[Mode, Finding] = {}
     for item in stepped:
         best.setdefault(item.candidate.mode, item)
@@ -142,13 +129,6 @@ def stepped_answer(stepped: Sequence[Finding]) -> str:
 
 
 def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
-    """Returns the text of a plan's verdict: which mode is best, by how much and why.
-
-    Args:
-        findings: Findings, best first.
-        estimator: Estimator of the plan, which gives reasons.
-        left_out: Modes without a candidate, each with the reason.
-    """
     said = _compared(findings, estimator, left_out)
     said += _stages(findings, estimator)
     if any(item.candidate.mode is Mode.CHUNKED for item in findings):
@@ -166,8 +146,6 @@ def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequenc
 
 
 def _stages(findings: Sequence[Finding], estimator: Estimator) -> str:
-    """Describes how the best candidate with two pools and pipeline stages compares with the best
-    with two pools and no stages. Returns "" if one of the two is missing."""
     two = [item for item in findings if item.candidate.prefill and item.rate]
     staged = next((item for item in two if item.candidate.staged), None)
     plain = next((item for item in two if not item.candidate.staged), None)
@@ -231,7 +209,6 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
 
 
 def headroom(report: Report) -> str:
-    """Describes the latencies of the best finding at HEADROOM times its rate."""
     ttft, tpot = report.ttft.p90, report.tpot.p90
     parts = [
         f"{name} p90 {1e3 * value:.0f} ms"
@@ -245,7 +222,6 @@ def headroom(report: Report) -> str:
 
 
 def not_simulated(requests: int) -> str:
-    """Describes why no candidate was simulated: a conclusive run needs `requests` requests."""
     return (
         "All rates are from the stepped cost model, because a simulated run needs"
         f" {requests:,} requests; --most_requests={requests} permits it."
@@ -253,12 +229,6 @@ def not_simulated(requests: int) -> str:
 
 
 def error_bars(best: Finding, low: float, high: float, error: float) -> str:
-    """Describes the rates of the best finding if all steps take longer or less time than predicted.
-
-    Args:
-      low, high: Fractions of the finding's rate, with longer and with shorter steps.
-      error: Relative error of predicted steps.
-    """
     each = best.per_accelerator
     return (
         f"If all steps take {error:.0%} more or {error:.0%} less time than predicted, the first row"
@@ -276,7 +246,6 @@ def devices_for(finding: Finding, rate: float) -> int:
 
 
 def no_rate(findings: Sequence[Finding], goal: Goal) -> str:
-    """Describes why no candidate attains the goal."""
     best = max(findings, key=lambda item: max(trial.attainment for trial in item.trials))
     trial = max(best.trials, key=lambda item: item.attainment)
     name = f"{best.candidate.mode.value} {best.candidate.name}"
@@ -310,8 +279,6 @@ def _said(finding: Finding) -> str:
 
 
 def _why(one: Finding, two: Finding, estimator: Estimator) -> str:
-    """Describes why the finding `one` (one pool) has a higher rate than the finding `two` (two
-    pools). Returns "" if the reason is unknown."""
     reasons = []
     if "hand-off" in two.binding or "link" in two.binding or two.link_share > 0.8:
         reasons.append("the link is slow for the KV that is transferred")
