@@ -11,22 +11,56 @@ from dataclasses import dataclass
 from jdisagg.chat.answer import AnswerDelta, AnswerParser
 from jdisagg.chat.harmony import CHANNEL, HarmonyParser
 from jdisagg.chat.harmony import MARKS as HARMONY_MARKS
+from jdisagg.chat.json_calls import (
+    ApertusParser,
+    CohereParser,
+    ErnieParser,
+    GraniteParser,
+    HermesParser,
+    LlamaParser,
+    MistralParser,
+    NemotronParser,
+    PhiParser,
+    ToolCallsParser,
+)
 from jdisagg.chat.marked_calls import DeepSeekParser, KimiParser
+from jdisagg.chat.python_calls import GemmaParser, LfmParser, OlmoParser
 from jdisagg.chat.reasoning import Marks, ReasoningParser
-from jdisagg.chat.tagged_calls import GlmParser, MiniMaxParser, QwenCoderParser, Schemas, SeedParser
-from jdisagg.chat.tool_parsers import HermesParser, LlamaParser, MistralParser, ToolParser
+from jdisagg.chat.tagged_calls import (
+    DeepSeekTaggedParser,
+    GlmParser,
+    HunyuanParser,
+    MiniMaxParser,
+    QwenCoderParser,
+    Schemas,
+    SeedParser,
+)
+from jdisagg.chat.tool_parsers import ToolParser
 from jdisagg.errors import ConfigError
 
 AUTO, NONE = "auto", "none"
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "apertus": ApertusParser,
+    "cohere_command3": CohereParser,
     "deepseek_v3": DeepSeekParser,
+    "deepseek_v32": DeepSeekTaggedParser,
+    "ernie45": ErnieParser,
+    "gemma4": GemmaParser,
     "glm45": GlmParser,
+    "granite": GraniteParser,
     "hermes": HermesParser,
+    "hunyuan_a13b": ToolCallsParser,
+    "hy_v3": HunyuanParser,
     "kimi_k2": KimiParser,
+    "lfm2": LfmParser,
     "llama3_json": LlamaParser,
+    "minimax": ToolCallsParser,
     "minimax_m2": MiniMaxParser,
     "mistral": MistralParser,
+    "nemotron_json": NemotronParser,
+    "olmo3": OlmoParser,
+    "phi4_mini_json": PhiParser,
     "qwen3_coder": QwenCoderParser,
     "seed_oss": SeedParser,
 }
@@ -38,6 +72,8 @@ REASONING: dict[str, Marks] = {
     "deepseek_r1": _THINK,
     "glm45": _THINK,
     "qwen3": _THINK,
+    "cohere_command3": Marks("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma4": Marks("<|channel>thought", "<channel|>"),
     "kimi": Marks("◁think▷", "◁/think▷"),
     "mistral": Marks("[THINK]", "[/THINK]"),
     HARMONY_REASONING: HARMONY_MARKS,
@@ -47,20 +83,36 @@ REASONING: dict[str, Marks] = {
 # template is selected. Markers that are part of other markers are therefore last.
 _TOOL_SIGNS = (
     (CHANNEL, HARMONY),
+    ("]<]minimax[>[", None),  # MiniMax M3: arguments within tags of their own names
     ("<｜tool▁call", "deepseek_v3"),
+    ("｜DSML｜", "deepseek_v32"),
     ("<|tool_call_begin|>", "kimi_k2"),
     ("<seed:tool_call>", "seed_oss"),
     ("<minimax:tool_call>", "minimax_m2"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<|START_ACTION|>", "cohere_command3"),
+    ("<|tools_prefix|>", "apertus"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
+    ("<function_calls>", "olmo3"),
+    ("<|tool_call>", "gemma4"),
+    ("<TOOLCALL>", "nemotron_json"),
+    ("<tool_sep>", "hy_v3"),
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),
+    ("<|/tool_call|>", "phi4_mini_json"),
+    ("functools[", "phi4_mini_json"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_calls>", "hunyuan_a13b"),
+    ("<response>", "ernie45"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": ', "llama3_json"),
 )
 _REASONING_SIGNS = (
     (CHANNEL, HARMONY_REASONING),
-    *((REASONING[name].end, name) for name in ("seed_oss", "kimi", "mistral", "qwen3")),
+    *((REASONING[name].end, name) for name in ("seed_oss", "kimi", "mistral", "gemma4")),
+    *((REASONING[name].end, name) for name in ("cohere_command3", "qwen3")),
 )
 
 
@@ -114,7 +166,7 @@ class AnswerFormat:
         """The marker with which tool calls begin. "" if the model generates no calls, or if they
         begin in a header (gpt-oss)."""
         parser = TOOL_PARSERS.get(self.tools or "")
-        return "" if parser is None else parser.first_mark
+        return "" if parser is None else parser.SECTION or parser.CALL
 
     @property
     def plain_calls(self) -> bool:
