@@ -84,6 +84,7 @@ REASONING: dict[str, Marks] = {
 _TOOL_SIGNS = (
     (CHANNEL, HARMONY),
     ("]<]minimax[>[", None),  # MiniMax M3: arguments within tags of their own names
+    ("Write 'Action:'", None),  # Command R
     ("<｜tool▁call", "deepseek_v3"),
     ("｜DSML｜", "deepseek_v32"),
     ("<|tool_call_begin|>", "kimi_k2"),
