@@ -11,58 +11,61 @@ from dataclasses import dataclass
 from jdisagg.chat.answer import AnswerDelta, AnswerParser
 from jdisagg.chat.harmony import CHANNEL, HarmonyParser
 from jdisagg.chat.harmony import MARKS as HARMONY_MARKS
-from jdisagg.chat.json_calls import (
-    ApertusParser,
-    CohereParser,
-    ErnieParser,
-    GraniteParser,
-    HermesParser,
-    LlamaParser,
-    MistralParser,
-    NemotronParser,
-    PhiParser,
-    ToolCallsParser,
-)
+from jdisagg.chat.json_calls import HermesParser, JsonToolParser, LlamaParser, MistralParser
 from jdisagg.chat.marked_calls import DeepSeekParser, KimiParser
-from jdisagg.chat.python_calls import GemmaParser, LfmParser, OlmoParser
+from jdisagg.chat.python_calls import GemmaParser, PythonParser
 from jdisagg.chat.reasoning import Marks, ReasoningParser
 from jdisagg.chat.tagged_calls import (
     DeepSeekTaggedParser,
     GlmParser,
-    HunyuanParser,
     MiniMaxParser,
     QwenCoderParser,
     Schemas,
-    SeedParser,
 )
 from jdisagg.chat.tool_parsers import ToolParser
 from jdisagg.errors import ConfigError
 
 AUTO, NONE = "auto", "none"
 
+
+def _with(parser: type[ToolParser], **marks: object) -> type[ToolParser]:
+    """Returns the parser of a format that differs from another one only in its markers."""
+    return type(parser.__name__, (parser,), marks)
+
+
+_ToolCallsParser = _with(JsonToolParser, CALL="<tool_calls>", END="</tool_calls>")
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
-    "apertus": ApertusParser,
-    "cohere_command3": CohereParser,
+    "apertus": _with(JsonToolParser, CALL="<|tools_prefix|>", END="<|tools_suffix|>", KEYED=True),
+    "cohere_command3": _with(
+        JsonToolParser,
+        CALL="<|START_ACTION|>",
+        END="<|END_ACTION|>",
+        DROPPED=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
     "deepseek_v3": DeepSeekParser,
     "deepseek_v32": DeepSeekTaggedParser,
-    "ernie45": ErnieParser,
+    "ernie45": _with(HermesParser, DROPPED=("<response>", "</response>")),
     "gemma4": GemmaParser,
     "glm45": GlmParser,
-    "granite": GraniteParser,
+    "granite": _with(JsonToolParser, CALL="<|tool_call|>", OTHERS=("<tool_call>",)),
     "hermes": HermesParser,
-    "hunyuan_a13b": ToolCallsParser,
-    "hy_v3": HunyuanParser,
+    "hunyuan_a13b": _ToolCallsParser,
+    "hy_v3": _with(
+        GlmParser, SECTION="<tool_calls>", SECTION_END="</tool_calls>", NAME_END="<tool_sep>"
+    ),
     "kimi_k2": KimiParser,
-    "lfm2": LfmParser,
+    "lfm2": _with(PythonParser, CALL="<|tool_call_start|>", END="<|tool_call_end|>"),
     "llama3_json": LlamaParser,
-    "minimax": ToolCallsParser,
+    "minimax": _ToolCallsParser,
     "minimax_m2": MiniMaxParser,
     "mistral": MistralParser,
-    "nemotron_json": NemotronParser,
-    "olmo3": OlmoParser,
-    "phi4_mini_json": PhiParser,
+    "nemotron_json": _with(JsonToolParser, CALL="<TOOLCALL>", END="</TOOLCALL>"),
+    "olmo3": _with(PythonParser, CALL="<function_calls>", END="</function_calls>"),
+    "phi4_mini_json": _with(
+        JsonToolParser, CALL="<|tool_call|>", END="<|/tool_call|>", OTHERS=("functools[",)
+    ),
     "qwen3_coder": QwenCoderParser,
-    "seed_oss": SeedParser,
+    "seed_oss": _with(QwenCoderParser, SECTION="<seed:tool_call>", SECTION_END="</seed:tool_call>"),
 }
 # gpt-oss's parser separates both calls and reasoning. Either of these names selects it.
 HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"

@@ -8,8 +8,8 @@ from jdisagg.chat.tool_parsers import State, ToolParser
 
 
 class JsonToolParser(ToolParser):
-    """Base class for formats in which a call is a JSON object (`CallObject`). `_raw` is the text of
-    the current object, which becomes content if the object is not a call."""
+    """Parser for formats in which a call is a JSON object (`CallObject`), alone or in a list.
+    The text of an object that is not a call becomes content."""
 
     KEYED = False  # whether a call is {"f": {"x": 1}}
     PLAIN = False  # whether an answer may begin with a call without a marker
@@ -17,7 +17,6 @@ class JsonToolParser(ToolParser):
     def __init__(self, tools: Collection[str] = ()) -> None:
         super().__init__(tools)
         self._object: CallObject | None = None
-        self._raw: list[str] = []
         if self.PLAIN:
             self._state = State.HEAD
 
@@ -27,7 +26,6 @@ class JsonToolParser(ToolParser):
             return False
         if not body or not body.startswith("{"):
             return self._named(body)
-        self._raw = [self._held + self._text[: len(self._text) - len(body)]]
         self._object = CallObject(
             self._begin_call,
             self._found.add_arguments,
@@ -35,13 +33,14 @@ class JsonToolParser(ToolParser):
             doubtful=self.PLAIN and not self._held,
             keyed=self.KEYED,
         )
-        self._held, self._text, self._state = "", body, State.ARGUMENTS
+        self._held += self._text[: len(self._text) - len(body)]
+        self._text, self._state = body, State.ARGUMENTS
         return True
 
     def _named(self, body: str | None) -> bool:
         """Reads the beginning of a call that is not a JSON object. `body` is None if there is too
         much white space. Returns as `_step`."""
-        self._refuse(self._held)
+        self._refuse()
         return True
 
     def _arguments(self) -> bool:
@@ -56,23 +55,19 @@ class JsonToolParser(ToolParser):
                 break
             call.take(self._text[at])
             at += not call.broken or call.ended  # a character that breaks it is not part of it
-        self._raw.append(self._text[:at])
+        if not call.begun:
+            self._held += self._text[:at]
         self._text = self._text[at:]
         if not (call.ended or call.broken):
             return False
         self._object = None
-        if call.begun:
-            self._state = State.BEHIND
-        else:
-            self._refuse("".join(self._raw))
+        self._state = State.BEHIND
+        if not call.begun:
+            self._refuse()
         return True
 
     def _another(self, text: str) -> bool:
         return text.startswith("{") and (self.PLAIN or not self._closed)
-
-    def _cut_off(self) -> None:
-        if self._object is not None and not self._object.begun:
-            self._refuse("".join([*self._raw, self._text]))
 
 
 class HermesParser(JsonToolParser):
@@ -80,54 +75,6 @@ class HermesParser(JsonToolParser):
     (Hermes 2 and 3, Qwen 2.5 and 3, Granite 4)."""
 
     CALL, END = "<tool_call>", "</tool_call>"
-
-
-class ErnieParser(HermesParser):
-    """Parser for Ernie 4.5's calls, which have Hermes's format. Content is within <response>."""
-
-    DROPPED = ("<response>", "</response>")
-
-
-class GraniteParser(JsonToolParser):
-    """Parser for the list of calls of Granite 3: <|tool_call|>[{"name": "f", "arguments": {}}]."""
-
-    CALL, OTHERS = "<|tool_call|>", ("<tool_call>",)
-
-
-class PhiParser(JsonToolParser):
-    """Parser for Phi-4-mini's calls: <|tool_call|>, a call or a list, and <|/tool_call|>. The model
-    also generates functools before the list."""
-
-    CALL, END = "<|tool_call|>", "<|/tool_call|>"
-    OTHERS = ("functools[",)
-
-
-class NemotronParser(JsonToolParser):
-    """Parser for the list of calls of Nemotron Nano 2: <TOOLCALL>[...]</TOOLCALL>."""
-
-    CALL, END = "<TOOLCALL>", "</TOOLCALL>"
-
-
-class ToolCallsParser(JsonToolParser):
-    """Parser for calls within <tool_calls>: a list (Hunyuan), or one object on each line (MiniMax
-    M1)."""
-
-    CALL, END = "<tool_calls>", "</tool_calls>"
-
-
-class CohereParser(JsonToolParser):
-    """Parser for the list of calls of Command R7B and Command A. An object of this list has the
-    keys tool_name and parameters."""
-
-    CALL, END = "<|START_ACTION|>", "<|END_ACTION|>"
-    DROPPED = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
-
-
-class ApertusParser(JsonToolParser):
-    """Parser for Apertus's list of calls: <|tools_prefix|>[{"f": {"x": 1}}]<|tools_suffix|>."""
-
-    CALL, END = "<|tools_prefix|>", "<|tools_suffix|>"
-    KEYED = True
 
 
 class LlamaParser(JsonToolParser):

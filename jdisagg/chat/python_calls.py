@@ -3,7 +3,7 @@ that LFM2 and OLMo 3 generate, and Gemma 4's calls. The parsers convert the argu
 they arrive."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 from jdisagg.chat.answer import beginning_held
@@ -13,7 +13,7 @@ from jdisagg.chat.json_text import SPACE
 from jdisagg.chat.tool_parsers import State
 
 _JSON_ESCAPES = '"\\bfnrtu'
-_ESCAPES = {"'": "'", "\n": "", "x": "\\u00"}  # escapes of Python, with those of JSON
+_ESCAPES: Mapping[str, str] = {"'": "'", "\n": "", "x": "\\u00"}  # other escapes of Python, in JSON
 
 
 class PythonParser(JsonToolParser):
@@ -84,9 +84,9 @@ class PythonParser(JsonToolParser):
             self._write((json.dumps(key, ensure_ascii=False) if key else "") + ": ")
         elif character in ",([{)]}":
             self._end_word()
-            opening = "{" if self._value.closing == "" else "["
             closing = self._value.closing
-            self._write({",": ", ", "(": opening, ")": closing}.get(character, character))
+            instead = {",": ", ", "(": "[" if closing else "{", ")": closing}
+            self._write(instead.get(character, character))
         else:
             self._word += character
 
@@ -98,54 +98,28 @@ class PythonParser(JsonToolParser):
     def _in_string(self) -> bool:
         """Reads the next part of a string. Returns whether more may be read."""
         text, quote = self._text, self._quote
-        escape = -1 if quote == self.PLAIN_QUOTE else text.find("\\")
-        at = text.find(quote)
-        if escape >= 0 and (escape < at or at < 0):
-            self._write_string(text[:escape])
-            self._text = text[escape:]
-            if len(self._text) < 2:
-                return False
-            escaped, self._text = self._text[1], self._text[2:]
-            kept = "\\" if escaped in _JSON_ESCAPES else "\\\\"
-            self._write(_ESCAPES.get(escaped) or (kept + escaped if escaped != "\n" else ""))
-            return True
-        if at < 0:
-            at = len(text) - beginning_held(text, quote)
-            self._write_string(text[:at])
-            self._text = text[at:]
-            return False
-        behind = text[at + len(quote) :].lstrip()
-        if not behind and not self._last:
-            self._write_string(text[:at])
-            self._text = text[at:]
+        escape = quote if quote == self.PLAIN_QUOTE else "\\"
+        places = [at for mark in (quote, escape) if (at := text.find(mark)) >= 0]
+        at = min(places, default=len(text) - beginning_held(text, quote))
+        self._write_string(text[:at])
+        text = self._text = text[at:]
+        if text.startswith("\\"):
+            if len(text) > 1:
+                escaped, self._text = text[1], text[2:]
+                kept = ("\\" if escaped in _JSON_ESCAPES else "\\\\") + escaped
+                self._write(_ESCAPES.get(escaped, kept))
+            return len(text) > 1
+        behind = text.removeprefix(quote).lstrip()
+        if not text.startswith(quote) or not (behind or self._last):
             return False
         # LFM2 leaves quotation marks within strings unescaped.
-        if len(quote) == 1 and behind and behind[0] not in ",=:)]}" and not self._begins(behind):
-            self._write_string(text[: at + 1])
-            self._text = text[at + 1 :]
-            return True
-        self._write_string(text[:at])
-        self._write('"')
-        self._quote, self._text = "", text[at + len(quote) :]
+        ends = len(quote) > 1 or not behind or behind[0] in ",=:)]}" or behind[0] in self._firsts
+        self._write('"' if ends else json.dumps(quote)[1:-1])
+        self._quote, self._text = "" if ends else quote, text.removeprefix(quote)
         return True
-
-    def _begins(self, text: str) -> bool:
-        return any(text.startswith(mark) or mark.startswith(text) for mark in self._marks)
 
     def _write_string(self, text: str) -> None:
         self._write(json.dumps(text, ensure_ascii=False)[1:-1])
-
-
-class LfmParser(PythonParser):
-    """Parser for LFM2's list of calls: <|tool_call_start|>[f(x=1), g()]<|tool_call_end|>."""
-
-    CALL, END = "<|tool_call_start|>", "<|tool_call_end|>"
-
-
-class OlmoParser(PythonParser):
-    """Parser for OLMo 3's calls: <function_calls>, one call on each line, </function_calls>."""
-
-    CALL, END = "<function_calls>", "</function_calls>"
 
 
 class GemmaParser(PythonParser):

@@ -47,7 +47,7 @@ class TaggedParser(ToolParser):
         name = _bare(text[:at]) if text and 0 <= at <= LONGEST_NAME else ""
         name = "" if any(c.isspace() or c in '<>"' for c in name) else self._resolved(name)
         if not name or text is None:
-            self._refuse(self._held)
+            self._refuse()
             return True
         self._text = text[at:].removeprefix(self.NAME_END)
         self._schema, self._count = self._schemas.get(name, {}), 0
@@ -175,12 +175,6 @@ class GlmParser(TaggedParser):
     VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 
 
-class HunyuanParser(GlmParser):
-    """Parser for Hunyuan 3's calls, which have GLM 4.5's tags and <tool_sep> after the name."""
-
-    SECTION, SECTION_END, NAME_END = "<tool_calls>", "</tool_calls>", "<tool_sep>"
-
-
 class QwenCoderParser(TaggedParser):
     """Parser for Qwen3-Coder's calls: <tool_call> <function=f> <parameter=x> 1 </parameter>
     </function> </tool_call>, with tags and values on lines of their own."""
@@ -192,12 +186,6 @@ class QwenCoderParser(TaggedParser):
     def _trimmed(self, value: str, *, first: bool, last: bool) -> str:
         value = value.removeprefix("\n") if first else value
         return value.removesuffix("\n") if last else value
-
-
-class SeedParser(QwenCoderParser):
-    """Parser for Seed-OSS's calls, which have Qwen3-Coder's format with another outer tag."""
-
-    SECTION, SECTION_END = "<seed:tool_call>", "</seed:tool_call>"
 
 
 class MiniMaxParser(QwenCoderParser):

@@ -75,12 +75,8 @@ class ToolParser:
         self._last = True
         while self._text and self._step():
             pass
-        if self._state in (State.SECTION, State.HEAD):
+        if self._held or self._state in (State.WORDS, State.HEAD):
             self._found.say(self._held + self._text)
-        elif self._state is State.WORDS:
-            self._found.say(self._text)
-        elif self._state is State.ARGUMENTS:
-            self._cut_off()
         return self._found.take(last=True)
 
     @property
@@ -112,9 +108,6 @@ class ToolParser:
         `before` and `after` are the texts before and after SEPARATOR."""
         raise NotImplementedError
 
-    def _cut_off(self) -> None:
-        """Takes note that the text ends within the arguments of a call."""
-
     def _words(self) -> bool:
         closers = self._closers if self._found.calls_begun else ()
         marker = self._say_until(*self._openers, *closers, *self.DROPPED)
@@ -134,13 +127,13 @@ class ToolParser:
         elif text is not None and self.CALL.startswith(text):
             return False
         else:
-            self._refuse(self._held)
+            self._refuse()
         return True
 
-    def _refuse(self, text: str) -> None:
-        """Makes a text that begins no call content."""
-        self._refused += sum(map(text.count, self._openers))
-        self._found.say(text)
+    def _refuse(self) -> None:
+        """Makes the text that was held back content, because it begins no call."""
+        self._refused += sum(map(self._held.count, self._openers))
+        self._found.say(self._held)
         self._held, self._state = "", State.WORDS
 
     def _begin_call(self, name: str) -> None:
@@ -198,7 +191,7 @@ class ToolParser:
         after = after.strip()
         name = self._resolved(self._name(before.strip(), "" if after == "null" else after))
         if not name or at > LONGEST_NAME:
-            self._refuse(self._held)
+            self._refuse()
             return True
         self._begin_call(name)
         self._text, self._value = shown[at:], JsonValue()

@@ -596,15 +596,3 @@ async def test_tools_that_the_model_would_not_see_are_refused() -> None:
         async with AsyncClient(door.target) as ours:
             with pytest.raises(InvalidRequestError, match="shows none to the model"):
                 await ours.complete(messages=CHAT, tools=[WEATHER])
-
-
-async def test_a_reply_says_that_no_parser_knows_the_calls_of_the_model() -> None:
-    for template, noted in ((TEMPLATE.replace("tool_call>", "call>"), True), (TEMPLATE, False)):
-        async with http_door(Script(text="<call>weather</call>"), template=template) as door:
-            for path in ("/v1/chat/completions", "/v1/chat/completions/render"):
-                answer = await door.ask(path, {"messages": CHAT, "tools": [WEATHER]})
-                assert answer.status == 200
-                header = answer.headers.get("jdisagg-ignored-fields")
-                assert header == ("tools.no_parser" if noted else None)
-            answer = await door.ask("/v1/chat/completions", {"messages": CHAT})
-            assert "jdisagg-ignored-fields" not in answer.headers
