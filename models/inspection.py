@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
+from jdisagg.chat.formats import AnswerFormat
 from jdisagg.costs.model_geometry import CostGeometry, from_hf_fields
 from jdisagg.errors import CheckpointError, JdisaggError
 from jdisagg.layout.axes import MESH_AXES, Layout
@@ -130,10 +131,20 @@ def _look_at_files(found: Inspection, directory: Path, hf: HfConfig) -> None:
             found.missing += [error.message] if error.message not in found.missing else []
     try:
         tokenizer = Tokenizer.from_directory(directory)
-        chat = "a chat template" if tokenizer.has_chat_template else "no chat template"
+        chat = _chat(tokenizer)
         found.tokenizer = f"{tokenizer.vocabulary:,} tokens, ends {list(tokenizer.eos_ids)}, {chat}"
     except CheckpointError as error:
         found.tokenizer = f"none: {error.message}"
+
+
+def _chat(tokenizer: Tokenizer) -> str:
+    if not tokenizer.has_chat_template:
+        return "no chat template"
+    form = AnswerFormat.of(tokenizer.chat_template)
+    if not form.shows_tools:
+        return "a chat template without tools"
+    calls = f"the parser {form.tools}" if form.tools else "no parser, so that they stay text"
+    return f"a chat template, for tool calls {calls}"
 
 
 def _stored(model: Decoder, directory: Path, hf: HfConfig, vision: CheckpointTensors | None) -> str:

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 
 from jdisagg.chat.answer import AnswerDelta
+from jdisagg.chat.json_calls import MistralParser
 from jdisagg.chat.messages import ChatPrompt, Json, ToolChoice
-from jdisagg.chat.tool_parsers import MistralParser
 from jdisagg.errors import InvalidRequestError
 from jdisagg.grammar.json_blanks import ONE_BLANK
 from jdisagg.request import Grammar, GrammarKind
@@ -54,7 +54,7 @@ class ForcedParser:
 
     def __init__(self) -> None:
         self._calls = MistralParser()
-        self._calls.push(MistralParser.OPEN)
+        self._calls.push(MistralParser.CALL)
 
     def push(self, text: str) -> AnswerDelta:
         return AnswerDelta(calls=self._calls.push(text).calls)

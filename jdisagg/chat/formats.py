@@ -11,24 +11,61 @@ from dataclasses import dataclass
 from jdisagg.chat.answer import AnswerDelta, AnswerParser
 from jdisagg.chat.harmony import CHANNEL, HarmonyParser
 from jdisagg.chat.harmony import MARKS as HARMONY_MARKS
+from jdisagg.chat.json_calls import HermesParser, JsonToolParser, LlamaParser, MistralParser
 from jdisagg.chat.marked_calls import DeepSeekParser, KimiParser
+from jdisagg.chat.python_calls import GemmaParser, PythonParser
 from jdisagg.chat.reasoning import Marks, ReasoningParser
-from jdisagg.chat.tagged_calls import GlmParser, MiniMaxParser, QwenCoderParser, Schemas, SeedParser
-from jdisagg.chat.tool_parsers import HermesParser, LlamaParser, MistralParser, ToolParser
+from jdisagg.chat.tagged_calls import (
+    DeepSeekTaggedParser,
+    GlmParser,
+    MiniMaxParser,
+    QwenCoderParser,
+    Schemas,
+)
+from jdisagg.chat.tool_parsers import ToolParser
 from jdisagg.errors import ConfigError
 
 AUTO, NONE = "auto", "none"
 
+
+def _with(parser: type[ToolParser], **marks: object) -> type[ToolParser]:
+    """Returns the parser of a format that differs from another one only in its markers."""
+    return type(parser.__name__, (parser,), marks)
+
+
+_ToolCallsParser = _with(JsonToolParser, CALL="<tool_calls>", END="</tool_calls>")
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "apertus": _with(JsonToolParser, CALL="<|tools_prefix|>", END="<|tools_suffix|>", KEYED=True),
+    "cohere_command3": _with(
+        JsonToolParser,
+        CALL="<|START_ACTION|>",
+        END="<|END_ACTION|>",
+        DROPPED=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
     "deepseek_v3": DeepSeekParser,
+    "deepseek_v32": DeepSeekTaggedParser,
+    "ernie45": _with(HermesParser, DROPPED=("<response>", "</response>")),
+    "gemma4": GemmaParser,
     "glm45": GlmParser,
+    "granite": _with(JsonToolParser, CALL="<|tool_call|>", OTHERS=("<tool_call>",)),
     "hermes": HermesParser,
+    "hunyuan_a13b": _ToolCallsParser,
+    "hy_v3": _with(
+        GlmParser, SECTION="<tool_calls>", SECTION_END="</tool_calls>", NAME_END="<tool_sep>"
+    ),
     "kimi_k2": KimiParser,
+    "lfm2": _with(PythonParser, CALL="<|tool_call_start|>", END="<|tool_call_end|>"),
     "llama3_json": LlamaParser,
+    "minimax": _ToolCallsParser,
     "minimax_m2": MiniMaxParser,
     "mistral": MistralParser,
+    "nemotron_json": _with(JsonToolParser, CALL="<TOOLCALL>", END="</TOOLCALL>"),
+    "olmo3": _with(PythonParser, CALL="<function_calls>", END="</function_calls>"),
+    "phi4_mini_json": _with(
+        JsonToolParser, CALL="<|tool_call|>", END="<|/tool_call|>", OTHERS=("functools[",)
+    ),
     "qwen3_coder": QwenCoderParser,
-    "seed_oss": SeedParser,
+    "seed_oss": _with(QwenCoderParser, SECTION="<seed:tool_call>", SECTION_END="</seed:tool_call>"),
 }
 # gpt-oss's parser separates both calls and reasoning. Either of these names selects it.
 HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
@@ -38,6 +75,8 @@ REASONING: dict[str, Marks] = {
     "deepseek_r1": _THINK,
     "glm45": _THINK,
     "qwen3": _THINK,
+    "cohere_command3": Marks("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma4": Marks("<|channel>thought", "<channel|>"),
     "kimi": Marks("◁think▷", "◁/think▷"),
     "mistral": Marks("[THINK]", "[/THINK]"),
     HARMONY_REASONING: HARMONY_MARKS,
@@ -47,20 +86,37 @@ REASONING: dict[str, Marks] = {
 # template is selected. Markers that are part of other markers are therefore last.
 _TOOL_SIGNS = (
     (CHANNEL, HARMONY),
+    ("]<]minimax[>[", None),  # MiniMax M3: arguments within tags of their own names
+    ("Write 'Action:'", None),  # Command R
     ("<｜tool▁call", "deepseek_v3"),
+    ("｜DSML｜", "deepseek_v32"),
     ("<|tool_call_begin|>", "kimi_k2"),
     ("<seed:tool_call>", "seed_oss"),
     ("<minimax:tool_call>", "minimax_m2"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<|START_ACTION|>", "cohere_command3"),
+    ("<|tools_prefix|>", "apertus"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
+    ("<function_calls>", "olmo3"),
+    ("<|tool_call>", "gemma4"),
+    ("<TOOLCALL>", "nemotron_json"),
+    ("<tool_sep>", "hy_v3"),
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),
+    ("<|/tool_call|>", "phi4_mini_json"),
+    ("functools[", "phi4_mini_json"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_calls>", "hunyuan_a13b"),
+    ("<response>", "ernie45"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": ', "llama3_json"),
 )
 _REASONING_SIGNS = (
     (CHANNEL, HARMONY_REASONING),
-    *((REASONING[name].end, name) for name in ("seed_oss", "kimi", "mistral", "qwen3")),
+    *((REASONING[name].end, name) for name in ("seed_oss", "kimi", "mistral", "gemma4")),
+    *((REASONING[name].end, name) for name in ("cohere_command3", "qwen3")),
 )
 
 
@@ -114,7 +170,7 @@ class AnswerFormat:
         """The marker with which tool calls begin. "" if the model generates no calls, or if they
         begin in a header (gpt-oss)."""
         parser = TOOL_PARSERS.get(self.tools or "")
-        return "" if parser is None else parser.first_mark
+        return "" if parser is None else parser.SECTION or parser.CALL
 
     @property
     def plain_calls(self) -> bool:

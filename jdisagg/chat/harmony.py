@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 
 from jdisagg.chat.answer import AnswerDelta, Collected, beginning_held
 from jdisagg.chat.call_names import resolved
+from jdisagg.chat.json_text import JsonValue
 from jdisagg.chat.reasoning import Marks
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -48,7 +49,8 @@ class HarmonyParser:
         self._say: Callable[[str], None] = self._think if thinking else self._found.say
         self._header = ""  # the part of the header read so far
         self._parted = ""  # separator before the next text of this part
-        self._thought = self._said = self._argued = False  # whether that kind was emitted
+        self._thought = self._said = False  # whether that kind was emitted
+        self._value: JsonValue | None = None  # the arguments, once they have begun
 
     @property
     def reasons(self) -> bool:
@@ -112,6 +114,10 @@ class HarmonyParser:
             return True
         if marker == MESSAGE:
             self._begin_body(self._header)
+        elif marker == CALL:  # a call without arguments
+            self._begin_body(self._header)
+            self._end_of_body()
+            self._step = self._between
         elif marker:  # a part without a message is ignored
             self._header = START if marker == START else ""
             self._step = self._in_header if marker == START else self._between
@@ -124,15 +130,15 @@ class HarmonyParser:
         self._say = self._think if thinks else self._found.say
         name = resolved(to[1], self._tools) if to and self._tools else ""
         if name:
-            self._parted, self._argued = "", False
-            self._say = self._found.add_arguments
+            self._parted, self._value = "", None
+            self._say = self._argue
             self._found.begin_call(name)
 
     def _body(self) -> bool:
         found, marker = self._until(_AFTER_BODY)
         self._pass_on(found)
         if marker:
-            self._end_of_body()
+            self._end_of_body(complete=True)
             opens = marker in (START, CHANNEL)  # the end marker may be missing
             self._header = marker if opens else ""
             self._step = self._in_header if opens else self._between
@@ -140,16 +146,27 @@ class HarmonyParser:
 
     def _pass_on(self, text: str) -> None:
         if text:
-            self._argued = True
             self._thought = self._thought or self._say == self._think
             self._said = self._said or self._say == self._found.say
             self._say(self._parted + text)
             self._parted = ""
 
-    def _end_of_body(self) -> None:
-        if self._say == self._found.add_arguments and not self._argued:
-            self._found.add_arguments("{}")
+    def _end_of_body(self, *, complete: bool = False) -> None:
+        """Ends a part. `complete` is whether a marker ended it, and not the end of the text."""
+        if self._say == self._argue:
+            if self._value is None:
+                self._found.add_arguments("{}")
+            elif complete or self._value.broken:
+                self._found.add_arguments(self._value.rest())
         self._say = self._found.say
+
+    def _argue(self, text: str) -> None:
+        """Emits arguments. Drops text after the end of their JSON, such as a bracket too many."""
+        if self._value is None and text.strip():
+            text, self._value = text.lstrip(), JsonValue()
+        if (value := self._value) is not None:
+            written = (value.take(character) for character in text if not value.ended)
+            self._found.add_arguments("".join(written))
 
     def _think(self, text: str) -> None:
         self._reasoning.append(text)

@@ -258,6 +258,13 @@ class Frontend:
         ):
             self.prompts.check_ids(name, ids)
 
+    def leaves_calls_in_text(self, prompt: Prompt) -> bool:
+        """Returns whether the model may call tools in its answer to a prompt, but no parser knows
+        the format of its calls."""
+        if not isinstance(prompt, ChatPrompt) or prompt.tool_choice is ToolChoice.REQUIRED:
+            return False
+        return bool(prompt.callable_tools) and self._answers.tools is None
+
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """Tokenizes a prompt in the same way as `build_request` and returns the token ids. The
         prompt may be longer than the model's context. Raises InvalidRequestError for an invalid

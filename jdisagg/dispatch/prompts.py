@@ -17,7 +17,6 @@ from jdisagg.chat.image_files import ImageFile, check_bytes
 from jdisagg.chat.image_marks import HiddenMarks
 from jdisagg.chat.messages import (
     ChatPrompt,
-    ToolChoice,
     check_chat,
     images_of,
     json_bytes,
@@ -300,12 +299,6 @@ class PromptEncoder:
             raise InvalidRequestError(
                 f"tools cannot be used: the chat template of {self.model.name!r} shows none to the"
                 " model; describe them in a message"
-            )
-        forced = prompt.tool_choice is ToolChoice.REQUIRED
-        if prompt.callable_tools and not forced and self._answers.tools is None:
-            raise InvalidRequestError(
-                f"tools cannot be used: the chat template of {self.model.name!r} does not show how"
-                " it writes calls; start the server with --tool_parser"
             )
 
     def _check_text(self, name: str, text: str) -> int:

@@ -107,6 +107,21 @@ def test_nothing_that_was_said_is_lost_where_a_marker_is_damaged(
         ("<|channel|>commentary to=functions.run <|con", "", "", []),
         ("<|channel|>commentary to=functions.run<|message|>", "", "", [["run", "{}"]]),
         (' to=functions.run<|channel|>commentary json<|message|>{"x', "", "", [["run", '{"x']]),
+        # brackets too few or too many, and no arguments
+        (
+            '<|channel|>commentary to=functions.run<|message|>{"x": [1<|call|>',
+            *("", "", [["run", '{"x": [1]}']]),
+        ),
+        (
+            '<|channel|>commentary to=functions.run<|message|>{"x": 1}}<|call|>',
+            *("", "", [["run", '{"x": 1}']]),
+        ),
+        (
+            '<|channel|>commentary to=functions.run<|message|>{"x": [1}<|call|>',
+            *("", "", [["run", '{"x": [1]}']]),
+        ),
+        ("<|channel|>commentary to=functions.run<|message|> <|call|>", "", "", [["run", "{}"]]),
+        ("<|channel|>commentary to=functions.run<|call|>", "", "", [["run", "{}"]]),
         # an end that was left out
         (
             "<|channel|>analysis<|message|>so<|start|>assistant<|channel|>final<|message|>Hi",

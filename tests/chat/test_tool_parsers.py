@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from jdisagg.chat.answer import LONGEST_SPACE
 from jdisagg.chat.formats import TOOL_PARSERS
+from jdisagg.chat.tagged_calls import TaggedParser
 from tests.chat.transcripts import WRITERS, Answer, Call, read
 
 FORMS = pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_what_a_model_calls_is_found_however_its_text_is_cut(
 
 def _as_typed(name: str, called: str, given: dict[str, object]) -> dict[str, object]:
     """Between tags all is text: what the schema calls a string is one."""
-    if not issubclass(TOOL_PARSERS[name], TOOL_PARSERS["glm45"].__mro__[1]):  # type: ignore
+    if not issubclass(TOOL_PARSERS[name], TaggedParser):
         return given
     return {
         key: str(value) if called == "get_weather" and key == "city" else value
@@ -94,6 +95,7 @@ def test_any_text_is_read_the_same_however_it_is_cut_and_words_are_not_lost(
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[name]), max_size=12)))
     whole = read(TOOL_PARSERS[name](SCHEMAS), [text])
     assert read(TOOL_PARSERS[name](SCHEMAS), cut(data, text)) == whole
+    assert read(TOOL_PARSERS[name](SCHEMAS), text) == whole
     if not whole.calls:
         assert whole.content == text
     # What was given out after some text is a function of that text.
@@ -123,10 +125,105 @@ def test_a_damaged_call_is_read_as_what_it_still_is(
     assert str(whole).encode()
 
 
+def _end_marks(name: str) -> list[str]:
+    return [mark for mark in (TOOL_PARSERS[name].END, TOOL_PARSERS[name].SECTION_END) if mark]
+
+
+def _behind_the_value(text: str, value: str) -> int:
+    """The place behind a value, and behind the mark that ends a string."""
+    at = text.index(value) + len(value)
+    quote = next((mark for mark in ('"', "'", '<|"|>') if text.startswith(mark, at)), "")
+    return at + len(quote)
+
+
+@FORMS
+@pytest.mark.parametrize("between", ["", "\n"])
+def test_an_end_mark_outside_a_string_ends_the_call(
+    name: str, write: Callable[[list[Call]], str], between: str
+) -> None:
+    first, second = write([("run", {"x": "yes"})]), write([("run", {"y": "no"})])
+    if not first.startswith(TOOL_PARSERS[name].SECTION or TOOL_PARSERS[name].CALL):
+        return  # without a marker, what follows an end mark is text
+    first = first[: _behind_the_value(first, "yes")]
+    for mark in _end_marks(name):
+        for rest, calls, content in (
+            (second, [("run", {"x": "yes"}), ("run", {"y": "no"})], ""),
+            ("", [("run", {"x": "yes"})], ""),
+            (mark, [("run", {"x": "yes"})], ""),
+        ):
+            for pieces in ([first + between + mark + rest], first + between + mark + rest):
+                answer = read(TOOL_PARSERS[name](SCHEMAS), pieces)
+                assert (answer.parsed(), answer.content) == (calls, content)
+    done = read(
+        TOOL_PARSERS[name](SCHEMAS), first + "\n" + "".join(_end_marks(name)[:1]) + "\nDone."
+    )
+    if _end_marks(name):
+        assert (done.parsed(), done.content.strip()) == ([("run", {"x": "yes"})], "Done.")
+
+
+@FORMS
+def test_the_marks_of_another_call_end_a_call_in_json(
+    name: str, write: Callable[[list[Call]], str]
+) -> None:
+    if issubclass(TOOL_PARSERS[name], TaggedParser) or write.__name__ == "llama":
+        return
+    first, second = write([("run", {"x": "yes"})]), write([("run", {"y": "no"})])
+    answer = read(TOOL_PARSERS[name](SCHEMAS), first[: _behind_the_value(first, "yes")] + second)
+    assert answer.parsed() == [("run", {"x": "yes"}), ("run", {"y": "no"})]
+
+
+@FORMS
+def test_marks_within_a_string_are_part_of_it(
+    name: str, write: Callable[[list[Call]], str]
+) -> None:
+    for mark in [TOOL_PARSERS[name].CALL, *_end_marks(name)]:
+        calls: list[Call] = [("run", {"x": f"The mark {mark} stands here."}), ("run", {"y": 1})]
+        answer = read(TOOL_PARSERS[name](SCHEMAS), write(calls))
+        assert (answer.parsed(), answer.content) == (calls, "")
+
+
+@FORMS
+@pytest.mark.parametrize("extra", ["}", "]", ")", "}}", "}]", "}\n"])
+def test_brackets_too_many_are_dropped_with_the_marks_behind_them(
+    name: str, write: Callable[[list[Call]], str], extra: str
+) -> None:
+    if issubclass(TOOL_PARSERS[name], TaggedParser):
+        return  # has no brackets
+    text, more = write([("run", {"x": "yes"})]), write([("run", {"y": 1})])
+    start = _behind_the_value(text, "yes")
+    for at in [at + 1 for at in range(start, len(text)) if text[at] in "})]"]:
+        for rest, calls in ((more, [("run", {"y": 1})]), ("\nDone.", [])):
+            answer = read(TOOL_PARSERS[name](SCHEMAS), text[:at] + extra + text[at:] + rest)
+            assert answer.parsed() == [("run", {"x": "yes"}), *calls]
+            assert answer.content.strip() == ("" if calls else "Done.")
+
+
+@FORMS
+@given(data=st.data(), calls=CALLS)
+@settings(max_examples=60)
+def test_what_is_a_call_never_holds_a_mark(
+    name: str, write: Callable[[list[Call]], str], data: st.DataObject, calls: list[Call]
+) -> None:
+    """Wherever the model ends its first call: outside strings, if the form has strings."""
+    second = write([("run", {"y": "no"})])
+    first = write([("run", {"x": 1, "days": [2, {"z": 3}]}), *calls])
+    places = [at + 1 for at in range(first.index("1"), len(first)) if first[at] in "0123456789"]
+    at = data.draw(st.sampled_from(places[:3]))
+    mark = data.draw(st.sampled_from(_end_marks(name) or [TOOL_PARSERS[name].CALL]))
+    if write.__name__ == "llama":
+        second, mark = "; " + second, ""
+    text = first[:at] + "\n" + mark + "\n" + second
+    whole = read(TOOL_PARSERS[name](SCHEMAS), [text])
+    assert read(TOOL_PARSERS[name](SCHEMAS), cut(data, text)) == whole
+    (ran, given), last = whole.parsed()
+    assert ran == "run" and given["x"] == 1 and "<" not in whole.calls[0][1]
+    assert last == ("run", {"y": "no"})
+
+
 @PARSERS
 def test_what_is_held_back_is_bounded(name: str) -> None:
     kind = TOOL_PARSERS[name]
-    markers = [getattr(kind, name, "") for name in ("OUTER", "SECTION", "OPEN", "CALL", "TAG")]
+    markers = [getattr(kind, name, "") for name in ("SECTION", "CALL")]
     flood = 2000
     for marker in ["", *filter(None, markers)]:
         for text in (
@@ -208,6 +305,17 @@ def test_an_answer_without_calls_is_passed_on_at_once(name: str) -> None:
     assert parser.finish().content == ""
 
 
+def _kimi(call: str) -> str:
+    marks = ("<|tool_calls_section_begin|><|tool_call_begin|>", "<|tool_call_end|>")
+    return marks[0] + call + marks[1] + "<|tool_calls_section_end|>"
+
+
+def _deepseek(call: str) -> str:
+    return (
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "text", "calls"),
     [
@@ -237,6 +345,50 @@ def test_an_answer_without_calls_is_passed_on_at_once(name: str) -> None:
         ("mistral", '[TOOL_CALLS]run[CALL_ID]abc[ARGS]{"a": 1}', [["run", '{"a": 1}']]),
         ("mistral", "[TOOL_CALLS] none of this", []),
         ("kimi_k2", "<|tool_call_begin|>odd head<|tool_call_end|>", []),
+        # A call without arguments, with and without the marks around them.
+        ("kimi_k2", _kimi("functions.f:0<|tool_call_argument_begin|>"), [["f", "{}"]]),
+        ("kimi_k2", _kimi("functions.f:0<|tool_call_argument_begin|>null"), [["f", "{}"]]),
+        ("kimi_k2", _kimi("functions.f:0"), [["f", "{}"]]),
+        ("kimi_k2", "<|tool_call_begin|>f:0<|tool_call_argument_begin|>", [["f", "{}"]]),
+        ("deepseek_v3", _deepseek("f<｜tool▁sep｜>"), [["f", "{}"]]),
+        ("deepseek_v3", _deepseek("function<｜tool▁sep｜>f"), [["f", "{}"]]),
+        ("deepseek_v3", _deepseek("function<｜tool▁sep｜>f\n```json\n```"), [["f", "{}"]]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [["f", "{}"]]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": }</tool_call>', [["f", "{}"]]),
+        ("hermes", '<tool_call>{"name": "f", "arguments":</tool_call>', [["f", "{}"]]),
+        ("hermes", '<tool_call>{"name": "f"</tool_call>', [["f", "{}"]]),
+        ("mistral", "[TOOL_CALLS]f[ARGS]", [["f", "{}"]]),
+        ("mistral", "[TOOL_CALLS]f[TOOL_CALLS]f[ARGS]{}", [["f", "{}"], ["f", "{}"]]),
+        ("glm45", "<tool_call>\nf\n</tool_call>", [["f", "{}"]]),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n</tool_call>", [["f", "{}"]]),
+        ("qwen3_coder", "<tool_call>\n<function=f\n</tool_call>", [["f", "{}"]]),
+        ("hy_v3", "<tool_calls><tool_call>f</tool_call></tool_calls>", [["f", "{}"]]),
+        ("minimax_m2", '<invoke name="f">\n</minimax:tool_call>', [["f", "{}"]]),
+        ("apertus", '<|tools_prefix|>[{"f": null}]<|tools_suffix|>', [["f", "{}"]]),
+        ("lfm2", "<|tool_call_start|>[f(), f(<|tool_call_end|>", [["f", "{}"], ["f", "{}"]]),
+        ("olmo3", "<function_calls>\nf\n</function_calls>", [["f", "{}"]]),
+        ("gemma4", "<|tool_call>call:f<tool_call|>", [["f", "{}"]]),
+        # Strings that Python and Gemma 4 write.
+        ("olmo3", "<function_calls>\nf(a='it\\'s \\x41\\n')", [["f", '{"a": "it\'s \\u0041\\n"}']]),
+        (
+            "lfm2",
+            "<|tool_call_start|>[f(a='it's', b=[True])]",
+            [["f", '{"a": "it\'s", "b": [true]}']],
+        ),
+        ("olmo3", '<function_calls>\nf(a="""x"y\n""")', [["f", '{"a": "x\\"y\\n"}']]),
+        (
+            "gemma4",
+            '<|tool_call>call:f{a:<|"|>"\\<|"|>,b:{c:d e}}',
+            [["f", '{"a": "\\"\\\\", "b": {"c": "d e"}}']],
+        ),
+        # DeepSeek states which arguments are strings.
+        (
+            "deepseek_v32",
+            '<｜DSML｜invoke name="f">\n'
+            '<｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="b" string="false">1</｜DSML｜parameter>\n</｜DSML｜invoke>',
+            [["f", '{"a": "1", "b": 1}']],
+        ),
         ("deepseek_v3", "<｜tool▁calls▁begin｜> no", []),
         ("glm45", "<tool_call>run</tool_call>", [["run", "{}"]]),
         ("glm45", "<tool_call>run\n<arg_key>a</arg_key><arg_value>NaN", [["run", '{"a": ']]),

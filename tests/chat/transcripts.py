@@ -133,13 +133,137 @@ def minimax(calls: list[Call]) -> str:
     return "<minimax:tool_call>\n" + "".join(each) + "</minimax:tool_call>"
 
 
+def deepseek_3_2(calls: list[Call]) -> str:
+    mark = "｜DSML｜"
+    each = [
+        f'<{mark}invoke name="{name}">\n'
+        + "".join(
+            f'<{mark}parameter name="{key}" string="{str(isinstance(value, str)).lower()}">'
+            f"{_plain(value)}</{mark}parameter>\n"
+            for key, value in given.items()
+        )
+        + f"</{mark}invoke>\n"
+        for name, given in calls
+    ]
+    return f"<{mark}function_calls>\n" + "".join(each) + f"</{mark}function_calls>"
+
+
+def hunyuan_3(calls: list[Call]) -> str:
+    each = [
+        f"<tool_call>{name}<tool_sep>\n"
+        + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{_plain(value)}</arg_value>\n"
+            for key, value in given.items()
+        )
+        + "</tool_call>\n"
+        for name, given in calls
+    ]
+    return "<tool_calls>\n" + "".join(each) + "</tool_calls>"
+
+
+def _listed(calls: list[Call], name: str = "name", arguments: str = "arguments") -> str:
+    return json.dumps([{name: called, arguments: given} for called, given in calls])
+
+
+def granite(calls: list[Call]) -> str:
+    return "<|tool_call|>" + _listed(calls)
+
+
+def phi(calls: list[Call]) -> str:
+    each = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+    return "".join(f"<|tool_call|>{call}<|/tool_call|>" for call in each)
+
+
+def phi_listed(calls: list[Call]) -> str:
+    return "functools" + _listed(calls)
+
+
+def nemotron(calls: list[Call]) -> str:
+    return f"<TOOLCALL>{_listed(calls)}</TOOLCALL>"
+
+
+def hunyuan(calls: list[Call]) -> str:
+    return f"<tool_calls>{_listed(calls)}</tool_calls>"
+
+
+def minimax_1(calls: list[Call]) -> str:
+    each = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+    return "<tool_calls>\n" + "\n".join(each) + "\n</tool_calls>"
+
+
+def cohere(calls: list[Call]) -> str:
+    each = [
+        json.dumps({"tool_call_id": str(at), "tool_name": name, "parameters": given})
+        for at, (name, given) in enumerate(calls)
+    ]
+    return "<|START_ACTION|>[\n    " + ",\n    ".join(each) + "\n]<|END_ACTION|>"
+
+
+def apertus(calls: list[Call]) -> str:
+    listed = json.dumps([{name: given} for name, given in calls])
+    return f"<|tools_prefix|>{listed}<|tools_suffix|>"
+
+
+def _python(calls: list[Call], between: str) -> str:
+    return between.join(
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+        for name, given in calls
+    )
+
+
+def lfm(calls: list[Call]) -> str:
+    return f"<|tool_call_start|>[{_python(calls, ', ')}]<|tool_call_end|>"
+
+
+def lfm_json(calls: list[Call]) -> str:
+    return f"<|tool_call_start|>{_listed(calls)}<|tool_call_end|>"
+
+
+def olmo(calls: list[Call]) -> str:
+    return "<function_calls>\n" + _python(calls, "\n") + "\n</function_calls>"
+
+
+def _gemma_value(value: object) -> str:
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            pairs = [f"{_gemma_value(key)}:{_gemma_value(one)}" for key, one in value.items()]
+            return "{" + ",".join(pairs) + "}"
+        case list():
+            return "[" + ",".join(map(_gemma_value, value)) + "]"
+    return json.dumps(value)
+
+
+def gemma(calls: list[Call]) -> str:
+    return "".join(
+        f"<|tool_call>call:{name}{{"
+        + ",".join(f"{key}:{_gemma_value(value)}" for key, value in given.items())
+        + "}<tool_call|>"
+        for name, given in calls
+    )
+
+
 WRITERS = {
+    "apertus": [apertus],
+    "cohere_command3": [cohere],
     "hermes": [hermes],
     "llama3_json": [llama, llama_tagged],
     "mistral": [mistral, mistral_named],
     "deepseek_v3": [deepseek, deepseek_3_1],
+    "deepseek_v32": [deepseek_3_2],
+    "ernie45": [hermes],
+    "gemma4": [gemma],
+    "granite": [granite],
+    "hunyuan_a13b": [hunyuan],
+    "hy_v3": [hunyuan_3],
     "kimi_k2": [kimi],
     "glm45": [glm],
+    "lfm2": [lfm, lfm_json],
+    "minimax": [minimax_1],
+    "nemotron_json": [nemotron],
+    "olmo3": [olmo],
+    "phi4_mini_json": [phi, phi_listed],
     "qwen3_coder": [qwen_coder],
     "seed_oss": [seed],
     "minimax_m2": [minimax],

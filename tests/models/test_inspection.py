@@ -262,3 +262,14 @@ def test_a_field_that_is_nonsense_is_named(
 ) -> None:
     found = inspect(_changed(GOLDEN / "llama_tied", tmp_path / "model", **{field: value}))
     assert said in found.missing[0]
+
+
+def test_an_inspection_says_which_parser_reads_the_calls_of_the_model(tmp_path: Path) -> None:
+    directory = _changed(SHIPPED_MODEL, tmp_path / "model")
+    for template, said in (
+        ("{{ tools }}<tool_call>", "a chat template, for tool calls the parser hermes"),
+        ("{{ tools }}", "a chat template, for tool calls no parser, so that they stay text"),
+        ("{{ messages }}", "a chat template without tools"),
+    ):
+        (directory / "chat_template.jinja").write_text(template)
+        assert inspect(directory).tokenizer.endswith(said)

@@ -14,6 +14,7 @@ from tests.service.doors import MODEL
 from tests.service.http_doors import HttpDoor, http_door
 from tests.service.test_chats_with_tools import (
     CALLS,
+    CHAT,
     FLAT,
     ROUND,
     SCHEMA,
@@ -150,3 +151,15 @@ async def test_an_answer_of_a_form_may_be_a_call_and_follow_a_thought(
     grammars = [request.sampling.grammar for request in door.path.requests]
     assert all(may_think_or_call(one) for one in grammars) and len({*grammars}) == 2
     assert all("<tool_call>" in (one.text if one else "") for one in grammars[:-1])
+
+
+async def test_a_reply_says_that_no_parser_knows_the_calls_of_the_model() -> None:
+    for template, noted in ((TEMPLATE.replace("tool_call>", "call>"), True), (TEMPLATE, False)):
+        async with http_door(Script(text="<call>weather</call>"), template=template) as door:
+            for path in ("/v1/chat/completions", "/v1/chat/completions/render"):
+                answer = await door.ask(path, {"messages": CHAT, "tools": [WEATHER]})
+                assert answer.status == 200
+                header = answer.headers.get("jdisagg-ignored-fields")
+                assert header == ("tools.no_parser" if noted else None)
+            answer = await door.ask("/v1/chat/completions", {"messages": CHAT})
+            assert "jdisagg-ignored-fields" not in answer.headers

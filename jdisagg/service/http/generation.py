@@ -89,8 +89,7 @@ class HttpGeneration:
         fields = Fields.of(await exchange.body(self._limit_bytes))
         exchange.fields = fields.names
         asked = chat_from(fields)
-        if ignored := ignored_header(fields):
-            exchange.reply_headers.append((IGNORED, ignored))
+        self._note_ignored(exchange, fields, asked)
         check_model(asked.model, self._frontend)
         with named_as_sent(fields):
             built = await self._build(asked, asked.prompts[0], asked.request_id)
@@ -109,6 +108,12 @@ class HttpGeneration:
         }
         await exchange.reply(msgspec.json.encode(shown))
 
+    def _note_ignored(self, exchange: Exchange, fields: Fields, asked: Asked) -> None:
+        if any(map(self._frontend.leaves_calls_in_text, asked.prompts)):
+            fields.leave_out("tools.no_parser")
+        if ignored := ignored_header(fields):
+            exchange.reply_headers.append((IGNORED, ignored))
+
     async def _answer(
         self, exchange: Exchange, prefix: str, read: Callable[[Fields], Asked], kind: type[Reply]
     ) -> None:
@@ -116,8 +121,7 @@ class HttpGeneration:
             fields = Fields.of(await exchange.body(self._limit_bytes))
             exchange.fields = fields.names
             asked = read(fields)
-            if ignored := ignored_header(fields):
-                exchange.reply_headers.append((IGNORED, ignored))
+            self._note_ignored(exchange, fields, asked)
             request_id = asked.request_id or _request_id(exchange)
             exchange.reply_headers += [(name, _header(request_id)) for name in kind.id_headers]
             check_model(asked.model, self._frontend)
