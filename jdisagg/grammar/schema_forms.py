@@ -195,8 +195,8 @@ def _numbers(where: str, value: object) -> object:
     if not _exact(value, where.endswith(_BOUNDS)):
         shown = value.text if isinstance(value, _Rounded) else repr(value)
         raise SchemaError(
-            f"{where}: the number {shown:.80} cannot be enforced exactly, because it would be rounded"
-            " to a 64-bit float; use a number with fewer digits, or a string"
+            f"{where}: the number {shown:.80} cannot be enforced exactly, because it would be"
+            " rounded to a 64-bit float; use a number with fewer digits, or a string"
         )
     return int(value) if value == int(value) else value
 

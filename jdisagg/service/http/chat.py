@@ -23,6 +23,7 @@ from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
 from jdisagg.service.http.fields import (
     ANYTHING,
     PLAIN_OBJECT,
+    SCHEMA_OBJECT,
     TEXT,
     TEXT_OR_JSON,
     YES,
@@ -341,8 +342,9 @@ def chat_tool(tool: Fields, *, nested: bool = True, namespace: str = "") -> Chat
     return ChatTool(
         joined_name(namespace, function.given("name", TEXT)),
         function.read("description", TEXT) or "",
-        function.read("parameters", PLAIN_OBJECT),
+        function.read("parameters", SCHEMA_OBJECT),
         function.read("return", PLAIN_OBJECT),
+        strict=bool(function.read("strict", YES)),
     )
 
 

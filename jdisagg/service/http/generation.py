@@ -32,6 +32,7 @@ from jdisagg.service.http.fields import Fields
 from jdisagg.service.http.grammar import named_as_sent
 from jdisagg.service.http.message_replies import MessageReply
 from jdisagg.service.http.messages import message_from
+from jdisagg.service.http.patterns import without_patterns
 from jdisagg.service.http.replies import ChatReply, CompletionReply, Heading, Reply, ReplyChoice
 from jdisagg.service.http.requests import Asked, chat_from, completion_from, ignored_header
 from jdisagg.service.http.response_replies import ResponseReply
@@ -86,11 +87,7 @@ class HttpGeneration:
     async def rendered_chat(self, exchange: Exchange) -> None:
         """Replies with the prompt and the sampling parameters that a request of
         /v1/chat/completions would have. Generates no tokens."""
-        fields = Fields.of(await exchange.body(self._limit_bytes))
-        exchange.fields = fields.names
-        asked = chat_from(fields)
-        if ignored := ignored_header(fields):
-            exchange.reply_headers.append((IGNORED, ignored))
+        fields, asked = await self._read(exchange, chat_from)
         check_model(asked.model, self._frontend)
         with named_as_sent(fields):
             built = await self._build(asked, asked.prompts[0], asked.request_id)
@@ -109,15 +106,21 @@ class HttpGeneration:
         }
         await exchange.reply(msgspec.json.encode(shown))
 
+    async def _read(
+        self, exchange: Exchange, read: Callable[[Fields], Asked]
+    ) -> tuple[Fields, Asked]:
+        fields = Fields.of(await exchange.body(self._limit_bytes))
+        exchange.fields = fields.names
+        asked = await without_patterns(fields, read(fields))
+        if ignored := ignored_header(fields):
+            exchange.reply_headers.append((IGNORED, ignored))
+        return fields, asked
+
     async def _answer(
         self, exchange: Exchange, prefix: str, read: Callable[[Fields], Asked], kind: type[Reply]
     ) -> None:
         with self._log.request("", "") as record:
-            fields = Fields.of(await exchange.body(self._limit_bytes))
-            exchange.fields = fields.names
-            asked = read(fields)
-            if ignored := ignored_header(fields):
-                exchange.reply_headers.append((IGNORED, ignored))
+            fields, asked = await self._read(exchange, read)
             request_id = asked.request_id or _request_id(exchange)
             exchange.reply_headers += [(name, _header(request_id)) for name in kind.id_headers]
             check_model(asked.model, self._frontend)

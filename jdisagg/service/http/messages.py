@@ -25,6 +25,7 @@ from jdisagg.service.http.chat import OfferedTools, image_part, without_hosted
 from jdisagg.service.http.fields import (
     INTEGER,
     PLAIN_OBJECT,
+    SCHEMA_OBJECT,
     TEXT,
     TEXT_OR_JSON,
     TEXTS,
@@ -321,5 +322,6 @@ def _tool(tool: Fields) -> ChatTool:
     return ChatTool(
         tool.given("name", TEXT),
         tool.read("description", TEXT) or "",
-        tool.given("input_schema", PLAIN_OBJECT),
+        tool.given("input_schema", SCHEMA_OBJECT),
+        strict=bool(tool.read("strict", YES)),
     )

@@ -65,7 +65,7 @@ def _count(raw: msgspec.Raw) -> int | None:
 
 
 _COUNT = FieldKind("an integer", _count)
-_PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_PLAIN_NAME = re.compile(r"[\w.\[\]$?-]{1,256}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
