@@ -34,6 +34,7 @@ from jdisagg.service.http.fields import (
     begins,
 )
 from jdisagg.service.http.grammar import grammar_of_message
+from jdisagg.service.http.past_calls import is_past, past_text
 from jdisagg.service.http.requests import Asked, asked_from, sampling_options
 
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -78,9 +79,11 @@ def message_prompt(fields: Fields) -> ChatPrompt:
     given = fields.parts("messages", MAX_MESSAGES)
     if given is None:
         raise InvalidRequestError("messages is missing: send a list of objects")
+    left_out: list[str] = []
     for one in given:
-        for message in _messages(one):
+        for message in _messages(one, left_out):
             _add(messages, message)
+    fields.leave_out(*(f"messages.{kind}" for kind in dict.fromkeys(left_out)))
     last = messages[-1] if messages else None
     goes_on = last is not None and last.role == "assistant" and bool(last.text)
     goes_on = goes_on and last is not None and not last.tool_calls
@@ -177,9 +180,9 @@ def _parts(content: Content) -> tuple[str | ChatImage, ...]:
     return content if isinstance(content, tuple) else (content,) if content else ()
 
 
-def _messages(message: Fields) -> Iterator[ChatMessage]:
+def _messages(message: Fields, left_out: list[str]) -> Iterator[ChatMessage]:
     """Converts one message of the request. Yields a chat message for each of its content blocks, in
-    order."""
+    order. Appends the types of blocks that other servers' tools made to `left_out`."""
     role = message.given("role", TEXT)
     if role not in ("user", "assistant", "system"):
         raise InvalidRequestError(
@@ -192,7 +195,11 @@ def _messages(message: Fields) -> Iterator[ChatMessage]:
     if not blocks:
         yield ChatMessage(role, "")
     for block in blocks:
-        yield _message(role, block)
+        if is_past(kind := _kind(block)):
+            left_out.append(kind)
+            yield ChatMessage(role, past_text(block, kind))
+        else:
+            yield _message(role, block)
 
 
 def _message(role: str, block: Fields) -> ChatMessage:

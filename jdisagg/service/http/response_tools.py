@@ -6,7 +6,7 @@ servers run, is left out, and a header of the reply lists it. If all tools are h
 is refused."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jdisagg.chat.call_arguments import arguments_object
@@ -56,10 +56,16 @@ class ResponseTools(NamedTuple):
     sent: Mapping[str, SentTool]
 
 
-def response_tools(fields: Fields) -> ResponseTools:
-    """Reads the field `tools`. Raises InvalidRequestError, which names the invalid field."""
+def response_tools(fields: Fields, added: Sequence[Fields] = ()) -> ResponseTools:
+    """Reads the field `tools`. Raises InvalidRequestError, which names the invalid field. `added`
+    are tools that items of the conversation add. Those with the name of another are left out."""
     given = fields.parts("tools", MAX_TOOLS) or []
     found = [pair for one in without_hosted(fields, given, _HOSTED) for pair in _tools(one, "")]
+    names = {tool.name for tool, _ in found}
+    for one in added:
+        if not (one.read("type", TEXT) or "").startswith(_HOSTED):
+            found += [pair for pair in _tools(one, "") if pair[0].name not in names]
+            names = {tool.name for tool, _ in found}
     sent = {tool.name: named for tool, named in found if named != SentTool(tool.name)}
     return ResponseTools(tuple(tool for tool, _ in found), sent)
 
