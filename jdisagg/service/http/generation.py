@@ -24,7 +24,7 @@ from jdisagg.dispatch.options import check_prompt_numbers, prompt_numbers
 from jdisagg.dispatch.prompts import Prompt, TokenPrompt, chat_of
 from jdisagg.errors import InvalidRequestError, first_error
 from jdisagg.observe.request_log import RequestLog, RequestRecord
-from jdisagg.request import CachedTokens, FinishReason, Request, StreamEvent, Usage
+from jdisagg.request import CachedTokens, FinishReason, Request, SamplingParams, StreamEvent, Usage
 from jdisagg.service.calls import read_in_time
 from jdisagg.service.http.errors import HttpRefusal
 from jdisagg.service.http.exchange import Exchange
@@ -138,12 +138,13 @@ class HttpGeneration:
                     int(time.time()),
                     asked.model or model.name,
                     model.version or None,
-                    asked.told,
+                    {**asked.told, **_sampled(runs[0].sampling)},
                     asked.keep,
                     asked.sent_tools,
                 )
                 given = functools.partial(
-                    self._frontend.token_bytes, skip_special_tokens=runs[0].skips_special_tokens
+                    self._frontend.token_bytes,
+                    skip_special_tokens=runs[0].sampling.skip_special_tokens,
                 )
                 pieces = Pieces(self._frontend.piece, given, self._pieces, asked.tokens_as_ids)
                 reply = kind(heading, asked.streaming, pieces, asked.token_ids)
@@ -233,8 +234,8 @@ class _Run:
             self._made_tokens += len(child.token_ids)
 
     @property
-    def skips_special_tokens(self) -> bool:
-        return self._request.sampling.skip_special_tokens
+    def sampling(self) -> SamplingParams:
+        return self._request.sampling
 
     @property
     def usage(self) -> Usage:
@@ -261,6 +262,13 @@ class _Run:
                 self._made_tokens += len(event.token_ids)
                 self._usage = event.usage
                 await take(self.choices[event.child], event, first)
+
+
+def _sampled(sampling: SamplingParams) -> dict[str, object]:
+    """Returns the sampling parameters that a response names, with the values used."""
+    names = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+    used: dict[str, object] = {name: getattr(sampling, name) for name in names}
+    return {**used, "top_logprobs": sampling.logprobs or 0}
 
 
 async def _no_events() -> AsyncGenerator[StreamEvent, None]:

@@ -7,8 +7,6 @@ reply."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import msgspec
-
 from jdisagg.chat.images import ChatImage
 from jdisagg.chat.messages import (
     MAX_TOOLS,
@@ -66,7 +64,7 @@ def message_from(fields: Fields) -> Asked:
     options["grammar"] = grammar_of_message(fields) or options.get("grammar")
     asked = asked_from(fields, (message_prompt(fields),), options)
     # With max_tokens 0 the request only fills the prefix cache. One token is generated and omitted.
-    told = {"max_tokens": msgspec.Raw(b"%d" % most)}
+    told = {"max_tokens": most}
     return replace(asked, answerless=most == 0, told=told, within_context=True)
 
 

@@ -131,7 +131,7 @@ class Asked:
     echo: bool = False
     of_prompt: OfPrompt = OfPrompt()
     answerless: bool = False
-    told: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+    told: Mapping[str, object] = field(default_factory=dict)
     within_context: bool = False
     keep: Keep | None = None
     sent_tools: Mapping[str, SentTool] = field(default_factory=dict)

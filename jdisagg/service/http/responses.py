@@ -38,7 +38,12 @@ from jdisagg.service.http.grammar import grammar_of_response
 from jdisagg.service.http.past_calls import is_past, past_text
 from jdisagg.service.http.requests import Asked, asked_from, most_tokens, sampling_options
 from jdisagg.service.http.response_store import Begun, Items, Keep, ResponseStore
-from jdisagg.service.http.response_tools import response_tools, text_arguments
+from jdisagg.service.http.response_tools import (
+    response_tools,
+    shown_choice,
+    shown_tools,
+    text_arguments,
+)
 from jdisagg.service.http.unsupported import REFUSED_OF_RESPONSES
 
 LOGPROBS = "message.output_text.logprobs"
@@ -50,10 +55,14 @@ _INPUT = FieldKind(
 _raw_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 # Fields of the request that a response repeats.
 _TOLD = (
-    *("instructions", "max_output_tokens", "parallel_tool_calls", "reasoning", "temperature"),
-    *("text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation"),
-    *("background", "metadata", "previous_response_id"),
+    *("instructions", "max_output_tokens", "max_tool_calls", "parallel_tool_calls", "background"),
+    *("metadata", "previous_response_id", "prompt_cache_key", "safety_identifier", "user"),
 )
+# Objects that a response repeats, with their fields that the request may omit.
+_TOLD_PARTS: dict[str, dict[str, object]] = {
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": None, "summary": None},
+}
 _STATELESS = "the server stores no responses; send the whole conversation as input"
 _OF_STORES: dict[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((), _STATELESS),
@@ -107,7 +116,10 @@ def response_from(
     tools, sent = response_tools(fields, history.tools)
     offered = chosen_tools(fields, tools, nested=False)
     asked = asked_from(fields, (_chat(fields, tuple(history.messages), offered),), options)
-    told = {name: fields.raw(name) for name in _TOLD if fields.has(name)}
+    told: dict[str, object] = {name: fields.raw(name) for name in _TOLD if fields.has(name)}
+    for name, usual in _TOLD_PARTS.items():
+        told[name] = usual | (fields.read(name, OBJECT) or {})
+    told |= {"tools": shown_tools(fields), "tool_choice": shown_choice(fields, offered)}
     return replace(asked, told=told, keep=keep, sent_tools=sent)
 
 

@@ -201,6 +201,9 @@ class HttpRoutes:
             "object": "model",
             "type": "model",  # Anthropic's names begin here
             "display_name": name,
+            "lifecycle": "active",
+            "max_input_tokens": model.context_tokens,
+            "max_tokens": model.context_tokens,
             "created_at": datetime.fromtimestamp(self._since, UTC).isoformat(),
             "created": self._since,
             "owned_by": OWNER,
