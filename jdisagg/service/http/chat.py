@@ -55,7 +55,7 @@ _THOUGHT_KINDS = ("thinking", "reasoning", "reasoning_text")
 # Variables of chat templates that switch reasoning on and off, and the values of a client's field
 # `thinking`.
 _SWITCHES = ("enable_thinking", "thinking")
-_THINKING = {"enabled": True, "disabled": False}
+_THINKING = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 # OpenAI's newer name for the role system, and its older name for the role tool.
 _ROLES = {"developer": "system", "function": "tool"}
 
@@ -98,15 +98,24 @@ def template_arguments(fields: Fields, effort: str | None) -> dict[str, object]:
     or None."""
     arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
     thinks = fields.read("enable_thinking", YES)
-    wanted = fields.read("thinking", ANYTHING)
-    if isinstance(wanted, dict):
-        wanted = _THINKING.get(str(wanted.get("type")))
-    for given in (thinks, wanted, False if effort == "none" else None):
+    for given in (thinks, _thinking(fields), False if effort == "none" else None):
         for name in _SWITCHES if isinstance(given, bool) else ():
             arguments.setdefault(name, given)
     if effort:
         arguments.setdefault("reasoning_effort", effort)
     return arguments
+
+
+def _thinking(fields: Fields) -> bool | None:
+    """Reads the field `thinking`, a boolean or an object with a type."""
+    if not (fields.has("thinking") and begins(fields.raw("thinking"), b"{")):
+        return fields.read("thinking", YES)
+    kind = fields.part("thinking").given("type", TEXT)
+    if kind not in _THINKING:
+        raise InvalidRequestError(
+            f"thinking.type must be {', '.join(_THINKING)}, got {kind[:80]!r}"
+        )
+    return _THINKING[kind]
 
 
 def chat_message(message: Fields) -> ChatMessage:
@@ -268,6 +277,7 @@ def chosen_tools(fields: Fields, tools: tuple[ChatTool, ...], *, nested: bool) -
     if isinstance(kind, str) and kind in _CHOICES:
         return OfferedTools(tools, _CHOICES[kind], "")
     part = fields.part("tool_choice") if isinstance(chosen, dict) else Fields({})
+    part.ignore("type")
     if kind in _NAMED_KINDS or (kind == "custom" and not nested):
         return OfferedTools(tools, ToolChoice.REQUIRED, _name(part, nested))
     if kind == "allowed_tools":

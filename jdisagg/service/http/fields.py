@@ -117,6 +117,7 @@ class Fields:
         self._path = path
         self._read: set[str] = set()
         self._left_out: list[str] = []
+        self._parts: dict[str, Fields] = {}
 
     @classmethod
     def of(cls, body: bytes) -> "Fields":
@@ -183,7 +184,10 @@ class Fields:
     def part(self, name: str) -> "Fields":
         """Returns the fields of a nested object. If the object is absent, the result has no
         fields."""
-        return Fields(self.read(name, OBJECT) or {}, f"{self._path}{name}.")
+        if name not in self._parts:
+            path = f"{self._path}{name}."
+            self._parts[name] = Fields(self.read(name, OBJECT) or {}, path)
+        return self._parts[name]
 
     def parts(
         self, name: str, most: int = MAX_PARTS, text_field: str = ""
@@ -234,7 +238,11 @@ class Fields:
         self._left_out += names
 
     def unread(self) -> list[str]:
-        return [name for name in self._raw if name not in self._read] + self._left_out
+        """Returns the names of fields that were not read, those of nested objects after a dot, and
+        then the names that `leave_out` added."""
+        own = [name for name in self._raw if name not in self._read]
+        inner = [f"{at}.{name}" for at, part in self._parts.items() for name in part.unread()]
+        return own + inner + self._left_out
 
 
 def either(fields: Fields, names: Sequence[str], kind: FieldKind[T]) -> T | None:

@@ -96,7 +96,10 @@ def grammar_of_message(fields: Fields) -> Grammar | None:
     `output_format`, its older name. Returns None if neither sets a grammar."""
     formats = fields.part(MESSAGE_OUTPUT).part("format"), fields.part(OLD_MESSAGE_OUTPUT)
     with named_as_sent(fields):
-        return next(filter(None, (_of_format(one, nested=False) for one in formats)), None)
+        found = [one for one in (_of_format(part, nested=False) for part in formats) if one]
+    if len(found) > 1:
+        raise InvalidRequestError(f"{OLD_MESSAGE_OUTPUT} and {MESSAGE_OUTPUT} both have a format")
+    return found[0] if found else None
 
 
 def grammar_name(fields: Fields) -> str:

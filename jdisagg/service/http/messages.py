@@ -58,8 +58,9 @@ def message_from(fields: Fields) -> Asked:
     options = sampling_options(fields)
     fields.refuse(_REFUSED)
     fields.ignore(*_WITHOUT_MEANING)
-    stop = fields.read("stop_sequences", TEXTS)
-    options["stop"] = options.get("stop") if stop is None else stop
+    stops = options.get("stop"), fields.read("stop_sequences", TEXTS)
+    texts = [[one] if isinstance(one, str) else [*one] for one in stops if one is not None]
+    options["stop"] = sum(texts, list[str]()) if texts else None
     options["max_tokens"] = most or 1
     options["grammar"] = grammar_of_message(fields) or options.get("grammar")
     asked = asked_from(fields, (message_prompt(fields),), options)

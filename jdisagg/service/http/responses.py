@@ -28,7 +28,6 @@ from jdisagg.service.http.fields import (
     OBJECT,
     TEXT,
     TEXT_OR_JSON,
-    TEXTS,
     YES,
     FieldKind,
     Fields,
@@ -52,6 +51,7 @@ _INPUT = FieldKind(
     "a string or a list of messages",
     msgspec.json.Decoder(str | list[dict[str, msgspec.Raw]]).decode,
 )
+_NAMES = FieldKind("a list of strings", msgspec.json.Decoder(list[str]).decode)
 _raw_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 # Fields of the request that a response repeats.
 _TOLD = (
@@ -110,7 +110,8 @@ def response_from(
     most = fields.read("max_output_tokens", INTEGER)
     options["max_tokens"] = most_tokens(fields) if most is None else most
     top = fields.read("top_logprobs", INTEGER)
-    included = fields.read("include", TEXTS) or []
+    included = fields.read("include", _NAMES) or []
+    fields.leave_out(*(f"include.{name}" for name in included if name != LOGPROBS))
     if LOGPROBS in included or top is not None:
         options["logprobs"] = top or 0
     tools, sent = response_tools(fields, history.tools)
