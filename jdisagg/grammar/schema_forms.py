@@ -72,13 +72,6 @@ class SchemaError(ValueError):
     """A part of a schema that cannot be enforced. The message names its path."""
 
 
-class _Rounded(float):
-    """The float nearest to a number of a schema that has more digits than a float. `text` is the
-    number."""
-
-    text: str
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A schema within another.
@@ -112,9 +105,8 @@ class _Place:
 
 
 def read_schema(text: str) -> object:
-    """Parses a JSON schema without loss of digits in integers. Raises ValueError for invalid
-    JSON."""
-    return json.loads(text, parse_float=_float)
+    """Parses a JSON schema without loss of digits. Raises ValueError for invalid JSON."""
+    return json.loads(text, parse_float=Decimal)
 
 
 def for_llguidance(text: str) -> str:
@@ -127,8 +119,7 @@ def for_llguidance(text: str) -> str:
     if not isinstance(schema, dict):
         return text
     try:
-        made = schema_for_llguidance(schema)
-        return json.dumps(made)
+        return json.dumps(schema_for_llguidance(schema), default=float)
     except RecursionError:
         return text
 
@@ -174,15 +165,6 @@ def reason_of(error: str) -> str:
     return " ".join((first, *said))
 
 
-def _float(text: str) -> float:
-    value = float(text)
-    if Decimal(repr(value)) == Decimal(text):
-        return value
-    rounded = _Rounded(value)
-    rounded.text = text
-    return rounded
-
-
 def _numbers(where: str, value: object) -> object:
     """Returns the value of a keyword with its numbers in their shortest form, such as 3 for 3.0.
     Raises SchemaError if llguidance would round one of them."""
@@ -190,34 +172,32 @@ def _numbers(where: str, value: object) -> object:
         return {name: _numbers(where, one) for name, one in value.items()}
     if isinstance(value, list):
         return [_numbers(where, one) for one in value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return value
-    if not _exact(value, where.endswith(_BOUNDS)):
-        shown = value.text if isinstance(value, _Rounded) else repr(value)
+    number = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+    if not _exact(number, where.endswith(_BOUNDS)):
         raise SchemaError(
-            f"{where}: the number {shown:.80} cannot be enforced exactly, because it would be"
+            f"{where}: the number {value!s:.80} cannot be enforced exactly, because it would be"
             " rounded to a 64-bit float; use a number with fewer digits, or a string"
         )
-    return int(value) if value == int(value) else value
+    return int(number) if number == int(number) else float(number)
 
 
-def _exact(value: int | float, bound: bool) -> bool:
+def _exact(number: Decimal, bound: bool) -> bool:
     """Returns whether llguidance reads and writes a number without rounding it. It multiplies an
     integer below 2**53 by a power of ten, which is exact up to 10**22, and prints the 16th digit
     of smaller numbers only. With bounds it computes in floats, or in 64-bit integers."""
-    if isinstance(value, _Rounded):
+    near = float(number)
+    shown = Decimal(repr(near)).normalize()
+    zeros = shown.as_tuple().exponent
+    if shown != number or not isinstance(zeros, int):
         return False
-    if abs(value) <= _LARGEST and value == int(value):
+    if abs(near) <= _LARGEST and near.is_integer():
         return True
-    number = Decimal(repr(value))
-    _, digits, exponent = number.as_tuple()
-    shown = "".join(map(str, digits)).rstrip("0") or "0"
-    if not isinstance(exponent, int) or len(shown) > (16 if abs(value) < 1e12 else 15):
+    most = _LARGEST if abs(near) < 1e12 else 10**15
+    if abs(zeros) > 22 or abs(shown.scaleb(-zeros)) > most:
         return False
-    zeros = exponent + len(digits) - len(shown)
-    if int(shown) > _LARGEST or abs(zeros) > 22:
-        return False
-    return abs(value) < _LARGEST or (not bound and Decimal(float(value)) == number)
+    return abs(near) < _LARGEST or (not bound and Decimal(near) == number)
 
 
 def _rewritten(schema: object, place: _Place) -> object:
@@ -249,20 +229,16 @@ def _name_patterns(schema: Json, place: _Place) -> None:
     given = schema.get("patternProperties")
     if not isinstance(given, Mapping):
         return
-    enforced = {
-        pattern: value
-        for at, (pattern, value) in enumerate(given.items())
-        if place.pattern(f"patternProperties[{at}]", pattern)
-    }
-    others = [given[pattern] for pattern in given if pattern not in enforced]
-    if not others:
-        return
-    schema["patternProperties"] = enforced
-    if not enforced:
-        del schema["patternProperties"]
-    if (also := schema.get("additionalProperties", True)) is not False:
-        others.append(also)
-    schema["additionalProperties"] = {"anyOf": others} if len(others) > 1 else others[0]
+    left_out = [
+        pattern
+        for at, pattern in enumerate(given)
+        if not place.pattern(f"patternProperties[{at}]", pattern)
+    ]
+    if left_out:
+        also = schema.get("additionalProperties", True)
+        values = [given[pattern] for pattern in left_out] + [also] * (also is not False)
+        schema["patternProperties"] = {key: given[key] for key in given if key not in left_out}
+        schema["additionalProperties"] = {"anyOf": values}
 
 
 def _without_effect(name: str, schema: Json) -> bool:

@@ -92,13 +92,16 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
     )
 
 
-def template_arguments(fields: Fields, effort: str | None) -> dict[str, object]:
+def template_arguments(
+    fields: Fields, effort: str | None, adaptive: bool | None = None
+) -> dict[str, object]:
     """Returns the variables of the chat template: the fields of `chat_template_kwargs`, and fields
     of the request that enable reasoning. `effort` is the reasoning effort that the client requests,
-    or None."""
+    or None. `adaptive` is whether `thinking` of the type adaptive enables reasoning, or None if the
+    template decides."""
     arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
     thinks = fields.read("enable_thinking", YES)
-    for given in (thinks, _thinking(fields), False if effort == "none" else None):
+    for given in (thinks, _thinking(fields, adaptive), False if effort == "none" else None):
         for name in _SWITCHES if isinstance(given, bool) else ():
             arguments.setdefault(name, given)
     if effort:
@@ -106,16 +109,18 @@ def template_arguments(fields: Fields, effort: str | None) -> dict[str, object]:
     return arguments
 
 
-def _thinking(fields: Fields) -> bool | None:
+def _thinking(fields: Fields, adaptive: bool | None) -> bool | None:
     """Reads the field `thinking`, a boolean or an object with a type."""
     if not (fields.has("thinking") and begins(fields.raw("thinking"), b"{")):
         return fields.read("thinking", YES)
-    kind = fields.part("thinking").given("type", TEXT)
+    if not (part := fields.part("thinking")).names:
+        return None
+    kind = part.given("type", TEXT)
     if kind not in _THINKING:
         raise InvalidRequestError(
             f"thinking.type must be {', '.join(_THINKING)}, got {kind[:80]!r}"
         )
-    return _THINKING[kind]
+    return adaptive if kind == "adaptive" else _THINKING[kind]
 
 
 def chat_message(message: Fields) -> ChatMessage:

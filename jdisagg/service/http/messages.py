@@ -19,10 +19,9 @@ from jdisagg.chat.messages import (
 )
 from jdisagg.errors import InvalidRequestError
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
-from jdisagg.service.http.chat import OfferedTools, image_part, without_hosted
+from jdisagg.service.http.chat import OfferedTools, image_part, template_arguments, without_hosted
 from jdisagg.service.http.fields import (
     INTEGER,
-    PLAIN_OBJECT,
     SCHEMA_OBJECT,
     TEXT,
     TEXT_OR_JSON,
@@ -31,7 +30,7 @@ from jdisagg.service.http.fields import (
     Fields,
     begins,
 )
-from jdisagg.service.http.grammar import grammar_of_message
+from jdisagg.service.http.grammar import MESSAGE_OUTPUT, grammar_of_message
 from jdisagg.service.http.past_calls import is_past, past_text
 from jdisagg.service.http.requests import Asked, asked_from, sampling_options
 
@@ -46,8 +45,6 @@ _WITHOUT_MEANING = ("cache_control", "diagnostics", "inference_geo", "speed", "u
 # Prefixes of the types of hosted tools, which Anthropic's servers run.
 _HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")
 _CHOICES = {"auto": ToolChoice.AUTO, "any": ToolChoice.REQUIRED, "none": ToolChoice.NONE}
-# Values of the field `thinking.type`, and whether each enables reasoning in the chat template.
-_THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 _KINDS = "text, image, document, search_result, thinking, tool_use or tool_result"
 
 
@@ -88,35 +85,18 @@ def message_prompt(fields: Fields) -> ChatPrompt:
     goes_on = goes_on and last is not None and not last.tool_calls
     _edit(messages, fields.part("context_management"))
     offered, several = _offered(fields)
+    fields.part("thinking").ignore("budget_tokens", "display")
+    effort = fields.part(MESSAGE_OUTPUT).read("effort", TEXT)
     return ChatPrompt(
         tuple(messages),
         add_generation_prompt=not goes_on,
         continue_final_message=goes_on,
-        arguments=_arguments(fields),
+        arguments=template_arguments(fields, effort, adaptive=True),
         tools=offered.tools,
         tool_choice=offered.choice,
         parallel_tool_calls=several,
         tool_name=offered.name,
     )
-
-
-def _arguments(fields: Fields) -> dict[str, object]:
-    """Returns the variables of the chat template: the fields of `chat_template_kwargs`, the flag
-    that enables thinking, under both names that templates use, and the reasoning effort."""
-    arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
-    thinking = fields.part("thinking")
-    thinking.ignore("budget_tokens", "display")
-    if thinking.names:
-        kind = thinking.given("type", TEXT)
-        if kind not in _THINKING:
-            raise InvalidRequestError(
-                f"thinking.type must be {', '.join(_THINKING)}, got {kind[:80]!r}"
-            )
-        for name in ("enable_thinking", "thinking"):
-            arguments.setdefault(name, _THINKING[kind])
-    if effort := fields.part("output_config").read("effort", TEXT):
-        arguments.setdefault("reasoning_effort", effort)
-    return arguments
 
 
 def _edit(messages: list[ChatMessage], management: Fields) -> None:

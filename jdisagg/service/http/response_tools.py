@@ -87,9 +87,7 @@ def shown_choice(fields: Fields, offered: OfferedTools) -> object:
     """Returns the client's `tool_choice` as a response repeats it."""
     if not (fields.has("tool_choice") and begins(fields.raw("tool_choice"), b"{")):
         return offered.choice.value
-    nested = fields.part("tool_choice").part("function")
-    named = {"type": "function", "name": nested.read("name", TEXT)}
-    return named if nested.names else fields.raw("tool_choice")
+    return fields.raw("tool_choice")
 
 
 def text_arguments(text: str) -> str:
