@@ -5,6 +5,7 @@ Neither a checkpoint's template nor a client's messages may execute Python, so t
 immutable and sandboxed. A template that does not compile raises CheckpointError. Messages that the
 template refuses raise InvalidRequestError."""
 
+import contextlib
 import json
 import re
 import secrets
@@ -60,6 +61,9 @@ class ChatTemplate:
     ) -> str:
         """Returns the prompt's text.
 
+        Some templates refuse system messages that are not the first message. For them, all system
+        messages are joined to one at the beginning.
+
         Args:
             messages: Conversation. Each message's content is a string, a list of parts, or None.
                 Without images it is converted if the template supports only strings or only lists.
@@ -70,6 +74,26 @@ class ChatTemplate:
             InvalidRequestError: If the template refuses the messages or an argument.
             CheckpointError: If the template does not compile.
         """
+        options = (add_generation_prompt, continue_final_message, arguments, tools)
+        try:
+            return self._rendered(messages, *options)
+        except InvalidRequestError:
+            joined = _with_one_system(messages)
+            goes_on = continue_final_message and messages[-1].get("role") == "system"
+            if joined == [*messages] or goes_on:
+                raise
+            with contextlib.suppress(InvalidRequestError):
+                return self._rendered(joined, *options)
+            raise
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        arguments: Mapping[str, object] | None,
+        tools: Sequence[Mapping[str, object]],
+    ) -> str:
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
         given = [self._in_form(name, message) for message in messages]
         mark = _continued(given) if continue_final_message else ""
@@ -198,6 +222,26 @@ _REFUSALS = (
     _Refused, jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError,
     ArithmeticError, RecursionError,
 )  # fmt: skip
+
+
+def _with_one_system(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """Joins all system messages to one, the first message. Texts are joined by an empty line."""
+    of_system = [message for message in messages if message.get("role") == "system"]
+    others = [message for message in messages if message.get("role") != "system"]
+    if not of_system:
+        return others
+    contents = [content for message in of_system if (content := message.get("content"))]
+    if all(isinstance(content, str) for content in contents):
+        joined: object = "\n\n".join(map(str, contents))
+    else:
+        joined = [part for content in contents for part in _as_parts(content)]
+        if any(part["type"] != "text" for part in joined):  # images must keep their order
+            return [*messages]
+    return [{**of_system[0], "content": joined}, *others]
+
+
+def _as_parts(content: object) -> Sequence[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content  # type: ignore
 
 
 def _continued(messages: list[dict[str, object]]) -> str:

@@ -27,7 +27,7 @@ def forced_calls(prompt: ChatPrompt) -> Grammar | None:
     for index, tool in enumerate(called):
         where = f"#/items/anyOf/{index}/properties/arguments"
         try:
-            schema = _moved(tool.parameters or {}, where)
+            schema = _moved(tool.enforced or tool.parameters or {}, where)
         except RecursionError:
             raise InvalidRequestError(
                 f"tools[{index}].function.parameters is nested too deeply; simplify it"

@@ -77,13 +77,22 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatTool:
-    """A function that the model may call. `parameters` is the JSON schema of its arguments.
-    `returns` describes its result, for chat templates that include this in the prompt."""
+    """A function that the model may call.
+
+    Attributes:
+        parameters: JSON schema of the arguments.
+        returns: Description of the result, for chat templates that include this in the prompt.
+        strict: Whether a forced call must follow the whole schema.
+        enforced: Schema for forced calls without the patterns that no grammar can enforce, or None
+            if it equals `parameters`.
+    """
 
     name: str
     description: str = ""
     parameters: Mapping[str, object] | None = None
     returns: Mapping[str, object] | None = None
+    strict: bool = False
+    enforced: Mapping[str, object] | None = None
 
     @property
     def shown(self) -> Json:

@@ -27,7 +27,7 @@ from jdisagg.clock import within
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from jdisagg.grammar.json_blanks import WHITESPACE, says_itself
 from jdisagg.grammar.matcher import Endings, TokenMatcher, mask_words
-from jdisagg.grammar.schema_forms import for_llguidance
+from jdisagg.grammar.schema_forms import for_llguidance, reason_of
 from jdisagg.grammar.trial import MEMORY_BYTES, PROCESSOR_SECONDS, limits, vocabulary_of
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
 
@@ -166,7 +166,7 @@ class GrammarCompiler:
         if grammar.kind is GrammarKind.JSON_OBJECT:
             return ""
         try:
-            text = _as_llguidance(grammar)
+            text = await asyncio.to_thread(_as_llguidance, grammar)
         except ValueError as error:
             return str(error)
         vocabulary = self._tried_with or await asyncio.to_thread(self._trial_vocabulary)
@@ -325,4 +325,4 @@ def _as_llguidance(grammar: Grammar) -> str:
 
 
 def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[0][:MESSAGE_CHARACTERS]
+    return reason_of(text)[:MESSAGE_CHARACTERS]

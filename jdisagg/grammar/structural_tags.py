@@ -18,7 +18,7 @@ from typing import cast
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.grammar.json_blanks import with_few
-from jdisagg.grammar.schema_forms import schema_for_llguidance
+from jdisagg.grammar.schema_forms import SchemaError, schema_for_llguidance
 
 Json = Mapping[str, object]
 TEXT = "TEXT: /(.|\\n)*/"
@@ -78,7 +78,10 @@ class _Rules:
             raise InvalidRequestError(f"{where}.json_schema must be a JSON schema; send one")
         if isinstance(schema, bool):
             schema = {} if schema else _NO
-        shown = with_few(schema_for_llguidance(schema))
+        try:
+            shown = with_few(schema_for_llguidance(schema))
+        except SchemaError as error:
+            raise InvalidRequestError(f"{where}.json_schema.{error}") from None
         return f"%json {json.dumps(shown)}"
 
     def regex(self, part: Json, where: str) -> str:

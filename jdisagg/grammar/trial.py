@@ -74,7 +74,8 @@ class _Vocabulary:
         # because llguidance must be able to tokenize any text that a grammar determines.
         taken = {*self.special_token_ids, *self._ids.values()}
         free = (token_id for token_id in range(read["ids"]) if token_id not in taken)
-        missing = (byte for byte in range(256) if byte not in self._ids)
+        # 0xFF, which no text has, begins the names of special tokens within llguidance.
+        missing = (byte for byte in range(255) if byte not in self._ids)
         self._ids |= dict(zip(missing, free, strict=False))
         for byte, token_id in self._ids.items():
             self.tokens[token_id] = bytes([byte])

@@ -7,11 +7,14 @@ import re
 import threading
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
-from jdisagg.grammar import compiler
+from jdisagg.grammar import compiler, trial
 from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText, validate
 from jdisagg.grammar.matcher import TokenMatcher, mask_words
 from jdisagg.grammar.trial import vocabulary_of
@@ -197,6 +200,41 @@ async def test_a_grammar_may_name_every_token_of_the_model(written: str) -> None
     await COMPILER.admit(Grammar(GrammarKind.LARK, written), seconds(60))
 
 
+def _with_bytes(form: str) -> str:
+    """A tokenizer of bytes: their letters as in GPT-2 and tiktoken, or tokens such as <0x41> as in
+    SentencePiece. 256 to 259 are special or not a byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = letters if form == "byte-level" else [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = {name: at for at, name in enumerate(names)}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [], byte_fallback=form != "byte-level", fuse_unk=False)
+    )
+    if form == "byte-level":
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["</s>", "<|im_end|>", "<｜tool▁call▁end｜>"])
+    return backend.to_str()
+
+
+@pytest.mark.parametrize("form", ["byte-level", "byte-fallback"])
+async def test_every_token_of_a_tokenizer_of_bytes_can_be_asked_for(form: str) -> None:
+    read = TokenizerText(_with_bytes(form), (256,), vocabulary=264)
+    known = GrammarCompiler(lambda: read)
+    tokenizer = trial._Vocabulary(vocabulary_of(known.load())).loaded()
+    ids = range(264)
+    named = ["<|im_end|>", "<｜tool▁call▁end｜>"]
+    written = [f"start: <[{one}]>*" for one in ids] + [f"start: ({one} /[a-z]/)+" for one in named]
+    drawn = [sorted(random.Random(seed).sample(ids, 1 + seed)) for seed in range(40)]
+    written += [f"start: <[{','.join(map(str, some))}]>*" for some in drawn]
+    for lark in written:
+        text = llguidance.LLMatcher.grammar_from_lark(lark)
+        assert not trial.fault(tokenizer, text), lark
+    for one in (written[3], written[-1]):
+        await known.admit(Grammar(GrammarKind.LARK, one), seconds(60))
+
+
 @pytest.mark.parametrize("written", NOT_OF_THE_MODEL)
 async def test_a_token_that_the_model_lacks_is_refused(written: str) -> None:
     with pytest.raises(InvalidRequestError, match=NOT_OF_THE_MODEL[written]):
@@ -221,9 +259,6 @@ async def test_an_id_without_a_token_comes_only_where_it_is_named() -> None:
 
 def _without_byte_tokens(form: str) -> str:
     """The text of a tokenizer, most of whose bytes are parts of longer tokens only."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
     texts = ["<unk>", "</s>", "▁yes", "▁", *'{}":ayes', *(f"x{at}" for at in range(300))]
     backend = tokenizers.Tokenizer(models.Unigram([(text, -1.0) for text in texts], unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()

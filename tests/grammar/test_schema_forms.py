@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jdisagg.errors import InvalidRequestError
-from jdisagg.grammar.schema_forms import for_llguidance
+from jdisagg.grammar.schema_forms import SchemaError, for_llguidance, schema_for_llguidance
 from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
 from tests.grammar.test_grammars import COMPILER, EOS, allowed, begin, ids_of
@@ -98,7 +98,103 @@ async def test_what_cannot_be_enforced_is_refused_by_name(schema: dict[str, Any]
 
 
 def test_a_schema_in_the_right_form_stays_as_it_is() -> None:
-    for text in ('{ "b":1.50,"a": {"type" : "string"} }', "[1", "true", '{"a":' * 5000):
+    for text in ("[1", "true", '{"a":' * 5000):
         assert for_llguidance(text) == text
+    assert for_llguidance('{ "b":1.50,"a": {"const" : "c"} }') == '{"b": 1.5, "a": {"const": "c"}}'
     names = list(json.loads(for_llguidance('{"z": {}, "format": "x", "a": {}, "m": {}}')))
     assert names == ["z", "a", "m"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ('{"enum":[9007199254740992]}', "9007199254740992", "9007199254740993"),
+        ('{"const":100000000000000000000}', "100000000000000000000", "100000000000000000001"),
+        ('{"const":[1.10]}', "[1.1]", "[1.2"),
+        ('{"const":4079210727765130.0}', "4079210727765130", "4079210727765129"),
+        ('{"const":3.141592653589793}', "3.141592653589793", "3.141592653589794"),
+        ('{"type":"integer","maximum":9007199254740991}', "9007199254740991", "9007199254740992"),
+        ('{"type":"number","minimum":1e-10}', "0.0000000001", "-"),
+        ('{"type":"string","maxLength":2.0}', '"ab"', '"abc'),
+        ('{"type":"integer","default":1e400}', "3", '"'),
+    ],
+)
+def test_numbers_of_a_schema_are_followed_to_the_last_digit(
+    schema: str, good: str, bad: str
+) -> None:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, schema)
+    assert set(EOS) & set(allowed(begin(grammar, ids_of(good))))
+    after_bad = begin(grammar, ids_of(bad))
+    assert not set(EOS) & set(allowed(after_bad))
+
+
+@pytest.mark.parametrize(
+    "number",
+    ["9007199254740993", "-12345678901234567890123", "0.1234567890123456789", "1e400", "7e23"],
+)
+@pytest.mark.parametrize(
+    "where",
+    ["const", "enum", "minimum", "exclusiveMaximum", "multipleOf", "maxLength", "const.nested"],
+)
+async def test_a_number_that_would_be_rounded_is_refused_by_its_path(
+    number: str, where: str
+) -> None:
+    keyword = where.removesuffix(".nested")
+    value = {"enum": f"[1,{number}]", "const.nested": f'{{"a":{number}}}'}.get(where, number)
+    schema = f'{{"properties":{{"a":{{"items":{{"{keyword}":{value}}}}}}}}}'
+    with pytest.raises(InvalidRequestError, match=rf"properties\.a\.items\.{keyword}: the number"):
+        await COMPILER.admit(Grammar(GrammarKind.JSON_SCHEMA, schema), seconds(60))
+
+
+LOOK_AHEAD = "^(?!a)[a-z]+$"
+DEEP: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "a": {**TEXT, "pattern": LOOK_AHEAD},
+        "b": {"type": "array", "items": {**TEXT, "pattern": r"(x)\1"}},
+        "c": {"anyOf": [{**TEXT, "pattern": r"\bx"}, {"type": "null"}]},
+        "d": {"$ref": "#/$defs/d"},
+        "e": {**TEXT, "allOf": [{"pattern": "(?<=y)x"}, {"pattern": r"^\p{L}+$"}]},
+        "pattern": {"const": LOOK_AHEAD},
+    },
+    "additionalProperties": False,
+    "$defs": {"d": {"patternProperties": {"(?=x)": {"type": "integer"}}, **AB | {"enum": [{}]}}},
+}
+LEFT_OUT = {
+    "properties.a.pattern": "look-around",
+    "properties.b.items.pattern": "backreferences",
+    "properties.c.anyOf[0].pattern": "lookarounds",
+    "properties.e.allOf[0].pattern": "look-around",
+    "$defs.d.patternProperties[0]": "look-around",
+}
+
+
+def test_patterns_that_cannot_be_enforced_are_left_out_and_named() -> None:
+    left_out: list[str] = []
+    made = schema_for_llguidance(DEEP, left_out)
+    assert set(left_out) == set(LEFT_OUT)
+    properties: Any = made["properties"]
+    assert properties["a"] == TEXT and properties["pattern"] == {"const": LOOK_AHEAD}
+    assert properties["e"]["allOf"][1] == {"pattern": r"^\p{L}+$"}
+
+
+@pytest.mark.parametrize(("path", "reason"), LEFT_OUT.items())
+async def test_a_pattern_that_cannot_be_enforced_is_refused_by_path_and_reason(
+    path: str, reason: str
+) -> None:
+    name, place = path.split(".")[:2]
+    schema = {"type": "object", name: {place: DEEP[name][place]}}
+    with pytest.raises(InvalidRequestError) as refused:
+        await COMPILER.admit(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), seconds(60))
+    assert f"{path}: the pattern" in refused.value.message and reason in refused.value.message
+
+
+def test_names_with_a_pattern_that_is_left_out_may_have_its_values() -> None:
+    schema = {"patternProperties": {"(?=x)": TEXT, "^y": {}}, "additionalProperties": False}
+    made = schema_for_llguidance(schema, [])
+    assert made == {"patternProperties": {"^y": {}}, "additionalProperties": {"anyOf": [TEXT]}}
+
+
+def test_a_pattern_that_alone_limits_the_answer_is_not_left_out() -> None:
+    with pytest.raises(SchemaError, match=r"^pattern cannot be enforced, and nothing else"):
+        schema_for_llguidance({"pattern": LOOK_AHEAD, "title": "x"}, [])

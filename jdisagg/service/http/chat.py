@@ -23,6 +23,7 @@ from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
 from jdisagg.service.http.fields import (
     ANYTHING,
     PLAIN_OBJECT,
+    SCHEMA_OBJECT,
     TEXT,
     TEXT_OR_JSON,
     YES,
@@ -54,7 +55,7 @@ _THOUGHT_KINDS = ("thinking", "reasoning", "reasoning_text")
 # Variables of chat templates that switch reasoning on and off, and the values of a client's field
 # `thinking`.
 _SWITCHES = ("enable_thinking", "thinking")
-_THINKING = {"enabled": True, "disabled": False}
+_THINKING = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 # OpenAI's newer name for the role system, and its older name for the role tool.
 _ROLES = {"developer": "system", "function": "tool"}
 
@@ -91,21 +92,35 @@ def chat_prompt(fields: Fields) -> ChatPrompt:
     )
 
 
-def template_arguments(fields: Fields, effort: str | None) -> dict[str, object]:
+def template_arguments(
+    fields: Fields, effort: str | None, adaptive: bool | None = None
+) -> dict[str, object]:
     """Returns the variables of the chat template: the fields of `chat_template_kwargs`, and fields
     of the request that enable reasoning. `effort` is the reasoning effort that the client requests,
-    or None."""
+    or None. `adaptive` is whether `thinking` of the type adaptive enables reasoning, or None if the
+    template decides."""
     arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
     thinks = fields.read("enable_thinking", YES)
-    wanted = fields.read("thinking", ANYTHING)
-    if isinstance(wanted, dict):
-        wanted = _THINKING.get(str(wanted.get("type")))
-    for given in (thinks, wanted, False if effort == "none" else None):
+    for given in (thinks, _thinking(fields, adaptive), False if effort == "none" else None):
         for name in _SWITCHES if isinstance(given, bool) else ():
             arguments.setdefault(name, given)
     if effort:
         arguments.setdefault("reasoning_effort", effort)
     return arguments
+
+
+def _thinking(fields: Fields, adaptive: bool | None) -> bool | None:
+    """Reads the field `thinking`, a boolean or an object with a type."""
+    if not (fields.has("thinking") and begins(fields.raw("thinking"), b"{")):
+        return fields.read("thinking", YES)
+    if not (part := fields.part("thinking")).names:
+        return None
+    kind = part.given("type", TEXT)
+    if kind not in _THINKING:
+        raise InvalidRequestError(
+            f"thinking.type must be {', '.join(_THINKING)}, got {kind[:80]!r}"
+        )
+    return adaptive if kind == "adaptive" else _THINKING[kind]
 
 
 def chat_message(message: Fields) -> ChatMessage:
@@ -267,6 +282,7 @@ def chosen_tools(fields: Fields, tools: tuple[ChatTool, ...], *, nested: bool) -
     if isinstance(kind, str) and kind in _CHOICES:
         return OfferedTools(tools, _CHOICES[kind], "")
     part = fields.part("tool_choice") if isinstance(chosen, dict) else Fields({})
+    part.ignore("type")
     if kind in _NAMED_KINDS or (kind == "custom" and not nested):
         return OfferedTools(tools, ToolChoice.REQUIRED, _name(part, nested))
     if kind == "allowed_tools":
@@ -341,8 +357,9 @@ def chat_tool(tool: Fields, *, nested: bool = True, namespace: str = "") -> Chat
     return ChatTool(
         joined_name(namespace, function.given("name", TEXT)),
         function.read("description", TEXT) or "",
-        function.read("parameters", PLAIN_OBJECT),
+        function.read("parameters", SCHEMA_OBJECT),
         function.read("return", PLAIN_OBJECT),
+        strict=bool(function.read("strict", YES)),
     )
 
 

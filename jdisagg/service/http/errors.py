@@ -92,7 +92,9 @@ def _message_status(error: JdisaggError) -> int:
 def _message_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
     status = _message_status(error)
     kind = _MESSAGE_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": _shown(error)}})
+    return msgspec.json.encode(
+        {"type": "error", "error": {"type": kind, "message": _shown(error)}, "request_id": None}
+    )
 
 
 class ErrorForm(NamedTuple):

@@ -10,6 +10,7 @@ when it is read, so that an unused field costs almost nothing."""
 import codecs
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Generic, TypeVar
 
 import msgspec
@@ -60,10 +61,12 @@ def _text_or_json(raw: msgspec.Raw) -> str:
     return _text(raw) if given.startswith(b'"') else given.decode()
 
 
-def _object_of(kind: type[T]) -> Callable[[msgspec.Raw], T]:
+def _object_of(
+    kind: type[T], float_hook: Callable[[str], float] | None = None
+) -> Callable[[msgspec.Raw], T]:
     """Returns a decoder of an object type. It also accepts [] as an empty object, because some
     languages do not distinguish the two."""
-    decode = msgspec.json.Decoder(kind, strict=False).decode
+    decode = msgspec.json.Decoder(kind, strict=False, float_hook=float_hook).decode
 
     def decoded(raw: msgspec.Raw) -> T:
         if begins(raw, b"[") and bytes(raw).translate(None, b" \t\r\n") == b"[]":
@@ -71,6 +74,12 @@ def _object_of(kind: type[T]) -> Callable[[msgspec.Raw], T]:
         return decode(raw)
 
     return decoded
+
+
+def _exact_float(text: str) -> float:
+    if Decimal(repr(value := float(text))) != Decimal(text):
+        raise ValueError(f"{text:.80} has more digits than a 64-bit float")
+    return value
 
 
 _YES = {b"0": False, b"1": True, b'"false"': False, b'"true"': True}
@@ -90,6 +99,10 @@ INTEGERS = FieldKind("a list of integers", msgspec.json.Decoder(list[int], stric
 BIASES = FieldKind("an object of token ids and numbers", _object_of(dict[int, float]))
 OBJECT = FieldKind("an object", _object_of(dict[str, msgspec.Raw]))
 PLAIN_OBJECT = FieldKind("an object", _object_of(dict[str, object]))
+SCHEMA_OBJECT = FieldKind(
+    "a JSON schema whose numbers fit into 64-bit floats",
+    _object_of(dict[str, object], _exact_float),
+)
 _RULE_OF_PARTS = "a list of objects"
 _LIST = FieldKind(_RULE_OF_PARTS, msgspec.json.Decoder(list[msgspec.Raw]).decode)
 ANYTHING: FieldKind[object] = FieldKind("JSON", _any.decode)
@@ -104,6 +117,7 @@ class Fields:
         self._path = path
         self._read: set[str] = set()
         self._left_out: list[str] = []
+        self._parts: dict[str, Fields] = {}
 
     @classmethod
     def of(cls, body: bytes) -> "Fields":
@@ -170,7 +184,10 @@ class Fields:
     def part(self, name: str) -> "Fields":
         """Returns the fields of a nested object. If the object is absent, the result has no
         fields."""
-        return Fields(self.read(name, OBJECT) or {}, f"{self._path}{name}.")
+        if name not in self._parts:
+            path = f"{self._path}{name}."
+            self._parts[name] = Fields(self.read(name, OBJECT) or {}, path)
+        return self._parts[name]
 
     def parts(
         self, name: str, most: int = MAX_PARTS, text_field: str = ""
@@ -221,7 +238,11 @@ class Fields:
         self._left_out += names
 
     def unread(self) -> list[str]:
-        return [name for name in self._raw if name not in self._read] + self._left_out
+        """Returns the names of fields that were not read, those of nested objects after a dot, and
+        then the names that `leave_out` added."""
+        own = [name for name in self._raw if name not in self._read]
+        inner = [f"{at}.{name}" for at, part in self._parts.items() for name in part.unread()]
+        return own + inner + self._left_out
 
 
 def either(fields: Fields, names: Sequence[str], kind: FieldKind[T]) -> T | None:

@@ -24,7 +24,7 @@ from jdisagg.dispatch.options import check_prompt_numbers, prompt_numbers
 from jdisagg.dispatch.prompts import Prompt, TokenPrompt, chat_of
 from jdisagg.errors import InvalidRequestError, first_error
 from jdisagg.observe.request_log import RequestLog, RequestRecord
-from jdisagg.request import CachedTokens, FinishReason, Request, StreamEvent, Usage
+from jdisagg.request import CachedTokens, FinishReason, Request, SamplingParams, StreamEvent, Usage
 from jdisagg.service.calls import read_in_time
 from jdisagg.service.http.errors import HttpRefusal
 from jdisagg.service.http.exchange import Exchange
@@ -32,6 +32,7 @@ from jdisagg.service.http.fields import Fields
 from jdisagg.service.http.grammar import named_as_sent
 from jdisagg.service.http.message_replies import MessageReply
 from jdisagg.service.http.messages import message_from
+from jdisagg.service.http.patterns import without_patterns
 from jdisagg.service.http.replies import ChatReply, CompletionReply, Heading, Reply, ReplyChoice
 from jdisagg.service.http.requests import Asked, chat_from, completion_from, ignored_header
 from jdisagg.service.http.response_replies import ResponseReply
@@ -86,10 +87,7 @@ class HttpGeneration:
     async def rendered_chat(self, exchange: Exchange) -> None:
         """Replies with the prompt and the sampling parameters that a request of
         /v1/chat/completions would have. Generates no tokens."""
-        fields = Fields.of(await exchange.body(self._limit_bytes))
-        exchange.fields = fields.names
-        asked = chat_from(fields)
-        self._note_ignored(exchange, fields, asked)
+        fields, asked = await self._read(exchange, chat_from)
         check_model(asked.model, self._frontend)
         with named_as_sent(fields):
             built = await self._build(asked, asked.prompts[0], asked.request_id)
@@ -108,20 +106,23 @@ class HttpGeneration:
         }
         await exchange.reply(msgspec.json.encode(shown))
 
-    def _note_ignored(self, exchange: Exchange, fields: Fields, asked: Asked) -> None:
+    async def _read(
+        self, exchange: Exchange, read: Callable[[Fields], Asked]
+    ) -> tuple[Fields, Asked]:
+        fields = Fields.of(await exchange.body(self._limit_bytes))
+        exchange.fields = fields.names
+        asked = await without_patterns(fields, read(fields))
         if any(map(self._frontend.leaves_calls_in_text, asked.prompts)):
             fields.leave_out("tools.no_parser")
         if ignored := ignored_header(fields):
             exchange.reply_headers.append((IGNORED, ignored))
+        return fields, asked
 
     async def _answer(
         self, exchange: Exchange, prefix: str, read: Callable[[Fields], Asked], kind: type[Reply]
     ) -> None:
         with self._log.request("", "") as record:
-            fields = Fields.of(await exchange.body(self._limit_bytes))
-            exchange.fields = fields.names
-            asked = read(fields)
-            self._note_ignored(exchange, fields, asked)
+            fields, asked = await self._read(exchange, read)
             request_id = asked.request_id or _request_id(exchange)
             exchange.reply_headers += [(name, _header(request_id)) for name in kind.id_headers]
             check_model(asked.model, self._frontend)
@@ -139,12 +140,13 @@ class HttpGeneration:
                     int(time.time()),
                     asked.model or model.name,
                     model.version or None,
-                    asked.told,
+                    {**asked.told, **_sampled(runs[0].sampling)},
                     asked.keep,
                     asked.sent_tools,
                 )
                 given = functools.partial(
-                    self._frontend.token_bytes, skip_special_tokens=runs[0].skips_special_tokens
+                    self._frontend.token_bytes,
+                    skip_special_tokens=runs[0].sampling.skip_special_tokens,
                 )
                 pieces = Pieces(self._frontend.piece, given, self._pieces, asked.tokens_as_ids)
                 reply = kind(heading, asked.streaming, pieces, asked.token_ids)
@@ -234,8 +236,8 @@ class _Run:
             self._made_tokens += len(child.token_ids)
 
     @property
-    def skips_special_tokens(self) -> bool:
-        return self._request.sampling.skip_special_tokens
+    def sampling(self) -> SamplingParams:
+        return self._request.sampling
 
     @property
     def usage(self) -> Usage:
@@ -262,6 +264,13 @@ class _Run:
                 self._made_tokens += len(event.token_ids)
                 self._usage = event.usage
                 await take(self.choices[event.child], event, first)
+
+
+def _sampled(sampling: SamplingParams) -> dict[str, object]:
+    """Returns the sampling parameters that a response names, with the values used."""
+    names = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+    used: dict[str, object] = {name: getattr(sampling, name) for name in names}
+    return {**used, "top_logprobs": sampling.logprobs or 0}
 
 
 async def _no_events() -> AsyncGenerator[StreamEvent, None]:

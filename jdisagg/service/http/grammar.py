@@ -15,7 +15,7 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.grammar.json_blanks import without
 from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
-from jdisagg.service.http.fields import ANYTHING, TEXT, YES, FieldKind, Fields
+from jdisagg.service.http.fields import ANYTHING, TEXT, YES, FieldKind, Fields, begins
 
 RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
 RESPONSE_TEXT, MESSAGE_OUTPUT, OLD_MESSAGE_OUTPUT = "text", "output_config", "output_format"
@@ -96,7 +96,25 @@ def grammar_of_message(fields: Fields) -> Grammar | None:
     `output_format`, its older name. Returns None if neither sets a grammar."""
     formats = fields.part(MESSAGE_OUTPUT).part("format"), fields.part(OLD_MESSAGE_OUTPUT)
     with named_as_sent(fields):
-        return next(filter(None, (_of_format(one, nested=False) for one in formats)), None)
+        found = [one for one in (_of_format(part, nested=False) for part in formats) if one]
+    if len(found) > 1:
+        raise InvalidRequestError(f"{OLD_MESSAGE_OUTPUT} and {MESSAGE_OUTPUT} both have a format")
+    return found[0] if found else None
+
+
+def grammar_name(fields: Fields) -> str:
+    """Returns the name of the field that sets the grammar, or "" if there is none."""
+    return next((name for name in _NAMES if fields.has(name)), "")
+
+
+def is_strict(fields: Fields) -> bool:
+    """Returns whether the client asks that the answer follows the whole schema."""
+    for name, inner in ((RESPONSE_FORMAT, "json_schema"), (RESPONSE_TEXT, "format")):
+        if fields.has(name) and begins(fields.raw(name), b"{"):
+            outer = fields.part(name)
+            if outer.read("strict", YES) or outer.part(inner).read("strict", YES):
+                return True
+    return False
 
 
 @contextmanager
@@ -106,7 +124,7 @@ def named_as_sent(fields: Fields) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        name = next((name for name in _NAMES if fields.has(name)), "")
+        name = grammar_name(fields)
         if not name or not error.message.startswith("grammar: "):
             raise
         raise InvalidRequestError(f"{name}: {error.message.removeprefix('grammar: ')}") from None

@@ -41,7 +41,7 @@ class MessageReply(Reply):
         self, heading: Heading, streaming: Streaming | None, pieces: Pieces, token_ids: bool
     ) -> None:
         super().__init__(heading, streaming, pieces, token_ids)
-        self._most_tokens = int(bytes(heading.told["max_tokens"]))
+        self._most_tokens = int(str(heading.told["max_tokens"]))
         self._open: _Kind | None = None
         self._index = -1
         self._called = False
@@ -137,8 +137,9 @@ class MessageReply(Reply):
             "role": "assistant",
             "model": self._heading["model"],
             "content": content,
+            "container": None,
             **self._stop(reason, stop_string, usage),
-            "usage": _usage_of(usage),
+            "usage": _usage_of(usage) | _UNKNOWN_USAGE,
         }
 
     def _stop(self, reason: str | None, stop_string: str, usage: Usage) -> Json:
@@ -155,7 +156,7 @@ class MessageReply(Reply):
             case _:
                 named = "stop_sequence" if stop_string else "end_turn"
         sequence = stop_string if named == "stop_sequence" else None
-        return {"stop_reason": named, "stop_sequence": sequence}
+        return {"stop_reason": named, "stop_sequence": sequence, "stop_details": None}
 
 
 def _thinking(text: str) -> Json:
@@ -163,7 +164,7 @@ def _thinking(text: str) -> Json:
 
 
 def _text(text: str) -> Json:
-    return {"type": "text", "text": text}
+    return {"type": "text", "text": text, "citations": None}
 
 
 def _tool_use(call: ToolCallDelta, given: object) -> Json:
@@ -197,7 +198,11 @@ def _usage_of(usage: Usage) -> Json:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        "server_tool_use": None,
     }
+
+
+_UNKNOWN_USAGE = dict.fromkeys(("cache_creation", "inference_geo", "service_tier"))
 
 
 def _frame(kind: str, **said: object) -> bytes:

@@ -7,8 +7,6 @@ reply."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import msgspec
-
 from jdisagg.chat.images import ChatImage
 from jdisagg.chat.messages import (
     MAX_TOOLS,
@@ -21,10 +19,10 @@ from jdisagg.chat.messages import (
 )
 from jdisagg.errors import InvalidRequestError
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
-from jdisagg.service.http.chat import OfferedTools, image_part, without_hosted
+from jdisagg.service.http.chat import OfferedTools, image_part, template_arguments, without_hosted
 from jdisagg.service.http.fields import (
     INTEGER,
-    PLAIN_OBJECT,
+    SCHEMA_OBJECT,
     TEXT,
     TEXT_OR_JSON,
     TEXTS,
@@ -32,7 +30,8 @@ from jdisagg.service.http.fields import (
     Fields,
     begins,
 )
-from jdisagg.service.http.grammar import grammar_of_message
+from jdisagg.service.http.grammar import MESSAGE_OUTPUT, grammar_of_message
+from jdisagg.service.http.past_calls import is_past, past_text
 from jdisagg.service.http.requests import Asked, asked_from, sampling_options
 
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -46,8 +45,6 @@ _WITHOUT_MEANING = ("cache_control", "diagnostics", "inference_geo", "speed", "u
 # Prefixes of the types of hosted tools, which Anthropic's servers run.
 _HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")
 _CHOICES = {"auto": ToolChoice.AUTO, "any": ToolChoice.REQUIRED, "none": ToolChoice.NONE}
-# Values of the field `thinking.type`, and whether each enables reasoning in the chat template.
-_THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 _KINDS = "text, image, document, search_result, thinking, tool_use or tool_result"
 
 
@@ -58,13 +55,14 @@ def message_from(fields: Fields) -> Asked:
     options = sampling_options(fields)
     fields.refuse(_REFUSED)
     fields.ignore(*_WITHOUT_MEANING)
-    stop = fields.read("stop_sequences", TEXTS)
-    options["stop"] = options.get("stop") if stop is None else stop
+    stops = options.get("stop"), fields.read("stop_sequences", TEXTS)
+    texts = [[one] if isinstance(one, str) else [*one] for one in stops if one is not None]
+    options["stop"] = sum(texts, list[str]()) if texts else None
     options["max_tokens"] = most or 1
     options["grammar"] = grammar_of_message(fields) or options.get("grammar")
     asked = asked_from(fields, (message_prompt(fields),), options)
     # With max_tokens 0 the request only fills the prefix cache. One token is generated and omitted.
-    told = {"max_tokens": msgspec.Raw(b"%d" % most)}
+    told = {"max_tokens": most}
     return replace(asked, answerless=most == 0, told=told, within_context=True)
 
 
@@ -77,43 +75,28 @@ def message_prompt(fields: Fields) -> ChatPrompt:
     given = fields.parts("messages", MAX_MESSAGES)
     if given is None:
         raise InvalidRequestError("messages is missing: send a list of objects")
+    left_out: list[str] = []
     for one in given:
-        for message in _messages(one):
+        for message in _messages(one, left_out):
             _add(messages, message)
+    fields.leave_out(*(f"messages.{kind}" for kind in dict.fromkeys(left_out)))
     last = messages[-1] if messages else None
     goes_on = last is not None and last.role == "assistant" and bool(last.text)
     goes_on = goes_on and last is not None and not last.tool_calls
     _edit(messages, fields.part("context_management"))
     offered, several = _offered(fields)
+    fields.part("thinking").ignore("budget_tokens", "display")
+    effort = fields.part(MESSAGE_OUTPUT).read("effort", TEXT)
     return ChatPrompt(
         tuple(messages),
         add_generation_prompt=not goes_on,
         continue_final_message=goes_on,
-        arguments=_arguments(fields),
+        arguments=template_arguments(fields, effort, adaptive=True),
         tools=offered.tools,
         tool_choice=offered.choice,
         parallel_tool_calls=several,
         tool_name=offered.name,
     )
-
-
-def _arguments(fields: Fields) -> dict[str, object]:
-    """Returns the variables of the chat template: the fields of `chat_template_kwargs`, the flag
-    that enables thinking, under both names that templates use, and the reasoning effort."""
-    arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
-    thinking = fields.part("thinking")
-    thinking.ignore("budget_tokens", "display")
-    if thinking.names:
-        kind = thinking.given("type", TEXT)
-        if kind not in _THINKING:
-            raise InvalidRequestError(
-                f"thinking.type must be {', '.join(_THINKING)}, got {kind[:80]!r}"
-            )
-        for name in ("enable_thinking", "thinking"):
-            arguments.setdefault(name, _THINKING[kind])
-    if effort := fields.part("output_config").read("effort", TEXT):
-        arguments.setdefault("reasoning_effort", effort)
-    return arguments
 
 
 def _edit(messages: list[ChatMessage], management: Fields) -> None:
@@ -176,9 +159,9 @@ def _parts(content: Content) -> tuple[str | ChatImage, ...]:
     return content if isinstance(content, tuple) else (content,) if content else ()
 
 
-def _messages(message: Fields) -> Iterator[ChatMessage]:
+def _messages(message: Fields, left_out: list[str]) -> Iterator[ChatMessage]:
     """Converts one message of the request. Yields a chat message for each of its content blocks, in
-    order."""
+    order. Appends the types of blocks that other servers' tools made to `left_out`."""
     role = message.given("role", TEXT)
     if role not in ("user", "assistant", "system"):
         raise InvalidRequestError(
@@ -191,7 +174,11 @@ def _messages(message: Fields) -> Iterator[ChatMessage]:
     if not blocks:
         yield ChatMessage(role, "")
     for block in blocks:
-        yield _message(role, block)
+        if is_past(kind := _kind(block)):
+            left_out.append(kind)
+            yield ChatMessage(role, past_text(block, kind))
+        else:
+            yield _message(role, block)
 
 
 def _message(role: str, block: Fields) -> ChatMessage:
@@ -321,5 +308,6 @@ def _tool(tool: Fields) -> ChatTool:
     return ChatTool(
         tool.given("name", TEXT),
         tool.read("description", TEXT) or "",
-        tool.given("input_schema", PLAIN_OBJECT),
+        tool.given("input_schema", SCHEMA_OBJECT),
+        strict=bool(tool.read("strict", YES)),
     )

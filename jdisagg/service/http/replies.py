@@ -29,15 +29,15 @@ _FINISHED = {reason: _encode(reason) for reason in FinishReason}
 class Heading:
     """Fields that all objects of one reply share.
 
-    `version` identifies the served weights. `told` has the request's fields that the reply repeats.
-    `keep` stores the reply for later requests, or is None. `sent_tools` has the tools whose name in
-    the chat differs from the client's, by the name in the chat."""
+    `version` identifies the served weights. `told` has fields that the reply may repeat. `keep`
+    stores the reply for later requests, or is None. `sent_tools` has the tools whose name in the
+    chat differs from the client's, by the name in the chat."""
 
     id: str
     created: int
     model: str
     version: str | None
-    told: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+    told: Mapping[str, object] = field(default_factory=dict)
     keep: Keep | None = None
     sent_tools: Mapping[str, SentTool] = field(default_factory=dict)
 

@@ -65,7 +65,7 @@ def _count(raw: msgspec.Raw) -> int | None:
 
 
 _COUNT = FieldKind("an integer", _count)
-_PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_PLAIN_NAME = re.compile(r"[\w.\[\]$?-]{1,256}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Asked:
     echo: bool = False
     of_prompt: OfPrompt = OfPrompt()
     answerless: bool = False
-    told: Mapping[str, msgspec.Raw] = field(default_factory=dict)
+    told: Mapping[str, object] = field(default_factory=dict)
     within_context: bool = False
     keep: Keep | None = None
     sent_tools: Mapping[str, SentTool] = field(default_factory=dict)

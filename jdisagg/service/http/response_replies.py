@@ -4,6 +4,7 @@ A response is a list of items (reasoning, a text message, tool calls) in the ord
 model generates them. Each item is complete before the next begins."""
 
 import enum
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,13 @@ from jdisagg.service.http.response_tools import SentTool
 from jdisagg.service.http.token_texts import Pieces
 
 _encode = msgspec.json.encode
+# Fields of a response unless the request has other values.
+_USUAL: Json = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "user")),
+    **dict.fromkeys(("previous_response_id", "prompt_cache_key", "safety_identifier")),
+    **{"metadata": {}, "parallel_tool_calls": True, "background": False},
+    **{"service_tier": "default", "truncation": "disabled"},  # an input is never truncated
+}
 
 
 class ResponseReply(ChatReply):
@@ -183,13 +191,10 @@ class ResponseReply(ChatReply):
             "status": status,
             "error": None,
             "incomplete_details": incomplete,
-            "instructions": None,
-            "metadata": {},
+            "completed_at": int(time.time()) if status == "completed" else None,
+            **_USUAL,
             "model": heading["model"],
             "output": output,
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
             "store": self._keep is not None,
             "usage": _usage_of(usage) if usage is not None else None,
             **self._told,

@@ -6,13 +6,13 @@ servers run, is left out, and a header of the reply lists it. If all tools are h
 is refused."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jdisagg.chat.call_arguments import arguments_object
 from jdisagg.chat.messages import MAX_TOOLS, ChatTool
-from jdisagg.service.http.chat import chat_tool, joined_name, without_hosted
-from jdisagg.service.http.fields import TEXT, Fields
+from jdisagg.service.http.chat import OfferedTools, chat_tool, joined_name, without_hosted
+from jdisagg.service.http.fields import TEXT, Fields, begins
 
 # Prefixes of the types of hosted tools, which OpenAI's servers run.
 _HOSTED = (
@@ -56,12 +56,38 @@ class ResponseTools(NamedTuple):
     sent: Mapping[str, SentTool]
 
 
-def response_tools(fields: Fields) -> ResponseTools:
-    """Reads the field `tools`. Raises InvalidRequestError, which names the invalid field."""
+def response_tools(fields: Fields, added: Sequence[Fields] = ()) -> ResponseTools:
+    """Reads the field `tools`. Raises InvalidRequestError, which names the invalid field. `added`
+    are tools that items of the conversation add. Those with the name of another are left out."""
     given = fields.parts("tools", MAX_TOOLS) or []
     found = [pair for one in without_hosted(fields, given, _HOSTED) for pair in _tools(one, "")]
+    names = {tool.name for tool, _ in found}
+    for one in added:
+        if not (one.read("type", TEXT) or "").startswith(_HOSTED):
+            found += [pair for pair in _tools(one, "") if pair[0].name not in names]
+            names = {tool.name for tool, _ in found}
     sent = {tool.name: named for tool, named in found if named != SentTool(tool.name)}
     return ResponseTools(tuple(tool for tool, _ in found), sent)
+
+
+def shown_tools(fields: Fields) -> list[dict[str, object]]:
+    """Returns the client's tools as a response repeats them."""
+    shown: list[dict[str, object]] = []
+    for tool in fields.parts("tools") or ():
+        part = tool.part("function") if tool.has("function") else tool
+        given = {name: part.raw(name) for name in part.names}
+        if (tool.read("type", TEXT) or "function") == "function":
+            usual = {"type": "function", "description": None, "parameters": None, "strict": False}
+            given = {**usual, **given}
+        shown.append(given)
+    return shown
+
+
+def shown_choice(fields: Fields, offered: OfferedTools) -> object:
+    """Returns the client's `tool_choice` as a response repeats it."""
+    if not (fields.has("tool_choice") and begins(fields.raw("tool_choice"), b"{")):
+        return offered.choice.value
+    return fields.raw("tool_choice")
 
 
 def text_arguments(text: str) -> str:

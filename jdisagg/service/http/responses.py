@@ -4,12 +4,12 @@ If the server stores responses (`response_store`), a request may continue an ear
 does not, fields that refer to an earlier response are refused, and the client must send the whole
 conversation with each request. `response_replies` builds the reply."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from jdisagg.chat.images import ChatImage
-from jdisagg.chat.messages import ChatMessage, ChatPrompt, ToolCall
+from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ToolCall
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
@@ -23,20 +23,26 @@ from jdisagg.service.http.chat import (
 )
 from jdisagg.service.http.errors import HttpRefusal
 from jdisagg.service.http.fields import (
+    ANYTHING,
     INTEGER,
     OBJECT,
     TEXT,
     TEXT_OR_JSON,
-    TEXTS,
     YES,
     FieldKind,
     Fields,
     either,
 )
 from jdisagg.service.http.grammar import grammar_of_response
+from jdisagg.service.http.past_calls import is_past, past_text
 from jdisagg.service.http.requests import Asked, asked_from, most_tokens, sampling_options
 from jdisagg.service.http.response_store import Begun, Items, Keep, ResponseStore
-from jdisagg.service.http.response_tools import response_tools, text_arguments
+from jdisagg.service.http.response_tools import (
+    response_tools,
+    shown_choice,
+    shown_tools,
+    text_arguments,
+)
 from jdisagg.service.http.unsupported import REFUSED_OF_RESPONSES
 
 LOGPROBS = "message.output_text.logprobs"
@@ -45,13 +51,18 @@ _INPUT = FieldKind(
     "a string or a list of messages",
     msgspec.json.Decoder(str | list[dict[str, msgspec.Raw]]).decode,
 )
+_NAMES = FieldKind("a list of strings", msgspec.json.Decoder(list[str]).decode)
 _raw_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 # Fields of the request that a response repeats.
 _TOLD = (
-    *("instructions", "max_output_tokens", "parallel_tool_calls", "reasoning", "temperature"),
-    *("text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation"),
-    *("background", "metadata", "previous_response_id"),
+    *("instructions", "max_output_tokens", "max_tool_calls", "parallel_tool_calls", "background"),
+    *("metadata", "previous_response_id", "prompt_cache_key", "safety_identifier", "user"),
 )
+# Objects that a response repeats, with their fields that the request may omit.
+_TOLD_PARTS: dict[str, dict[str, object]] = {
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": None, "summary": None},
+}
 _STATELESS = "the server stores no responses; send the whole conversation as input"
 _OF_STORES: dict[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((), _STATELESS),
@@ -86,8 +97,9 @@ def response_from(
     fields.refuse(REFUSED_OF_RESPONSES)
     fields.ignore("max_tool_calls", "background")
     instructions = fields.read("instructions", TEXT)
-    messages = [ChatMessage("system", instructions)] if instructions else []
-    items = _items(fields, store, messages)
+    history = _History([ChatMessage("system", instructions)] if instructions else [])
+    items = _items(fields, store, history)
+    fields.leave_out(*(f"input.{kind}" for kind in dict.fromkeys(history.left_out)))
     keep = None
     if store is not None and fields.read("store", YES) is not False:
         keep = Keep(store, items, begun)
@@ -98,19 +110,37 @@ def response_from(
     most = fields.read("max_output_tokens", INTEGER)
     options["max_tokens"] = most_tokens(fields) if most is None else most
     top = fields.read("top_logprobs", INTEGER)
-    included = fields.read("include", TEXTS) or []
+    included = fields.read("include", _NAMES) or []
+    fields.leave_out(*(f"include.{name}" for name in included if name != LOGPROBS))
     if LOGPROBS in included or top is not None:
         options["logprobs"] = top or 0
-    tools, sent = response_tools(fields)
+    tools, sent = response_tools(fields, history.tools)
     offered = chosen_tools(fields, tools, nested=False)
-    asked = asked_from(fields, (_chat(fields, tuple(messages), offered),), options)
-    told = {name: fields.raw(name) for name in _TOLD if fields.has(name)}
+    asked = asked_from(fields, (_chat(fields, tuple(history.messages), offered),), options)
+    told: dict[str, object] = {name: fields.raw(name) for name in _TOLD if fields.has(name)}
+    for name, usual in _TOLD_PARTS.items():
+        told[name] = usual | (fields.read(name, OBJECT) or {})
+    told |= {"tools": shown_tools(fields), "tool_choice": shown_choice(fields, offered)}
     return replace(asked, told=told, keep=keep, sent_tools=sent)
 
 
-def _items(fields: Fields, store: ResponseStore | None, messages: list[ChatMessage]) -> Items:
+@dataclass(slots=True)
+class _History:
+    """The conversation as chat messages.
+
+    Attributes:
+        tools: Tools that items of the conversation add.
+        left_out: Types of items that are not shown as they are.
+    """
+
+    messages: list[ChatMessage]
+    tools: list[Fields] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def _items(fields: Fields, store: ResponseStore | None, history: _History) -> Items:
     """Reads the conversation: the items of the earlier response, if any, and then the items of
-    `input`. Appends them to `messages` as chat messages, and returns the items."""
+    `input`. Appends them to `history`, and returns the items."""
     earlier: Items = ()
     if store is not None and (previous := fields.read("previous_response_id", TEXT)):
         kept = store.find(previous)
@@ -123,17 +153,39 @@ def _items(fields: Fields, store: ResponseStore | None, messages: list[ChatMessa
             )
         earlier = kept.items
         for raw in earlier:
-            _add(messages, Fields(OBJECT.decode(raw), "previous_response_id: "))
+            _add(history, Fields(OBJECT.decode(raw), "previous_response_id: "))
     given = fields.given("input", _INPUT)
     if isinstance(given, str):
-        messages.append(ChatMessage("user", given))
+        history.messages.append(ChatMessage("user", given))
         said = {"type": "message", "role": "user", "content": given}
         return (*earlier, msgspec.Raw(msgspec.json.encode(said)))
     at_most("input", len(earlier) + len(given), MAX_MESSAGES)
-    for at, one in enumerate(given):
-        _add(messages, Fields(one, f"input[{at}]."))
     # Copied, because a view of a part of the body would keep the whole body in memory.
-    return (*earlier, *(raw.copy() for raw in _raw_items(fields.raw("input"))))
+    items = [raw.copy() for raw in _raw_items(fields.raw("input"))]
+    for at, one in enumerate(given):
+        item = Fields(one, f"input[{at}].")
+        if item.read("type", TEXT) == "item_reference" or set(one) == {"id"}:
+            items[at] = _referred(item, store, earlier)
+            item = Fields(OBJECT.decode(items[at]), item.path)
+        _add(history, item)
+    return (*earlier, *items)
+
+
+def _referred(reference: Fields, store: ResponseStore | None, earlier: Items) -> msgspec.Raw:
+    """Returns the item that an item_reference means: an item of the earlier response, or of the
+    stored response whose id the item's id contains."""
+    name = reference.given("id", TEXT)
+    made = name.partition("_")[2]
+    for response_id in (made, made.rpartition("_")[0]) if store is not None else ():
+        kept = store.find(f"resp_{response_id}")
+        earlier = (*earlier, *(kept.items if kept is not None else ()))
+    for raw in earlier:
+        if Fields(OBJECT.decode(raw)).read("id", ANYTHING) == name:
+            return raw
+    raise InvalidRequestError(
+        f"{reference.path}id={name[:80]!r} is not an item of a response that the server keeps; send"
+        " the item itself"
+    )
 
 
 def _chat(fields: Fields, messages: tuple[ChatMessage, ...], offered: OfferedTools) -> ChatPrompt:
@@ -148,14 +200,23 @@ def _chat(fields: Fields, messages: tuple[ChatMessage, ...], offered: OfferedToo
     )
 
 
-def _add(messages: list[ChatMessage], item: Fields) -> None:
+def _add(history: _History, item: Fields) -> None:
     """Converts an input item to a chat message and appends it.
 
     A tool call is added to an assistant message before it. An assistant message is joined with
     reasoning before it. A system message is joined with a system message before it, because many
     chat templates allow only one."""
-    kind = item.read("type", TEXT) or "message"
-    if kind == "message":
+    kind, messages = item.read("type", TEXT) or "message", history.messages
+    if kind in ("additional_tools", "tool_search_output"):
+        history.tools.extend(item.parts("tools", MAX_TOOLS) or ())
+    if is_past(kind):
+        history.left_out.append(kind)
+        if text := past_text(item, kind):
+            after = messages and messages[-1].role == "assistant"
+            before = messages.pop() if after else ChatMessage("assistant", "")
+            joined = "\n".join(filter(None, (before.text, text)))
+            messages.append(replace(before, content=joined))
+    elif kind == "message":
         message = chat_message(item)
         if message.role == "assistant" and messages and _only_thought(messages[-1]):
             message = replace(message, reasoning=messages.pop().reasoning)
@@ -175,8 +236,8 @@ def _add(messages: list[ChatMessage], item: Fields) -> None:
         messages.append(ChatMessage("tool", output, tool_call_id=called))
     else:
         raise InvalidRequestError(
-            "input items must have the type message, reasoning, function_call or custom_tool_call,"
-            f" or of the output of such a call, got {kind[:80]!r}"
+            f"{item.path}type={kind[:80]!r} is not supported; send messages, reasoning, calls and"
+            " results of tools"
         )
 
 

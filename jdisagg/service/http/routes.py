@@ -14,6 +14,7 @@ from jdisagg import __version__
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.weights_control import control_of, positive_seconds
+from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS, mode_of
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.request import Adapter
@@ -201,6 +202,9 @@ class HttpRoutes:
             "object": "model",
             "type": "model",  # Anthropic's names begin here
             "display_name": name,
+            "lifecycle": "active",
+            "max_input_tokens": model.context_tokens,
+            "max_tokens": model.context_tokens,
             "created_at": datetime.fromtimestamp(self._since, UTC).isoformat(),
             "created": self._since,
             "owned_by": OWNER,
@@ -216,8 +220,11 @@ class HttpRoutes:
             prompt = chat_prompt(fields)
         else:
             fields.refuse(REFUSED_OF_COMPLETIONS)
-            prompts = completion_prompts(fields)
-            prompt = prompts[0]
+            prompt, *others = completion_prompts(fields)
+            if others:
+                raise InvalidRequestError(
+                    f"prompt has {1 + len(others)} prompts, and one is tokenized; send one"
+                )
         strings = fields.read("return_token_strs", YES)
         _note_ignored(exchange, fields)
         token_ids = await self._frontend.tokenize(prompt)

@@ -12,6 +12,7 @@ from jdisagg.grammar.json_blanks import without
 from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
 from tests.service.http_doors import http_door
+from tests.service.test_chats_with_tools import TEMPLATE
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "é"}}}
@@ -114,3 +115,87 @@ async def test_openais_client_asks_for_a_schema_as_it_does_elsewhere() -> None:
             )
         grammar = door.path.requests[-1].sampling.grammar
         assert grammar is not None and json.loads(grammar.text) == SCHEMA
+
+
+LOOK_AHEAD: Any = {"type": "string", "pattern": "^(?!a)[a-z]+$"}
+MINE: Any = {"type": "object", "properties": {"a": LOOK_AHEAD, "b": {"type": "integer"}}}
+WITHOUT: Any = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
+IGNORED = "jdisagg-ignored-fields"
+ASK: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "x", "max_tokens": 1},
+    CHATS: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    RESPONSES: {"input": "x", "max_output_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+}
+
+
+def _asked(strict: bool) -> list[tuple[str, str, dict[str, Any]]]:
+    form = {"name": "x", "schema": MINE, "strict": strict}
+    return [
+        (CHATS, "response_format", {"type": "json_schema", "json_schema": form}),
+        (COMPLETIONS, "response_format", {"type": "json_schema", "json_schema": form}),
+        (RESPONSES, "text", {"format": {"type": "json_schema", **form}}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        *_asked(False),
+        (CHATS, "structured_outputs", {"json": MINE}),
+        (CHATS, "guided_json", MINE),
+        ("/v1/messages", "output_config", {"format": {"type": "json_schema", "schema": MINE}}),
+    ],
+)
+async def test_a_pattern_that_cannot_be_enforced_is_left_out_and_named_in_a_header(
+    path: str, name: str, value: dict[str, Any]
+) -> None:
+    async with http_door() as door:
+        answer = await door.ask(path, {**ASK[path], name: value})
+        assert answer.status == 200, answer.body
+        assert answer.headers[IGNORED].endswith(".properties.a.pattern")
+        grammar = door.path.requests[-1].sampling.grammar
+        assert grammar is not None and json.loads(grammar.text) == WITHOUT
+
+
+@pytest.mark.parametrize(("path", "name", "value"), _asked(True))
+async def test_a_strict_schema_with_such_a_pattern_is_refused_by_path_keyword_and_reason(
+    path: str, name: str, value: dict[str, Any]
+) -> None:
+    async with http_door() as door:
+        answer = await door.ask(path, {**ASK[path], name: value})
+        assert (answer.status, answer.error["param"]) == (400, name)
+        assert "properties.a.pattern: " in answer.error["message"]
+        assert "look-around" in answer.error["message"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+async def test_the_same_holds_for_the_arguments_of_a_forced_call(strict: bool) -> None:
+    function = {"name": "f", "parameters": MINE, "strict": strict}
+    tools = {CHATS: {"type": "function", "function": function}, RESPONSES: function}
+    tools["/v1/messages"] = {"name": "f", "input_schema": MINE, "strict": strict}
+    async with http_door(template=TEMPLATE) as door:
+        for path, tool in tools.items():
+            choice: Any = "required" if path != "/v1/messages" else {"type": "any"}
+            asked = {**ASK[path], "tools": [tool], "tool_choice": choice}
+            answer = await door.ask(path, asked)
+            assert answer.status == (400 if strict else 200), answer.body
+            if strict:
+                assert "tools.f.properties.a.pattern: " in answer.error["message"]
+                continue
+            assert answer.headers[IGNORED] == "tools.f.properties.a.pattern"
+            request = door.path.requests[-1]
+            assert request.sampling.grammar and "(?!a)" not in request.sampling.grammar.text
+            assert b"(?!a)" in bytes(request.prompt_token_ids), "the model is shown all of it"
+
+
+async def test_a_number_of_a_tool_that_a_float_cannot_hold_is_refused() -> None:
+    tool = {"name": "f", "parameters": {"properties": {"a": {"const": 2**53 + 1}}}}
+    asked = {**ASK[CHATS], "tools": [tool], "tool_choice": "required"}
+    async with http_door(template=TEMPLATE) as door:
+        answer = await door.ask(CHATS, asked)
+        assert answer.status == 400
+        assert "tools.f.properties.a.const: the number 9007199254740993" in answer.error["message"]
+        assert (await door.ask(CHATS, asked | {"tool_choice": "auto"})).status == 200
+        shown = bytes(door.path.requests[-1].prompt_token_ids)
+        assert b"9007199254740993" in shown

@@ -36,6 +36,32 @@ async def door() -> AsyncIterator[HttpDoor]:
         yield one
 
 
+STRICT = FULL.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+async def test_a_late_system_message_is_shown_first_where_the_template_refuses_it(
+    role: str,
+) -> None:
+    turns: Any = [("user", "a"), ("assistant", "b"), (role, "c")]
+    said: Any = [{"role": one, "content": text} for one, text in turns]
+    bodies: dict[str, Any] = {CHATS: {"messages": said}, RESPONSES: {"input": said}}
+    if role == "system":
+        bodies["/v1/messages"] = {"messages": said, "max_tokens": 1}
+    expected = {STRICT: "<system>c<user>a<assistant>b", FULL: "<user>a<assistant>b<system>c"}
+    for template, shown in expected.items():
+        async with http_door(template=template) as door:
+            for path, body in bodies.items():
+                answer = await door.ask(path, body)
+                assert answer.status == 200, answer.body
+                prompt = bytes(door.path.requests[-1].prompt_token_ids).decode()
+                assert prompt == f"{shown}<assistant>", path
+
+
 async def prompt_of(door: HttpDoor, messages: Any, **more: Any) -> str:
     answer = await door.ask(CHATS, {"messages": messages, "max_tokens": 1, **more})
     assert answer.status == 200, answer.body

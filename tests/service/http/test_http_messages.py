@@ -104,7 +104,11 @@ async def test_thinking_text_and_calls_are_blocks(door: HttpDoor, characters: in
     message = await both(door, HI | {"tools": [WEATHER]})
     thinking, text, *calls = message["content"]
     assert (thinking["type"], thinking["thinking"]) == ("thinking", "hmm")
-    assert thinking["signature"] and text == {"type": "text", "text": "Let me see."}
+    assert thinking["signature"] and text == {
+        "type": "text",
+        "text": "Let me see.",
+        "citations": None,
+    }
     assert [(one["type"], one["name"], one["input"]) for one in calls] == [
         ("tool_use", "weather", {"city": "Köln"}),
         ("tool_use", "weather", {}),
@@ -120,10 +124,11 @@ async def test_why_a_message_ended(door: HttpDoor, cut: bool, reason: str) -> No
     door.path.text, door.path.cut = "yes", cut  # type: ignore[attr-defined]
     message = await both(door, HI | {"max_tokens": 3})
     assert message["stop_reason"] == reason
-    assert message["content"] == [{"type": "text", "text": "yes"}]
+    assert message["content"] == [{"type": "text", "text": "yes", "citations": None}]
     used = {"input_tokens": 19, "output_tokens": 3}
     cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    assert message["usage"] == used | cache
+    unknown = ("cache_creation", "inference_geo", "server_tool_use", "service_tier")
+    assert message["usage"] == used | cache | dict.fromkeys(unknown)
 
 
 async def test_a_full_context_is_not_max_tokens(door: HttpDoor) -> None:
@@ -304,7 +309,7 @@ async def test_a_final_message_of_the_assistant_is_continued(door: HttpDoor) -> 
     messages = [*HI["messages"], {"role": "assistant", "content": "Well, "}]
     message = await both(door, HI | {"messages": messages})
     assert prompts(door)[0] == "<user>hi<assistant>Well, "
-    assert message["content"] == [{"type": "text", "text": "ok"}]
+    assert message["content"] == [{"type": "text", "text": "ok", "citations": None}]
 
 
 @pytest.mark.parametrize(("kind", "thinks"), [("enabled", True), ("disabled", False)])
@@ -327,7 +332,7 @@ async def test_a_call_that_is_required(door: HttpDoor, choice: Any) -> None:
 async def test_without_a_tool_choice_of_calls_nothing_is_a_call(door: HttpDoor) -> None:
     door.path.text = CALLS  # type: ignore[attr-defined]
     message = await both(door, HI | {"tools": [WEATHER], "tool_choice": {"type": "none"}})
-    assert message["content"] == [{"type": "text", "text": CALLS}]
+    assert message["content"] == [{"type": "text", "text": CALLS, "citations": None}]
     one = {"type": "auto", "disable_parallel_tool_use": True}
     message = await both(door, HI | {"tools": [WEATHER], "tool_choice": one})
     assert len(message["content"]) == 1 and message["stop_reason"] == "tool_use"
@@ -354,7 +359,7 @@ async def test_no_tokens_fill_the_cache_alone(door: HttpDoor) -> None:
     assert message["usage"]["output_tokens"] == 0
 
 
-BLOCK: Any = {"role": "user", "content": [{"type": "server_tool_use"}]}
+BLOCK: Any = {"role": "user", "content": [{"type": "unheard_of"}]}
 PDF: Any = {"type": "document", "source": {"type": "base64", "data": ""}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is missing"),
@@ -400,7 +405,8 @@ async def test_an_error_ends_a_stream_that_began() -> None:
     async with http_door() as door:
         asked = HI | {"max_tokens": 5, "tenant": "lost", "stream": True}
         *_, last = frames((await door.ask(MESSAGES, asked)).body)
-        assert last == {"type": "error", "error": {"type": "api_error", "message": "lost"}}
+        error = {"type": "api_error", "message": "lost"}
+        assert last == {"type": "error", "error": error, "request_id": None}
 
 
 async def test_a_long_wait_is_filled_with_pings(monkeypatch: pytest.MonkeyPatch) -> None:
