@@ -50,9 +50,9 @@ class KeptResponses:
         one = "/v1/responses/{id}"
         return {
             "/v1/responses": Endpoint(guard, "POST", self._create, logs=True),
-            one: Endpoint(guard, "GET, DELETE", self._one),
-            f"{one}/cancel": Endpoint(guard, "POST", self._cancel),
-            f"{one}/input_items": Endpoint(guard, "GET", self._input_items),
+            one: Endpoint(guard, "GET, DELETE", self._one, lasting=True),
+            f"{one}/cancel": Endpoint(guard, "POST", self._cancel, lasting=True),
+            f"{one}/input_items": Endpoint(guard, "GET", self._input_items, lasting=True),
         }
 
     async def _create(self, exchange: Exchange) -> None:
