@@ -150,9 +150,7 @@ class GrpcServer:
         ended = asyncio.create_task(self._ended())
         forced = asyncio.create_task(self._forced.wait())
         await asyncio.wait(
-            (ended, forced),
-            timeout=self._config.drain_seconds,
-            return_when=asyncio.FIRST_COMPLETED,
+            (ended, forced), timeout=self._config.drain_seconds, return_when=asyncio.FIRST_COMPLETED
         )
         if cut := sum(guard.cut() for guard in self._guards):
             log.warning("shutting down: cancelled %d running requests", cut)

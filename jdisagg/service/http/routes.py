@@ -30,7 +30,7 @@ from jdisagg.service.http.page import Page, PageSources
 from jdisagg.service.http.requests import completion_prompts, ignored_header
 from jdisagg.service.http.response_store import ResponseStore
 from jdisagg.service.http.responses import response_from
-from jdisagg.service.http.unsupported import REFUSED_OF_CHATS, REFUSED_OF_COMPLETIONS
+from jdisagg.service.http.unsupported import REFUSED_OF_CHATS
 
 Scrape = Callable[[], Awaitable[bytes]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -216,7 +216,6 @@ class HttpRoutes:
             fields.refuse(REFUSED_OF_CHATS)
             prompt = chat_prompt(fields)
         else:
-            fields.refuse(REFUSED_OF_COMPLETIONS)
             prompts = completion_prompts(fields)
             prompt = prompts[0]
         strings = fields.read("return_token_strs", YES)

@@ -88,9 +88,7 @@ class HttpServer:
     async def delivered(self) -> None:
         """Waits until the clients have read the ends of their replies."""
         connections = self._server.server_state.connections
-        await _until(
-            lambda: not any(one.transport.get_write_buffer_size() for one in connections)
-        )
+        await _until(lambda: not any(one.transport.get_write_buffer_size() for one in connections))
 
     async def close(self) -> None:
         """Closes the port and all connections."""
