@@ -217,13 +217,7 @@ class _Run:
         self._usage: Usage | None = None  # from the last event
         self._made_tokens = 0
         self.choices = [
-            ReplyChoice(
-                number * count + child,
-                request.prompt_token_ids,
-                echo,
-                asked.of_prompt,
-                request.sampling.stop_token_ids,
-            )
+            ReplyChoice(number * count + child, request.prompt_token_ids, echo, asked.of_prompt)
             for child in range(count)
         ]
         self._events = events

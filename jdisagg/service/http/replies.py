@@ -62,7 +62,6 @@ class ReplyChoice:
         prompt: Token ids of the prompt.
         echo: Text of the prompt, if it precedes the answer.
         of_prompt: Which log-probabilities of the prompt to report.
-        stop_ids: The client's stop tokens.
         prompt_logprobs: Log-probabilities of the prompt, or None until they arrive.
         placed: Text offsets of the tokens so far, or None until log-probabilities are reported.
     """
@@ -71,7 +70,6 @@ class ReplyChoice:
     prompt: Sequence[int] = ()
     echo: str = ""
     of_prompt: OfPrompt = OfPrompt()
-    stop_ids: Sequence[int] = ()
     prompt_logprobs: PromptLogprobs | None = None
     placed: TextOfTokens | None = None
     texts: list[str] = field(default_factory=list)
@@ -79,7 +77,7 @@ class ReplyChoice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_string: str = ""
-    stop_reason: str | int | None = None
+    stop_token: int | None = None
     reasoning: list[str] = field(default_factory=list)
     calls: list[tuple[ToolCallDelta, list[str]]] = field(default_factory=list)
 
@@ -89,20 +87,14 @@ class ReplyChoice:
         self.logprobs += event.logprobs
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason.value
-            self.stop_string, self.stop_reason = event.stop_string, self.stopped_by(event)
+            self.stop_string = event.stop_string
+            self.stop_token = event.stop_token
         if event.reasoning:
             self.reasoning.append(event.reasoning)
         for call in event.tool_calls:
             if call.name:
                 self.calls.append((call, []))
             self.calls[call.index][1].append(call.arguments)
-
-    def stopped_by(self, event: StreamEvent) -> str | int | None:
-        """Returns the client's stop string or stop token that ended the answer with `event`, in
-        vLLM's field `stop_reason`. None means that something else ended it."""
-        if event.stop_string or event.finish_reason is FinishReason.LENGTH or not event.token_ids:
-            return event.stop_string or None
-        return event.token_ids[-1] if event.token_ids[-1] in self.stop_ids else None
 
     @property
     def text(self) -> str:
@@ -212,7 +204,7 @@ class Reply:
             _FINISHED[reason] if reason is not None else b"null",
         ]
         if reason is not None:
-            parts.append(b',"stop_reason":' + _encode(choice.stopped_by(event)))
+            parts.append(b',"stop_reason":' + _encode(event.stop_string or event.stop_token))
         end = self._end
         if self._continuous:
             end = end.replace(b"null", _encode(usage_of(usage())), 1)
@@ -265,7 +257,7 @@ class Reply:
                 self._logprobs(choice.as_event(), choice, echoed) if some or echoed else None
             ),
             "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
+            "stop_reason": choice.stop_string or choice.stop_token,
         }
         if self._token_ids:
             made["token_ids"] = choice.token_ids
