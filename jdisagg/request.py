@@ -459,9 +459,10 @@ class StreamEvent:
     `first_index` is the index of the first new token in that answer.
 
     A parsed chat answer has `text`, `reasoning` and `tool_calls`. `finish_reason` is set on a
-    child's last event, and `stop_string` with it if a stop string ended the answer. `usage` and
-    `timings` are set on the last event of the stream. `request_id` and requested `prompt_logprobs`
-    are set on the first event that a client receives."""
+    child's last event, and `stop_string` or `stop_token` with it if the request's stop string or
+    one of its `stop_token_ids` ended the answer. `usage` and `timings` are set on the last event of
+    the stream. `request_id` and requested `prompt_logprobs` are set on the first event that a
+    client receives."""
 
     child: int
     first_index: int
@@ -476,3 +477,4 @@ class StreamEvent:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     stop_string: str = ""
+    stop_token: int | None = None

@@ -42,7 +42,13 @@ from jdisagg.dispatch.prompts import (
 )
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.dispatch.served_adapters import ServedAdapters
-from jdisagg.errors import InvalidRequestError, UnauthenticatedError, UnavailableError
+from jdisagg.errors import (
+    CancelledError,
+    InvalidRequestError,
+    JdisaggError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from jdisagg.grammar.chat_answers import (
     marked_call,
     marker,
@@ -81,14 +87,27 @@ class ServingPath(Protocol):
 
     async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None: ...
 
+    def end(self, tenant: str, request_id: str, error: JdisaggError) -> None: ...
+
     async def reset_cache(self) -> int: ...
 
     async def drain(self) -> None: ...
 
 
+@dataclasses.dataclass(eq=False)
+class _Running:
+    """A running request. `closing` is set once its stream has ended or its client has left, and
+    `over` once its id is free again."""
+
+    request: Request
+    closing: bool = False
+    over: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+
 class Frontend:
     """Builds requests and streams them through the request path. Refuses a request if another
-    request with the same tenant and id is running.
+    request with the same tenant and id is running. A request that is sent again replaces the
+    earlier one.
 
     Args:
         grammars: Compiler of grammars for structured output. None means that requests for
@@ -113,7 +132,7 @@ class Frontend:
         self.routing = routing
         self._path = path
         self._limits = limits
-        self._running: dict[tuple[str, str], asyncio.Event] = {}
+        self._running: dict[tuple[str, str], _Running] = {}
         self.key_use = KeyUse()
         self._clock = MonotonicClock()
         # Lark expressions of the answer format's markers
@@ -306,43 +325,53 @@ class Frontend:
 
     async def _stream(self, request: Request) -> AsyncGenerator[StreamEvent, None]:
         key = request.tenant, request.request_id
-        if request.resumption is not None:
-            await self._gone(key)
-            if key in self._running:
-                raise UnavailableError(
-                    f"request_id {request.request_id!r} is still being closed here since its stream"
-                    " broke; try again",
-                    retry_after_seconds=1.0,
-                )
-        if key in self._running:
-            raise InvalidRequestError(
-                f"request_id {request.request_id!r} is in use by a running request; choose another"
-                " or leave it empty"
-            )
+        if (earlier := self._running.get(key)) is not None:
+            await self._make_way(earlier, request)
         prompt_tokens, resumed = len(request.prompt_token_ids), request.resumption is not None
         with self.key_use.stream(
             caller.current(), prompt_tokens, self._clock.now(), resumed
         ) as used:
-            over = self._running[key] = asyncio.Event()
+            running = self._running[key] = _Running(request)
             events = self._path.stream(request)
             try:
                 async for event in events:
                     used(len(event.token_ids))
                     yield event
             finally:
+                running.closing = True
                 try:
                     await close_stream(events)
                 finally:
                     del self._running[key]
-                    over.set()
+                    running.over.set()
 
-    async def _gone(self, key: tuple[str, str]) -> None:
-        over = self._running.get(key)
-        if over is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    over.wait(), self._limits.timeouts.request.resumption_seconds
+    async def _make_way(self, earlier: "_Running", request: Request) -> None:
+        """Waits until the request `earlier`, which has the id of `request`, has ended. Ends it if
+        `request` resumes or repeats it: its stream broke, perhaps without a sign at this end.
+
+        Raises:
+            InvalidRequestError: The earlier request is another one, and still runs.
+            UnavailableError: The earlier request does not end in time.
+        """
+        repeated = earlier.request.prompt_token_ids == request.prompt_token_ids
+        if not earlier.closing:
+            if request.resumption is None and not repeated:
+                raise InvalidRequestError(
+                    f"request_id {request.request_id!r} is in use by a running request; choose"
+                    " another or leave it empty"
                 )
+            again = CancelledError("the request was sent again under its id, and runs there")
+            self._path.end(request.tenant, request.request_id, again)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(
+                earlier.over.wait(), self._limits.timeouts.request.resumption_seconds
+            )
+        if (request.tenant, request.request_id) in self._running:
+            raise UnavailableError(
+                f"request_id {request.request_id!r} is still being closed here since its stream"
+                " broke; try again",
+                retry_after_seconds=1.0,
+            )
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self._path.status()

@@ -99,6 +99,10 @@ class TokenPrompt:
     token_ids: tuple[int, ...]
 
 
+class BareText(str):
+    """A text to whose tokens no BOS token is added."""
+
+
 Prompt = str | TokenPrompt | ChatPrompt
 
 
@@ -163,7 +167,8 @@ class PromptEncoder:
             return self._encode_chat(prompt, within_context)
         if within_context:
             self._check_beginning(prompt)
-        return Encoded(tuple(self.codec.encode(prompt)))
+        bare = isinstance(prompt, BareText)
+        return Encoded(tuple(self.codec.encode(prompt, add_special_tokens=not bare)))
 
     def _encode_chat(self, prompt: ChatPrompt, within_context: bool) -> Encoded:
         processor = self.codec.images

@@ -190,6 +190,11 @@ class RequestPath:
         run.suspend(None if keep_seconds is None else min(keep_seconds, run.remaining_seconds()))
         await asyncio.gather(*(attempt.tell_suspended() for attempt in tuple(run.attempts)))
 
+    def end(self, tenant: str, request_id: str, error: JdisaggError) -> None:
+        """Ends a request with `error`, if it is running here."""
+        if (run := self._runs.get((tenant, request_id))) is not None:
+            run.fail(error)
+
     def _start(self, run: RequestRun, children: tuple[int, ...], wait_seconds: float = 0.0) -> None:
         preempted = functools.partial(self._preempted, run)
         attempt = Attempt(self._context, run, children, preempted)

@@ -272,6 +272,7 @@ class RequestRun:
         count, child.finish = self.request.end_among(first_index, token_ids, self.context_tokens)
         # The stop id itself is not delivered.
         kept = token_ids[: count - (child.finish is FinishReason.STOP)]
+        ended_by = token_ids[len(kept)] if child.finish is FinishReason.STOP else None
         text = ""
         if kept:
             delta = child.text.push(kept)
@@ -303,6 +304,8 @@ class RequestRun:
         )
         if child.text.stop_string:
             event = replace(event, stop_string=child.text.stop_string)
+        elif ended_by in self.request.sampling.stop_token_ids:
+            event = replace(event, stop_token=ended_by)
         if self._prompt_logprobs is not None:
             event = replace(event, prompt_logprobs=self._prompt_logprobs)
             self._prompt_logprobs = None

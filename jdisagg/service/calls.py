@@ -17,8 +17,8 @@ RETRY_SECONDS = 5.0
 
 
 class DrainingGuard:
-    """Base of the gRPC and the HTTP guard: tracks running calls and implements a drain (`refuse`,
-    then `end`).
+    """Base of the gRPC and the HTTP guard: tracks running calls and implements the steps of a drain
+    (`refuse`, `idle`, `cut`).
 
     A subclass adds the task of each running call to `_running`. If a drain does not need to wait
     for the call, the subclass adds the task to `_unhurried` instead."""
@@ -38,11 +38,10 @@ class DrainingGuard:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def idle(self, timeout_seconds: float) -> bool:
-        """Waits until no call runs. Returns False if calls still run after the time limit."""
-        if self._running:
-            await asyncio.wait(set(self._running), timeout=timeout_seconds)
-        return not self._running
+    async def idle(self) -> None:
+        """Waits until no call runs. A running call may begin others (`wait_for`)."""
+        while self._running:
+            await asyncio.wait(set(self._running))
 
     def cut(self) -> int:
         """Cancels all running calls. They then fail with UnavailableError. Returns the number of
@@ -51,21 +50,6 @@ class DrainingGuard:
         for task in (*self._running, *self._unhurried):
             task.cancel()
         return len(self._running)
-
-    async def end(self, seconds: float, forced: asyncio.Event) -> int:
-        """Waits for running calls to finish, then cancels the remaining calls and returns their
-        number.
-
-        Args:
-            seconds: Longest time to wait.
-            forced: Event that ends the wait early.
-        """
-        idle = asyncio.ensure_future(self.idle(seconds))
-        hurried = asyncio.ensure_future(forced.wait())
-        await asyncio.wait((idle, hurried), return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
-        hurried.cancel()
-        return self.cut()
 
 
 @contextlib.asynccontextmanager

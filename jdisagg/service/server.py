@@ -1,8 +1,10 @@
 """The gRPC server that every process runs: services, health, reflection, limits, TLS and draining.
 
 During a drain, health reports NOT_SERVING and new calls are refused. Running calls may finish
-within `drain_seconds`. Calls that still run then fail as UNAVAILABLE. By default, the server
-listens on the loopback address only. It does not close the objects that its services use."""
+within `drain_seconds`. Calls that still run then fail as UNAVAILABLE. A port closes only after the
+calls of all ports have ended: a request over HTTP needs workers, which report to the gRPC port. By
+default, the server listens on the loopback address only. It does not close the objects that its
+services use."""
 
 import asyncio
 import contextlib
@@ -24,6 +26,7 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.service.bearer import token_of
+from jdisagg.service.calls import DrainingGuard
 from jdisagg.service.grpc.generation_service import generation_service
 from jdisagg.service.grpc_life import bind, new_server
 from jdisagg.service.guard import Guard, Service
@@ -92,7 +95,8 @@ class GrpcServer:
         self._config = config
         self._cleanup_seconds = timeouts.cleanup_seconds
         self._services = tuple(services)
-        self._guard = Guard(self._services, boot_id, refused)
+        guard = Guard(self._services, boot_id, refused)
+        self._guards: list[DrainingGuard] = [guard]
         self._health = _Health()
         self._credentials = server_credentials(config)
         self._drained = False
@@ -102,7 +106,7 @@ class GrpcServer:
         private = all(service.internal for service in self._services)
         most = max(config.max_message_bytes, MAX_MESSAGE_BYTES if private else 0)
         limits = (("grpc.max_receive_message_length", most), ("grpc.max_send_message_length", most))
-        self._server = new_server((*limits, *LISTENING_OPTIONS), (self._guard,))
+        self._server = new_server((*limits, *LISTENING_OPTIONS), (guard,))
         for service in self._services:
             service.add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -138,13 +142,29 @@ class GrpcServer:
         if self._drained:
             return
         self._drained = True
-        self._guard.refuse()
+        for guard in self._guards:
+            guard.refuse()
         # A client that watches the health status and does not read could block this call forever.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._health.enter_graceful_shutdown(), self._cleanup_seconds)
-        if cut := await self._guard.end(self._config.drain_seconds, self._forced):
+        ended = asyncio.create_task(self._ended())
+        forced = asyncio.create_task(self._forced.wait())
+        await asyncio.wait(
+            (ended, forced), timeout=self._config.drain_seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        if cut := sum(guard.cut() for guard in self._guards):
             log.warning("shutting down: cancelled %d running requests", cut)
-            await self._guard.idle(self._cleanup_seconds)
+            await asyncio.wait((ended,), timeout=self._cleanup_seconds)
+        ended.cancel()
+        forced.cancel()
+        await self._close()
+
+    async def _ended(self) -> None:
+        """Waits until no call runs."""
+        for guard in self._guards:
+            await guard.idle()
+
+    async def _close(self) -> None:
         await self._server.stop(grace=self._cleanup_seconds)
 
     def force(self) -> None:
@@ -191,6 +211,8 @@ class GenerationServer(GrpcServer):
         if config.http_port is not None:
             self.http = HttpServer(frontend, config, tokens, log, scrape, page)
         super().__init__((generation, *others), config, refused=log.refused)
+        if self.http:
+            self._guards.append(self.http.guard)
 
     async def start(self) -> int:
         if self.http:
@@ -200,8 +222,7 @@ class GenerationServer(GrpcServer):
             return self._port
         except BaseException:
             if self.http:
-                self.http.force()
-                await self.http.drain()
+                await self.http.close()
             raise
 
     @property
@@ -211,21 +232,27 @@ class GenerationServer(GrpcServer):
         return replace(self._config, port=self._port, http_port=http_port)
 
     async def set_ready(self, ready: bool) -> None:
-        self.ready = ready
+        self.ready = ready and not self._drained
         if self.http:
-            self.http.set_ready(ready)
+            self.http.set_ready(self.ready)
         await super().set_ready(ready)
 
     async def drain(self) -> None:
-        drains = [super().drain()]
+        self.ready = False
         if self.http:
-            drains.append(self.http.drain())
-        await asyncio.gather(*drains)
+            self.http.set_ready(False)
+        await super().drain()
 
-    def force(self) -> None:
-        super().force()
+    async def _ended(self) -> None:
+        await super()._ended()
         if self.http:
-            self.http.force()
+            await self.http.delivered()
+
+    async def _close(self) -> None:
+        closings = [super()._close()]
+        if self.http:
+            closings.append(self.http.close())
+        await asyncio.gather(*closings)
 
 
 def read_tokens(path: str) -> tuple[str, ...]:

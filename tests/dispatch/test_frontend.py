@@ -10,7 +10,7 @@ import pytest
 from jdisagg.chat.messages import ChatMessage, ChatPrompt
 from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.prompts import TokenPrompt
-from jdisagg.errors import InvalidRequestError, OverloadedError, UnavailableError
+from jdisagg.errors import CancelledError, InvalidRequestError, OverloadedError, UnavailableError
 from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.timeouts import RequestTimeouts, Timeouts
 from tests.service.doors import EOS, FakePath, byte_tokenizer, make_frontend
@@ -242,10 +242,55 @@ async def test_an_id_is_free_again_once_its_request_has_ended() -> None:
     request = await frontend.build_request("x", request_id="a", max_tokens=2)
     events = frontend.stream(request)
     await anext(events)
+    other = replace(request, prompt_token_ids=(1, 2))
     with pytest.raises(InvalidRequestError, match="'a' is in use by a running request"):
-        await anext(frontend.stream(request))
+        await anext(frontend.stream(other))
     assert len([event async for event in events]) == 1
     assert len([event async for event in frontend.stream(request)]) == 2
+
+
+@pytest.mark.parametrize("resumption", [None, Resumption(1, (AcceptedChild(),))])
+async def test_a_request_that_is_sent_again_replaces_its_broken_stream(
+    resumption: Resumption | None,
+) -> None:
+    """The first stream is cut without a sign at the server."""
+    path = FakePath()
+    path.gate.clear()
+    frontend = make_frontend(path)
+    request = await frontend.build_request("x", request_id="a", max_tokens=2)
+    first = frontend.stream(request)
+    await anext(first)
+    cut = asyncio.ensure_future(anext(first))
+    again = frontend.stream(replace(request, resumption=resumption))
+    assert (await anext(again)).first_index == 0
+    with pytest.raises(CancelledError, match="sent again"):
+        await cut
+    path.gate.set()
+    assert len([event async for event in again]) == 1
+
+
+async def test_an_id_is_waited_for_while_the_stream_of_a_client_that_left_is_closed() -> None:
+    closes = asyncio.Event()
+
+    class Slow(FakePath):
+        async def stream(self, request):  # type: ignore[no-untyped-def]
+            try:
+                async for event in super().stream(request):
+                    yield event
+            finally:
+                if request.prompt_token_ids == (ord("x"),):
+                    await closes.wait()
+
+    frontend = make_frontend(Slow())
+    gone = frontend.stream(await frontend.build_request("x", request_id="a"))
+    await anext(gone)
+    closing = asyncio.ensure_future(gone.aclose())
+    other = await frontend.build_request("y", request_id="a", max_tokens=2)
+    served = asyncio.ensure_future(anext(frontend.stream(other)))
+    await asyncio.sleep(0)
+    closes.set()
+    assert (await served).first_index == 0
+    await closing
 
 
 async def test_a_request_resumed_while_its_broken_stream_is_not_over_is_asked_to_try_again() -> (

@@ -7,7 +7,7 @@ import pytest
 
 from jdisagg.dispatch.request_run import DeliveryError, RequestRun
 from jdisagg.dispatch.token_stream import TextDelta
-from jdisagg.request import AcceptedChild, Resumption
+from jdisagg.request import AcceptedChild, FinishReason, Resumption
 from tests.fakes.cluster import toy_request
 from tests.fakes.virtual_time import VirtualClock
 
@@ -83,4 +83,18 @@ async def test_nothing_follows_the_end_and_usage_rides_on_it() -> None:
     last = await run.next_event()
     assert last.usage is not None and last.usage.completion_tokens == 20
     assert last.timings is not None and not run.has_more
+    await run.close(1.0)
+
+
+@pytest.mark.parametrize(("last", "stop_token"), [(9, 9), (7, None)])
+async def test_a_stop_token_is_not_delivered_but_named_if_it_is_the_clients(
+    last: int, stop_token: int | None
+) -> None:
+    run = running(Letters(), stop_ids=(7, 9))
+    sampling = replace(run.request.sampling, stop_token_ids=(9,))
+    run.request = replace(run.request, sampling=sampling)
+    run.accept(0, 0, (5, 6, last, 8), ())
+    event = await run.next_event()
+    assert (event.token_ids, event.finish_reason) == ((5, 6), FinishReason.STOP)
+    assert event.stop_token == stop_token
     await run.close(1.0)

@@ -36,18 +36,18 @@ SMALL = (
     "--set=warm_up=False",
     "--drain_seconds=20",
 )
-READY = r"jdisagg cluster serves on (127\.0\.0\.1:\d+): (.+)\n"
+READY = r"jdisagg cluster serves on (127\.0\.0\.1:\d+)(.*): (.+)\n"
 START_SECONDS = time_scale.seconds(120.0)
 END_SECONDS = time_scale.seconds(60.0)
 
 
 class RunningCluster:
-    """The parent process, where its router listens, and its log."""
+    """The parent process, where its router listens, and its log. `urls`: Where its routers serve
+    HTTP."""
 
-    def __init__(
-        self, process: "subprocess.Popen[str]", log: Path, address: str, workers: list[str]
-    ) -> None:
-        self.process, self.log, self.address, self.workers = process, log, address, workers
+    def __init__(self, process: "subprocess.Popen[str]", log: Path, ready: "re.Match[str]") -> None:
+        self.process, self.log, self.address = process, log, ready[1]
+        self.urls, self.workers = re.findall(r"http://[\d.:]+\d", ready[2]), ready[3].split(", ")
 
     def pids(self) -> set[int]:
         """The parent's and all its descendants'."""
@@ -82,7 +82,7 @@ def cluster(folder: Path, *flags: str) -> Iterator[RunningCluster]:
         line = process.stdout.readline()
         ready = re.fullmatch(READY, line)
         assert ready, f"no ready line but {line!r}: {log.read_text()}"
-        yield RunningCluster(process, log, ready[1], ready[2].split(", "))
+        yield RunningCluster(process, log, ready)
     except BaseException:
         print(log.read_text())  # pytest shows it
         raise

@@ -113,6 +113,7 @@ class FakePath:
     requests: list[Request] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     suspended: list[tuple[str, str, float | None]] = field(default_factory=list)
+    ended: dict[str, JdisaggError] = field(default_factory=dict)
     made_events: int = 0
     filler: str = ""
     pause_seconds: float = 0.0
@@ -163,7 +164,7 @@ class FakePath:
                         timings=Timings(ttft_seconds=0.25, kv_bytes_moved=640) if end else None,
                         prompt_logprobs=scores_of(request) if asks else None,
                     )
-                await self.gate.wait()
+                await self._go_on(request.request_id)
                 if request.tenant == "bug" and index == 1:
                     raise ZeroDivisionError("a bug of ours")
                 if request.tenant == "lost" and index == 1:
@@ -176,6 +177,15 @@ class FakePath:
 
     async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
         self.suspended.append((tenant, request_id, keep_seconds))
+
+    async def _go_on(self, request_id: str) -> None:
+        while not self.gate.is_set():
+            if error := self.ended.pop(request_id, None):
+                raise error
+            await asyncio.wait((asyncio.ensure_future(self.gate.wait()),), timeout=0.01)
+
+    def end(self, tenant: str, request_id: str, error: JdisaggError) -> None:
+        self.ended[request_id] = error
 
     async def reset_cache(self) -> int:
         return 7

@@ -4,6 +4,7 @@ import asyncio
 import pathlib
 import signal
 import sys
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -18,8 +19,8 @@ from jdisagg.config import ServiceConfig
 from jdisagg.errors import ConfigError, UnavailableError
 from jdisagg.service.grpc import generation_pb2, generation_pb2_grpc
 from jdisagg.service.server import GenerationServer
-from tests.service.doors import FakePath, make_frontend
-from tests.service.http_doors import HttpDoor, http_door
+from tests.service.doors import FakePath, eventually, make_frontend
+from tests.service.http_doors import HttpDoor, http_door, parse, request
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -85,6 +86,78 @@ async def test_what_outlasts_the_drain_is_cut_with_a_typed_error() -> None:
         with pytest.raises(UnavailableError, match="shut down before the request had ended"):
             await anext(events)
         assert path.closed == ["long"]
+        await draining
+
+
+@pytest.mark.parametrize("over", ["http", "grpc"])
+async def test_no_port_closes_before_the_requests_of_all_ports_have_ended(over: str) -> None:
+    """Workers report to the gRPC port, also for requests over HTTP, and a probe of one port must
+    not restart a server that drains the other."""
+    async with http_door(service=ServiceConfig(drain_seconds=3600)) as door:
+        door.path.gate.clear()
+        asked: dict[str, Any] = {"prompt": "x", "max_tokens": 3}
+        client = AsyncClient(door.target)
+        running = asyncio.create_task(
+            door.ask("/v1/completions", asked) if over == "http" else client.complete(**asked)
+        )
+        await eventually(lambda: door.path.made_events == 1)
+        draining = asyncio.create_task(door.server.drain())
+        await eventually(lambda: not door.server.ready)
+        for _ in range(20):
+            assert await health(door.target) == NOT_SERVING
+            probed = [(await door.ask(path)).status for path in ("/livez", "/readyz", "/health")]
+            assert probed == [200, 503, 503]
+        refused = await door.ask("/v1/completions", asked)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+        await door.server.set_ready(True)
+        assert (await door.ask("/readyz")).status == 503 and not door.server.ready
+        door.path.gate.set()
+        await running
+        await draining
+        for port in (door.port, door.grpc_port):
+            with pytest.raises(OSError):
+                await asyncio.open_connection("127.0.0.1", port)
+        await client.close()
+
+
+async def test_a_server_that_waits_for_workers_is_alive_and_not_ready(door: HttpDoor) -> None:
+    await door.server.set_ready(False)
+    assert [(await door.ask(path)).status for path in ("/livez", "/readyz")] == [200, 503]
+    await door.server.set_ready(True)
+
+
+async def test_a_drain_ends_after_a_slow_reader_has_its_whole_reply() -> None:
+    async with http_door(service=ServiceConfig(drain_seconds=3600)) as door:
+        door.path.filler = "." * 50_000
+        reader, writer = await door.connect()
+        writer.write(request("/v1/completions", {"prompt": "x", "max_tokens": 400}))
+        await eventually(lambda: door.path.closed != [])
+        draining = asyncio.create_task(door.server.drain())
+        await asyncio.sleep(1.5)  # more than a shutdown waits for a connection that is to close
+        assert not draining.done()
+        reply = parse(await reader.read())
+        assert len(reply.fields["choices"][0]["text"]) == 400 * 50_001
+        await draining
+        writer.close()
+
+
+async def test_a_drain_lets_suspended_requests_resume() -> None:
+    async with http_door(service=ServiceConfig(drain_seconds=3600)) as door:
+        door.path.gate.clear()
+        async with grpc.aio.insecure_channel(door.target) as channel, door.client() as client:
+            running = asyncio.create_task(
+                client.completions.create(
+                    model="tiny", prompt="x", max_tokens=3, extra_body={"request_id": "held"}
+                )
+            )
+            await eventually(lambda: door.path.made_events == 1)
+            draining = asyncio.create_task(door.server.drain())
+            await eventually(lambda: not door.server.ready)
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            await stub.Resume(generation_pb2.ResumeRequest(request_id="held"))
+            assert door.path.suspended == [("", "held", None)]
+            door.path.gate.set()
+            await running
         await draining
 
 

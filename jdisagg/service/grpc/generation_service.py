@@ -37,6 +37,7 @@ def generation_service(
             servicer, server
         ),
         tokens,
+        lasting=frozenset(("Resume", "Wake")),  # running requests may wait for them
     )
 
 

@@ -252,6 +252,7 @@ def event_to_proto(event: StreamEvent) -> pb.GenerateResponse:
         request_id=event.request_id,
         reasoning=event.reasoning,
         stop_string=event.stop_string,
+        stop_token=event.stop_token,
     )
     if event.tool_calls:
         message.tool_calls.extend(map(call_delta_to_proto, event.tool_calls))
@@ -327,6 +328,7 @@ def event_from_proto(message: pb.GenerateResponse) -> StreamEvent:
             else None
         ),
         stop_string=message.stop_string,
+        stop_token=message.stop_token if message.HasField("stop_token") else None,
     )
 
 

@@ -5,6 +5,7 @@ The supported fields are OpenAI's `response_format` (`text.format` in /v1/respon
 `json_schema` and `ebnf`. Structural tags are possible in the fields of OpenAI and vLLM. A schema is
 kept as text, because the order of its properties determines their order in the answer."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -21,7 +22,16 @@ RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
 RESPONSE_TEXT, MESSAGE_OUTPUT, OLD_MESSAGE_OUTPUT = "text", "output_config", "output_format"
 _GUIDED = tuple(f"guided_{name}" for name in ("json", "regex", "choice", "grammar"))
 _FIELDS = (RESPONSE_FORMAT, STRUCTURED_OUTPUTS, *_GUIDED, "regex", "json_schema", "ebnf")
-_NAMES = (*_FIELDS, RESPONSE_TEXT, MESSAGE_OUTPUT, OLD_MESSAGE_OUTPUT)
+# Fields that set an option of another name. The first that was sent is named in errors.
+_SENT_AS = {
+    "grammar": (*_FIELDS, RESPONSE_TEXT, MESSAGE_OUTPUT, OLD_MESSAGE_OUTPUT),
+    "logprobs": ("top_logprobs",),
+    "max_tokens": ("max_output_tokens", "max_completion_tokens"),
+    "stop": ("stop_sequences",),
+    "include_stop_str_in_output": ("no_stop_trim",),
+    "request_id": ("rid",),
+    "cache_salt": ("extra_key",),
+}
 _FORMATS = "text, json_object, json_schema or structural_tag"
 
 
@@ -104,7 +114,7 @@ def grammar_of_message(fields: Fields) -> Grammar | None:
 
 def grammar_name(fields: Fields) -> str:
     """Returns the name of the field that sets the grammar, or "" if there is none."""
-    return next((name for name in _NAMES if fields.has(name)), "")
+    return next((name for name in _SENT_AS["grammar"] if fields.has(name)), "")
 
 
 def is_strict(fields: Fields) -> bool:
@@ -119,15 +129,17 @@ def is_strict(fields: Fields) -> bool:
 
 @contextmanager
 def named_as_sent(fields: Fields) -> Iterator[None]:
-    """Context manager in which an error about the grammar is raised with the name of the field that
-    the client sent, instead of "grammar"."""
+    """Context manager in which an error about an option is raised with the name of the field that
+    the client sent."""
     try:
         yield
     except InvalidRequestError as error:
-        name = grammar_name(fields)
-        if not name or not error.message.startswith("grammar: "):
+        option = re.split(r"\W", error.message, maxsplit=1)[0]
+        unread = fields.unread()
+        sent = (one for one in _SENT_AS.get(option, ()) if one not in unread and fields.has(one))
+        if type(error) is not InvalidRequestError or not (name := next(sent, "")):
             raise
-        raise InvalidRequestError(f"{name}: {error.message.removeprefix('grammar: ')}") from None
+        raise InvalidRequestError(name + error.message.removeprefix(option)) from None
 
 
 def _of_format(format: Fields, *, nested: bool) -> Grammar | None:

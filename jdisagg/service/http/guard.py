@@ -1,6 +1,6 @@
 """The guard of the HTTP API: code that every request passes through before its handler.
 
-The guard refuses requests without a valid token and, during a drain, all requests. It converts
+The guard refuses requests without a valid token and, during a drain, all new requests. It converts
 jdisagg errors to HTTP statuses, and any other exception to status 500 and a log entry. It cancels
 the request of a client that disconnected. It tracks running requests and can cancel them. The guard
 for gRPC is `service/guard.py`."""
@@ -47,7 +47,7 @@ class HttpGuard(DrainingGuard):
         served = False
         try:
             caller = self._check(endpoint, exchange)
-            if not endpoint.open:
+            if not endpoint.lasting:
                 self._running.add(task)
             served = True
             with within(incoming(exchange.headers)), calling(caller):
@@ -90,7 +90,7 @@ class HttpGuard(DrainingGuard):
                 "the server requires an API key; send a valid one as `authorization: Bearer ...` or"
                 " as `x-api-key: ...`"
             )
-        if self._refusing or self._cutting:
+        if self._cutting or (self._refusing and not endpoint.lasting):
             raise shutting_down()
         return caller
 
@@ -116,7 +116,9 @@ class Endpoint:
         guard: The server's guard.
         method: HTTP methods, separated by ", ", or ANY_METHOD.
         handle: The handler.
-        open: Whether requests need no token, and a drain neither refuses them nor waits for them.
+        open: Whether requests need no token, and are always answered. Implies `lasting`.
+        lasting: Whether a drain neither refuses requests nor waits for them, because running
+            requests may need them.
         logs: Whether the handler itself logs and counts its errors.
         errors: Form of the errors.
     """
@@ -128,12 +130,14 @@ class Endpoint:
         handle: Handler,
         *,
         open: bool = False,
+        lasting: bool = False,
         logs: bool = False,
         errors: ErrorForm = OPENAI_ERRORS,
     ) -> None:
         self.method = method
         self.handle = handle
         self.open = open
+        self.lasting = open or lasting
         self.logs = logs
         self.errors = errors
         self._guard = guard

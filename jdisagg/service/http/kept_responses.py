@@ -50,9 +50,9 @@ class KeptResponses:
         one = "/v1/responses/{id}"
         return {
             "/v1/responses": Endpoint(guard, "POST", self._create, logs=True),
-            one: Endpoint(guard, "GET, DELETE", self._one),
-            f"{one}/cancel": Endpoint(guard, "POST", self._cancel),
-            f"{one}/input_items": Endpoint(guard, "GET", self._input_items),
+            one: Endpoint(guard, "GET, DELETE", self._one, lasting=True),
+            f"{one}/cancel": Endpoint(guard, "POST", self._cancel, lasting=True),
+            f"{one}/input_items": Endpoint(guard, "GET", self._input_items, lasting=True),
         }
 
     async def _create(self, exchange: Exchange) -> None:
@@ -102,7 +102,8 @@ class KeptResponses:
         fault = error and _decode(error_body(error))["error"]
         named = isinstance(fault, dict) and {"code": "server_error", "message": fault["message"]}
         response |= {"status": status, "error": named or None}
-        self._store.put(str(response["id"]), KeptResponse(_encode(response), (), 0))
+        ended = KeptResponse(_encode(response), (), 0, background=True)
+        self._store.put(str(response["id"]), ended)
 
     async def _one(self, exchange: Exchange) -> None:
         response_id = exchange.scope["path_params"]["id"]
@@ -119,12 +120,13 @@ class KeptResponses:
     async def _cancel(self, exchange: Exchange) -> None:
         response_id = exchange.scope["path_params"]["id"]
         kept = self._store.given(response_id)
-        if kept.task is None:
+        if kept.task is not None:
+            kept.task.cancel()
+            await asyncio.wait((kept.task,))
+        elif not kept.background:
             raise InvalidRequestError(
-                "the response cannot be cancelled: it has ended, or was not created with background"
+                "the response cannot be cancelled: it was not created with background"
             )
-        kept.task.cancel()
-        await asyncio.wait((kept.task,))
         await exchange.reply(self._store.given(response_id).body)
 
     async def _input_items(self, exchange: Exchange) -> None:

@@ -178,6 +178,10 @@ _PATHS: dict[str, dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]]] = {
         method: ("200 if the server is ready, else 503. Needs no key.", {}, ())
         for method in ("get", "post")
     },
+    "/livez": {
+        method: ("200 while the process runs, also during a drain. Needs no key.", {}, ())
+        for method in ("get", "post")
+    },
 }
 
 

@@ -77,6 +77,7 @@ class ReplyChoice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_string: str = ""
+    stop_token: int | None = None
     reasoning: list[str] = field(default_factory=list)
     calls: list[tuple[ToolCallDelta, list[str]]] = field(default_factory=list)
 
@@ -87,6 +88,7 @@ class ReplyChoice:
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason.value
             self.stop_string = event.stop_string
+            self.stop_token = event.stop_token
         if event.reasoning:
             self.reasoning.append(event.reasoning)
         for call in event.tool_calls:
@@ -201,6 +203,8 @@ class Reply:
             b',"finish_reason":',
             _FINISHED[reason] if reason is not None else b"null",
         ]
+        if reason is not None:
+            parts.append(b',"stop_reason":' + _encode(event.stop_string or event.stop_token))
         end = self._end
         if self._continuous:
             end = end.replace(b"null", _encode(usage_of(usage())), 1)
@@ -253,6 +257,7 @@ class Reply:
                 self._logprobs(choice.as_event(), choice, echoed) if some or echoed else None
             ),
             "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_string or choice.stop_token,
         }
         if self._token_ids:
             made["token_ids"] = choice.token_ids

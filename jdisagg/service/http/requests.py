@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from jdisagg.dispatch.options import SamplingOptions
-from jdisagg.dispatch.prompts import Prompt, TokenPrompt
+from jdisagg.dispatch.prompts import BareText, Prompt, TokenPrompt
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import MAX_SEED, at_most
 from jdisagg.service.grpc.wire_generation import MAX_IDS
@@ -33,12 +33,7 @@ from jdisagg.service.http.grammar import grammar_from
 from jdisagg.service.http.response_store import Keep
 from jdisagg.service.http.response_tools import SentTool
 from jdisagg.service.http.resumption import Resumed, resumed_from
-from jdisagg.service.http.unsupported import (
-    REFUSED,
-    REFUSED_OF_CHATS,
-    REFUSED_OF_COMPLETIONS,
-    WITHOUT_MEANING,
-)
+from jdisagg.service.http.unsupported import REFUSED, REFUSED_OF_CHATS, WITHOUT_MEANING
 
 MAX_PROMPTS = 256
 MAX_IGNORED_SHOWN = 16
@@ -144,7 +139,6 @@ def completion_from(fields: Fields) -> Asked:
     options = sampling_options(fields)
     options["max_tokens"] = most = most_tokens(fields)
     options["logprobs"] = fields.read("logprobs", _COUNT)
-    fields.refuse(REFUSED_OF_COMPLETIONS)
     echo = bool(fields.read("echo", YES))
     told, scored = options.get("prompt_logprobs"), options["logprobs"] if echo else None
     answerless = echo and most == 0
@@ -196,15 +190,16 @@ def most_tokens(fields: Fields) -> int | None:
 def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
     """Reads the field `prompt`, which has one or several prompts, as texts or as token ids."""
     given = fields.given("prompt", _PROMPT)
+    text = BareText if fields.read("add_special_tokens", YES) is False else str
     if isinstance(given, str):
-        return (given,)
+        return (text(given),)
     if not given:
         raise InvalidRequestError("prompt is empty (an empty list); send some text")
     if all(isinstance(one, int) for one in given):
         return (_ids(given),)
     at_most("prompt", len(given), MAX_PROMPTS)
     if all(isinstance(one, str) for one in given):
-        return tuple(one for one in given if isinstance(one, str))
+        return tuple(text(one) for one in given if isinstance(one, str))
     if all(isinstance(one, list) for one in given):
         return tuple(_ids(one) for one in given if isinstance(one, list))
     raise InvalidRequestError("prompt mixes texts and token ids; send lists of one kind")

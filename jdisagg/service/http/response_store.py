@@ -38,6 +38,7 @@ class KeptResponse:
         inputs: Number of items that precede the answer.
         task: Task that generates the response in the background. None once the response is
             finished, or if it is not generated in the background.
+        background: Whether the response was generated in the background.
         expires_at: Time at which the store drops the response, set by the store.
     """
 
@@ -45,6 +46,7 @@ class KeptResponse:
     items: Items
     inputs: int
     task: asyncio.Task[None] | None = None
+    background: bool = False
     expires_at: float = 0.0
 
     @property
@@ -136,7 +138,8 @@ class Keep:
     def finished(self, response: Json, output: Sequence[Json]) -> None:
         """Stores a finished response. `output` are the items of the answer."""
         answer = tuple(msgspec.Raw(_encode(item)) for item in output)
-        kept = KeptResponse(_encode(response), (*self.items, *answer), len(self.items))
+        items, behind = (*self.items, *answer), self.begun is not None
+        kept = KeptResponse(_encode(response), items, len(self.items), background=behind)
         self.store.put(str(response["id"]), kept)
 
 

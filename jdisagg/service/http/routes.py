@@ -31,14 +31,14 @@ from jdisagg.service.http.page import Page, PageSources
 from jdisagg.service.http.requests import completion_prompts, ignored_header
 from jdisagg.service.http.response_store import ResponseStore
 from jdisagg.service.http.responses import response_from
-from jdisagg.service.http.unsupported import REFUSED_OF_CHATS, REFUSED_OF_COMPLETIONS
+from jdisagg.service.http.unsupported import REFUSED_OF_CHATS
 
 Scrape = Callable[[], Awaitable[bytes]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 OWNER = "jdisagg"
 
 # Other paths for /health, which load balancers and platforms use.
-_HEALTH = ("/ping", "/healthz", "/livez", "/readyz", "/v1/health")
+_HEALTH = ("/ping", "/healthz", "/readyz", "/v1/health")
 _OF_OTHER_MODELS = (
     *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/pooling"),
     *("/classify", "/v1/moderations", "/v1/images/generations", "/v1/audio/transcriptions"),
@@ -108,13 +108,14 @@ class HttpRoutes:
             "/v1/unload_lora_adapter": Endpoint(guard, "POST", self._unload_adapter),
             "/update_weights_from_disk": Endpoint(guard, "POST", self._update_weights),
             "/sleep": Endpoint(guard, "POST", self._sleep),
-            "/wake_up": Endpoint(guard, "POST", self._wake),
+            "/wake_up": Endpoint(guard, "POST", self._wake, lasting=True),
             "/is_sleeping": Endpoint(guard, "GET", self._is_sleeping),
             "/tokenize": Endpoint(guard, "POST", self._tokenize),
             "/detokenize": Endpoint(guard, "POST", self._detokenize),
-            "/metrics": Endpoint(guard, "GET", self._metrics),
+            "/metrics": Endpoint(guard, "GET", self._metrics, lasting=True),
             "/version": Endpoint(guard, "GET", self._version),
             "/health": Endpoint(guard, "GET, POST", self._health, open=True),
+            "/livez": Endpoint(guard, "GET, POST", self._alive, open=True),
             "/openapi.json": Endpoint(guard, "GET", self._openapi, open=True),
             **self._page.endpoints(guard),
         }
@@ -219,7 +220,6 @@ class HttpRoutes:
             fields.refuse(REFUSED_OF_CHATS)
             prompt = chat_prompt(fields)
         else:
-            fields.refuse(REFUSED_OF_COMPLETIONS)
             prompt, *others = completion_prompts(fields)
             if others:
                 raise InvalidRequestError(
@@ -278,6 +278,10 @@ class HttpRoutes:
 
     async def _health(self, exchange: Exchange) -> None:
         await exchange.reply(b"{}", 200 if self.ready else 503)
+
+    async def _alive(self, exchange: Exchange) -> None:
+        """Replies 200 also during a drain and without workers: a restart would mend neither."""
+        await exchange.reply(b"{}")
 
     async def _embeddings(self, exchange: Exchange) -> None:
         name = self._frontend.model.name

@@ -4,10 +4,9 @@ gRPC server.
 Unlike uvicorn alone, the server limits the head of a request (request line and headers) to
 `HEAD_SECONDS` and `HEAD_BYTES`. The time is counted from the start of the connection, or from the
 first byte of a later request. An idle connection is closed. TLS files are read again when they
-change. At shutdown, the server drains like the gRPC server (`service/server.py`)."""
+change. The drain at a shutdown is that of the gRPC server (`service/server.py`)."""
 
 import asyncio
-import logging
 import socket
 import ssl
 from collections.abc import Callable
@@ -42,11 +41,9 @@ LINGER_SECONDS = 1.0
 # Reply headers that scripts of other origins may read.
 SHOWN_HEADERS = ("x-request-id", "jdisagg-ignored-fields", "retry-after", "retry-after-ms")
 
-log = logging.getLogger(__name__)
-
 
 class HttpServer:
-    """The HTTP server. Create it on the frontend's event loop, then call `start`, and `drain` at
+    """The HTTP server. Create it on the frontend's event loop, then call `start`, and `close` at
     the end.
 
     Args:
@@ -70,12 +67,10 @@ class HttpServer:
         log = log or RequestLog()
         self.port = 0
         self._config = config
-        self._guard = HttpGuard(tokens, log.refused)
-        self._routes = HttpRoutes(frontend, self._guard, log, config, scrape, page or PageSources())
+        self.guard = HttpGuard(tokens, log.refused)
+        self._routes = HttpRoutes(frontend, self.guard, log, config, scrape, page or PageSources())
         self._server = uvicorn.Server(_settings(_application(self._routes, config), config))
         self._socket: socket.socket | None = None
-        self._forced = asyncio.Event()
-        self._drained = False
 
     async def start(self) -> None:
         """Binds the port, sets the attribute `port` to it, and starts to serve. Raises ConfigError
@@ -87,27 +82,18 @@ class HttpServer:
         await self._server.startup(sockets=[self._socket])
 
     def set_ready(self, ready: bool) -> None:
-        """Sets the readiness that /health reports. Has no effect once a drain has begun."""
-        self._routes.ready = ready and not self._drained
+        """Sets the readiness that /health reports. During a drain, it reports 503."""
+        self._routes.ready = ready
 
-    async def drain(self) -> None:
-        """Refuses new requests, waits for running requests at most `drain_seconds`, and stops the
-        server. Idempotent."""
-        if self._drained or self._socket is None:
+    async def delivered(self) -> None:
+        """Waits until the clients have read the ends of their replies."""
+        connections = self._server.server_state.connections
+        await _until(lambda: not any(one.transport.get_write_buffer_size() for one in connections))
+
+    async def close(self) -> None:
+        """Closes the port and all connections."""
+        if self._socket is None:
             return
-        self._drained = True
-        self._routes.ready = False
-        self._guard.refuse()
-        if cut := await self._guard.end(self._config.drain_seconds, self._forced):
-            log.warning("shutting down: %d running HTTP requests cut short", cut)
-            await self._guard.idle(DEFAULT_TIMEOUTS.call.cleanup_seconds)
-        await self._close()
-
-    def force(self) -> None:
-        """Makes a running or later `drain` stop waiting for running requests."""
-        self._forced.set()
-
-    async def _close(self) -> None:
         state = self._server.server_state
         for server in self._server.servers:
             server.close()

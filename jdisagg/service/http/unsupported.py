@@ -69,7 +69,6 @@ REFUSED: Refused = {
     "guidance_scale": ((1,), "omit it, since there is no classifier-free guidance"),
     "negative_prompt": (("",), "omit it, since there is no classifier-free guidance"),
 }
-REFUSED_OF_COMPLETIONS: Refused = {"add_special_tokens": ((True,), "send token ids as the prompt")}
 REFUSED_OF_CHATS: Refused = {
     "functions": (([],), "send them as tools"),
     "function_call": (("none", "auto"), "send tool_choice"),

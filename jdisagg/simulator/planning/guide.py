@@ -24,7 +24,7 @@ from jdisagg.config import Mode
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import link
 from jdisagg.dispatch.frontend import ServingPath
-from jdisagg.errors import InvalidRequestError
+from jdisagg.errors import InvalidRequestError, JdisaggError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Request, StreamEvent
 from jdisagg.simulator.cluster import SimulatedCluster
@@ -279,6 +279,9 @@ class _Watched:
 
     async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
         await self.front.suspend(tenant, request_id, keep_seconds)
+
+    def end(self, tenant: str, request_id: str, error: JdisaggError) -> None:
+        self.front.end(tenant, request_id, error)
 
     async def reset_cache(self) -> int:
         return await self.front.reset_cache()

@@ -137,7 +137,7 @@ WRONG_CHATS = [
         "continue_final_message",
         "exclude each other",
     ),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs", "[0, 20]"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "[0, 20]"),
     ({"tools": [{"type": "function"}]}, "tools", "tools[0].function.name is missing"),
     ({"tool_choice": {"type": "function"}}, "tool_choice", "function.name is missing"),
     ({"tool_choice": "required"}, "tool_choice", "requires a call, but there are no tools"),

@@ -194,7 +194,7 @@ async def test_a_drain_refuses_new_requests_and_lets_running_ones_end() -> None:
         running = asyncio.create_task(door.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 3}))
         await eventually(lambda: door.path.made_events == 1)
         draining = asyncio.create_task(door.server.drain())
-        await eventually(lambda: door.server.http is not None and door.server.http._drained)
+        await eventually(lambda: not door.server.ready)
         refused = await door.ask(COMPLETIONS, {"prompt": "x"})
         assert (refused.status, refused.headers["retry-after"]) == (503, "5")
         assert (await door.ask("/health")).status == 503

@@ -58,6 +58,7 @@ def test_a_frame_is_the_same_to_the_byte_whatever_it_has_to_say(
             role = {"role": "assistant"} if number == 0 else {}
             said = {"delta": role | ({"content": text} if text else {})}
         rest: dict[str, Any] = {"logprobs": None, "finish_reason": reason and reason.value}
+        rest |= {"stop_reason": None} if reason else {}
         rest |= {"token_ids": [5, 6]} if token_ids else {}
         prompt = {"prompt_token_ids": [3, 4]} if token_ids and number == 0 else {}
         used = {
@@ -78,6 +79,24 @@ def test_a_frame_is_the_same_to_the_byte_whatever_it_has_to_say(
         }
         written = json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
         assert frame.decode() == f"data: {written}\n\n"
+
+
+@pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
+@pytest.mark.parametrize(
+    ("ended", "reason"),
+    [({"stop_string": "z"}, "z"), ({"stop_token": 0}, 0), ({"stop_token": 9}, 9), ({}, None)],
+)
+def test_a_choice_says_which_stop_of_the_client_ended_it(
+    kind: type[Reply], ended: dict[str, Any], reason: object
+) -> None:
+    event = StreamEvent(0, 0, (5,), "a", finish_reason=FinishReason.STOP, **ended)
+    choice = ReplyChoice(0)
+    choice.add(event)
+    heading = Heading("x-1", 7, "tiny", None)
+    whole = kind(heading, None, NO_TEXT, False).whole([choice], Usage(1, 1))
+    chunk = kind(heading, Streaming(), NO_TEXT, False).chunk(choice, event, True, lambda: Usage(1, 1))
+    for body in (whole, chunk.removeprefix(b"data: ")):
+        assert json.loads(body)["choices"][0]["stop_reason"] == reason
 
 
 async def test_the_model_that_is_served_is_listed(client: openai.AsyncOpenAI) -> None:

@@ -199,7 +199,7 @@ VERDICTS: dict[str, Verdict] = {
 # Where an endpoint has the field of another meaning or form.
 OWN: dict[tuple[str, str], Verdict] = {
     (CHATS, "add_special_tokens"): Refused(True),
-    (COMPLETIONS, "add_special_tokens"): Refused(False),
+    (COMPLETIONS, "add_special_tokens"): Harmless(False),  # of a tokenizer without BOS
     (CHATS, "echo"): Refused(True),
     (COMPLETIONS, "echo"): Honoured(True),
     (COMPLETIONS, "logprobs"): Honoured(2),
@@ -295,15 +295,31 @@ async def test_what_other_servers_sample_with_is_refused_by_name(
 
 @pytest.mark.parametrize(
     ("path", "fields"),
-    [
-        ("/tokenize", {"prompt": "x", "add_special_tokens": False}),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "chat_template": "x"}),
-    ],
+    [("/tokenize", {"messages": [{"role": "user", "content": "x"}], "chat_template": "x"})],
 )
 async def test_a_field_that_changes_what_is_tokenized_is_refused(
     door: HttpDoor, path: str, fields: dict[str, Any]
 ) -> None:
     assert (await door.ask(path, fields)).error["param"] in fields
+
+
+async def test_a_text_gets_no_bos_token_where_the_client_wants_none(
+    door: HttpDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec, bos = door.frontend.prompts.codec, 7
+    plain = codec.encode
+
+    def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [bos] * add_special_tokens + plain(text)
+
+    monkeypatch.setattr(codec, "encode", encode)
+    for wanted, first in (({}, [bos]), ({"add_special_tokens": False}, [])):
+        asked = {"prompt": ["a", "b"], "max_tokens": 1} | wanted
+        assert (await door.ask(COMPLETIONS, asked)).status == 200
+        made = [list(request.prompt_token_ids) for request in door.path.requests[-2:]]
+        assert made == [[*first, ord("a")], [*first, ord("b")]]
+        counted = await door.ask("/tokenize", {"prompt": "a"} | wanted)
+        assert counted.fields["tokens"] == [*first, ord("a")]
 
 
 @pytest.mark.parametrize(
