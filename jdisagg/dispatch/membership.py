@@ -308,10 +308,7 @@ class _LivePorts(Mapping[str, Port], Generic[Port]):
 
 
 def _description(card: WorkerCard) -> Description:
-    """Returns the part of a worker's card that placement needs. The result's `kind`, from which
-    speeds are predicted, is None if the card does not describe the model."""
     geometry = card.model.geometry
     if geometry is None:
         return Description(card.place)
-    kind = Kind(geometry, card.layout, card.hardware, card.model.dtype)
-    return Description(card.place, kind)
+    return Description(card.place, Kind(geometry, card.layout, card.hardware, card.model.dtype))

@@ -15,8 +15,8 @@ class PastDecision:
         prefill: Prefill worker, or "" if the decode worker computes the prompt.
         decode: Decode worker, or "" if the request was refused.
         predicted_ttft_seconds: Predicted time from the request's arrival to its first token, or
-            None without a prediction.
-        predicted_step_seconds: Predicted time of one decode step, or None without a prediction.
+            None if the request was refused.
+        predicted_step_seconds: Predicted time of one decode step, or None if it was refused.
         ttft_seconds: Measured time to the first token, or None until it is known.
         tpot_seconds: Measured time per further token, or None until it is known.
         request_id: Id of the request. Not sent over gRPC.
@@ -49,7 +49,8 @@ class WorkerAccount:
             their end.
         barred_seconds: Seconds for which the worker still gets no requests, because it failed.
         prices: Source of the predicted times of the worker: "given" (--hardware), "measured" (by
-            the worker), "learned" (measured, and corrected by outcomes) or "none".
+            the worker), "assumed" (neither is known) or "learned" (measured or assumed, and
+            corrected by outcomes).
     """
 
     worker: str
@@ -58,7 +59,7 @@ class WorkerAccount:
     unseen_pages: int
     committed_pages: int
     barred_seconds: float
-    prices: str = "none"
+    prices: str = "assumed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,9 @@ def record_of(
     workers = []
     for name in names:
         description = state.description(name)
-        if description.kind is not None and description.kind not in kinds:
+        if description.kind not in kinds:
             kinds.append(description.kind)
-        kind = None if description.kind is None else kinds.index(description.kind)
+        kind = kinds.index(description.kind)
         workers.append(
             {"name": name, "place": description.place, "kind": kind, "numbers": state.numbers(name)}
         )
@@ -100,7 +100,7 @@ def answer_of(record: Mapping[str, Any]) -> PlacementOutcome:
     with _Reading():
         fields = dict(record["answer"])
         kind = _ANSWERS[fields.pop("kind_of_answer")]
-        if fields.get("terms") is not None:
+        if "terms" in fields:
             fields["terms"] = CostTerms(**fields["terms"])
         return kind(**fields)
 
@@ -116,7 +116,7 @@ def replay(record: Mapping[str, Any]) -> PlacementOutcome:
         kinds = [_kind(fields) for fields in record["kinds"]]
         state = ClusterState()
         for worker in record["workers"]:
-            kind = None if worker["kind"] is None else kinds[worker["kind"]]
+            kind = kinds[worker["kind"]]
             state.restore(worker["name"], Description(worker["place"], kind), worker["numbers"])
         links = record.get("links", ())  # absent in older records
         state.restore_links({(ours, theirs): (*terms,) for ours, theirs, *terms in links})

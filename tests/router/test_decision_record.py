@@ -10,7 +10,7 @@ from jdisagg.router.accounts import Work
 from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
 from jdisagg.router.decision_record import answer_of, record_of, replay
 from jdisagg.router.placement import decide
-from tests.router.fleets import accounts_of, decode_status, prefill_status, random_fleet, state_of
+from tests.router.fleets import accounts_of, random_fleet
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,6 @@ def test_a_recorded_decision_replays_to_the_same_from_its_json(
         if isinstance(answer, Decision) and number % 2:
             accounts.place(answer.prefill, answer.decode, work, 0.0)
     assert len(kinds) > 1, "held and refused ones were among them"
-
-
-def test_a_decision_by_load_replays_too() -> None:
-    workers = [prefill_status(f"p{number}") for number in range(50)] + [
-        decode_status(f"d{number}") for number in range(50)
-    ]
-    state = state_of(*workers, kind=None)
-    query = PlacementQuery(Work(100, expected_tokens=10), avoid=frozenset({"p0", "d0"}))
-    answer = decide(state, query, 0.0, PlacementPolicy())
-    record = record_of(state, query, 0.0, PlacementPolicy(), answer)
-    assert replay(record) == answer and len(record["workers"]) < 50
 
 
 def test_what_is_no_record_is_refused() -> None:

@@ -1,8 +1,8 @@
 """A router and four workers over real gRPC, their meshes fake: the next turn of a conversation goes
 to the workers that keep it, for they told the router so."""
 
-import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
@@ -170,10 +170,18 @@ def next_turn(number: int, answer: Collected) -> Request:
 
 
 async def first_turns(cluster: Live) -> tuple[Collected, Collected]:
-    """Of two conversations that come at once: each goes to workers of its own."""
+    """Of two conversations, each on workers of its own."""
     await cluster.idle()
-    one, other = await asyncio.gather(*(cluster.ask(first_turn(number)) for number in range(2)))
-    assert cluster.placed() == ("load", "prefill1", "decode1")
+    one = await cluster.ask(first_turn(0))
+    assert cluster.placed() == ("seconds", "prefill0", "decode0")
+    await cluster.idle()
+    bar = cluster.path.placer.accounts.bar
+    for name in ("prefill0", "decode0"):
+        bar(name, math.inf)
+    other = await cluster.ask(first_turn(1))
+    for name in ("prefill0", "decode0"):
+        bar(name, 0.0)
+    assert cluster.placed() == ("seconds", "prefill1", "decode1")
     return one, other
 
 
@@ -185,15 +193,15 @@ async def test_a_conversation_goes_on_where_it_is_kept_if_the_router_was_told_so
         _, answer = await first_turns(cluster)
         if not tells:
             await cluster.idle()
-            again = await cluster.ask(next_turn(1, answer))
-            assert cluster.placed() == ("load", "prefill0", "decode0")
-            assert again.usage is not None and again.usage.cached_tokens == 0
+            await cluster.ask(next_turn(1, answer))
+            assert cluster.placed()[0] == "seconds", "no worker is known to have a prefix"
             return
         names = cluster.workers
         await eventually(lambda: all(cluster.known.blocks(name) for name in names), PATIENCE)
         for number, kept_at in ((1, "1"), (0, "0"), (1, "1")):
             worker = cluster.workers[f"prefill{kept_at}"]
             before = worker.counters["prefix_hit_tokens"]
+            await cluster.idle()
             if number:
                 again = await cluster.ask(next_turn(1, answer))
                 assert again.usage is not None and again.usage.cached_tokens >= 40

@@ -164,7 +164,7 @@ def _worker(status: WorkerStatus, account: WorkerAccount | None) -> dict[str, ob
         "pages": pages,
         "attempts": account.attempts if account else 0,
         "barred_seconds": account.barred_seconds if account else 0.0,
-        "prices": account.prices if account else "none",
+        "prices": account.prices if account else "assumed",
     }
 
 
