@@ -129,7 +129,7 @@ def weigh(
 ) -> Weighed:
     every = prefills_of(state, prefills.side, prefills.rows, prefills.table, query)
     side = decodes_of(state, decodes.side, decodes.rows, decodes.table, query, policy)
-    if policy.peer_fetch and query.cached:
+    if policy.peer_fetch and query.cached and len(prefills):
         trusted = Trusted(prefills.trusted, decodes.trusted)
         every = with_fetches(
             state, prefills.side, every, prefills.table, side, trusted, query, policy

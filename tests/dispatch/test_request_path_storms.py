@@ -135,9 +135,8 @@ def test_the_oldest_request_is_never_preempted_for_a_younger_one() -> None:
         async with Cluster(decode=toy_limits(pages_per_rank=14), growth_tokens=1) as cluster:
             oldest = asyncio.create_task(cluster.collect(toy_request(0, max_tokens=40)))
             await asyncio.sleep(0.001)
-            other = cluster.new_path()  # it overlooks how the oldest one will grow
             younger = [
-                asyncio.create_task(cluster.collect(toy_request(number, max_tokens=28), other))
+                asyncio.create_task(cluster.collect(toy_request(number, max_tokens=40)))
                 for number in range(1, 6)
             ]
             answer = await oldest

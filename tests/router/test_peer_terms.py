@@ -14,7 +14,7 @@ from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.decision_record import answer_of, record_of, replay
 from jdisagg.router.peer_terms import CHUNKS_ISSUED
 from jdisagg.router.placement import decide
-from tests.router.fleets import H100, decode_status, prefill_status, random_fleet, state_of
+from tests.router.fleets import H100, M, decode_status, prefill_status, random_fleet, state_of
 from tests.router.test_decide import closeness, decision
 
 FETCH = PlacementPolicy(hold_seconds=1e9, peer_fetch=True)
@@ -73,6 +73,16 @@ def test_the_one_prefill_worker_fetches_what_a_decode_worker_knows_of_the_last_t
     assert without.peer == "" and chosen.ttft_seconds is not None
     assert without.ttft_seconds is not None and chosen.ttft_seconds < without.ttft_seconds
     assert decision(state, replace(query, cached={"p0": 7680, "d1": 7680}), RETURN).peer == ""
+
+
+def test_a_mixed_worker_fetches_what_a_busier_one_knows() -> None:
+    busy = decode_status("m0", (200,), (60_000,), free=(0,), waiting=99, role=M)
+    state = state_of(busy, decode_status("m1", role=M))
+    query = replace(ASK, cached={"m0": 1024})
+    chosen = decision(state, query, RETURN)
+    assert (chosen.prefill, chosen.decode) == (None, "m1")
+    assert (chosen.peer, chosen.peer_tokens) == ("m0", 1024)
+    assert decision(state, query, FETCH).peer == "", "only prefill workers may be asked"
 
 
 def test_of_decode_workers_that_know_as_much_the_one_with_the_shorter_steps_is_asked() -> None:
