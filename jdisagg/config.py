@@ -262,7 +262,6 @@ class ServiceConfig:
             or org/name of the Hugging Face cache.
         http_cors_origins: Origins of web pages whose scripts may use the HTTP API, separated by
             commas, such as https://chat.example.com. "*" allows every origin.
-        http_guide: Whether the web page's planning guide may run simulations in a separate process.
         tool_parser: Format of the model's tool calls, a name from jdisagg.chat.formats. "auto"
             detects it from the chat template. "none" disables tool parsing.
         reasoning_parser: Format of the reasoning that the model writes before its answer. The
@@ -299,7 +298,6 @@ class ServiceConfig:
     http_port: int | None = None
     served_model_name: str = ""
     http_cors_origins: str = ""
-    http_guide: bool = True
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     kept_responses_mib: int | None = None

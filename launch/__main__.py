@@ -28,6 +28,7 @@ GROUPS = {
         "wake": "end the sleep of workers",
     },
     "Plan": {
+        "guide": "compare unified, chunked and disaggregated serving on a web page",
         "plan": "find the mode, layouts and worker counts for a model, hardware and objective",
         "simulate": "simulate a cluster in virtual time",
         "kv_calculator": "compute KV sizes and transfer times",

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from jdisagg.costs.catalog import CATALOG, geometry
 from jdisagg.costs.engines import DEFAULT_SOFTWARE, Software
-from jdisagg.costs.model_geometry import CostGeometry, from_hf_fields
+from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.layout.kv_spec import KEPT_DTYPES
 from launch.flags import Given
-from models.catalog import FAMILIES, read_config
+from models.catalog import read_config
 from models.hf_config import HfConfig
 from models.hub import local_model
 
@@ -20,8 +20,8 @@ def find_geometry(
     """Returns a model's sizes, which determine speed and memory.
 
     Args:
-        model: Directory with a config.json, or a name of the catalogue. Families that jdisagg
-            serves are read by the same code as in a worker.
+        model: Directory with a config.json of a served family, which is read by the same code as
+            in a worker, or a name of the catalogue, which has other families too.
     """
     found = replace(_geometry(model), kv_dtype=KEPT_DTYPES.get(kv_dtype or "", ""))
     return software.shape(found)
@@ -36,6 +36,4 @@ def _geometry(model: str) -> CostGeometry:
     if model in CATALOG or not directory.is_dir():
         return geometry(model)
     hf = HfConfig.from_directory(directory, sizes_only=True)
-    if hf.raw("model_type") in FAMILIES:
-        return read_config(hf).cost_geometry(hf.where)
-    return from_hf_fields(hf.fields, hf.where)
+    return read_config(hf).cost_geometry(hf.where)

@@ -252,7 +252,7 @@ GROUPS: dict[str, dict[str, Spec]] = {
         "port": _count(None, "gRPC port. 0: chosen by the system."),
         "http_port": _count(
             8000,
-            "Port of the OpenAI-compatible API. 0: chosen by the system. -1: disabled.",
+            "Port of the HTTP API, or of the guide. 0: chosen by the system. -1: disabled.",
             least=-1,
         ),
         "http_cors_origins": _text(None, "Origins that may call the HTTP API, by commas. *: any."),

@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 
 from jdisagg.chat.formats import AnswerFormat
-from jdisagg.costs.model_geometry import CostGeometry, from_hf_fields
-from jdisagg.errors import CheckpointError, JdisaggError
+from jdisagg.costs.model_geometry import CostGeometry
+from jdisagg.errors import CheckpointError
 from jdisagg.layout.axes import MESH_AXES, Layout
 from jdisagg.layout.kv_spec import KVLayer, KVSpec
 from jdisagg.ops.parameters import param_specs
@@ -32,7 +32,7 @@ _LISTED = 5
 @dataclass
 class Inspection:
     """`missing` lists the reasons why the model cannot be served; an empty list means that the
-    model can be served. `config` is None for unsupported families. `geometry` is None if the sizes
+    model can be served. `config` and `geometry` are None for unsupported families, and if the sizes
     cannot be read."""
 
     where: str
@@ -59,10 +59,6 @@ def inspect(path: Path) -> Inspection:
         if isinstance(text, dict):
             hf = HfConfig({**hf.fields, **text, "model_type": found.family}, hf.where)
         found.missing = [f"the family {found.family!r}", *hf.unread(known_only=True)]
-        try:
-            found.geometry = from_hf_fields(hf.fields, hf.where)
-        except JdisaggError as error:
-            found.missing.append(error.message)
     if not bare:
         _look_at_files(found, path, hf)
     return found

@@ -2,12 +2,15 @@
 
 1. The plain and the pure rooms reach neither JAX nor gRPC. 2. `service` and `client` never reach
 JAX. 3. `jdisagg` never imports `models`, `launch`, `configs`. 4. No two rooms of `jdisagg` import
-each other. 5. Served or serving code never imports `tools` or `benchmarks`.
+each other. 5. Served or serving code never imports `tools` or `benchmarks`. 6. The commands that
+serve never reach `simulator`.
 
 `import jdisagg` imports neither JAX nor gRPC. No file is too long.
 """
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -30,6 +33,7 @@ PURE = (
     "trace_context",
     "layout",
     "grammar",
+    "guide",
     "costs",
     "messages",
     "chat",
@@ -44,6 +48,7 @@ PURE = (
 WITHOUT_JAX = ("service", "client")
 JAX = {"jax", "jaxlib", "flax", "orbax", "tensorstore", "optax"}
 GRPC = {"grpc", "google", "grpc_health", "grpc_reflection"}
+SERVING = ("serve", "router", "worker", "cluster")
 CLIENTS = {"models", "launch", "configs"}
 
 
@@ -165,6 +170,23 @@ def test_what_is_shipped_imports_nothing_that_only_makes_or_measures_it() -> Non
         for target in targets
         if target.split(".")[0] in outside
     }
+
+
+@pytest.mark.parametrize("command", SERVING)
+def test_the_commands_that_serve_never_reach_the_simulator(command: str) -> None:
+    ours, _ = reached(product(), f"launch.{command}")
+    simulating = ("jdisagg.simulator", "jdisagg.guide")
+    assert not {module for module in ours if module.startswith(simulating)}
+
+
+@pytest.mark.parametrize("command", SERVING)
+def test_importing_a_command_that_serves_loads_no_simulator(command: str) -> None:
+    """Also sees imports by name at run time, which the source text does not show."""
+    code = f"import launch.{command}"
+    run = [sys.executable, "-X", "importtime", "-c", code]
+    loaded = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stderr
+    assert f"launch.{command}" in loaded
+    assert "jdisagg.simulator" not in loaded
 
 
 def flags_defined(path: Path) -> set[str]:

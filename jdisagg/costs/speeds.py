@@ -2,8 +2,9 @@
 placement decision can compare a thousand workers.
 
 A `Speed` wraps the cost model of one kind of instance (geometry, layout, hardware, stages), or the
-times that the instance measured. The duration of a decode step is interpolated, within 3 %, from a
-grid over the number of sequences and their mean context. Has no side effects except for caches."""
+times that the instance measured. An instance that is neither described nor measured has the times
+of an assumed accelerator. The duration of a decode step is interpolated, within 3 %, from a grid
+over the number of sequences and their mean context. Has no side effects except for caches."""
 
 import enum
 import functools
@@ -13,8 +14,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
-from jdisagg.costs.hardware import Accelerator
+from jdisagg.costs.hardware import Accelerator, accelerator
 from jdisagg.costs.measured import MeasuredCosts, StepTimes
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError, LayoutError
@@ -32,11 +34,12 @@ CHUNKS = np.unique(np.round(np.geomspace(1, 16384, 49))).astype(float)
 
 class PriceSource(enum.Enum):
     """Where predicted times come from: a description of the hardware (`--hardware`), or times that
-    the worker measured at its start. NONE means that no time is predicted."""
+    the worker measured at its start. ASSUMED: neither is known, and the times are those of
+    `ASSUMED_HARDWARE`."""
 
     GIVEN = "given"
     MEASURED = "measured"
-    NONE = "none"
+    ASSUMED = "assumed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,12 @@ class Kind:
     def source(self) -> PriceSource:
         if self.hardware is not None:
             return PriceSource.GIVEN
-        return PriceSource.NONE if self.times is None else PriceSource.MEASURED
+        return PriceSource.ASSUMED if self.times is None else PriceSource.MEASURED
+
+
+# A fast accelerator, so that an unknown worker's predicted times refuse and defer no requests.
+ASSUMED_HARDWARE = accelerator("h100")
+ASSUMED = Kind(geometry("llama-3.1-8b"), Layout(), None)  # of a worker that describes no model
 
 
 class Speed:
@@ -172,9 +180,7 @@ def _model(kind: Kind) -> CostModel | MeasuredCosts:
         return CostModel(kind.geometry, kind.hardware, kind.layout, dtype=kind.dtype)
     if kind.times is not None:
         return MeasuredCosts(kind.geometry, kind.times, kind.dtype)
-    raise ConfigError(
-        f"the speed of {kind.geometry.name} is unknown; give --hardware, or measure the worker"
-    )
+    return CostModel(kind.geometry, ASSUMED_HARDWARE, kind.layout, dtype=kind.dtype)
 
 
 class _Grid:
@@ -210,9 +216,10 @@ class _Grid:
 
 
 @functools.lru_cache(maxsize=256)
-def speed_of(kind: Kind) -> Speed | None:
-    """Returns the cached `Speed` of a kind, or None if its layout does not divide the model."""
+def speed_of(kind: Kind) -> Speed:
+    """Returns the cached `Speed` of a kind, or that of `ASSUMED` if its layout does not divide the
+    model."""
     try:
         return Speed(kind)
     except (ConfigError, LayoutError):
-        return None
+        return speed_of(ASSUMED)

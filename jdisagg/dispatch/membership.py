@@ -289,5 +289,4 @@ def _description(card: WorkerCard) -> Description:
     geometry = card.model.geometry
     if geometry is None:
         return Description(card.place)
-    kind = Kind(geometry, card.layout, card.hardware, card.model.dtype)
-    return Description(card.place, kind)
+    return Description(card.place, Kind(geometry, card.layout, card.hardware, card.model.dtype))

@@ -124,8 +124,9 @@ class _RecentDecision:
 
     @property
     def predicted_ttft_seconds(self) -> float | None:
-        predicted = self.answer.ttft_seconds if isinstance(self.answer, Decision) else None
-        return None if predicted is None else self.waited_seconds + predicted
+        if isinstance(self.answer, Refusal):
+            return None
+        return self.waited_seconds + self.answer.ttft_seconds
 
     def past(self, now: float) -> PastDecision:
         answer, age = self.answer, now - self.at
@@ -210,8 +211,7 @@ class PlacementHandle:
     def measured_tpot(self, seconds: float) -> None:
         """Called once, when the request ended."""
         self._entry.tpot_seconds = seconds
-        if self.decision.tpot_seconds is not None:
-            self._placer.events.measured("tpot", self.decision.tpot_seconds, seconds)
+        self._placer.events.measured("tpot", self.decision.tpot_seconds, seconds)
 
     def end(self, failed: Iterable[str] = ()) -> None:
         """Ends the attempt and counts a failure of each worker in `failed`. If the prompt was
@@ -364,8 +364,8 @@ class Placer:
         kinds = [
             state.description(name).kind for name in (decision.prefill, decision.decode) if name
         ]
-        measured = all(kind and kind.source is PriceSource.MEASURED for kind in kinds)
-        if measured and terms is not None and seconds > 0 and terms.uncorrected_ttft > 0:
+        given = any(kind.source is PriceSource.GIVEN for kind in kinds)
+        if not given and seconds > 0 and terms.uncorrected_ttft > 0:
             self._corrections.observe(decision.way, terms.uncorrected_ttft, seconds)
 
     def changed(self) -> None:
@@ -560,7 +560,6 @@ def _accounts(accounts: Accounts, now: float, learned: bool) -> Iterable[WorkerA
             int(table[column][row])
             for column in ("open", "own_tokens", "own_pages", "committed_pages")
         )
-        kind = accounts.state.description(name).kind
-        prices = kind.source if kind else PriceSource.NONE
-        text = "learned" if learned and prices is PriceSource.MEASURED else prices.value
+        prices = accounts.state.description(name).kind.source
+        text = "learned" if learned and prices is not PriceSource.GIVEN else prices.value
         yield WorkerAccount(name, attempts, tokens, pages, committed, barred, text)

@@ -40,7 +40,8 @@ class WorkerAccount:
             their end.
         barred_seconds: Seconds for which the worker still gets no requests, because it failed.
         prices: Source of the predicted times of the worker: "given" (--hardware), "measured" (by
-            the worker), "learned" (measured, and corrected by outcomes) or "none".
+            the worker), "assumed" (neither is known) or "learned" (measured or assumed, and
+            corrected by outcomes).
     """
 
     worker: str
@@ -49,7 +50,7 @@ class WorkerAccount:
     unseen_pages: int
     committed_pages: int
     barred_seconds: float
-    prices: str = "none"
+    prices: str = "assumed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,7 +269,7 @@ class Deployment:
             meshes = f"prefill ({config.prefill.layout}) and {meshes}"
         given = sorted({side.hardware for side in self._sides if side.hardware})
         known = all(replica.times for replica in self.cluster.replicas)
-        prices = f"given ({', '.join(given)})" if given else "measured" if known else "none"
+        prices = f"given ({', '.join(given)})" if given else "measured" if known else "assumed"
         return (
             f"{meshes}; context {self.cluster.context_tokens:,} tokens",
             f"{describe_cache(config.prefix)}; prices: {prices}",

@@ -9,7 +9,6 @@ from typing import TypeVar
 from jdisagg.address import host_port
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
-from jdisagg.node.guide import Guide
 from jdisagg.node.signals import StopSignals
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.request_log import RequestLog
@@ -45,8 +44,7 @@ async def serve_until_signalled(
         ConfigError: An address cannot be bound.
     """
     scrape = observer.metrics.scrape if observer else None
-    page = page_sources(observer, config)
-    server = GenerationServer(frontend, config.alone, (), log, scrape, page)
+    server = GenerationServer(frontend, config.alone, (), log, scrape, page_sources(observer))
     if observer is not None:
         observer.metrics.watch_ready(lambda: server.ready)
     signals = StopSignals(server.force)
@@ -80,13 +78,12 @@ def keep_for_good() -> None:
     gc.freeze()
 
 
-def page_sources(observer: Observer | None, config: ServiceConfig) -> PageSources:
-    """Returns the sources of the web page's data: the traces of recent requests, the traffic totals
-    and the planning guide. The page reads the cluster's status from the frontend."""
-    guide = Guide() if config.http_guide else None
+def page_sources(observer: Observer | None) -> PageSources:
+    """Returns the sources of the web page's data: the traces of recent requests and the traffic
+    totals. The page reads the cluster's status from the frontend."""
     if observer is None:
-        return PageSources(guide=guide)
-    return PageSources(observer.recent, observer.metrics.traffic, guide)
+        return PageSources()
+    return PageSources(observer.recent, observer.metrics.traffic)
 
 
 def where(service: ServiceConfig) -> str:

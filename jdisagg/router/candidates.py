@@ -10,7 +10,7 @@ import numpy as np
 from jdisagg.costs.speeds import Array
 from jdisagg.errors import NoWorkerError
 from jdisagg.plain import plain
-from jdisagg.router.cluster_state import UNKNOWN, ClusterState, Flags, Side, Table
+from jdisagg.router.cluster_state import ClusterState, Flags, Side, Table
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.link_costs import Indices
 
@@ -49,10 +49,6 @@ class Candidates:
         if self.against is self.side.zeros and not self.side.loading:
             return None
         return self.against + self.table["loading_seconds"]
-
-    @property
-    def unknown(self) -> bool:
-        return self.side.unknown and bool((self.table["speed"] == UNKNOWN).any())
 
     @property
     def trusted(self) -> Flags | None:

@@ -18,13 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from jdisagg.costs.hardware import Link
-from jdisagg.costs.speeds import Array, Kind, PriceSource, Speed, speed_of
+from jdisagg.costs.speeds import ASSUMED, Array, Kind, Speed, speed_of
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.link_costs import Indices, LinkCosts, LinkSide
 from jdisagg.router.prefix_index import Roster
 
 PARTS = ("rack", "host", "domain", "process")
-UNKNOWN = -1  # the worker's hardware or model is not described
 
 # Columns from the status, then from the description, then the `own_` columns.
 SAID = (
@@ -112,11 +111,11 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Description:
     """The part of a worker's card that placement needs. `place` has the form of `WorkerCard.place`.
-    `kind` determines the worker's speed and is None if the model is unknown. If `kind` has no
-    hardware, the times in the worker's status determine the speed."""
+    `kind` determines the worker's speed. If `kind` has no hardware, the times in the worker's
+    status do."""
 
     place: str = ""
-    kind: Kind | None = None
+    kind: Kind = ASSUMED
 
 
 _UNDESCRIBED = Description()
@@ -143,7 +142,6 @@ class Side:
     speed: Speed | None
     chunk_tokens: int | None
     page_size: float | None
-    unknown: bool
     mixed: bool
     can_prefill: bool
     several_ranks: bool
@@ -221,8 +219,7 @@ class ClusterState:
         return self._both()[1]
 
     def link_costs(self, far: Link) -> LinkCosts:
-        """Returns the link costs from prefill to decode workers. Every worker's speed must be
-        known."""
+        """Returns the link costs from prefill to decode workers."""
         link_costs = self._link_costs.get(far)
         if link_costs is None:
             prefill, decode = (self._ends(side) for side in self._both())
@@ -232,7 +229,7 @@ class ClusterState:
         return link_costs
 
     def peer_costs(self, far: Link) -> LinkCosts:
-        """Returns the link costs between prefill workers. Every worker's speed must be known."""
+        """Returns the link costs between prefill workers."""
         peer_costs = self._peer_costs.get(far)
         if peer_costs is None:
             prefill = self._ends(self._both()[0])
@@ -242,8 +239,7 @@ class ClusterState:
         return peer_costs
 
     def return_costs(self, far: Link) -> LinkCosts:
-        """Returns the link costs from decode to prefill workers. Every worker's speed must be
-        known."""
+        """Returns the link costs from decode to prefill workers."""
         return_costs = self._return_costs.get(far)
         if return_costs is None:
             prefill, decode = (self._ends(side) for side in self._both())
@@ -342,7 +338,7 @@ class ClusterState:
         if completed is not description:
             self._descriptions[status.name] = completed
             self._place(row, completed)
-        if status.links and (completed.kind is None or completed.kind.hardware is None):
+        if status.links and completed.kind.hardware is None:
             for link in status.links:
                 key, terms = (link.sender, status.name), (link.latency_seconds, link.byte_seconds)
                 if self._measured.get(key) != terms:
@@ -403,16 +399,10 @@ class ClusterState:
             self.table[part][row] = code
         self._change_form()
 
-    def _speed(self, kind: Kind | None) -> int:
-        if kind is None or kind.source is PriceSource.NONE:
-            return UNKNOWN
+    def _speed(self, kind: Kind) -> int:
         if kind not in self._kinds:
-            speed = speed_of(kind)
-            if speed is None:
-                self._kinds[kind] = UNKNOWN
-            else:
-                self._kinds[kind] = len(self.speeds)
-                self.speeds.append(speed)
+            self._kinds[kind] = len(self.speeds)
+            self.speeds.append(speed_of(kind))
         return self._kinds[kind]
 
     def _change_form(self) -> None:
@@ -453,10 +443,9 @@ class ClusterState:
             + table["ranks"]
             * np.maximum(1.0, table["slots"] // np.maximum(1.0, table["ranks"]) // 4),
             np.zeros(len(rows)),
-            None if speed is None or speed == UNKNOWN else self.speeds[int(speed)],
+            None if speed is None else self.speeds[int(speed)],
             None if chunk is None else int(chunk),
             page,
-            bool((table["speed"] == UNKNOWN).any()),
             bool(table.flag("mixed").any()),
             bool(table.flag("can_prefill").any()),
             bool((table["ranks"] != 1.0).any()),
@@ -468,7 +457,7 @@ class ClusterState:
 
 def _completed(description: Description, status: WorkerStatus) -> Description:
     kind = description.kind
-    if kind is None or kind.hardware is not None or kind.times == status.times:
+    if kind.hardware is not None or kind.times == status.times:
         return description
     return replace(description, kind=replace(kind, times=status.times))
 

@@ -361,7 +361,7 @@ def paced_until(
     prompt waits at the router, which can still reorder or refuse it. Prompts of all dp ranks count,
     because all ranks wait while one computes."""
     row, bound = state.row(decision.decode), policy.tpot_slo_seconds
-    if decision.prefill is not None or decision.terms is None or bound == math.inf or row is None:
+    if decision.prefill is not None or bound == math.inf or row is None:
         return None
     chunk_tokens, before = (
         int(state.table["chunk_tokens"][row]),
@@ -391,22 +391,6 @@ def known_at(state: ClusterState, rows: Indices, query: PlacementQuery) -> tuple
     """Returns the indices, in ascending `rows`, of the workers that have prompt tokens cached, and
     the number of tokens that each of them need not compute."""
     return _tokens_at(state, rows, query.cached, query.most_known)
-
-
-def known_or_coming(
-    state: ClusterState, rows: Indices, query: PlacementQuery
-) -> tuple[Indices, Array]:
-    """Returns the indices and numbers of tokens like `known_at`, but tokens that workers are
-    computing for earlier prompts count as cached."""
-    at, tokens = known_at(state, rows, query)
-    if not query.coming:
-        return at, tokens
-    most = np.zeros(len(rows))
-    most[at] = tokens
-    at, tokens = _tokens_at(state, rows, query.coming, query.most_known)
-    most[at] = np.maximum(most[at], tokens)
-    at = np.flatnonzero(most)
-    return at, most[at]
 
 
 def _tokens_at(

@@ -154,7 +154,7 @@ class Decision:
         prefill: Prefill worker, or None if the decode worker computes the prompt.
         context_tokens: Largest context of the decode worker, in tokens.
         kind: Kind of the choice, from a small fixed set of labels for metrics.
-        terms: Predicted seconds of each stage, or None if the workers were chosen by load.
+        terms: Predicted seconds of each stage.
         peer: Worker from which the prefilling worker may fetch further cached KV, or "".
     """
 
@@ -162,11 +162,11 @@ class Decision:
     decode: str
     context_tokens: int
     reason: str
-    kind: str = "load"
-    terms: CostTerms | None = None
-    ttft_seconds: float | None = None
-    handoff_gap_seconds: float | None = None
-    tpot_seconds: float | None = None
+    kind: str = "seconds"
+    terms: CostTerms = CostTerms()
+    ttft_seconds: float = 0.0
+    handoff_gap_seconds: float = 0.0
+    tpot_seconds: float = 0.0
     cached_tokens: int = 0
     peer: str = ""
     peer_tokens: int = 0

@@ -6,8 +6,7 @@ workers and those few prefill workers with the earliest first token. It minimize
 token + hand-off gap + remaining tokens x predicted seconds of a decode step. A first token after
 its time limit and a step beyond the TPOT bound add penalties that exceed any predicted time.
 `candidates` selects the workers and adds further penalties. A worker that still loads XLA programs
-is charged the remaining loading time. If any candidate's speed is unknown, the least loaded workers
-are chosen, with a preference for those that have the prompt cached.
+is charged the remaining loading time.
 
 Raises UnavailableError when no worker of a required role takes requests."""
 
@@ -18,16 +17,7 @@ import numpy as np
 from jdisagg.costs.speeds import Array, Seconds
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Work
-from jdisagg.router.candidates import (
-    BARRED,
-    FAILED,
-    Candidates,
-    apart,
-    broken_pairs,
-    candidates,
-    no_worker,
-    partnered,
-)
+from jdisagg.router.candidates import BARRED, Candidates, apart, broken_pairs, candidates, no_worker
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.corrections import NO_CORRECTIONS
 from jdisagg.router.cost_terms import (
@@ -37,7 +27,6 @@ from jdisagg.router.cost_terms import (
     decodes_of,
     exposed,
     known_at,
-    known_or_coming,
     known_to,
     local_prefills,
     most_computed,
@@ -65,9 +54,6 @@ NO_WORK = Work(1)
 # saved for the requests behind this one. Without it an idle worker takes a prompt from a lightly
 # loaded worker that has it cached, computes it again, and caches a copy in place of other blocks.
 WORTH_TO_OTHERS = 1.0
-# Without predictions: a fully cached prompt outweighs this much load (share of slots plus pages).
-WORTH_OF_KNOWN = 0.5
-UNPRICED = "no latency prediction without prices (measured by the workers, or --hardware)"
 
 
 @plain
@@ -106,8 +92,6 @@ def decide(
         UnavailableError: No worker of a needed role takes requests.
     """
     prefills, decodes = candidates(state, query, now, policy)
-    if prefills.unknown or decodes.unknown:
-        return _by_load(state, prefills, decodes, query, policy)
     weighed = weigh(state, prefills, decodes, query, now, policy)
     decision = _choose(state, weighed, decodes, query, policy)
     if decision.prefill is None:
@@ -125,7 +109,7 @@ def weigh(
 ) -> Weighed:
     every = prefills_of(state, prefills.side, prefills.rows, prefills.table, query)
     side = decodes_of(state, decodes.side, decodes.rows, decodes.table, query, policy)
-    if policy.peer_fetch and query.cached:
+    if policy.peer_fetch and query.cached and len(prefills):
         trusted = Trusted(prefills.trusted, decodes.trusted)
         every = with_fetches(
             state, prefills.side, every, prefills.table, side, trusted, query, policy
@@ -239,7 +223,6 @@ def _choose(
         return alone[0]
     (pair, pair_cost), (local, local_cost) = paired, alone
     mixed = bool(state.table.flag("mixed")[state.row(local.decode)])
-    assert pair.ttft_seconds is not None and pair.handoff_gap_seconds is not None
     at = int(decodes.rows.searchsorted(state.row_of(local.decode)))
     gain = 0.0
     if not mixed and (weighed.decodes.busy[at] or 2 * local.cached_tokens < query.work.tokens):
@@ -287,11 +270,6 @@ def _said(
                 f"has just computed a prompt, and may compute one in {_ms(float(local.paced[at]))}"
             )
         return replace(pair, reason=f"{pair.reason}; {pair.decode} {why}")
-    assert (
-        pair.terms is not None
-        and pair.ttft_seconds is not None
-        and pair.handoff_gap_seconds is not None
-    )
     speed = state.speeds[int(state.table["speed"][row])]
     busy = bool(state.table["running"][row] + state.table["own_sequences"][row] > 0)
     prefill = speed.prefill_seconds(query.work.tokens) * (2 if busy else 1) + (
@@ -406,7 +384,6 @@ def _admitted(
     time limit. If not, returns a refusal or a deferral. A worker that was chosen for its cached
     prefix may have a queue while other workers have none. Such a queue does not defer the
     request."""
-    assert decision.terms is not None and decision.ttft_seconds is not None
     ttft = query.age_seconds + query.ahead_seconds + decision.ttft_seconds
     if ttft > query.limit_seconds:
         reason = (
@@ -438,7 +415,6 @@ def _most_queued_seconds(
     `hold_seconds`, and `hold_seconds` counts as at least one more chunk. Otherwise chunks would be
     issued before each rank has its share. Prompts longer than this get a rank each. A wait for
     running streams to recover (`paced_until`) is no such mean, and gets no allowance."""
-    assert decision.terms is not None
     row = state.row_of(decision.prefill or decision.decode)
     ranks = float(state.table["ranks"][row])
     if ranks <= 1.0 or (decision.prefill is None and not state.table.flag("mixed")[row]):
@@ -454,61 +430,6 @@ def _most_queued_seconds(
     return max(hold_seconds, chunk) + max(2.0 * chunk, prompt * (1.0 - 1.0 / ranks))
 
 
-def _by_load(
-    state: ClusterState,
-    prefills: Candidates,
-    decodes: Candidates,
-    query: PlacementQuery,
-    policy: PlacementPolicy,
-) -> Decision:
-    loads = decodes.load
-    lacking = np.full(len(decodes), float(query.work.tokens))
-    places, known = known_at(state, decodes.rows, query)
-    lacking[places] -= known
-    able = lacking <= most_computed(decodes.table, query.whole)
-    unable = ~able & ~partnered(decodes, prefills)
-    if unable.all():
-        raise no_worker(state, state.prefill, "prefill")
-    reluctance = _reluctance(state, decodes, query) + np.where(unable, FAILED, 0.0)
-    broken = None
-    if query.broken and len(prefills):
-        broken = broken_pairs(state, query, prefills.rows, decodes.rows)
-        reluctance = reluctance + broken.min(axis=0)
-    at = int(np.argmin(reluctance))
-    decode, context = state.name(int(decodes.rows[at])), int(decodes.table["context_tokens"][at])
-    if decodes.table.flag("mixed")[at] or not partnered(decodes, prefills)[at]:
-        held = known_to(decode, query)
-        reason = f"mixed worker {_loaded(decode, loads[at], held)}; {UNPRICED}"
-        alone = Decision(
-            None, decode, context, reason, "prefix" if held else "load", cached_tokens=held
-        )
-        return _with_source(state, alone, prefills, decodes, query, policy)
-    others, against = prefills.load, _reluctance(state, prefills, query)
-    alike = prefills.table["weights"] == decodes.table["weights"][at]
-    against = np.where(alike, against, np.inf)
-    best = int(np.argmin(against if broken is None else against + broken[:, at]))
-    prefill = state.name(int(prefills.rows[best]))
-    cached, held = known_to(prefill, query), known_to(decode, query)
-    table = decodes.table
-    idle = table["running"][at] + table["waiting"][at] + table["open"][at] == 0
-    blocked = broken is not None and bool(broken[best, at])
-    if able[at] and (blocked or (idle and held > cached)):
-        why = "has no working link from a prefill worker" if blocked else "is idle"
-        reason = (
-            f"{decode} {why} and computes {lacking[at]:.0f} tokens after the {held} that it has"
-            f" cached; {UNPRICED}"
-        )
-        alone = Decision(None, decode, context, reason, "local", cached_tokens=held)
-        return _with_source(state, alone, prefills, decodes, query, policy)
-    reason = (
-        f"{_loaded(prefill, others[best], cached)} and {_loaded(decode, loads[at], held)} are the"
-        f" least loaded; {UNPRICED}"
-    )
-    kind = "prefix" if cached or held else "load"
-    chosen = Decision(prefill, decode, context, reason, kind, cached_tokens=cached)
-    return _with_source(state, chosen, prefills, decodes, query, policy)
-
-
 def _with_source(
     state: ClusterState,
     decision: Decision,
@@ -517,8 +438,8 @@ def _with_source(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    """Adds a source of cached KV to a decision: the worker that has more of the prompt cached than
-    the computing worker, if KV may be fetched from it."""
+    """Adds a source of cached KV to a decision in which the decode worker computes the prompt: the
+    worker that has more of it cached, if KV may be fetched from it."""
     source, tokens = _source(state, prefills, decodes, query, policy)
     return (
         _fetching(decision, state.name(source), tokens)
@@ -534,8 +455,8 @@ def _source(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> tuple[int, int]:
-    """Returns (row number, number of cached tokens) of the worker from which cached KV should be
-    fetched if costs cannot be predicted, or (-1, 0). A decode worker is chosen only if it has more
+    """Returns (row number, number of cached tokens) of the worker that has most of the prompt
+    cached and lets others fetch it, or (-1, 0). A decode worker is chosen only if it has more
     tokens cached than any prefill worker."""
     found = -1, 0
     kinds = (prefills, decodes) if policy.fetch_from_decode else (prefills,)
@@ -549,21 +470,8 @@ def _source(
     return found
 
 
-def _reluctance(state: ClusterState, some: Candidates, query: PlacementQuery) -> Array:
-    """Returns a score of each worker, used if costs cannot be predicted: the worker's load minus a
-    bonus for the cached share of the prompt. The worker with the lowest score is chosen."""
-    score = some.against + some.load
-    at, tokens = known_or_coming(state, some.rows, query)
-    score[at] -= WORTH_OF_KNOWN * tokens / query.work.tokens
-    return score
-
-
 def _known(tokens: int) -> str:
     return f" with {tokens} tokens cached" if tokens else ""
-
-
-def _loaded(worker: str, load: float, cached: int) -> str:
-    return f"{worker} ({f'load {load:.2f}' if load else 'idle'}{_known(cached)})"
 
 
 def _ms(seconds: float) -> str:

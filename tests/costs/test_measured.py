@@ -86,9 +86,11 @@ def test_given_hardware_overrides_measured_times() -> None:
     )
 
 
-def test_without_hardware_and_times_there_is_no_speed() -> None:
+def test_without_hardware_and_times_a_fast_accelerator_is_assumed() -> None:
     unknown = replace(KIND, times=None)
-    assert unknown.source is PriceSource.NONE and speed_of(unknown) is None
+    assert unknown.source is PriceSource.ASSUMED
+    h100 = Speed(replace(unknown, hardware=accelerator("h100")))
+    assert speed_of(unknown).prefill_seconds(256) == h100.prefill_seconds(256)
 
 
 def replace_times(**fields: object) -> StepTimes:

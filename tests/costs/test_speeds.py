@@ -7,7 +7,7 @@ import pytest
 
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.costs.speeds import Kind, Speed, speed_of
+from jdisagg.costs.speeds import ASSUMED, Kind, Speed, speed_of
 from jdisagg.layout.axes import Layout
 from jdisagg.scheduler.backlog import causal_pairs
 
@@ -77,6 +77,7 @@ def test_a_backlog_of_full_chunks_takes_as_long_as_the_prompts_it_was_made_of() 
         )
 
 
-def test_a_layout_that_does_not_divide_the_model_has_no_speed() -> None:
-    assert speed_of(Kind(geometry("llama-3-8b"), Layout(tp=7), accelerator("h100"))) is None
+def test_a_layout_that_does_not_divide_the_model_has_assumed_times() -> None:
+    undivided = Kind(geometry("llama-3-8b"), Layout(tp=7), accelerator("h100"))
+    assert speed_of(undivided) is speed_of(ASSUMED)
     assert speed_of(KINDS[0]) is speed_of(KINDS[0])

@@ -54,7 +54,12 @@ def test_a_draining_decode_worker_hands_its_sequences_on(
                 fleet.path.counters["attempts_failed"] == 0 and fleet.counted("moves_failed") == 0
             )
             if seconds >= 0.05:
-                assert moved == fleet.counted("sequences_moved") == 2, "the half that decode0 ran"
+                there = [
+                    item
+                    for item in fleet.path.placer.status().decisions
+                    if item.decode == "decode0"
+                ]
+                assert moved == fleet.counted("sequences_moved") == len(there) > 0
                 assert asyncio.get_running_loop().time() - drained_at > 0.05, (
                     "it did not wait for their ends"
                 )

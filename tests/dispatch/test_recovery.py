@@ -166,14 +166,14 @@ def test_an_earlier_attempt_that_waits_for_pages_is_superseded_too() -> None:
             )
             await asyncio.sleep(0.05)
             request = toy_request(1, prompt_tokens=60, max_tokens=9)
-            old = asyncio.create_task(fleet.collect(request))
+            resumed, again = (
+                replace(request, resumption=Resumption(attempt, (AcceptedChild(),)))
+                for attempt in (1, 2)
+            )  # the router does not hold back what was admitted before
+            old = asyncio.create_task(fleet.collect(resumed))
             await asyncio.sleep(0.05)
             assert (await fleet.decode_worker("decode0").status()).waiting == 1
-            new = asyncio.create_task(
-                fleet.collect(
-                    replace(request, resumption=Resumption(1, (AcceptedChild(),))), fleet.new_path()
-                )
-            )
+            new = asyncio.create_task(fleet.collect(again, fleet.new_path()))
             await asyncio.sleep(0.01)
             assert (await fleet.decode_worker("decode0").status()).waiting == 1, (
                 "the client asks for it no more"
@@ -346,7 +346,7 @@ def test_where_no_two_workers_fit_the_client_hears_what_differs() -> None:
 @pytest.mark.parametrize("wire", [False, True])
 def test_an_id_may_be_used_again_right_after_a_request_that_was_resumed(wire: bool) -> None:
     async def main() -> None:
-        async with Fleet(wire=wire) as fleet:
+        async with Fleet(prefills=1, decodes=1, wire=wire) as fleet:
             request = replace(toy_request(1, prompt_tokens=20, max_tokens=9), life=2**64 - 1)
             resumed = replace(request, resumption=Resumption(1, (AcceptedChild(),)))
             fleet.check(request, await fleet.collect(resumed))

@@ -26,11 +26,12 @@ def test_a_stalled_decode_worker_does_not_hold_back_anothers_hand_offs(pages: in
             costs=Costs(pull=0.001),
         ) as fleet:
             loop = asyncio.get_running_loop()
+            paths = [fleet.new_path(decode=name) for name in ("decode0", "decode1")]
             ended: list[float] = []
 
             async def ask(number: int) -> None:
                 request = toy_request(number, prompt_tokens=60, max_tokens=2)
-                fleet.check(request, await fleet.collect(request))
+                fleet.check(request, await fleet.collect(request, paths[number % 2]))
                 ended.append(loop.time())
 
             asked = [asyncio.create_task(ask(number)) for number in range(12)]

@@ -63,8 +63,8 @@ def test_the_wheel_holds_all_modules_weights_and_recipes_and_no_generic_name(whe
     for model in ("llama", "qwen3_moe"):
         files = (ROOT / "models" / "tiny" / model).iterdir()
         wanted |= {f"jdisagg/_app/models/tiny/{model}/{path.name}" for path in files}
-    page = (ROOT / "jdisagg" / "service" / "http" / "web").iterdir()
-    wanted |= {f"jdisagg/service/http/web/{path.name}" for path in page}
+    for folder in ("jdisagg/guide/web", "jdisagg/service/http/web"):
+        wanted |= {f"{folder}/{path.name}" for path in (ROOT / folder).iterdir()}
     wanted |= {"jdisagg/py.typed", "jdisagg/_app/launch/calibration_text.txt"}
     assert wanted <= held, sorted(wanted - held)
 

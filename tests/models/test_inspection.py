@@ -146,7 +146,6 @@ def test_a_family_that_is_not_served_is_named_with_what_it_needs(tmp_path: Path)
     path.write_text(json.dumps(fields | {"model_type": "stablelm", "logit_scale": 0.25}))
     found = inspect(path)
     assert found.missing[0] == "the family 'stablelm'" and "logit_scale" in found.missing[1]
-    assert found.geometry is not None and found.geometry.layers == 2
 
 
 def test_a_model_that_sees_of_such_a_family_is_named_with_what_its_text_part_needs(
@@ -164,7 +163,6 @@ def test_a_model_that_sees_of_such_a_family_is_named_with_what_its_text_part_nee
         "global_head_dim=512 (heads of another size in some layers)",
         "attention_k_eq_v=True (keys that also serve as values)",
     ]
-    assert found.geometry is not None and found.geometry.layers == 30
 
 
 def test_all_that_a_small_gemma_4_has_beyond_what_is_served_is_named(tmp_path: Path) -> None:

@@ -281,17 +281,6 @@ def test_a_gemma_3_that_sees_bounds_no_logits_as_transformers_has_it() -> None:
     assert (alone.logits_cap, seeing.logits_cap) == (30.0, 0.0)
 
 
-def test_one_kv_head_of_many_queries_is_counted_as_one(tmp_path: Path) -> None:
-    """tiiuae/falcon-7b, of an unsupported family."""
-    fields = {"model_type": "falcon", "multi_query": True, "new_decoder_architecture": False}
-    sizes = {"hidden_size": 4544, "num_attention_heads": 71, "num_hidden_layers": 32}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(fields | sizes | {"vocab_size": 65024}))
-    geometry = inspect(path).geometry
-    assert geometry is not None
-    assert geometry.kv_bytes_per_token("bfloat16") == 2 * 32 * 64 * 2
-
-
 DEEPSEEK_V32 = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",

@@ -55,9 +55,7 @@ def accounts_of(workers: dict[WorkerStatus, Description], now: float = 0.0) -> A
     return accounts
 
 
-def state_of(
-    *workers: WorkerStatus, kind: Kind | None = H100, place: str = "r/h/d/p"
-) -> ClusterState:
+def state_of(*workers: WorkerStatus, kind: Kind = H100, place: str = "r/h/d/p") -> ClusterState:
     return accounts_of({status: Description(place, kind) for status in workers}).state
 
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from jdisagg.costs.measured import StepTimes
-from jdisagg.costs.speeds import Kind, Speed
+from jdisagg.costs.speeds import Speed
 from jdisagg.errors import UnavailableError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.router.accounts import Work
@@ -128,15 +128,14 @@ def test_appends_are_as_far_apart_as_the_bound_leaves_time_for_and_others_go_els
     assert decision(accounts.state, TURN, policy, now=until).prefill is None
 
 
-@pytest.mark.parametrize("kind", [H100, None])
-def test_a_prompt_whose_logprobs_are_wanted_is_not_appended(kind: Kind | None) -> None:
+def test_a_prompt_whose_logprobs_are_wanted_is_not_appended() -> None:
     """The programs for it are compiled when they are first asked for."""
-    state = state_of(prefill_status("p0", 20_000), appends("d0"), kind=kind)
+    state = state_of(prefill_status("p0", 20_000), appends("d0"))
     short = replace(TURN, work=Work(100, expected_tokens=100), cached={"d0": 64})
     assert decision(state, short, POLICY).prefill is None
     chosen = decision(state, replace(short, whole=True), POLICY)
     assert chosen.prefill == "p0"
-    assert kind is None or "does not compute log-probabilities" in chosen.reason
+    assert "does not compute log-probabilities" in chosen.reason
 
 
 def test_without_a_prefill_worker_short_prompts_are_served_and_long_ones_are_not() -> None:
@@ -145,23 +144,6 @@ def test_without_a_prefill_worker_short_prompts_are_served_and_long_ones_are_not
     assert decision(state, TURN, POLICY).prefill is None
     with pytest.raises(UnavailableError, match="no prefill worker"):
         decide(state, replace(TURN, cached={}), 0.0, POLICY)
-    unknown = state_of(appends("d0"), kind=None)
-    assert decision(unknown, TURN, POLICY).prefill is None
-    with pytest.raises(UnavailableError, match="no prefill worker"):
-        decide(unknown, replace(TURN, cached={}), 0.0, POLICY)
-
-
-def test_where_no_seconds_are_predicted_only_who_runs_nothing_appends() -> None:
-    state = state_of(prefill_status("p0"), appends("d0"), kind=None)
-    chosen = decision(state, TURN, POLICY)
-    assert (chosen.prefill, chosen.decode, chosen.kind) == (None, "d0", "local")
-    assert "computes 200 tokens after the 4000" in chosen.reason
-    busy = state_of(prefill_status("p0"), appends("d0", 1, 500), kind=None)
-    assert decision(busy, TURN, POLICY).prefill == "p0"
-    long = replace(TURN, work=Work(4000 + APPEND + 1, expected_tokens=100))
-    assert decision(state, long, POLICY).prefill == "p0"
-    better = replace(TURN, cached={"d0": 4000, "p0": 4000})
-    assert decision(state, better, POLICY).prefill == "p0", "nothing is gained"
 
 
 # Times of the shipped model on a CPU: the prefill mesh is faster for a prompt of the same length.

@@ -404,14 +404,14 @@ def test_never_where_a_running_stream_would_wait_for_a_token_beyond_the_bound() 
     )
 
 
-def test_one_worker_of_unknown_speed_makes_all_go_by_load() -> None:
+def test_a_worker_that_describes_no_model_is_placed_by_assumed_times() -> None:
     known = {
         prefill_status("p0"): Description("r", H100),
-        decode_status("d0"): Description("r", H100),
+        decode_status("d0", (200,), (80_000,)): Description("r", H100),
     }
     state = accounts_of({**known, decode_status("d1"): Description("r")}).state
     chosen = decision(state)
-    assert chosen.kind == "load" and chosen.terms is None and "without prices" in chosen.reason
+    assert chosen.decode == "d1" and chosen.tpot_seconds > 0
 
 
 def test_the_seconds_that_a_worker_will_still_load_programs_are_weighed_like_any_others() -> None:

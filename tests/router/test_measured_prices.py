@@ -76,12 +76,14 @@ def test_nothing_is_sent_of_a_prompt_of_whole_blocks_that_the_decode_worker_has_
     assert seconds.tolist() == [[0.5]], "the latency of the link"
 
 
-def test_nothing_is_predicted_until_every_worker_has_reported_times() -> None:
+def test_until_a_worker_has_reported_times_those_of_a_fast_accelerator_are_assumed() -> None:
     decode = decode_status("d")
-    state = state_of(with_times(prefill_status("p"), PREFILL), decode, kind=UNKNOWN)
-    assert decided(state).terms is None
-    state.update(with_times(decode, APPENDING), 0.0)
-    assert decided(state).terms is not None
+    state = state_of(prefill_status("p"), decode, kind=UNKNOWN)
+    assumed = decided(state).ttft_seconds
+    described = replace(UNKNOWN, hardware=accelerator("h100"))
+    assert assumed == decided(state_of(prefill_status("p"), decode, kind=described)).ttft_seconds
+    state.update(with_times(prefill_status("p"), PREFILL), 0.0)
+    assert decided(state).ttft_seconds > 5 * assumed
 
 
 def test_times_do_not_change_predictions_of_described_hardware() -> None:

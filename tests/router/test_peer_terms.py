@@ -11,7 +11,7 @@ from jdisagg.costs.speeds import speed_of
 from jdisagg.router.accounts import Work
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.peer_terms import CHUNKS_ISSUED
-from tests.router.fleets import H100, decode_status, prefill_status, random_fleet, state_of
+from tests.router.fleets import H100, M, decode_status, prefill_status, random_fleet, state_of
 from tests.router.test_decide import closeness, decision
 
 FETCH = PlacementPolicy(hold_seconds=1e9, peer_fetch=True)
@@ -59,15 +59,6 @@ def test_a_worker_that_failed_the_attempt_is_not_asked() -> None:
     assert (chosen.prefill, chosen.peer, chosen.peer_tokens) == ("p1", "p2", 7424)
 
 
-def test_where_no_seconds_are_known_the_least_loaded_fetches_from_who_knows_most() -> None:
-    full = msgspec.structs.replace(prefill_status("p0"), running=16, waiting=16)
-    state = state_of(full, prefill_status("p1"), decode_status("d0"), kind=None)
-    query = replace(ASK, cached={"p0": 1280})
-    chosen = decision(state, query, FETCH)
-    assert (chosen.prefill, chosen.peer, chosen.peer_tokens) == ("p1", "p0", 1280)
-    assert decision(state, query, ALONE).peer == ""
-
-
 def test_the_one_prefill_worker_fetches_what_a_decode_worker_knows_of_the_last_turn() -> None:
     state = state_of(prefill_status("p0"), decode_status("d0"), decode_status("d1"))
     query = replace(ASK, cached={"p0": 2048, "d1": 7680})
@@ -79,6 +70,16 @@ def test_the_one_prefill_worker_fetches_what_a_decode_worker_knows_of_the_last_t
     assert without.peer == "" and chosen.ttft_seconds is not None
     assert without.ttft_seconds is not None and chosen.ttft_seconds < without.ttft_seconds
     assert decision(state, replace(query, cached={"p0": 7680, "d1": 7680}), RETURN).peer == ""
+
+
+def test_a_mixed_worker_fetches_what_a_busier_one_knows() -> None:
+    busy = decode_status("m0", (200,), (60_000,), free=(0,), waiting=99, role=M)
+    state = state_of(busy, decode_status("m1", role=M))
+    query = replace(ASK, cached={"m0": 1024})
+    chosen = decision(state, query, RETURN)
+    assert (chosen.prefill, chosen.decode) == (None, "m1")
+    assert (chosen.peer, chosen.peer_tokens) == ("m0", 1024)
+    assert decision(state, query, FETCH).peer == "", "only prefill workers may be asked"
 
 
 def test_of_decode_workers_that_know_as_much_the_one_with_the_shorter_steps_is_asked() -> None:
@@ -100,15 +101,6 @@ def test_what_a_prefill_worker_knows_as_well_is_fetched_from_the_cheaper() -> No
     assert decision(state_of(busy, idle, *decodes), query, RETURN).peer == "d0"
     query = replace(ASK, cached={"p0": 7680, "d1": 2048})
     assert decision(state_of(busy, idle, *decodes), query, RETURN).peer == "p0"
-
-
-def test_where_no_seconds_are_known_a_decode_worker_is_asked_that_knows_more() -> None:
-    state = state_of(prefill_status("p0"), decode_status("d0"), decode_status("d1"), kind=None)
-    query = replace(ASK, cached={"p0": 1280, "d0": 1280, "d1": 2560})
-    chosen = decision(state, query, RETURN)
-    assert (chosen.peer, chosen.peer_tokens) == ("d1", 2560)
-    assert decision(state, replace(ASK, cached={"p0": 1280, "d0": 1280}), RETURN).peer == ""
-    assert decision(state, query, FETCH).peer == ""
 
 
 @pytest.mark.parametrize("returns", [False, True])

@@ -1,8 +1,8 @@
 """A router and four workers over real gRPC, their meshes fake: the next turn of a conversation goes
 to the workers that keep it, for they told the router so."""
 
-import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
@@ -10,6 +10,8 @@ import pytest
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, LimitsConfig, ServiceConfig
+from jdisagg.costs.catalog import geometry
+from jdisagg.costs.hardware import accelerator
 from jdisagg.dispatch.membership import Membership, WorkerPorts, cluster_ports
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.request_path import RequestPath
@@ -41,7 +43,8 @@ SCHEME = KeptScheme("toy", 8, 8)
 CONTEXT = 256
 PATIENCE = time_scale.seconds(30)
 COSTS = Costs(prefill_token=1e-5, decode_step=1e-3, pull=1e-3, other=1e-5)
-MODEL = ModelCard("toy", "toy", 89, CONTEXT, "float32", 64)
+MODEL = ModelCard("toy", "toy", 89, CONTEXT, "float32", 64, geometry=geometry("llama-3.1-8b"))
+SLOW = replace(accelerator("h100"), peak_flops=1e12)  # so that a cached prefix saves much time
 SERVICE = ServiceConfig(port=0, drain_seconds=0.0)
 # a busy machine's heartbeats may come late; nothing here is about silence
 TIMES = MembershipTimeouts(heartbeat_seconds=0.02, suspect_seconds=60.0, gone_seconds=90.0)
@@ -142,7 +145,9 @@ async def live(tells: bool = True) -> AsyncIterator[Live]:
             stack.push_async_callback(server.drain)
             client = RegistryClient(
                 (address,),
-                WorkerCard(name, worker.boot_id, role, at, Layout(), MODEL, kept=SCHEME),
+                WorkerCard(
+                    name, worker.boot_id, role, at, Layout(), MODEL, hardware=SLOW, kept=SCHEME
+                ),
                 worker.status,
                 timeouts=TIMES,
                 kept=worker.kept_news if tells else lambda mark: None,
@@ -170,10 +175,18 @@ def next_turn(number: int, answer: Collected) -> Request:
 
 
 async def first_turns(cluster: Live) -> tuple[Collected, Collected]:
-    """Of two conversations that come at once: each goes to workers of its own."""
+    """Of two conversations, each on workers of its own."""
     await cluster.idle()
-    one, other = await asyncio.gather(*(cluster.ask(first_turn(number)) for number in range(2)))
-    assert cluster.placed() == ("load", "prefill1", "decode1")
+    one = await cluster.ask(first_turn(0))
+    assert cluster.placed() == ("seconds", "prefill0", "decode0")
+    await cluster.idle()
+    bar = cluster.path.placer.accounts.bar
+    for name in ("prefill0", "decode0"):
+        bar(name, math.inf)
+    other = await cluster.ask(first_turn(1))
+    for name in ("prefill0", "decode0"):
+        bar(name, 0.0)
+    assert cluster.placed() == ("seconds", "prefill1", "decode1")
     return one, other
 
 
@@ -186,7 +199,7 @@ async def test_a_conversation_goes_on_where_it_is_kept_if_the_router_was_told_so
         if not tells:
             await cluster.idle()
             again = await cluster.ask(next_turn(1, answer))
-            assert cluster.placed() == ("load", "prefill0", "decode0")
+            assert cluster.placed() == ("seconds", "prefill0", "decode0")
             assert again.usage is not None and again.usage.cached_tokens == 0
             return
         names = cluster.workers
@@ -194,6 +207,7 @@ async def test_a_conversation_goes_on_where_it_is_kept_if_the_router_was_told_so
         for number, kept_at in ((1, "1"), (0, "0"), (1, "1")):
             worker = cluster.workers[f"prefill{kept_at}"]
             before = worker.counters["prefix_hit_tokens"]
+            await cluster.idle()
             if number:
                 again = await cluster.ask(next_turn(1, answer))
                 assert again.usage is not None and again.usage.cached_tokens >= 40

@@ -1,5 +1,5 @@
 """The web page at `/` and the JSON data that it shows: the cluster's status, the router's last
-decisions, timelines of traced requests, and simulations of the planning guide.
+decisions, and timelines of traced requests.
 
 The page consists of HTML, CSS and JavaScript files in `web/`. The content security policy allows
 them to contact this server only. The files need no token, while the JSON data requires a client
@@ -11,7 +11,6 @@ import functools
 import importlib.resources
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -50,18 +49,8 @@ SHOWN_DECISION = tuple(
     spec.name for spec in dataclasses.fields(PastDecision) if spec.name != "request_id"
 )
 SHOWN_MODEL = ("name", "family", "context_tokens", "dtype", "kv_bytes_per_token")
-QUESTION_BYTES = 1 << 12
 
 _encode = msgspec.json.encode
-
-
-class GuidePort(Protocol):
-    """Answers questions of the web page's planning guide, as JSON. `answer` runs a simulation, and
-    `facts` only computes. `crowded` is whether requests are waiting at the server."""
-
-    async def answer(self, body: bytes, crowded: bool = False) -> bytes: ...
-
-    def facts(self, body: bytes) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +60,10 @@ class PageSources:
     Attributes:
         recent: Timelines of recent requests, or None if requests are not traced.
         traffic: Function that returns total counts of requests and tokens, or None.
-        guide: Simulator for the planning guide, or None if the guide is off.
     """
 
     recent: RecentRequests | None = None
     traffic: Callable[[], Traffic] | None = None
-    guide: GuidePort | None = None
 
 
 class Page:
@@ -97,8 +84,6 @@ class Page:
             "/api/status": Endpoint(guard, "GET", self._status),
             "/api/timelines": Endpoint(guard, "GET", self._timelines),
             "/api/timelines/{trace}": Endpoint(guard, "GET", self._timeline),
-            "/api/guide": Endpoint(guard, "POST", self._guide),
-            "/api/guide/facts": Endpoint(guard, "POST", self._guide_facts),
         }
 
     async def _index(self, exchange: Exchange) -> None:
@@ -118,7 +103,6 @@ class Page:
             {
                 "version": __version__,
                 "ready": self.ready,
-                "guide": self._sources.guide is not None,
                 "model": await self._model(),
                 "waiting": routing.waiting,
                 "workers": [_worker(worker, accounts.get(worker.name)) for worker in workers],
@@ -152,24 +136,6 @@ class Page:
         recent, trace = self._sources.recent, exchange.scope["path_params"]["trace"]
         await _reply(exchange, {"spans": recent.spans(trace) if recent else ()})
 
-    async def _guide(self, exchange: Exchange) -> None:
-        guide, body = self._guide_port(), await exchange.body(QUESTION_BYTES)
-        crowded = self._frontend.routing().waiting > 0
-        await exchange.reply(await guide.answer(body, crowded), headers=FRESH)
-
-    async def _guide_facts(self, exchange: Exchange) -> None:
-        guide, body = self._guide_port(), await exchange.body(QUESTION_BYTES)
-        await exchange.reply(guide.facts(body), headers=FRESH)
-
-    def _guide_port(self) -> GuidePort:
-        if self._sources.guide is None:
-            raise HttpRefusal(
-                "the guide is off; start the server with --set=service.http_guide=true",
-                404,
-                "not_found",
-            )
-        return self._sources.guide
-
     async def _model(self) -> dict[str, object]:
         model = self._frontend.model
         return {
@@ -198,7 +164,7 @@ def _worker(status: WorkerStatus, account: WorkerAccount | None) -> dict[str, ob
         "pages": pages,
         "attempts": account.attempts if account else 0,
         "barred_seconds": account.barred_seconds if account else 0.0,
-        "prices": account.prices if account else "none",
+        "prices": account.prices if account else "assumed",
     }
 
 

@@ -1,1 +1,1 @@
-"""The planner, and the planning guide of the web page. Both run the simulator."""
+"""The planner, which runs the simulator on its best candidates."""

@@ -70,6 +70,6 @@ async def page_door(
     )
     config = replace(service or ServiceConfig(), port=0, http_port=0)
     scrape = observer.metrics.scrape
-    server = GenerationServer(frontend, config, (), None, scrape, page_sources(observer, config))
+    server = GenerationServer(frontend, config, (), None, scrape, page_sources(observer))
     async with running(path, server) as door:
         yield door

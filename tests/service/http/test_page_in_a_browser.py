@@ -2,7 +2,6 @@
 and a request's timeline, on a phone's width too; what a model writes stays text; and it asks nobody
 but its server."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -128,35 +127,3 @@ async def test_stop_ends_the_request_that_runs() -> None:
         await page.until(ended(1))
         assert await page.run("document.querySelector('.answer .note').textContent") == "stopped"
         await eventually(lambda: len(path.closed) == 1, time_scale.seconds(30))
-
-
-async def test_the_guide_draws_three_ways_and_follows_its_sliders(tmp_path: Path) -> None:
-    async with page_door(waiting=0) as door, browser() as page:
-        await door.server.set_ready(True)
-        await page.open(address(door, "guide"), PHONE, 740)
-        await page.until("document.querySelectorAll('.way .lane').length > 60")
-        before = await page.run("document.querySelector('#ways').textContent")
-        await page.run("document.querySelector('#guide-rate').value = 0")
-        await page.run(
-            "document.querySelector('#guide-rate').dispatchEvent("
-            "new Event('input', {bubbles: true}))"
-        )
-        await page.until(
-            f"document.querySelector('#ways').textContent !== {json.dumps(before)}"
-            " && document.querySelector('#guide-said').textContent === ''"
-        )
-        assert await page.run("document.querySelector('#guide-rate-said').textContent") == (
-            "0.5 requests/s"
-        )
-        assert await page.run("document.querySelectorAll('#guide-advice tbody tr').length") == 3
-        assert await page.run("document.querySelectorAll('.kv-bars li').length") == 7
-        assert await page.run("document.querySelectorAll('svg.chart').length") == 2
-        await page.run(
-            "document.querySelector('.lanes').dispatchEvent("
-            "new KeyboardEvent('keydown', {key: 'ArrowDown'}))"
-        )
-        about = await page.run("document.querySelector('.way .about').textContent")
-        assert about.startswith("Request 1: ")
-        assert not await page.run(WIDE)
-        assert not page.errors
-        await page.picture(tmp_path / "guide.png")

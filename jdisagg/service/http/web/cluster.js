@@ -17,8 +17,8 @@ const POOLS = [
 const PRICES = {
   given: "Times are predicted from the hardware given with --hardware.",
   measured: "Times are predicted from programs that the worker timed at its start.",
-  learned: "Times are predicted from measured programs and corrected by finished requests.",
-  none: "No times are predicted: the worker has not measured its programs.",
+  assumed: "The worker has not measured its programs: an H100's times are assumed.",
+  learned: "Predicted times are corrected by finished requests.",
 };
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);

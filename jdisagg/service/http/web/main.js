@@ -5,7 +5,6 @@ import { setModel, startChat } from "./chat.js";
 import { drawCluster, measure } from "./cluster.js";
 import { drawDecisions } from "./decisions.js";
 import { byId, count, el, seconds } from "./dom.js";
-import { simulate, startGuide } from "./guide.js";
 import { drawTimeline } from "./timeline.js";
 
 const EVERY_MS = 1000;
@@ -96,8 +95,6 @@ async function refresh() {
     drawHead(status);
     setModel(status.model);
     measure(status.traffic);
-    byId("guide-tab").hidden = !status.guide;
-    if (shown === "guide" && status.guide) simulate();
     if (shown === "cluster") drawCluster(status);
     if (shown === "decisions") drawDecisions(status.decisions);
     if (shown === "timelines") await drawTimelines();
@@ -114,7 +111,6 @@ async function refresh() {
 startTheme();
 startTabs();
 startChat();
-startGuide();
 show(location.hash.slice(2));
 setInterval(refresh, EVERY_MS);
 document.addEventListener("visibilitychange", refresh);

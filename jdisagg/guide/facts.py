@@ -1,5 +1,5 @@
-"""Computes the part of the web page's guide that needs no simulation: KV sizes and transfer times
-of prompts, and the roofline of prefill and decode.
+"""Computes the part of the guide that needs no simulation: KV sizes and transfer times of prompts,
+and the roofline of prefill and decode.
 
 KV sizes are computed as in `jdisagg kv_calculator`, and seconds with the cost model. For a model
 and an accelerator, one answer has all prompt lengths and links that the page offers. Has no side
@@ -141,7 +141,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
         raise InvalidRequestError(f"{name} must be one of {listed}, got {str(value)[:80]!r}")
 
 
-def guide_geometry(model: str) -> CostGeometry:
+def _geometry_of(model: str) -> CostGeometry:
     return replace(geometry(model), matrix_bits=GUIDE_MODELS[model])
 
 
@@ -149,7 +149,7 @@ def smallest_instance(model: str, card: Accelerator) -> Fitting:
     """Returns the layout with the fewest devices that has room for the weights and for
     INSTANCE_TOKENS tokens. Raises NothingFits if MOST_DEVICES devices have no room."""
     site = Site(card, MOST_DEVICES)
-    fitting = fitting_layouts(guide_geometry(model), site, INSTANCE_TOKENS + 1024, DTYPE)
+    fitting = fitting_layouts(_geometry_of(model), site, INSTANCE_TOKENS + 1024, DTYPE)
     return min(fitting, key=lambda item: (item.layout.devices, item.layout.dp))
 
 
@@ -159,7 +159,7 @@ def facts(question: FactsQuestion) -> GuideFacts:
     Raises:
         NothingFits: The model does not fit on MOST_DEVICES accelerators.
     """
-    shape, card = guide_geometry(question.model), accelerator(question.hardware)
+    shape, card = _geometry_of(question.model), accelerator(question.hardware)
     fitting = smallest_instance(question.model, card)
     longest = (*PROMPTS, *(tokens for tokens in LONGER_PROMPTS if tokens <= shape.context_tokens))
     layout = fitting.layout

@@ -1,4 +1,4 @@
-"""The web page's guide: the same arrivals in three modes, the differences between them, and the
+"""The guide's answers: the same arrivals in three modes, the differences between them, and the
 advice that follows from them."""
 
 import math
@@ -12,11 +12,7 @@ from jdisagg.config import Mode
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import HARDWARE, LINKS
 from jdisagg.errors import InvalidRequestError
-from jdisagg.layout.axes import Layout
-from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.planning.bounds import Demand, Estimator, Goal
-from jdisagg.simulator.planning.candidates import Candidate, Site, fitting_layouts
-from jdisagg.simulator.planning.guide import (
+from jdisagg.guide.answer import (
     SHOWN_REQUESTS,
     SHOWN_RUNS,
     GuideAnswer,
@@ -26,7 +22,11 @@ from jdisagg.simulator.planning.guide import (
     arrivals_of,
     parse_question,
 )
-from jdisagg.simulator.planning.guide_facts import GUIDE_LINKS
+from jdisagg.guide.facts import GUIDE_LINKS
+from jdisagg.layout.axes import Layout
+from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
+from jdisagg.simulator.planning.bounds import Demand, Estimator, Goal
+from jdisagg.simulator.planning.candidates import Candidate, Site, fitting_layouts
 from jdisagg.simulator.report import SloLimits, summarise
 from jdisagg.simulator.run import simulate
 

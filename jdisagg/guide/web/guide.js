@@ -1,11 +1,11 @@
 // The interactive guide: controls, the advice, and the parts that draw the server's answers. All
 // figures come from the server: simulations from api/guide, facts of a model from api/guide/facts.
+// This is the only code of the page that uses the network.
 
-import { post } from "./api.js";
 import { byId, count, el, seconds } from "./dom.js";
-import { drawKv } from "./guide_kv.js";
-import { drawRoofline } from "./guide_roofline.js";
-import { drawWays, NAMES } from "./guide_ways.js";
+import { drawKv } from "./kv.js";
+import { drawRoofline } from "./roofline.js";
+import { drawWays, NAMES } from "./ways.js";
 
 const LATER_MS = 250;
 const short = (value) => String(value).replace(/\.0$/, "");
@@ -49,6 +49,14 @@ const PRESETS = {
 
 const state = { asked: "", timer: null, waiting: false, facts: null };
 
+async function post(path, body) {
+  const headers = { "content-type": "application/json" };
+  const reply = await fetch(path, { method: "POST", headers, body: JSON.stringify(body) });
+  const answer = await reply.json();
+  if (!reply.ok) throw new Error(answer.error.message);
+  return answer;
+}
+
 function tokens(value) {
   return `${count(value)} tokens`;
 }
@@ -85,7 +93,7 @@ function press(preset) {
   }
 }
 
-export function startGuide() {
+function start() {
   for (const [name, [, values]] of Object.entries(SLIDERS)) {
     byId(`guide-${name}`).max = values.length - 1;
   }
@@ -102,6 +110,7 @@ export function startGuide() {
     });
   }
   addEventListener("resize", drawFacts);
+  simulate();
 }
 
 function later() {
@@ -112,7 +121,7 @@ function later() {
 }
 
 // Asks for the controls' setting, unless it is already shown or a question is being answered.
-export async function simulate() {
+async function simulate() {
   const asked = question();
   const text = JSON.stringify(asked);
   if (text === state.asked || state.waiting) return;
@@ -138,7 +147,7 @@ export async function simulate() {
 }
 
 function drawFacts() {
-  if (!state.facts || byId("guide").hidden) return;
+  if (!state.facts) return;
   const names = Object.fromEntries(
     [...byId("guide-link").options].map((option) => [option.value, option.textContent]),
   );
@@ -203,3 +212,5 @@ function drawAdvice(advice, asked) {
     ),
   );
 }
+
+start();

@@ -1,4 +1,4 @@
-"""Chooses a mode for the web page's guide, and describes the reasons in sentences.
+"""Chooses a mode for the guide, and describes the reasons in sentences.
 
 The planner's cost model (`bounds.Estimator`) predicts the highest rate at which each mode meets the
 objectives. It ignores pauses of running streams and packing. A mode is therefore advised only if it
@@ -14,9 +14,9 @@ import msgspec
 
 from jdisagg.config import Mode
 from jdisagg.costs.hardware import Accelerator, accelerator, link
+from jdisagg.guide.facts import smallest_instance
 from jdisagg.simulator.planning.bounds import Bounds, Demand, Estimator, Goal
 from jdisagg.simulator.planning.candidates import WHOLE_CHUNK, Candidate, Fitting, Site
-from jdisagg.simulator.planning.guide_facts import smallest_instance
 from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.workloads import Arrival
 

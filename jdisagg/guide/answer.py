@@ -1,19 +1,12 @@
-"""Computes the planning guide of the web page, which compares three modes on the same workload and
-accelerators.
+"""Answers the guide's question: compares three modes on the same workload and accelerators.
 
 Unified instances prefill whole prompts between decode steps. Chunked instances prefill in pieces,
 each within a decode step. Disaggregated instances prefill and decode on separate meshes joined by a
 link. Every fourth prompt is long, and its prefill delays other requests. The answer has the
-planner's arithmetic for each mode (`guide_advice`), figures of a simulation, and the times of the
-first requests' tokens.
-
-Has no side effects except for `main`, which reads the question as JSON from stdin and writes the
-answer to stdout. `main` runs in a separate process with low priority, so that it does not slow the
-server."""
+planner's arithmetic for each mode (`advice`), figures of a simulation, and the times of the first
+requests' tokens. Has no side effects."""
 
 import math
-import os
-import sys
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
@@ -25,12 +18,7 @@ from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import link
 from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.errors import InvalidRequestError, JdisaggError
-from jdisagg.messages.worker_status import WorkerStatus
-from jdisagg.request import Request, StreamEvent
-from jdisagg.simulator.cluster import SimulatedCluster
-from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.planning.candidates import Candidate
-from jdisagg.simulator.planning.guide_advice import (
+from jdisagg.guide.advice import (
     GuideAdvice,
     ModeAdvice,
     Objectives,
@@ -40,12 +28,12 @@ from jdisagg.simulator.planning.guide_advice import (
     arithmetic,
     verdict_of,
 )
-from jdisagg.simulator.planning.guide_facts import (
-    GUIDE_HARDWARE,
-    GUIDE_LINKS,
-    GUIDE_MODELS,
-    check_choice,
-)
+from jdisagg.guide.facts import GUIDE_HARDWARE, GUIDE_LINKS, GUIDE_MODELS, check_choice
+from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.request import Request, StreamEvent
+from jdisagg.simulator.cluster import SimulatedCluster
+from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
+from jdisagg.simulator.planning.candidates import Candidate
 from jdisagg.simulator.planning.verdict import FUSED
 from jdisagg.simulator.report import Percentiles, RequestOutcome, SloLimits, summarise
 from jdisagg.simulator.run import simulate
@@ -338,13 +326,3 @@ def _fewer(runs: list[tuple[float, int]]) -> list[tuple[float, int]]:
         mean = (one * times + other * more) / (times + more)
         runs[at : at + 2] = [(mean, times + more)]
     return runs
-
-
-def main() -> None:
-    os.nice(19)  # the serving process has priority
-    question = parse_question(sys.stdin.buffer.read(), GuideQuestion)
-    sys.stdout.buffer.write(msgspec.json.encode(answer(question)))
-
-
-if __name__ == "__main__":
-    main()

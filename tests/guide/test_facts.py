@@ -12,7 +12,7 @@ import pytest
 from jdisagg.costs.catalog import CATALOG, geometry
 from jdisagg.costs.hardware import HARDWARE
 from jdisagg.costs.kv_facts import bytes_text, kv_formula
-from jdisagg.simulator.planning.guide_facts import (
+from jdisagg.guide.facts import (
     GUIDE_HARDWARE,
     GUIDE_LINKS,
     GUIDE_MODELS,
@@ -22,7 +22,7 @@ from jdisagg.simulator.planning.guide_facts import (
 )
 from tests import time_scale
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 ALL = [(model, card) for model in GUIDE_MODELS for card in GUIDE_HARDWARE]
 
 
