@@ -162,7 +162,10 @@ def _top_k_by_passes(logits_BV: jax.Array, top_k_B: jax.Array, shard: Vocabulary
             at_least = [(logits_BV >= value_B[:, None]).astype(jnp.int32) for value_B in values]
             return [count_B >= top_k_B for count_B in _sums(at_least, shard)]
 
-        return jnp.where(top_k_B > 0, selection.last_value(reached, len(top_k_B)), -jnp.inf)
+        value_B = selection.last_value(reached, len(top_k_B))
+        # XLA computes both branches of a `cond` that only reduce and map elements, and selects one
+        # result. The barrier keeps the condition.
+        return lax.optimization_barrier(jnp.where(top_k_B > 0, value_B, -jnp.inf))
 
     off = lambda: jnp.full(top_k_B.shape, -jnp.inf, logits_BV.dtype)  # noqa: E731
     return lax.cond(jnp.any(top_k_B > 0), kth, off)
@@ -184,7 +187,7 @@ def _nucleus_by_passes(
             ]
             return [share_B >= 0 for share_B in _sums(shares, shard)]
 
-        return selection.last_value(beyond, len(top_p_B))
+        return lax.optimization_barrier(selection.last_value(beyond, len(top_p_B)))
 
     off = lambda: jnp.full(top_p_B.shape, -jnp.inf, logits_BV.dtype)  # noqa: E731
     return lax.cond(jnp.any(top_p_B < 1), bound, off)

@@ -328,3 +328,12 @@ def test_the_largest_of_a_sharded_vocabulary_is_the_smallest_such_id_of_all_shar
         body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
     )
     assert jax.jit(sharded)(logits).tolist() == [150, 0, INVALID_TOKEN]
+
+
+def test_a_step_makes_the_passes_of_a_filter_only_if_a_row_has_the_filter() -> None:
+    """XLA turns a condition into a select of both results if its branches only map and reduce. A
+    GPU then makes all passes in each step. A barrier in the branch keeps the condition."""
+    lowered = sample.lower(jnp.zeros((4, 400)), pack([Row()] * 4), platform="gpu")
+    conditions = lowered.as_text().split("stablehlo.case")[1:]
+    assert ["optimization_barrier" in branches for branches in conditions] == [True, True]
+    assert lowered.compile().as_text().count(" conditional(") == 2
