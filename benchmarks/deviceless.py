@@ -383,9 +383,7 @@ def _name(key: Hashable) -> str:
         if isinstance(part, enum.Enum):
             words.append(str(part.value))
         elif isinstance(part, ChunkForm):
-            words += ["packed"] if part.packed else [] if part.past else ["one"]
-            words += [f"past {part.columns} pages"] if part.past else []
-            words += [] if part.samples else ["unsampled"]
+            words += ["packed" if part.packed else "one"]
         elif isinstance(part, int | str) and not isinstance(part, bool):
             words.append(str(part))
     return " ".join(words)

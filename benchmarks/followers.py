@@ -76,9 +76,7 @@ class Tree:
         commands = self.commands
         sampling = SamplingParams(max_tokens=64, temperature=0.7, top_p=0.9, seed=11)
         return {
-            "DecodeSteps": commands.DecodeSteps(
-                7, 1, tuple(tuple(range(128)) for _ in range(16)), False, True
-            ),
+            "DecodeSteps": commands.DecodeSteps(7, 1, tuple(tuple(range(128)) for _ in range(16))),
             "PrefillChunk": chunk(commands, sampling),
             "InsertBlock": commands.InsertBlock(
                 9, 2**40, 0, 3, 512, 500, 512, tuple(range(64)), 2**60

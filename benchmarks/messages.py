@@ -31,7 +31,7 @@ def one_side() -> dict[str, dict[str, float]]:
     commands, encode, decode, read = _codec()
     sampling = SamplingParams(max_tokens=64, temperature=0.7, top_p=0.9, seed=11)
     made: dict[str, tuple[Callable[[], Any], bool]] = {
-        "DecodeSteps": (lambda: commands.DecodeSteps(7, 1, (tuple(range(32)),), False, True), True),
+        "DecodeSteps": (lambda: commands.DecodeSteps(7, 1, (tuple(range(32)),)), True),
         "PrefillChunk": (lambda: chunk(commands, sampling), True),
         "InsertBlock": (
             lambda: commands.InsertBlock(9, 2**40, 0, 3, 512, 500, 512, tuple(range(64)), 2**60),

@@ -46,7 +46,6 @@ from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode, ServiceConfig
 from jdisagg.engine.host_settings import hand_over_quickly, keep_freed_memory
 from jdisagg.engine.replica import build_replica
-from jdisagg.executor.choose import Variant
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
@@ -120,7 +119,7 @@ def admit(executor: MeshExecutor, adapters: int) -> None:
 def step(executor: MeshExecutor) -> float:
     assert executor._decode is not None
     began = time.perf_counter()
-    chosen = executor._decode.step((tuple(range(ROWS)),), Variant.GREEDY)
+    chosen = executor._decode.step((tuple(range(ROWS)),), False)
     jax.block_until_ready([part.token for part in chosen.parts])
     return time.perf_counter() - began
 

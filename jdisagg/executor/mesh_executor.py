@@ -17,7 +17,6 @@ import jax
 from jdisagg.executor.adapter_slots import AdapterSlots, adapter_size
 from jdisagg.executor.block_programs import MeshBlocks
 from jdisagg.executor.block_sums import ChunkSums, PrefillSums
-from jdisagg.executor.choose import Variant
 from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.decode_stages import DecodeStages
 from jdisagg.executor.draft_rows import Guess
@@ -174,7 +173,7 @@ class MeshExecutor:
         )
         self.adapters = AdapterSlots([stage[:2] for stage in self._stages], model, limits)
         self.swaps = WeightSwaps(self._stages, model, layout, limits)
-        self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
+        self._wanted_logprobs: dict[tuple[int, int], int] = {}  # by (rank, slot)
         self.host = HostStore(name)
         pools = [(stage.programs, stage.pools) for stage in self._stages]
         self.blocks = MeshBlocks(pools, stage_of, limits, self._groups, channel, self.host)
@@ -263,30 +262,19 @@ class MeshExecutor:
         return self._issue(command).result()
 
     @property
-    def variants(self) -> tuple[Variant, ...]:
-        """Returns the program variants to compile. Masked variants are included only if there is a
-        compiler of grammars."""
-        masked = self._grammars.compiler is not None
-        return tuple(variant for variant in Variant if masked or not variant.masked)
+    def grammars(self) -> bool:
+        """Whether there is a compiler of grammars."""
+        return self._grammars.compiler is not None
 
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
-        """Compiles the programs of a prefill chunk, except those for grammars, by running a chunk
-        of padding and every cut of blocks that a hand-off may need."""
+        """Compiles the programs of a prefill chunk, by running a chunk of padding and every cut of
+        blocks that a hand-off may need."""
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         x, blocks, _ = self._prefill.run(chunk)
         for groups, tokens in self.limits.block_shapes() if blocks else ():
             if tokens <= width:
                 self._prefill.cut(blocks, groups, 0, 0, tokens)
-        x.block_until_ready()
-        for variant in self.variants if form.samples else ():
-            if not variant.masked:
-                self._sampler.warm_up(variant, x)
-
-    def warm_samples(self, width: int, form: ChunkForm, variant: Variant) -> None:
-        """Compiles the programs of one `variant` that choose first tokens, by running a chunk of
-        padding."""
-        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
-        self._sampler.warm_up(variant, self._prefill.run(chunk)[0])
+        self._sampler.warm_up(x)
 
     def warm_pictured(self, width: int, form: ChunkForm) -> None:
         """Compiles the programs of a prefill chunk with images (deepstack models), by running a
@@ -295,28 +283,21 @@ class MeshExecutor:
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         self._prefill.run(chunk, self.images.nothing_added(width))[0].block_until_ready()
 
-    def warm_decode(self, size: int, variant: Variant) -> None:
-        """Compiles the program of a decode step, by running a step of `size` empty slots. With
-        grammars, also compiles the step with forced tokens."""
+    def warm_decode(self, size: int) -> None:
+        """Compiles the program of a decode step, by running a step of `size` empty slots."""
         assert self._decode is not None
-        empty = (self.limits.slots_per_rank,) * size
-        chosen = self._decode.step((empty,) * self.limits.ranks, variant)
-        chosen.parts[-1].token.block_until_ready()
-        if variant.masked:
-            self._decode.warm_drafts(size, variant)
+        self._decode.warm_up(size)
 
-    def warm_drafts(self, size: int, variant: Variant) -> None:
-        """Compiles the programs of a decode step with drafts, by running a step of empty slots."""
+    def warm_pair(self, size: int, drafts: bool) -> None:
+        """Compiles the two programs of a decode step with drafts, or of one without, by running a
+        step of `size` empty slots."""
         assert self._decode is not None
-        self._decode.warm_drafts(size, variant)
+        self._decode.warm_pair(size, drafts)
 
-    def warm_mixed(self, width: int, form: ChunkForm, size: int, variant: Variant) -> None:
-        """Compiles the program that runs a prefill chunk and a decode step together, by running it
-        on padding and `size` empty slots."""
+    def warm_mixed(self, width: int) -> None:
+        """Compiles the program that runs a prefill chunk and a decode step together."""
         assert self._mixed is not None
-        slots = ((self.limits.slots_per_rank,) * size,) * self.limits.ranks
-        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form)
-        self._mixed.run(chunk, slots, variant)[1].parts[0].token.block_until_ready()
+        self._mixed.warm_up(width)
 
     def warm_updates(self) -> None:
         """Compiles the programs that admit sequences, extend page tables, set token counts and copy
@@ -406,54 +387,56 @@ class MeshExecutor:
         assert self._decode is not None, "this instance has no decode programs"
         if command.chunk is not None:
             return self._run_mixed(command, command.chunk)
-        variant = self._update_slots(command)
+        self._update_slots(command)
         guesses = {
             (one.rank, one.row): Guess(one.start, one.tokens, one.count) for one in command.drafts
         }
         steps = [
-            self._decode.step(command.slots, variant, {} if number else guesses)
+            self._decode.step(command.slots, command.masked, {} if number else guesses)
             for number in range(command.steps)
         ]
-        return self._reading(command, variant, steps)
+        return self._reading(command, steps)
 
     def _run_mixed(self, command: DecodeSteps, part: PrefillChunk) -> MixedReading:
         """Runs a chunk and a decode step, in one program if there is one for this chunk."""
         assert self._decode is not None and command.steps == 1
         chunk = self._mixed.arrays(part) if self._mixed else None
         if self._mixed is None or chunk is None:
-            prefill, variant = self._run_prefill(part), self._update_slots(command)
-            step = self._decode.step(command.slots, variant)
+            prefill = self._run_prefill(part)
+            self._update_slots(command)
+            step = self._decode.step(command.slots, command.masked)
         else:
-            variant = self._update_slots(command)
-            x, step = self._mixed.run(chunk, command.slots, variant)
+            self._update_slots(command)
+            x, step = self._mixed.run(chunk, command.slots, command.masked)
             chosen = self._sampler.run(part, x)
             start_reading(chosen or ())
             sums = ChunkSums(part, self.limits.granule_tokens, [])
             prefill = PrefillReading(part, x, chosen, sums)
-        return MixedReading(prefill, self._reading(command, variant, [step]))
+        return MixedReading(prefill, self._reading(command, [step]))
 
-    def _update_slots(self, command: DecodeSteps) -> Variant:
-        """Admits and grows a command's sequences. Returns the features that its rows need."""
+    def _update_slots(self, command: DecodeSteps) -> None:
+        """Admits and grows a command's sequences."""
         assert self._decode is not None
         if command.admits or command.grows:
             self._decode.update(command.admits, command.grows)
             self._grammars.admit(command.admits, command.grows)
             for admit in command.admits:
-                self._wanted_logprobs[admit.rank, admit.slot] = admit.sample.sampling.logprobs
-        return Variant.of(command.sampled, command.shaped, command.masked)
+                wanted = admit.sample.sampling.logprobs
+                self._wanted_logprobs.pop((admit.rank, admit.slot), None)
+                if wanted is not None:
+                    self._wanted_logprobs[admit.rank, admit.slot] = wanted
 
-    def _reading(
-        self, command: DecodeSteps, variant: Variant, steps: list[StepChoice]
-    ) -> DecodeReading:
-        for chosen in steps:
-            chosen.start_reading()
-        wanted: tuple[tuple[int | None, ...], ...] = tuple(() for _ in command.slots)
-        if variant.shaped:
+    def _reading(self, command: DecodeSteps, steps: list[StepChoice]) -> DecodeReading:
+        wanted: tuple[tuple[int | None, ...], ...] = ()
+        if self._wanted_logprobs:
             wanted = tuple(
                 tuple(self._wanted_logprobs.get((rank, slot)) for slot in row)
                 for rank, row in enumerate(command.slots)
             )
-        return DecodeReading(command, steps, wanted)
+        reading = DecodeReading(command, steps, wanted)
+        for chosen in steps:
+            chosen.start_reading(reading.scored)
+        return reading
 
 
 class _Stage(NamedTuple):

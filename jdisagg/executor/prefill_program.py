@@ -12,10 +12,8 @@ is extracted from the pages after the last chunk.
 
 The last layer computes keys and values for all tokens, but everything else only for the last tokens
 of the rows that sample. These tokens attend to pages alone, as in a decode step, because the layer
-writes all keys first. A chunk that samples nothing (the earlier part of a long prompt) skips this
-part of the last layer. This saves up to 1 / layers of a prefill. If log-probabilities of prompts
-are requested, the last layer is computed for all tokens, by a program compiled at the first
-request.
+writes all keys first. If log-probabilities of prompts are requested, the last layer is computed for
+all tokens, by a program compiled at the first request.
 
 A next-token layer, which drafts tokens on decode meshes, counts as one more layer of the KV cache.
 Its keys and values depend on the last hidden state of every token, so all layers are computed for
@@ -47,7 +45,7 @@ from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
 from jdisagg.model_api import AdapterRows, Attend, DraftLayer, Shards
 from jdisagg.ops.kv_rows import block_of
-from jdisagg.scheduler.executor import MeshLimits, buckets
+from jdisagg.scheduler.executor import MeshLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,45 +55,20 @@ class ChunkForm:
     Attributes:
         packed: Whether the chunk of some dp rank may have several rows, or a row that does not
             begin at the chunk's first token.
-        past: Whether rows may continue earlier chunks. False makes the prefill of a whole new
-            prompt 1 % faster. On a CPU, packed chunks and chunks of a decode mesh are compiled only
-            with True.
-        samples: Whether rows may sample. Only chunks of the largest bucket, which hold earlier
-            parts of long prompts, are also compiled without sampling, and only on meshes that
-            compute long prompts.
-        columns: Number of page-table columns that earlier positions may use; 0 means all.
         every_token: Whether the last layer is computed for all tokens.
     """
 
     packed: bool = False
-    past: bool = False
-    samples: bool = True
-    columns: int = 0
     every_token: bool = False
 
 
-def past_columns(limits: MeshLimits, platform: str) -> tuple[int, ...]:
-    """Returns the page-table widths for which programs of chunks with a past (tokens of earlier
-    chunks) are compiled. A GPU gathers the whole table, so the widths grow by factors of four from
-    one chunk to the context. A CPU reads only the pages in use, so one width is enough."""
-    if not traits_of(platform).without_loops:
-        return (0,)
-    tokens = buckets(limits.chunk_buckets[-1], limits.context_tokens, factor=4)
-    return tuple(dict.fromkeys(-(-size // limits.page_size) for size in tokens))
-
-
-def chunk_forms(limits: MeshLimits, width: int, platform: str = "cpu") -> tuple[ChunkForm, ...]:
-    """Returns all program variants of a chunk with this bucket size."""
-    columns, loops = past_columns(limits, platform), not traits_of(platform).without_loops
-    forms = [ChunkForm(past=True, columns=count) for count in columns]
-    if not (limits.appends and loops):
-        forms = [ChunkForm(), *forms]
-    packed = [ChunkForm(True, True, columns=count) for count in columns]
-    if not loops:
-        packed.append(ChunkForm(packed=True))
-    unsampled = [dataclasses.replace(form, samples=False) for form in forms]
-    ends = limits.appends or width < limits.chunk_buckets[-1]
-    return (*forms, *packed, *(() if ends else unsampled))
+def chunk_forms(limits: MeshLimits, platform: str = "cpu") -> tuple[ChunkForm, ...]:
+    """Returns the forms in which chunks of the mesh are compiled. A packed chunk may hold a single
+    prompt, too, and takes 4 % longer for it on a CPU: it computes the last layer for more rows. So
+    a mesh that computes long prompts has a form for chunks of one row. A GPU, where a few more rows
+    are nearly free, has this form only for recurrent state, whose longer grain it allows."""
+    apart = limits.kv_spec.has_state or not traits_of(platform).without_loops
+    return (ChunkForm(), ChunkForm(True)) if apart and not limits.appends else (ChunkForm(True),)
 
 
 @dataclass(frozen=True)
@@ -200,32 +173,11 @@ class ChunkArrays:
         return *(RANK,) * 8, () if self.spatial is None else RANK
 
 
-def columns_for(command: PrefillChunk, limits: MeshLimits, platform: str) -> int:
-    """Returns the smallest of `past_columns` that contains all tokens of earlier chunks."""
-    reach = max((row.start for row in command.rows), default=0)
-    columns = past_columns(limits, platform)
-    enough = (count for count in columns if count * limits.page_size >= reach)
-    return next(enough, columns[-1])
-
-
 def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkForm:
-    packed = any(row.offset > 0 for row in command.rows)
-    may_sample = (
-        packed
-        or limits.appends
-        or command.chunk_tokens < limits.chunk_buckets[-1]
-        or any(row.samples for row in command.rows)
-    )
-    loops = not traits_of(platform).without_loops
-    past = any(row.start > 0 for row in command.rows) or ((packed or limits.appends) and loops)
-    columns = columns_for(command, limits, platform) if past else 0
-    form = ChunkForm(packed, past, may_sample, columns)
     if asks_of_prompts(command):
-        # Uses the most general forms, because requests wait while such a program is compiled: on a
-        # CPU one for each bucket.
-        past = loops or form.past
-        return dataclasses.replace(form, packed=True, past=past, samples=True, every_token=True)
-    return form
+        return ChunkForm(packed=True, every_token=True)
+    packed = any(row.offset > 0 for row in command.rows)
+    return ChunkForm(packed or ChunkForm() not in chunk_forms(limits, platform))
 
 
 def asks_of_prompts(command: PrefillChunk) -> bool:
@@ -281,8 +233,7 @@ class PrefillPrograms:
         Returns:
             Activations after the mesh's last layer, [ranks, T, D]. After the model's last layer:
                 [ranks, R, D] for the rows in `ChunkArrays.sampling`, or [ranks, T, D] with
-                `ChunkForm.every_token`. If no row may sample: some array of the last program, so
-                that the caller can wait for it. If the instance hands off KV, also one KV block for
+                `ChunkForm.every_token`. If the instance hands off KV, also one KV block for
                 each of the mesh's layer groups, and the blocks' checksums.
         """
         tokens, *meta, sampling, spatial = self._programs.argument(chunk.arguments, often=True)
@@ -370,10 +321,8 @@ class PrefillPrograms:
     def _group(self, group: range, chunk: ChunkArrays, deep: Any) -> Any:
         parts, drafts = self._weights[group], self._drafts(group)
         width, last = chunk.tokens.shape[1], group.stop == len(self._pool.spec.layers)
-        # The program of the other groups does not depend on sampling.
-        form = chunk.form
-        if not last:
-            form = dataclasses.replace(form, samples=True, every_token=False)
+        # Only the last group's program depends on which tokens are sampled.
+        form = chunk.form if last else ChunkForm(chunk.form.packed)
         kinds = self._pool.spec.layers[group.start : group.stop]
         before, within = _taps(self._weights, group)
         structures = tuple(part.structure for part in parts)
@@ -419,7 +368,7 @@ class PrefillPrograms:
         kinds = spec.layers[group.start : group.stop]
         apart = [tables > 1 and layer.window is not None for layer in self._pool.spec.layers]
         grain, keeps = self._grain if form.packed else self._long_grain, self._keeps
-        columns, adapters = form.columns if form.past else None, self._adapters
+        adapters = self._adapters
         taps, width = weights.taps, weights.width
 
         def body(
@@ -441,14 +390,14 @@ class PrefillPrograms:
         ) -> tuple[jax.Array, list[LayerPages], list[LayerPages], list[jax.Array]]:
             positions_T, segment_T, past_R = positions[0], segment[0], past[0]
             slot_R, kept_R, stop_R = (state[0, :, column] for column in range(3))
-            rows_R = sampling[0] if form.samples else jnp.zeros((0,), jnp.int32)
+            rows_R = sampling[0]
             shards = common
             if adapters:
                 own_T = jnp.take(state[0, :, 3], segment_T, mode="clip")
                 shards = dataclasses.replace(common, adapters=AdapterRows(own_T, not form.packed))
             table_RN, *others = jnp.split(table[0], tables, axis=1)
             ours = (positions_T, segment_T, table_RN, past_R, continuing[0], rows_R)
-            rank_chunk = RankChunk(*ours, columns, form.packed)
+            rank_chunk = RankChunk(*ours, form.packed)
             windows = (others[0], window_rows) if others else None
             attention = ChunkAttention(rank_chunk, rows, page_size, shards, windows)
             begun_R = past_R[: slot_R.shape[0]]
@@ -497,9 +446,8 @@ class PrefillPrograms:
                     new_states.append(())
             if tapped:
                 x_TD = jnp.concatenate((x_TD, *tapped), axis=-1)
-            waited_for = x_TD if x_TD.shape[0] else x[0, :1]
             blocks = [block_of(kinds, attention.sent, spec)[None]] if emit else []
-            return waited_for[None], attention.pages, new_states, blocks
+            return x_TD[None], attention.pages, new_states, blocks
 
         return body
 

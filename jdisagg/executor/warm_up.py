@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from jdisagg.executor.choose import Variant
 from jdisagg.executor.image_programs import patch_buckets
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
-from jdisagg.executor.mixed_program import mixed_forms
-from jdisagg.executor.prefill_program import ChunkForm, chunk_forms
+from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.layout.platforms import traits_of
 from jdisagg.scheduler.blocks import split_blocks
@@ -44,17 +42,9 @@ def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
     if limits.adapters:
         steps += [WarmUpStep(executor.adapters.warm_up)]
     if role.decode:
-        sizes = [(size, variant) for size in limits.batch_buckets for variant in executor.variants]
-        steps += [_of_variant(partial(executor.warm_decode, *one), one[1]) for one in sizes]
-        steps += [
-            _of_variant(partial(executor.warm_mixed, *one, variant), variant)
-            for one in _mixed(executor)
-            for variant in executor.variants
-        ]
-        steps += [WarmUpStep(executor.warm_updates)]
-        if limits.speculates:
-            drafts = [partial(executor.warm_drafts, *one) for one in sizes if not one[1].masked]
-            steps += [WarmUpStep(one, Capability.DRAFTS) for one in drafts]
+        steps += [WarmUpStep(partial(executor.warm_decode, size)) for size in limits.batch_buckets]
+        steps += [WarmUpStep(partial(executor.warm_mixed, width)) for width in limits.mixed_buckets]
+        steps += [WarmUpStep(executor.warm_updates), *_pairs(executor)]
         # A mesh that also prefills and sends no blocks is the only mesh of an embedded cluster. It
         # receives no blocks.
         if role.extracts or not role.prefill:
@@ -83,18 +73,10 @@ def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
     if not (role.prefill or limits.append_buckets):
         return []
     computed = limits.computed
-    chunks = [
-        (width, form)
-        for width in computed.chunk_buckets
-        for form in chunk_forms(computed, width, executor.platform)
-    ]
+    forms = chunk_forms(computed, executor.platform)
+    chunks = [(width, form) for width in computed.chunk_buckets for form in forms]
     needed = None if role.prefill else Capability.APPEND
     steps = [WarmUpStep(partial(executor.warm_prefill, *one), needed) for one in chunks]
-    masks = [variant for variant in executor.variants if variant.masked]
-    steps += [
-        _of_variant(partial(executor.warm_samples, *chunks[0], variant), variant)
-        for variant in masks
-    ]
     if (images := executor.images) is not None:
         of_images = [partial(images.warm_encoder, size) for size in patch_buckets(images.form)]
         of_images += [partial(images.warm_place, width) for width in computed.chunk_buckets]
@@ -105,20 +87,19 @@ def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
     return steps
 
 
-def _of_variant(run: Callable[[], object], variant: Variant) -> WarmUpStep:
-    """Returns the warm-up step for a program that chooses tokens by one variant."""
-    return WarmUpStep(run, Capability.GRAMMARS if variant.masked else None)
-
-
-def _mixed(executor: MeshExecutor) -> list[tuple[int, ChunkForm, int]]:
-    """Returns (chunk tokens, form, batch) of the programs that run a chunk with a decode step."""
-    limits = executor.limits
-    return [
-        (width, form, batch)
-        for width in limits.mixed_buckets
-        for form in mixed_forms(limits, executor.platform)
-        for batch in limits.mixed_batches
-    ]
+def _pairs(executor: MeshExecutor) -> list[WarmUpStep]:
+    """Returns the steps for decode steps of two programs: with drafts, if steps verify drafts or
+    tokens that a grammar forces, and without drafts for rows with a grammar."""
+    limits, grammars = executor.limits, executor.grammars
+    steps: list[WarmUpStep] = []
+    for size in limits.pair_batches:
+        if grammars:
+            plain = partial(executor.warm_pair, size, False)
+            steps += [WarmUpStep(plain, Capability.GRAMMARS)]
+        if limits.longest_run > 1 and (grammars or limits.speculates):
+            needed = Capability.GRAMMARS if grammars else Capability.DRAFTS
+            steps += [WarmUpStep(partial(executor.warm_pair, size, True), needed)]
+    return steps
 
 
 def _needs_extracts(role: MeshRole) -> Capability | None:

@@ -134,12 +134,14 @@ class MeshLimits:
         return max(longest - 1, self.draft_rows * batch) if longest > 1 else 0
 
     @property
-    def mixed_batches(self) -> tuple[int, ...]:
-        """Batch sizes of decode steps that run together with a prefill chunk: the largest, and
-        about a quarter of it. Two sizes keep the number of programs small. The padding costs
-        little, because a step has few rows compared with the tokens of a chunk."""
-        largest = self.batch_buckets[-1]
-        return tuple(size for size in self.batch_buckets if size in (largest, largest // 4))
+    def pair_batches(self) -> tuple[int, ...]:
+        """Batch sizes of decode steps with grammars or drafts, each of which needs four programs:
+        the largest, and where one row is much faster, one row. A step of another size is padded."""
+        return tuple(size for size in self.batch_buckets if size in (1, self.batch_buckets[-1]))
+
+    def pair_batch(self, sequences: int) -> int:
+        """Returns the size of a step with grammars or drafts of this many sequences per rank."""
+        return next(size for size in self.pair_batches if size >= sequences)
 
     @property
     def state_rows(self) -> int:

@@ -171,11 +171,8 @@ def test_few_programs_run_chunks_with_steps_and_only_on_one_mesh_without_state()
         limits = mesh_limits(replace(config, page_size=32), Mode.CHUNKED, *rest, platform)
         assert limits.mixed_buckets == (256, 512, 1024)
         assert set(limits.mixed_buckets) <= set(limits.chunk_buckets)
-        assert limits.mixed_batches == (16, 64)
     for mode in (Mode.UNIFIED, Mode.DISAGGREGATED):
         assert not mesh_limits(config, mode, *rest).mixed_buckets
     state = KVLayer((), state=(KVComponent("state", 4, 16),))
     with_state = replace(LLAMA_8B, layers=(*LLAMA_8B.layers, state))
     assert not mesh_limits(config, Mode.CHUNKED, with_state, 2048, 1).mixed_buckets
-    one = replace(config, slots_per_rank=1)
-    assert mesh_limits(one, Mode.CHUNKED, *rest).mixed_batches == (1,)

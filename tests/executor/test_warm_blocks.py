@@ -39,7 +39,7 @@ def mixed(codec: str) -> MeshRole:
 async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec, few_tokens):
     two = Pair(prefill, decode, codec=codec, connect=False, few_tokens=few_tokens)
     try:
-        for form in chunk_forms(two.prefill.limits, 128):
+        for form in chunk_forms(two.prefill.limits):
             two.prefill.warm_prefill(128, form)
         for band, tokens in two.decode.limits.block_shapes():
             two.decode.warm_insert(band, tokens)
