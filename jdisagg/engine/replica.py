@@ -157,14 +157,14 @@ def build_replica(
         drafts=loaded.model.next_token is not None,
     )
     vision = loaded.model.vision if processes == 1 and config.layout.pp == 1 else None
-    platform = str(loaded.mesh.devices.flat[0].platform)
+    programs = Programs(*loaded.meshes)
     limits = mesh_limits(
         config,
         mode,
         loaded.model.kv_spec,
         context_tokens,
         layer_groups,
-        platform,
+        programs.platform,
         windows_apart=windows_apart,
         rings=windows_apart and role.decode,
         append_tokens=prefix.appends if role.decode and not role.prefill else 0,
@@ -176,9 +176,7 @@ def build_replica(
         images=None if vision is None else vision.format,
         image_rows=0 if vision is None else vision.kept_rows,
     )
-    executor = MeshExecutor(
-        name, loaded.model, Programs(*loaded.meshes), config.layout, limits, role, channel
-    )
+    executor = MeshExecutor(name, loaded.model, programs, config.layout, limits, role, channel)
     return Replica(config, executor, loaded)
 
 

@@ -20,6 +20,7 @@ grammar masks, while the forward pass runs. The forward pass may compute several
 slot (`draft_rows.py`). All rows write their KV before any row attends, and each row attends up to
 its own position. So a step with drafts gives the same tokens as successive steps."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -48,6 +49,7 @@ from jdisagg.scheduler.speculation import CHAIN
 ROWS_PER_UPDATE = 8
 MOST_BATCHES = 16  # arrays of slot numbers that stay on the mesh
 Forward = Callable[[tuple[Any, ...], int], Any]
+Changes = Sequence[Sequence[SlotAdmit | SlotGrow]]  # of slots, by rank
 
 
 class SlotState(NamedTuple):
@@ -100,6 +102,7 @@ class DecodePrograms:
             np.zeros((ranks, slots, rows.vocabulary), np.int32),
         )
         self._state = SlotState(*programs.put((hot, self._ints, self._floats, counts)))
+        self._no_counts = programs.put(np.zeros((ranks, 1, rows.vocabulary), np.int32))
         self.earlier: EarlierStages | None = None
         self._batches: dict[tuple[Slots, int], jax.Array] = {}  # of the newest steps
         self._masks: dict[int, jax.Array] = {}
@@ -120,11 +123,13 @@ class DecodePrograms:
             self._rows.pack_adapter(ints, admit.adapter)
         for grow in grows:
             self._rows.pack_pages(self._ints[grow.rank, grow.slot], grow.pages, grow.limit)
-        for changed in _per_rank_groups([*admits, *grows], ROWS_PER_UPDATE):
-            self._write_rows(changed)
         penalised = [admit for admit in admits if admit.sample.sampling.penalised]
-        for changed in _per_rank_groups(penalised, 1):
-            self._write_counts(changed)
+        for changed, histories in itertools.zip_longest(
+            _per_rank_groups([*admits, *grows], ROWS_PER_UPDATE),
+            _per_rank_groups(penalised, 1),
+            fillvalue=(),
+        ):
+            self._write(changed, histories)
 
     def step(self, slots: Slots, masked: bool, guesses: Guesses | None = None) -> Chosen:
         """Issues one decode step. Returns the chosen tokens [ranks, b, Q] and log-probabilities,
@@ -294,9 +299,7 @@ class DecodePrograms:
 
     def warm_updates(self) -> None:
         """Compiles the programs of `update`, by running them without changes."""
-        nothing: list[list[SlotAdmit | SlotGrow]] = [[] for _ in range(self._limits.ranks)]
-        self._write_rows(nothing)
-        self._write_counts(nothing)
+        self._write((), ())
 
     def _batch_array(self, slots: Slots, bucket: int) -> jax.Array:
         if (slots, bucket) not in self._batches:
@@ -511,58 +514,52 @@ class DecodePrograms:
 
         return body
 
-    def _write_rows(self, changed: list[list[SlotAdmit | SlotGrow]]) -> None:
+    def _write(self, changed: Changes, histories: Changes) -> None:
+        """Issues the program that updates the rows of changed slots, and the counts of slots with
+        new sequences."""
         ranks, slots = self._limits.ranks, self._limits.slots_per_rank
-        # Column 0 is the slot whose row changes. Column 1 is the slot that gets a new sequence.
+        # Columns: the slot whose row changes, and the slot that gets a new sequence.
         where = np.full((ranks, ROWS_PER_UPDATE, 2), slots, np.int32)
+        counted = np.full((ranks, 1), slots, np.int32)
         hot = np.zeros((ranks, ROWS_PER_UPDATE, 2), np.int32)
         ints = np.zeros((ranks, ROWS_PER_UPDATE, self._rows.ints), np.int32)
         floats = np.zeros((ranks, ROWS_PER_UPDATE, self._rows.floats), np.float32)
+        counts: Any = self._no_counts
         for rank, rank_changes in enumerate(changed):
             for row, change in enumerate(rank_changes):
                 where[rank, row, 0] = change.slot
-                ints[rank, row], floats[rank, row] = (
-                    self._ints[rank, change.slot],
-                    self._floats[rank, change.slot],
-                )
+                ints[rank, row] = self._ints[rank, change.slot]
+                floats[rank, row] = self._floats[rank, change.slot]
                 if isinstance(change, SlotAdmit):
                     where[rank, row, 1] = change.slot
                     hot[rank, row] = change.token, change.position
+        if any(histories):
+            host = np.zeros((ranks, 1, self._rows.vocabulary), np.int32)
+            for rank, rank_changes in enumerate(histories):
+                for change in rank_changes:
+                    assert isinstance(change, SlotAdmit)
+                    counted[rank] = change.slot
+                    host[rank, 0] = self._rows.pack_history(change.sample)
+            counts = self._programs.argument(host)
 
-        def body(state: Any, where: jax.Array, rows: Any) -> Any:
-            hot_S2, ints_SI, floats_SF = (array[0] for array in state)
-            hot_S2 = hot_S2.at[where[0, :, 1]].set(rows[0][0], mode="drop")
-            ints_SI = ints_SI.at[where[0, :, 0]].set(rows[1][0], mode="drop")
-            return (
-                hot_S2[None],
-                ints_SI[None],
-                floats_SF.at[where[0, :, 0]].set(rows[2][0], mode="drop")[None],
-            )
+        def body(state: SlotState, where: Any, counted: Any, rows: Any, counts: Any) -> SlotState:
+            hot_S2, ints_SI, floats_SF, counts_SV = (array[0] for array in state)
+            changed_R, admitted_R = where[0, :, 0], where[0, :, 1]
+            hot_S2 = hot_S2.at[admitted_R].set(rows[0][0], mode="drop")
+            ints_SI = ints_SI.at[changed_R].set(rows[1][0], mode="drop")
+            floats_SF = floats_SF.at[changed_R].set(rows[2][0], mode="drop")
+            counts_SV = counts_SV.at[counted[0]].set(counts[0], mode="drop")
+            return SlotState(hot_S2[None], ints_SI[None], floats_SF[None], counts_SV[None])
 
-        state = tuple(self._state[:3])
-        arguments = (state, *self._programs.argument((where, (hot, ints, floats))))
-        specs = ((RANK,) * 3, RANK, (RANK,) * 3)
-        build = lambda: self._programs.compile(body, arguments, specs, (RANK,) * 3, donate=(0,))  # noqa: E731
-        hot_array, ints_array, floats_array = self._programs.get(("rows",), build)(*arguments)
-        self._state = SlotState(hot_array, ints_array, floats_array, self._state.counts)
-
-    def _write_counts(self, changed: list[list[SlotAdmit | SlotGrow]]) -> None:
-        where = np.full((self._limits.ranks, 1), self._limits.slots_per_rank, np.int32)
-        counts = np.zeros((self._limits.ranks, 1, self._rows.vocabulary), np.int32)
-        for rank, rank_changes in enumerate(changed):
-            for row, change in enumerate(rank_changes):
-                assert isinstance(change, SlotAdmit)
-                where[rank, row] = change.slot
-                counts[rank, row] = self._rows.pack_history(change.sample)
-
-        def body(counts: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
-            return counts[0].at[where[0]].set(new[0], mode="drop")[None]
-
-        arguments = (self._state.counts, *self._programs.argument((where, counts)))
-        build = lambda: self._programs.compile(body, arguments, (RANK,) * 3, RANK, donate=(0,))  # noqa: E731
-        self._state = self._state._replace(
-            counts=self._programs.get(("counts",), build)(*arguments)
+        arguments = (
+            self._state,
+            *self._programs.argument((where, counted, (hot, ints, floats))),
+            counts,
         )
+        state_spec = SlotState(RANK, RANK, RANK, RANK)  # type: ignore[arg-type]
+        specs = (state_spec, RANK, RANK, (RANK,) * 3, RANK)
+        build = lambda: self._programs.compile(body, arguments, specs, state_spec, donate=(0,))  # noqa: E731
+        self._state = self._programs.get(("admit",), build)(*arguments)
 
 
 def _per_rank_groups(

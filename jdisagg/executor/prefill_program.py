@@ -1,14 +1,14 @@
 """Runs prefill chunks as a chain of programs, one for each layer group. All dp ranks run at the
 same time, each on its own chunk.
 
-The chain is: embedding, group 0, group 1, ..., then head and sampling for rows that end their
-prompt. Each group writes its keys and values into this mesh's pages (donated), for later chunks of
-the same sequences. If the instance hands off KV, the group's program also returns the keys and
-values as one block [ranks, C, K, T, H]. C counts the cached components of the group's layers
-(`layout/kv_spec.py`). The block can then be transferred while the next group computes. A small
-program computes each block's checksum. Page arrays are never offered. Sliding-window layers that
-are sent separately are left out of these blocks. Most of their KV is never used again, and the rest
-is extracted from the pages after the last chunk.
+The chain is: group 0 (with the embedding), group 1, ..., then head and sampling for rows that end
+their prompt. Each group writes its keys and values into this mesh's pages (donated), for later
+chunks of the same sequences. If the instance hands off KV, the group's program also returns the
+keys and values as one block [ranks, C, K, T, H], and the block's checksums. C counts the cached
+components of the group's layers (`layout/kv_spec.py`). The block can then be transferred while the
+next group computes. Page arrays are never offered. Sliding-window layers that are sent separately
+are left out of these blocks. Most of their KV is never used again, and the rest is extracted from
+the pages after the last chunk.
 
 The last layer computes keys and values for all tokens, but everything else only for the last tokens
 of the rows that sample. These tokens attend to pages alone, as in a decode step, because the layer
@@ -53,8 +53,8 @@ class ChunkForm:
     """The static properties of a chunk's program.
 
     Attributes:
-        packed: Whether the chunk of some dp rank may have several rows, or a row that does not
-            begin at the chunk's first token.
+        packed: Whether the chunk of some dp rank may have several rows, a row that does not begin
+            at the chunk's first token, or several samples of a row.
         every_token: Whether the last layer is computed for all tokens.
     """
 
@@ -176,7 +176,7 @@ class ChunkArrays:
 def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkForm:
     if asks_of_prompts(command):
         return ChunkForm(packed=True, every_token=True)
-    packed = any(row.offset > 0 for row in command.rows)
+    packed = any(row.offset > 0 or len(row.samples) > 1 for row in command.rows)
     return ChunkForm(packed or ChunkForm() not in chunk_forms(limits, platform))
 
 
@@ -237,33 +237,31 @@ class PrefillPrograms:
                 each of the mesh's layer groups, and the blocks' checksums.
         """
         tokens, *meta, sampling, spatial = self._programs.argument(chunk.arguments, often=True)
-        if x is None:
-            embedded: jax.Array = self._embed(chunk.tokens.shape[1])(
-                self._weights.stem.leaves, tokens
-            )
-            x = embedded
+        if x is None and images is not None:
+            x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
             if chunk.pictured:
-                assert images is not None, "the worker refuses images otherwise"
-                x, deep = images.run(chunk.pictured, embedded)
+                x, deep = images.run(chunk.pictured, x)
         blocks: list[jax.Array] = []
         sums: list[jax.Array] = []
-        key = self._programs.argument(self._sums.key(chunk.checksum_key)) if self._sums else None
+        key = self._programs.argument(self._sums.key(chunk.checksum_key)) if self._sums else ()
         for index, group in self._groups:
             layers = [part.leaves for part in self._weights[group]]
             pages = self._pool.layers[group.start : group.stop]
             states = self._states.layers[group.start : group.stop]
             adds = images is not None and group.start < images.depth
             of_group = deep if adds else ()
-            program = self._group(group, chunk, of_group)
-            drafts = (self._weights.stem.leaves, tokens) if self._drafts(group) else ()
-            x, new_pages, new_states, block = program(
-                layers, pages, states, x, *meta, sampling, spatial, of_group, *drafts
+            embeds = x is None
+            program = self._group(group, chunk, of_group, embeds)
+            place = self._sums.place(index) if self._sums else ()
+            own = (self._weights.stem.leaves, tokens) if embeds or self._drafts(group) else ()
+            before = () if x is None else x
+            x, new_pages, new_states, block, of_block = program(
+                layers, pages, states, before, *meta, sampling, spatial, of_group, key, place, *own
             )
             self._pool.put(group.start, new_pages)
             self._states.put(group.start, new_states)
-            if self._sums and key is not None:
-                sums.append(self._sums.run(index, block[0], meta[0], meta[1], key))
             blocks.extend(block)
+            sums.extend(of_block)
         assert x is not None
         return x, blocks, sums
 
@@ -318,7 +316,7 @@ class PrefillPrograms:
         """Returns whether the next-token layer is in a group."""
         return len(self._weights.layers) in group
 
-    def _group(self, group: range, chunk: ChunkArrays, deep: Any) -> Any:
+    def _group(self, group: range, chunk: ChunkArrays, deep: Any, embeds: bool) -> Any:
         parts, drafts = self._weights[group], self._drafts(group)
         width, last = chunk.tokens.shape[1], group.stop == len(self._pool.spec.layers)
         # Only the last group's program depends on which tokens are sampled.
@@ -326,7 +324,7 @@ class PrefillPrograms:
         kinds = self._pool.spec.layers[group.start : group.stop]
         before, within = _taps(self._weights, group)
         structures = tuple(part.structure for part in parts)
-        key = ("group", width, form, last, structures, kinds, before, within)
+        key = ("group", width, form, last, structures, kinds, before, within, embeds)
         deep_spec = () if isinstance(deep, tuple) else RANK
         if deep_spec:
             key += (group.start,)
@@ -334,25 +332,31 @@ class PrefillPrograms:
         def build() -> Any:
             pages = self._pool.layers[group.start : group.stop]
             states = self._states.layers[group.start : group.stop]
-            x = jax.ShapeDtypeStruct(
-                (*chunk.tokens.shape, (1 + before) * self._weights.width), self._weights.dtype
-            )
-            meta = chunk.arguments[1:]
+            shape = (*chunk.tokens.shape, (1 + before) * self._weights.width)
+            x = () if embeds else jax.ShapeDtypeStruct(shape, self._weights.dtype)
+            ranks, sums, meta = len(chunk.tokens), self._sums, chunk.arguments[1:]
+            keys, key_specs, sum_specs = ((), ()), ((), ()), []
+            if sums is not None:
+                keys = tuple(jax.ShapeDtypeStruct((ranks, size), jnp.uint32) for size in (2, 1))
+                key_specs, sum_specs = (RANK, RANK), [sums.spec_of_shares]
             page_specs, state_specs = self._pool.specs(group), self._states.specs(group)
             in_specs = (
                 [part.specs for part in parts],
                 page_specs,
                 state_specs,
-                *chunk.specs,
+                () if embeds else RANK,
+                *chunk.specs[1:],
                 deep_spec,
+                *key_specs,
             )
-            in_specs += (self._weights.stem.specs, RANK) if drafts else ()
-            out_specs = (RANK, page_specs, state_specs, [BLOCK_SPEC] if self._emit else [])
-            arguments = ([part.leaves for part in parts], pages, states, x, *meta, deep)
-            arguments += (self._weights.stem.leaves, chunk.tokens) if drafts else ()
+            in_specs += (self._weights.stem.specs, RANK) if drafts or embeds else ()
+            emitted = [BLOCK_SPEC] if self._emit else []
+            out_specs = (RANK, page_specs, state_specs, emitted, sum_specs)
+            arguments = ([part.leaves for part in parts], pages, states, x, *meta, deep, *keys)
+            arguments += (self._weights.stem.leaves, chunk.tokens) if drafts or embeds else ()
             # The last group returns fewer activations than its input has. A group with taps returns
             # more.
-            donate = (1, 2) if last or within else (1, 2, 3)
+            donate = (1, 2) if last or within or embeds else (1, 2, 3)
             return self._programs.compile(
                 self._group_body(group, form), arguments, in_specs, out_specs, donate=donate
             )
@@ -362,9 +366,9 @@ class PrefillPrograms:
     def _group_body(self, group: range, form: ChunkForm) -> Any:
         parts, last = self._weights[group], len(self._pool.spec.layers) - 1
         weights, layers = self._weights, len(self._weights.layers)
-        common, emit, page_size = self._shards, self._emit, self._pool.page_size
+        common, sums, page_size = self._shards, self._sums, self._pool.page_size
         tables, (rows, window_rows) = self._tables, self._rank_rows
-        spec = self._sums.spec if self._sums else self._pool.spec
+        spec = sums.spec if sums else self._pool.spec
         kinds = spec.layers[group.start : group.stop]
         apart = [tables > 1 and layer.window is not None for layer in self._pool.spec.layers]
         grain, keeps = self._grain if form.packed else self._long_grain, self._keeps
@@ -375,7 +379,7 @@ class PrefillPrograms:
             leaves: Sequence[Sequence[jax.Array]],
             pages: Sequence[LayerPages],
             states: Sequence[LayerPages],
-            x: jax.Array,
+            x: Any,
             positions: jax.Array,
             segment: jax.Array,
             table: jax.Array,
@@ -385,9 +389,11 @@ class PrefillPrograms:
             sampling: jax.Array,
             spatial: Any,
             deep: Any,
+            key: Any,
+            place: Any,
             stem_leaves: Sequence[jax.Array] = (),
             tokens: jax.Array | None = None,
-        ) -> tuple[jax.Array, list[LayerPages], list[LayerPages], list[jax.Array]]:
+        ) -> tuple[jax.Array, list[LayerPages], list[LayerPages], list[jax.Array], list[jax.Array]]:
             positions_T, segment_T, past_R = positions[0], segment[0], past[0]
             slot_R, kept_R, stop_R = (state[0, :, column] for column in range(3))
             rows_R = sampling[0]
@@ -405,6 +411,8 @@ class PrefillPrograms:
             kept = kept_R if keeps else None
             new_states: list[LayerPages] = []
             turned_T = positions_T if isinstance(spatial, tuple) else spatial[0]
+            if tokens is not None and isinstance(x, tuple):
+                x = weights.stem.merge(stem_leaves).embed(tokens[0], shards)[None]  # type: ignore[attr-defined]
             x_TD, *tapped = jnp.split(x[0], x.shape[-1] // width, axis=-1)
             for index, part, part_leaves, layer_pages, layer_states, kind in zip(
                 group, parts, leaves, pages, states, kinds, strict=True
@@ -446,8 +454,12 @@ class PrefillPrograms:
                     new_states.append(())
             if tapped:
                 x_TD = jnp.concatenate((x_TD, *tapped), axis=-1)
-            blocks = [block_of(kinds, attention.sent, spec)[None]] if emit else []
-            return x_TD[None], attention.pages, new_states, blocks
+            if sums is None:
+                return x_TD[None], attention.pages, new_states, [], []
+            block_CKTH = block_of(kinds, attention.sent, spec)
+            where = positions_T, segment_T
+            shares = sums.shares(block_CKTH, *where, key[0], place[0, 0])
+            return x_TD[None], attention.pages, new_states, [block_CKTH[None]], [shares]
 
         return body
 

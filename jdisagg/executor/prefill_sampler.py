@@ -96,9 +96,8 @@ class PrefillSampler:
 
     def warm_up(self, x: jax.Array) -> None:
         """Compiles the programs, by running them on the activations `x` of a chunk of padding."""
-        most = self._limits.samples_per_chunk
-        for count in (1, most) if x.shape[1] == 1 else (most,):
-            jax.block_until_ready(self._head(x, self._empty(count, False, False)).token)
+        count = 1 if x.shape[1] == 1 else self._limits.samples_per_chunk
+        jax.block_until_ready(self._head(x, self._empty(count, False, False)).token)
 
     def _empty(self, count: int, penalised: bool, masked: bool) -> _SampledRows:
         """Returns empty parameters with room for this number of samples per dp rank."""
@@ -117,9 +116,9 @@ class PrefillSampler:
         )
 
     def _head(self, x: jax.Array, rows: _SampledRows) -> Chosen:
-        """Issues the program that chooses tokens. There is one for a chunk of one row with one
-        sample, and one for all others. Activations of another number of rows are gathered by a
-        small program before it."""
+        """Issues the program that chooses tokens. There is one for a chunk of one row and one
+        sample, and one for packed chunks. Of the activations of all tokens, a small program gathers
+        those of the samples before."""
         stem, shards, row_format, programs = (
             self._weights.head,
             self._shards,

@@ -31,11 +31,9 @@ class PlatformTraits:
         experts: Implementation of the experts' products in plain XLA.
         kernels: Which hand-written kernels apply: the GPU's with cuDNN, the TPU's, or none.
         inserts_whole: Whether a received block is written by one scatter, not run by run.
-        sharded_logits: Whether each device keeps the logits of its part of the vocabulary.
         argmax_in_blocks: Whether the largest logit is searched in blocks of 128. On a TPU, forming
             such blocks would copy the logits.
         least_batch: Rows of the smallest decode batch.
-        chunk_steps: Chunk lengths per doubling.
         draft_rows: Number of extra rows for drafts that each sequence may have in a decode step. On
             a CPU each extra row takes time.
         spare_rows: Whether a few more rows in a step take almost no time.
@@ -58,10 +56,8 @@ class PlatformTraits:
     experts: Literal["blocks", "ragged"] = "blocks"
     kernels: Literal["", "gpu", "tpu"] = ""
     inserts_whole: bool = False
-    sharded_logits: bool = False
     argmax_in_blocks: bool = True
     least_batch: int = 1
-    chunk_steps: Literal[1, 4] = 1
     draft_rows: int = 1
     spare_rows: bool = False
     warm_runs: int = 1
@@ -84,9 +80,7 @@ _TRAITS = {
         experts="ragged",
         kernels="gpu",
         inserts_whole=True,
-        sharded_logits=True,
         least_batch=8,  # a single row takes another kernel, with other rounding
-        chunk_steps=4,
         draft_rows=3,
         spare_rows=True,
         warm_runs=3,
@@ -107,7 +101,6 @@ _TRAITS = {
         experts="ragged",
         kernels="tpu",
         inserts_whole=True,
-        sharded_logits=True,
         argmax_in_blocks=False,
         least_batch=8,  # rows of a tile; fewer programs to compile
         draft_rows=3,
