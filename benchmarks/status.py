@@ -270,10 +270,6 @@ METRICS = {
             ("hybrid", "three of four layers with state", 4),
         )
     ],
-    "A restart with compiled programs: found / traced": [
-        Metric(f"{what}, as fast", "", "", "restarts_shipped", f"{name}|speed")
-        for name, what in (("loaded", "all programs loaded"), ("processor", "processor time"))
-    ],
     "Cost model, BLOOM-176B held out (median error)": [
         Metric(phase, goal, "%", "cost_model", f"{_HELD_OUT}{phase}|rows|median_percent")
         for phase, goal in (("prefill", "at most 8"), ("decode", "at most 12"))
@@ -364,7 +360,6 @@ SCRIPTS = {
     "elastic_live": "benchmarks.elastic_live",
     "conversations_measured": "benchmarks.conversations",
     "conversations_hybrid": "benchmarks.conversations",
-    "restarts_shipped": "benchmarks.restarts",
     "cost_model": "benchmarks.cost_model",
     "fidelity": "benchmarks.fidelity",
     "public_runs": "benchmarks.public_runs",

@@ -279,12 +279,6 @@ class EmbeddedCluster:
         """Number of programs compiled so far. It stays constant after warm-up."""
         return sum(replica.executor.programs.compilations for replica in self.replicas)
 
-    @property
-    def found(self) -> int:
-        """Number of these programs that were loaded from disk instead of being traced and
-        compiled."""
-        return sum(replica.executor.programs.found for replica in self.replicas)
-
     async def start(self, progress: Progress | None = None) -> None:
         """Compiles every program if `config.warm_up` is set, then starts the workers."""
         if self.config.warm_up:

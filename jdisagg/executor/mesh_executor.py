@@ -27,7 +27,6 @@ from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
 from jdisagg.executor.prefill_stages import PrefillStages
-from jdisagg.executor.program_store import program_store
 from jdisagg.executor.programs import MissingProgram, Programs
 from jdisagg.executor.prompt_scorer import PromptScorer
 from jdisagg.executor.results import (
@@ -142,9 +141,6 @@ class MeshExecutor:
             limits.sent.positioned, len(limits.kv_spec.layers), limits.layer_groups
         )
         self._stages = _stages(programs, model, layout, limits)
-        for stage in self._stages:
-            made_of = type(self), layout, limits, role, model.vocabulary, stage.weights
-            stage.programs.store = program_store(stage.programs.mesh, *made_of)
         self._pool = self._stages[0].pools.pages
         held = [stage.pools.pages.held for stage in self._stages]
         stage_of = [
