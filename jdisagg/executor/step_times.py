@@ -119,7 +119,7 @@ def _step(executor: MeshExecutor, sequences: int, context: int) -> DecodeSteps:
         for slot in range(sequences)
     ]
     slots = (tuple(range(sequences)),) * limits.ranks
-    return DecodeSteps(-1, STEPS, slots, shaped=False, sampled=False, admits=tuple(admits))
+    return DecodeSteps(-1, STEPS, slots, tuple(admits))
 
 
 def _seconds(executor: MeshExecutor, command: StepCommand) -> float:
