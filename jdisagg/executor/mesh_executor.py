@@ -6,8 +6,6 @@ them. An instance prefills, decodes, or does both, and builds only the programs 
 All device state (pages, slots, offered and pulled blocks) belongs to the dispatch thread."""
 
 import asyncio
-import contextlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,8 +78,6 @@ from jdisagg.transfer.channel import Channel, PullTarget
 from jdisagg.transfer.codec import check_codec
 from jdisagg.transfer.host_store import HostStore
 from jdisagg.transfer.pieces import NO_CODEC
-
-QUIET_SECONDS = 0.2  # longer than the pauses between commands of running work
 
 
 @dataclass(frozen=True)
@@ -208,12 +204,12 @@ class MeshExecutor:
             work()
             return Finished(-1)
 
-        return self._threads.submit(issue, beside=True)
+        return self._threads.submit(issue)
 
     async def on_compiled(self, work: Callable[[], object]) -> None:
-        """Runs `work` between commands, like `on_dispatch_thread`. If `work` needs a program that
-        is not compiled, the program is compiled on another thread, so that no command waits, and
-        `work` runs again from its beginning. `work` must therefore be repeatable."""
+        """Runs `work` on the dispatch thread. If `work` needs a program that is not compiled, the
+        program is compiled on another thread, beside others, and `work` runs again from its
+        beginning. `work` must therefore be repeatable."""
         missing: list[MissingProgram] = []
 
         def attempt() -> None:
@@ -227,13 +223,6 @@ class MeshExecutor:
         while missing:
             await asyncio.to_thread(missing.pop().compile)
             await self.on_dispatch_thread(attempt)
-
-    async def quiet(self, at_most: float = math.inf) -> None:
-        """Waits until no command has been in progress for `QUIET_SECONDS`, or for `at_most`
-        seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if at_most == math.inf else at_most):
-                await self._threads.quiet(QUIET_SECONDS)
 
     def close(self) -> None:
         self._saved.close()

@@ -238,9 +238,10 @@ class PrefillPrograms:
         """
         tokens, *meta, sampling, spatial = self._programs.argument(chunk.arguments, often=True)
         if x is None and images is not None:
-            x = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
+            embedded = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
+            x = embedded
             if chunk.pictured:
-                x, deep = images.run(chunk.pictured, x)
+                x, deep = images.run(chunk.pictured, embedded)
         blocks: list[jax.Array] = []
         sums: list[jax.Array] = []
         key = self._programs.argument(self._sums.key(chunk.checksum_key)) if self._sums else ()

@@ -138,7 +138,7 @@ def programs_of(
         executors[-1].expect(executors[0].card)
         for executor in executors:
             for step in warm_up_steps(executor):
-                step.run()
+                step()
     finally:
         for executor in executors:
             executor.close()

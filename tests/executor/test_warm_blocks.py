@@ -88,7 +88,7 @@ async def test_nothing_is_built_when_a_warm_worker_takes_another_ones_blocks(
         for one in (sender, receiver):
             one.warm_prefill = one.warm_decode = lambda *_: None  # type: ignore[method-assign]  # not needed
             for step in warm_up_steps(one):
-                step.run()
+                step()
         before = sender.programs.compilations, receiver.programs.compilations
         await receiver.run(ConnectPeer(1, PEER, sender.card))
         offers = list(offers_of_pages(sender.limits, 0, *tokens, iter(range(70, 99)).__next__))
