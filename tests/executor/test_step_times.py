@@ -1,5 +1,6 @@
 """A mesh times programs that are warm: it measures its own sizes and compiles nothing."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -52,6 +53,8 @@ def test_the_largest_chunk_is_measured_where_it_is_small_and_leaves_room_for_ear
     limits = toy_limits(
         page_size=128, pages_per_rank=32, context_tokens=context, chunk_buckets=(64, 128, 256)
     )
+    if role.decode:
+        limits = replace(limits, append_buckets=limits.chunk_buckets)
     monkeypatch.setattr(step_times, "_seconds", lambda executor, chunk: 1.0)
     mesh = cast(MeshExecutor, SimpleNamespace(limits=limits, role=role))
     assert [one[:2] for one in measure_step_times(mesh).chunks] == sizes

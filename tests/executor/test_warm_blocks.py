@@ -17,6 +17,7 @@ from jdisagg.messages.step_commands import (
     InsertResult,
     PullBlock,
 )
+from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.worker.outgoing_kv import extraction, offers_of_pages
 from tests.executor.meshes import PEER, HandChannel, Pair, executor
 
@@ -46,11 +47,11 @@ async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec,
             two.decode.blocks.warm_extract(band, tokens)
         before = two.prefill.programs.compilations, two.decode.programs.compilations
         two.connect()
-        result = await two.compute([(0, 0, 37, 100), (0, 48, 64, 200)], KEY)
+        result = await two.compute([(0, 0, 37, 100), (0, 48, 64, 200)], KEY, cut=split_blocks)
         for one in result.checksums:
             assert (await two.move(one.offer_id, 0, KEY)).intact
         pages = tuple(range(3, 24))[::-1][:5]
-        await two.decode.run(ExtractBlock(5, 77, 0, 1, 0, 40, 64, pages, KEY))
+        await two.decode.run(ExtractBlock(5, 77, 0, 1, 0, 40, 128, pages, KEY))
         (band,) = {two.decode.limits.bands(16)[-1]}
         await two.decode.run(
             ExtractBlock(6, 78, 0, band.start, 0, 9, 16, pages[:2], KEY, len(band))
