@@ -66,12 +66,18 @@ class _ShortTurns:
 _short_turns = _ShortTurns()
 
 
+def _name(key: Hashable) -> str:
+    """Returns the part of a program's key that is short: its kind and its sizes."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return " ".join(str(part) for part in parts if isinstance(part, (str, int)))
+
+
 @contextlib.contextmanager
 def _slow_logged(key: Hashable) -> Iterator[None]:
     """Returns a context that logs the compilation of a program if it is slow."""
-    began = time.monotonic()
+    began, name = time.monotonic(), _name(key)
     text = "compiling program %s for %.0f s"
-    timer = threading.Timer(SLOW_SECONDS, _logger.info, (text, key, SLOW_SECONDS))
+    timer = threading.Timer(SLOW_SECONDS, _logger.info, (text, name, SLOW_SECONDS))
     timer.daemon = True
     timer.start()
     try:
@@ -79,7 +85,7 @@ def _slow_logged(key: Hashable) -> Iterator[None]:
     finally:
         timer.cancel()
         if (seconds := time.monotonic() - began) > SLOW_SECONDS:
-            _logger.info("program %s compiled in %.0f s", key, seconds)
+            _logger.info("program %s compiled in %.0f s", name, seconds)
 
 
 class MissingProgram(Exception):

@@ -15,10 +15,10 @@ import msgspec
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError
 
 # Incremented whenever a message changes its bytes or its meaning.
-PROTOCOL = 48
+PROTOCOL = 49
 # The oldest compatible version. Must be set to PROTOCOL after a change that does more than add
 # fields which an older process may ignore.
-OLDEST = 30
+OLDEST = 49
 
 T = TypeVar("T")
 

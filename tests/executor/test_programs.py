@@ -90,8 +90,8 @@ def test_a_slow_compilation_is_logged_while_it_runs(
     with caplog.at_level("INFO"):
         programs.get(("decode", 8), build)
     under_way, done = (record.getMessage() for record in caplog.records)
-    assert under_way == "compiling program ('decode', 8) for 0 s"
-    assert done.startswith("program ('decode', 8) compiled in ")
+    assert under_way == "compiling program decode 8 for 0 s"
+    assert done.startswith("program decode 8 compiled in ")
 
 
 def test_other_threads_get_the_interpreter_soon_while_a_program_is_built() -> None:
