@@ -117,8 +117,8 @@ class PrefillSampler:
 
     def _head(self, x: jax.Array, rows: _SampledRows) -> Chosen:
         """Issues the program that chooses tokens. There is one for a chunk of one row and one
-        sample, and one for packed chunks. Of the activations of all tokens, a small program gathers
-        those of the samples before."""
+        sample, and one for packed chunks. If there are activations of all tokens, a small program
+        gathers those of the samples first."""
         stem, shards, row_format, programs = (
             self._weights.head,
             self._shards,
