@@ -309,8 +309,8 @@ class TpuPrograms(DevicelessPrograms):
             (Path(dump) / f"{name.replace(' ', '_')}.hlo").write_text(hlo)
         cost = compiled.cost_analysis() or {}
         roof = 0.0
-        if name.startswith(("decode", "group")):
-            weights = read - (self._embedding if name.startswith("decode") else 0)
+        if name.startswith(("step", "group")):
+            weights = read - (self._embedding if name.startswith("step") else 0)
             rate, bandwidth = self._device.flops, self._device.memory_bandwidth
             roof = max(weights / bandwidth, cost.get("flops", 0.0) / rate)
         return compiled, partial(
