@@ -235,18 +235,17 @@ def compile_all(case: Case, report: Report) -> int:
 
 
 def _decode(executor: MeshExecutor, case: Case) -> None:
-    for variant in executor.variants:
-        executor.warm_decode(case.batch, variant)
+    executor.warm_decode(case.batch)
 
 
 def _drafts(executor: MeshExecutor, case: Case) -> None:
-    for variant in executor.variants:
-        if not variant.masked:
-            executor.warm_drafts(case.batch, variant)
+    """Compiles the two programs of steps that verify drafts."""
+    executor.warm_pair(case.batch, True)
 
 
-def _greedy(executor: MeshExecutor, case: Case) -> None:
-    executor.warm_decode(case.batch, executor.variants[0])
+def _pair(executor: MeshExecutor, case: Case) -> None:
+    """Compiles the two programs of steps with grammars."""
+    executor.warm_pair(case.batch, False)
 
 
 def _updates(executor: MeshExecutor, case: Case) -> None:
@@ -254,15 +253,8 @@ def _updates(executor: MeshExecutor, case: Case) -> None:
 
 
 def _prefill(executor: MeshExecutor, case: Case) -> None:
-    for form in chunk_forms(executor.limits, case.chunk, executor.platform):
+    for form in chunk_forms(executor.limits, executor.platform):
         executor.warm_prefill(case.chunk, form)
-
-
-def _earlier(executor: MeshExecutor, case: Case) -> None:
-    """Compiles the earlier chunks of long prompts, which sample no token."""
-    for form in chunk_forms(executor.limits, case.chunk, executor.platform):
-        if not form.samples:
-            executor.warm_prefill(case.chunk, form)
 
 
 def _blocks(executor: MeshExecutor, case: Case) -> None:
@@ -277,10 +269,9 @@ def _blocks(executor: MeshExecutor, case: Case) -> None:
 _STEPS: dict[str, Callable[[MeshExecutor, Case], None]] = {
     "decode": _decode,
     "drafts": _drafts,
-    "greedy": _greedy,
+    "pair": _pair,
     "updates": _updates,
     "prefill": _prefill,
-    "earlier": _earlier,
     "blocks": _blocks,
 }
 

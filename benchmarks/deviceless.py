@@ -309,8 +309,8 @@ class TpuPrograms(DevicelessPrograms):
             (Path(dump) / f"{name.replace(' ', '_')}.hlo").write_text(hlo)
         cost = compiled.cost_analysis() or {}
         roof = 0.0
-        if name.startswith(("decode", "group")):
-            weights = read - (self._embedding if name.startswith("decode") else 0)
+        if name.startswith(("step", "group")):
+            weights = read - (self._embedding if name.startswith("step") else 0)
             rate, bandwidth = self._device.flops, self._device.memory_bandwidth
             roof = max(weights / bandwidth, cost.get("flops", 0.0) / rate)
         return compiled, partial(
@@ -382,9 +382,7 @@ def _name(key: Hashable) -> str:
         if isinstance(part, enum.Enum):
             words.append(str(part.value))
         elif isinstance(part, ChunkForm):
-            words += ["packed"] if part.packed else [] if part.past else ["one"]
-            words += [f"past {part.columns} pages"] if part.past else []
-            words += [] if part.samples else ["unsampled"]
+            words += ["packed" if part.packed else "one"]
         elif isinstance(part, int | str) and not isinstance(part, bool):
             words.append(str(part))
     return " ".join(words)

@@ -6,8 +6,8 @@ Prints a JSON line for each program that the executor's own warm-up builds (`Gpu
 CUDA graphs, loops that the host drives, kernels, copies, bytes. A program is right for a GPU when
 it is one graph (or too small to be one), drives no loop from the host, copies neither weights nor
 pages, and holds them in place (`alias_bytes` is at least the pool's). --what takes some of decode,
-updates, prefill, blocks, drafts (steps that verify them), or greedy (of decode that alone);
---window=N gives every layer a window.
+updates, prefill, blocks, pair (the two programs of steps with grammars) and drafts (those of steps
+that verify drafts); --window=N gives every layer a window.
 With pipeline stages there is also a line for each copy from the mesh of one stage to another.
 Needs `pip install jax[cuda13]`."""
 

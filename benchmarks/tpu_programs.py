@@ -21,15 +21,15 @@ from benchmarks.device_programs import Case, compiled_apart, parser_of, print_co
 from benchmarks.tpu_devices import TPU_DEVICES
 
 RESULTS = Path(__file__).parent / "results" / "tpu_programs.json"
-STEPS = "greedy,updates,blocks"
+STEPS = "decode,updates,blocks"
 CASES = (
-    Case("v6e", "llama-3-8b", what="decode,updates,blocks,earlier"),
+    Case("v6e", "llama-3-8b", what="decode,updates,blocks,prefill"),
     Case("v6e", "llama-3-8b", "dp=1,tp=8", what=STEPS),
-    Case("v6e", "gpt-oss-20b", what=f"{STEPS},earlier"),
+    Case("v6e", "gpt-oss-20b", what=f"{STEPS},prefill"),
     Case("v6e", "gpt-oss-20b", "dp=1,tp=8", what=STEPS),
-    Case("v6e", "qwen3-235b-a22b", "dp=1,tp=8", what=f"{STEPS},earlier"),
+    Case("v6e", "qwen3-235b-a22b", "dp=1,tp=8", what=f"{STEPS},prefill"),
     Case("v6e", "qwen3-235b-a22b", "dp=16,tp=1,ep=16", what=STEPS),
-    Case("v6e", "deepseek-v3", "dp=16,tp=1,ep=16", what=f"{STEPS},earlier"),
+    Case("v6e", "deepseek-v3", "dp=16,tp=1,ep=16", what=f"{STEPS},prefill"),
     Case("tpu7x", "llama-3-8b", what=STEPS),
     Case("tpu7x", "llama-3-8b", "dp=1,tp=8", what=STEPS),
     Case("tpu7x", "gpt-oss-20b", what=STEPS),
@@ -39,11 +39,11 @@ CASES = (
 
 
 def decode_steps(programs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Returns, for each greedy decode step, its memory traffic and XLA's estimate of its duration,
+    """Returns, for each decode step, its memory traffic and XLA's estimate of its duration,
     both over the roof, and the bytes that it needs beside its arguments."""
     found = {}
     for step in programs:
-        if step["program"].endswith("greedy") and step["roof_seconds"]:
+        if step["program"].startswith("step") and step["roof_seconds"]:
             seconds = step["memory_bytes"] / TPU_DEVICES[step["device"]].memory_bandwidth
             found[" ".join(step[key] for key in ("device", "model", "layout"))] = {
                 "traffic over roof": round(seconds / step["roof_seconds"], 3),

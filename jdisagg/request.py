@@ -214,14 +214,8 @@ class SamplingParams:
 
     @property
     def shaped(self) -> bool:
-        """Whether sampling needs the slower compiled program, which applies penalties, bias and
-        min_tokens, and reports log-probabilities."""
-        return (
-            self.penalised
-            or bool(self.logit_bias)
-            or self.min_tokens > 0
-            or self.logprobs is not None
-        )
+        """Whether penalties, bias or min_tokens change the logits."""
+        return self.penalised or bool(self.logit_bias) or self.min_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)

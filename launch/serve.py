@@ -61,7 +61,7 @@ async def _serve(
     async with observing("serve", observe) as observer:
         deployment = deployment_of(config, observer, decisions or NO_ROUTER_EVENTS)
         try:
-            await deployment.start(at_once=True)
+            await deployment.start()
             if observer:
                 observer.metrics.model = deployment.frontend.model.name
             log = wrap.request_log(

@@ -1,7 +1,6 @@
 """The folder of compiled programs that all processes of a test run and the next run share:
 `JDISAGG_TEST_PROGRAMS`, or ~/.cache/jdisagg/tests. JAX finds programs by content, flags and
-version, and `executor/program_store.py` by what determines the content and by the loaded code, so
-results never depend on it."""
+version, so results never depend on it."""
 
 import contextlib
 import os

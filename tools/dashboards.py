@@ -351,8 +351,7 @@ ALERTS = (
     ),
     Alert(
         "CompilesWhileItServes",
-        "sum by (worker) (increase(jdisagg_compilations_total[30m])) > 0"
-        " and sum by (worker) (jdisagg_worker_loading_seconds) == 0",
+        "sum by (worker) (increase(jdisagg_compilations_total[30m])) > 0",
         30,
         "warning",
         "worker {{ $labels.worker }} compiles programs while it serves",

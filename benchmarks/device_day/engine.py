@@ -143,9 +143,8 @@ class Engine:
     async def _decode(
         self, batch: int, steps: int, dispatches: int, sampling: SamplingParams
     ) -> tuple[list[tuple[int, ...]], float, float]:
-        shaped = sampling.logprobs is not None or sampling.penalised
         slots, position = (tuple(range(batch)),), self.sizes.context - steps * (2 * dispatches + 1)
-        command = DecodeSteps(1, steps, slots, shaped, sampling.temperature > 0)
+        command = DecodeSteps(1, steps, slots)
         admits = self.admits(batch, position - 1, sampling)
         results = [await self.executor.run(msgspec.structs.replace(command, admits=admits))]
         started = time.perf_counter()

@@ -118,8 +118,8 @@ def stall(engine: Engine) -> Figures:
     admits = tuple(
         admit for admit in engine.admits(engine.sizes.batch, tokens, GREEDY) if admit.slot in slots
     )
-    step = DecodeSteps(1, 1, (slots,), False, False)
-    executor.issue_and_wait(DecodeSteps(1, 1, (slots,), False, False, admits))
+    step = DecodeSteps(1, 1, (slots,))
+    executor.issue_and_wait(DecodeSteps(1, 1, (slots,), admits))
     offer = blocks_of(engine, tokens)[0]
     chunk = engine.chunk((tokens,))
     times: dict[str, list[float]] = {"alone": [], "beside": []}

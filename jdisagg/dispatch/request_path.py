@@ -240,12 +240,8 @@ class RequestPath:
 
     async def _place(self, run: RequestRun, attempt: Attempt) -> PlacementHandle:
         state = self.placer.accounts.state
-        blind = loading = frozenset[str]()
-        if run.request.images:
-            blind, loading = state.without_images(), state.not_ready("images")
-            run.avoid |= blind
-        if run.request.sampling.grammar is not None:
-            loading |= state.not_ready("grammars")
+        blind = state.without_images() if run.request.images else frozenset[str]()
+        run.avoid |= blind
         run.placing += 1
         try:
             placement = await self.placer.place(
@@ -254,7 +250,7 @@ class RequestPath:
                     attempt.children,
                     run.arrived_at,
                     run.deadline,
-                    run.avoid | loading,
+                    run.avoid,
                     run.under_way,
                 )
             )

@@ -30,13 +30,11 @@ from jdisagg.engine.replica import (
     Replica,
     build_replica,
     context_tokens,
-    load_rest,
     load_stages,
     mesh_role,
     warm_up,
 )
 from jdisagg.errors import ConfigError, LayoutError, UnavailableError
-from jdisagg.executor.warm_up import WarmUpStep
 from jdisagg.executor.weight_swaps import WeightsSource
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.ids import random_id
@@ -196,7 +194,6 @@ class EmbeddedCluster:
             tiers=tiers or tier_room(self.config.prefix),
             times=lambda: replica.times,
             kernels=failed_kernels(),
-            readiness=replica.readiness,
             weights=ServedWeights(start_folder=self.config.model.directory),
         )
         return self.local.add(
@@ -267,35 +264,16 @@ class EmbeddedCluster:
         """Number of programs compiled so far. It stays constant after warm-up."""
         return sum(replica.executor.programs.compilations for replica in self.replicas)
 
-    @property
-    def found(self) -> int:
-        return sum(replica.executor.programs.found for replica in self.replicas)
-
     async def start(self, progress: Progress | None = None) -> None:
         if self.config.warm_up:
             await self.warm_up(progress)
         await self.start_workers()
 
-    async def warm_up(self, progress: Progress | None = None, *, beside: bool = False) -> None:
-        """Each program is compiled, or loaded from the compilation cache. Programs that
-        `load_later` has deferred are left out.
-
-        Args:
-            beside: Whether the workers serve requests during warm-up. Each program is then prepared
-                when the meshes are idle, or earlier if a request needs it.
-        """
-        more = [(self.decode.executor, WarmUpStep(step)) for step in self._channel_steps()]
-        await warm_up(self.replicas, progress, more, beside=beside)
-
-    def load_later(self, *, compiled: bool = False) -> None:
-        """Excludes the programs of optional capabilities from `warm_up`, so that the workers start
-        earlier. `load_rest` loads these programs. Must be called before `warm_up` and before the
-        workers start. `Replica.load_later` describes `compiled`."""
-        for replica in self.replicas:
-            replica.load_later(compiled=compiled)
-
-    async def load_rest(self) -> None:
-        await load_rest(self.replicas)
+    async def warm_up(self, progress: Progress | None = None) -> None:
+        """Prepares every program, so that no request waits for a compilation. Each program is
+        compiled, or loaded from the compilation cache."""
+        more = [(self.decode.executor, step) for step in self._channel_steps()]
+        await warm_up(self.replicas, progress, more)
 
     async def start_workers(self) -> None:
         await self.local.start()

@@ -18,7 +18,8 @@ LARGEST_WHOLE_PREFILL = 8192
 ROWS_PER_CHUNK = 16
 CONTINUING_ROWS = 4  # CPU cap: each row with cached tokens attends with all queries.
 SAMPLES_PER_CHUNK = 16
-MIXED_SIZES = 3
+CHUNK_SIZES = 3
+CPU_BATCH = 8
 # Size of a layer group: bytes of its KV for a prompt of GROUP_TOKENS tokens. With smaller groups,
 # hardly more of the transfer overlaps with computation, and each group costs host work.
 GROUP_BYTES = 4 << 20
@@ -59,6 +60,7 @@ def mesh_limits(
     _check_pages(instance, platform)
     traits, slots, pp = traits_of(platform), instance.slots_per_rank, instance.layout.pp
     smallest, largest = _chunk_range(instance, mode, context_tokens)
+    chunks = _chunk_buckets(smallest, largest)
     appends = 0 if rings else append_tokens
     sent = spec.unwindowed if windows_apart else spec
     limits = MeshLimits(
@@ -67,12 +69,11 @@ def mesh_limits(
         pages_per_rank=instance.pages_per_rank or slots * -(-context_tokens // instance.page_size),
         slots_per_rank=slots,
         context_tokens=context_tokens,
-        chunk_buckets=_chunk_buckets(smallest, largest, platform),
-        append_buckets=_chunk_buckets(min(smallest, appends), appends, platform) if appends else (),
-        mixed_buckets=_mixed_buckets(smallest, largest, instance, mode, spec),
+        chunk_buckets=chunks,
+        append_buckets=_chunk_buckets(min(smallest, appends), appends) if appends else (),
+        mixed_buckets=_mixed_buckets(chunks, instance, mode, spec),
         gather_steps=instance.gather_steps if mode is not Mode.DISAGGREGATED else 0,
-        # For a single row a GPU uses another kernel with other rounding.
-        batch_buckets=buckets(min(traits.least_batch, slots), slots),
+        batch_buckets=_batch_buckets(slots, platform),
         layer_groups=groups_of_layers(sent, layer_groups, pp),
         granule_tokens=GRANULE_TOKENS,
         rows_per_chunk=ROWS_PER_CHUNK,
@@ -143,22 +144,29 @@ def _chunk_range(instance: InstanceConfig, mode: Mode, context_tokens: int) -> t
 
 
 def _mixed_buckets(
-    smallest: int, largest: int, instance: InstanceConfig, mode: Mode, spec: KVSpec
+    chunks: tuple[int, ...], instance: InstanceConfig, mode: Mode, spec: KVSpec
 ) -> tuple[int, ...]:
     """Returns the chunk sizes for which one program runs a prefill chunk and a decode step
-    together. These are the `MIXED_SIZES` largest chunk sizes, each half of the next. They are few,
-    because each size needs a program of all layers. Empty if the mesh does not run mixed steps."""
-    if mode is not Mode.CHUNKED or instance.layout.pp > 1 or spec.has_state:
-        return ()
-    return buckets(smallest, largest)[-MIXED_SIZES:]
+    together. Empty if the mesh does not run mixed steps."""
+    alternates = mode is not Mode.CHUNKED or instance.layout.pp > 1 or spec.has_state
+    return () if alternates else chunks
 
 
-def _chunk_buckets(smallest: int, largest: int, platform: str) -> tuple[int, ...]:
-    """Returns the sizes in tokens for which programs of prefill chunks are compiled. GPUs have four
-    sizes per doubling, which reduces mean padding from 25 % to 8 %. CPUs have one, because four
-    would take four times as long to compile."""
-    sizes = buckets(smallest, largest)
-    return finer(sizes) if traits_of(platform).chunk_steps > 1 else sizes
+def _chunk_buckets(smallest: int, largest: int) -> tuple[int, ...]:
+    """Returns the sizes in tokens for which programs of prefill chunks are compiled: the largest,
+    its half and its quarter, but none below `smallest`. Mean padding is 25 % between these sizes.
+    Each size needs a program of all layers, which takes seconds to minutes to compile."""
+    return buckets(smallest, largest)[-CHUNK_SIZES:]
+
+
+def _batch_buckets(slots: int, platform: str) -> tuple[int, ...]:
+    """Returns the sizes of decode batches for which programs are compiled. Each is four times the
+    next smaller one. An accelerator reads all weights in each step, so that padding takes little
+    time. On a CPU rows take time: padded to the next of these sizes, 5 to 8 rows would take 41 %
+    longer, so that there is a program for 8, and 2 rows take 17 % longer (benchmarks/LOG.md)."""
+    sizes = buckets(min(traits_of(platform).least_batch, slots), slots, factor=4)
+    more = {CPU_BATCH} if sizes[0] == 1 and slots > CPU_BATCH else set()
+    return tuple(sorted({*sizes, *more}))
 
 
 def _block_bytes(instance: InstanceConfig, layer_groups: int | None) -> int:
@@ -342,17 +350,6 @@ def group_count(token_bytes: int, layers: int, asked: int | None, pp: int) -> in
             + (f", or raise layer_groups={asked}" if asked and asked < layers else "")
         )
     return groups
-
-
-def finer(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns `sizes` with three additional, evenly spaced sizes between neighbours. All sizes are
-    rounded up to multiples of the block granularity."""
-    between = {
-        -(-(low * (4 - part) + high * part) // (4 * GRANULE_TOKENS)) * GRANULE_TOKENS
-        for low, high in zip(sizes[:-1], sizes[1:], strict=True)
-        for part in range(1, 4)
-    }
-    return tuple(sorted({*sizes, *between}))
 
 
 def _power_of_two(number: int) -> int:

@@ -7,11 +7,10 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import jax
-import msgspec
 
 from jdisagg.config import NO_PREFIX, InstanceConfig, Mode, ModelConfig, PrefixConfig, WorkerConfig
 from jdisagg.costs.measured import StepTimes
@@ -26,13 +25,13 @@ from jdisagg.engine.stages import check_stages
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
-from jdisagg.executor.step_times import append_measurements, measure_step_times
+from jdisagg.executor.step_times import measure_step_times
 from jdisagg.executor.warm_up import WarmUpStep, warm_up_steps
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device, Model
-from jdisagg.scheduler.capabilities import Capabilities, Capability
 from jdisagg.transfer.channel import Channel
 
 
@@ -48,8 +47,6 @@ class Loaded(Protocol):
     def meshes(self) -> tuple[jax.sharding.Mesh, ...]: ...
 
 
-# Longest wait for an idle mesh before a program is loaded while the mesh serves.
-BUSY_SECONDS = 2.0
 # Loads a model. Called with a layout, devices, and for several pipeline stages a `StageCut`.
 LoadModel = Callable[..., Loaded]
 Progress = Callable[[int, int], None]
@@ -57,56 +54,24 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Replica:
-    """A model on one mesh, with its configuration and executor."""
+    """A model on one mesh, with its configuration and executor.
+
+    Attributes:
+        times: Measured times of the replica's programs, or None before `measure` is called.
+    """
 
     config: InstanceConfig
     executor: MeshExecutor
     loaded: Loaded
     times: StepTimes | None = None
-    readiness: Capabilities = field(default_factory=Capabilities)
 
     async def measure(self) -> None:
         """Must be called after warm-up and before the mesh serves."""
 
         def measure() -> None:
-            appends = self.readiness.ready(Capability.APPEND)
-            self.times = measure_step_times(self.executor, appends)
+            self.times = measure_step_times(self.executor)
 
         await self.executor.on_dispatch_thread(measure)
-
-    def load_later(self, *, compiled: bool = False) -> None:
-        """Excludes the programs of optional capabilities from warm-up, so that the mesh serves
-        earlier. `load` loads them. Must be called before the mesh serves.
-
-        Args:
-            compiled: Whether all programs are in the compilation cache. If so, a request with a
-                grammar loads only the programs that it needs, instead of waiting until all are
-                loaded.
-        """
-        needed = {one.capability for one in warm_up_steps(self.executor) if one.capability}
-        self.readiness.load_later(needed - {Capability.GRAMMARS} if compiled else needed)
-
-    async def _measure_appends(self) -> None:
-        found: list[tuple[int, int, float]] = []
-        for measure in append_measurements(self.executor):
-            await self.executor.quiet(BUSY_SECONDS)
-            await self.executor.on_dispatch_thread(lambda measure=measure: found.append(measure()))
-        if self.times is not None:
-            sizes = self.executor.limits.append_buckets
-            self.times = msgspec.structs.replace(self.times, chunk_sizes=sizes, chunks=tuple(found))
-
-    async def load(self, capability: Capability) -> None:
-        """Loads the programs of an optional capability while the mesh serves. Each program is
-        compiled while commands run, and then run once between two commands."""
-        if self.readiness.ready(capability):
-            return
-        for step in warm_up_steps(self.executor):
-            if step.capability is capability:
-                await self.executor.quiet(BUSY_SECONDS)
-                await self.executor.on_compiled(step.run)
-        if capability is Capability.APPEND and not (self.times and self.times.chunks):
-            await self._measure_appends()
-        self.readiness.loaded(capability)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +111,14 @@ def build_replica(
         drafts=loaded.model.next_token is not None,
     )
     vision = loaded.model.vision if processes == 1 and config.layout.pp == 1 else None
-    platform = str(loaded.mesh.devices.flat[0].platform)
+    programs = Programs(*loaded.meshes)
     limits = mesh_limits(
         config,
         mode,
         loaded.model.kv_spec,
         context_tokens,
         layer_groups,
-        platform,
+        programs.platform,
         windows_apart=windows_apart,
         rings=windows_apart and role.decode,
         append_tokens=prefix.appends if role.decode and not role.prefill else 0,
@@ -165,9 +130,7 @@ def build_replica(
         images=None if vision is None else vision.format,
         image_rows=0 if vision is None else vision.kept_rows,
     )
-    executor = MeshExecutor(
-        name, loaded.model, Programs(*loaded.meshes), config.layout, limits, role, channel
-    )
+    executor = MeshExecutor(name, loaded.model, programs, config.layout, limits, role, channel)
     return Replica(config, executor, loaded)
 
 
@@ -261,73 +224,40 @@ async def warm_up(
     replicas: Sequence[Replica],
     progress: Progress | None = None,
     more: Sequence[tuple[MeshExecutor, WarmUpStep]] = (),
-    *,
-    beside: bool = False,
-    turn: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compiles and runs the programs of replicas, except those that are loaded later
-    (`Replica.load_later`), and measures their times. Compiles several programs at a time, half as
-    many as the processor has cores. If an instance spans processes, compiles one at a time, because
-    all processes must run programs in the same order.
+    """Compiles and runs all programs of replicas, and measures their times. Programs are traced in
+    turn, and as many are compiled at a time as there are processor cores. If an instance spans
+    processes, one is compiled at a time, because all processes must run programs in the same order.
+
+    On a GPU each program runs several times, because XLA builds the CUDA graph of a command buffer
+    only in the second run.
 
     Args:
-        beside: Whether the replicas serve requests meanwhile. Each program is then loaded when the
-            replicas are idle, or have been busy for `BUSY_SECONDS`, and nothing is measured.
+        more: Further warm-up steps, which run after those of the replicas.
     """
-    steps = [
-        (one.executor, step)
-        for one in replicas
-        for step in warm_up_steps(one.executor)
-        if step.capability is None or one.readiness.ready(step.capability)
-    ]
+    steps = [(one.executor, step) for one in replicas for step in warm_up_steps(one.executor)]
     steps += more
-    together = len(os.sched_getaffinity(0)) // 2
-    if not beside and together > 1 and not any(one[0].programs.spans_processes for one in steps):
-        await _compile(steps, together, progress)
-        progress = None
-    for done, (executor, step) in enumerate(steps):
-        if beside:
-            for replica in replicas:
-                await replica.executor.quiet(BUSY_SECONDS)
-            turn()
-            await executor.on_compiled(step.run)
-        else:
-            await executor.on_dispatch_thread(step.run)
-        if progress:
-            progress(done + 1, len(steps))
-    for replica in () if beside else replicas:
-        await replica.measure()
-
-
-async def _compile(
-    steps: Sequence[tuple[MeshExecutor, WarmUpStep]], together: int, progress: Progress | None
-) -> None:
-    places, apart = asyncio.Semaphore(together), dict.fromkeys(steps)
+    in_order = any(executor.programs.spans_processes for executor, _ in steps)
+    places = asyncio.Semaphore(1 if in_order else len(os.sched_getaffinity(0)))
     done = itertools.count(1)
 
-    async def compile_one(executor: MeshExecutor, step: WarmUpStep) -> None:
+    async def run(executor: MeshExecutor, step: WarmUpStep) -> None:
         async with places:
-            await executor.on_compiled(step.run)
+            await (executor.on_dispatch_thread if in_order else executor.on_compiled)(step)
         if progress:
-            progress(next(done), len(apart))
+            progress(next(done), len(steps))
 
-    tasks = [asyncio.create_task(compile_one(*one)) for one in apart]
+    tasks = [asyncio.create_task(run(*one)) for one in steps]
     try:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def load_rest(replicas: Sequence[Replica]) -> None:
-    try:
-        for capability in Capability:
-            for replica in replicas:
-                await replica.load(capability)
-    except Exception:
-        for replica in replicas:
-            replica.readiness.give_up()
-        raise
+    for executor, step in steps:
+        for _ in range(1, traits_of(executor.platform).warm_runs):
+            await executor.on_dispatch_thread(step)
+    for replica in replicas:
+        await replica.measure()
 
 
 def context_tokens(config: ModelConfig, model: Model) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
+from jdisagg.executor.programs import Programs
 from jdisagg.layout.axes import MESH_AXES
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.messages.step_commands import BlockChecksum, OfferSpec, PrefillChunk
@@ -127,39 +127,35 @@ class PrefillSums:
         ]
 
     def key(self, key: int) -> np.ndarray:
-        """Returns the checksum key as uint32 [ranks, 2], for `run`. The caller puts the array on
-        the mesh."""
+        """Returns the checksum key as uint32 [ranks, 2]. The caller puts the array on the mesh."""
         return np.tile(key_words(key), (self._programs.mesh.shape["dp"], 1))
 
-    def run(
-        self, group: int, block: jax.Array, positions: jax.Array, segment: jax.Array, key: jax.Array
+    def place(self, group: int) -> jax.Array:
+        """Returns the place of a layer group's block among the KV of all layers, for `shares`."""
+        return self._places[group]
+
+    @property
+    def spec_of_shares(self) -> PartitionSpec:
+        """PartitionSpec of the result of `shares`."""
+        programs = self._programs
+        return programs.readable_spec if programs.spans_processes else PartitionSpec("dp", "kv")
+
+    def shares(
+        self,
+        block_CKTH: jax.Array,
+        positions_T: jax.Array,
+        segment_T: jax.Array,
+        key_2: jax.Array,
+        place: jax.Array,
     ) -> jax.Array:
-        """Issues the checksum program for a block [ranks, C, K, T, H]. Returns the shares of all
-        devices as uint32 [ranks, shares, T / granule, 2]. Tokens with segment -1 are padding and
-        are not counted."""
-        programs, granule = self._programs, self._granule
-
-        def body(
-            block: jax.Array,
-            positions: jax.Array,
-            segment: jax.Array,
-            key: jax.Array,
-            component: jax.Array,
-        ) -> jax.Array:
-            head = first_head(block.shape[2])
-            rows_KT2 = row_sums(
-                (block[0],), key[0], component[0, 0], head, positions[0], segment[0] >= 0
-            )
-            sums_G2 = granule_sums(rows_KT2, granule)
-            if programs.spans_processes:
-                sums_G2 = _over(programs, sums_G2, ("kv",))
-            return programs.readable(sums_G2[None, None])
-
-        arguments = (block, positions, segment, key, self._places[group])
-        specs = (BLOCK_SPEC, RANK, RANK, RANK, RANK)
-        shares = programs.readable_spec if programs.spans_processes else PartitionSpec("dp", "kv")
-        build = lambda: programs.compile(body, arguments, specs, shares)  # noqa: E731
-        return programs.get(("sums", block.shape, str(block.dtype)), build)(*arguments)
+        """Computes the checksums of a block inside a group's program: this device's shares, uint32
+        [1, 1, T / granule, 2]. Tokens with segment -1 are padding and are not counted."""
+        head = first_head(block_CKTH.shape[1])
+        rows_KT2 = row_sums((block_CKTH,), key_2, place, head, positions_T, segment_T >= 0)
+        sums_G2 = granule_sums(rows_KT2, self._granule)
+        if self._programs.spans_processes:
+            sums_G2 = _over(self._programs, sums_G2, ("kv",))
+        return self._programs.readable(sums_G2[None, None])
 
     def stamp(self, group: int, key: int, start: int, valid_tokens: int) -> BlockStamp:
         return BlockStamp(key, self._components[group], start, valid_tokens)

@@ -32,8 +32,6 @@ class RankChunk:
         past_R: Number of tokens (past) that are in each row's pages before this chunk.
         continuing: Number of rows that have a past. These rows come first.
         sampling_R: Index of the last token of each row that samples.
-        columns: Number of columns of `table_RN` that rows' pasts may use. 0 means all columns, None
-            means that no row has a past.
         packed: Whether the chunk may have several rows.
     """
 
@@ -43,7 +41,6 @@ class RankChunk:
     past_R: jax.Array
     continuing: jax.Array
     sampling_R: jax.Array
-    columns: int | None
     packed: bool
 
 
@@ -177,9 +174,6 @@ class ChunkAttention:
         k_pages: jax.Array,
         v_pages: jax.Array | None,
         i_pages: jax.Array | None,
-    ) -> PastPages | None:
+    ) -> PastPages:
         chunk = self._chunk
-        if chunk.columns is None:
-            return None
-        table = table_RN[:, : chunk.columns or None]
-        return PastPages(k_pages, v_pages, table, chunk.past_R, chunk.continuing, i_pages)
+        return PastPages(k_pages, v_pages, table_RN, chunk.past_R, chunk.continuing, i_pages)

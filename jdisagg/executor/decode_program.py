@@ -7,19 +7,20 @@ is any subset of the slots, padded to a compiled batch size (bucket). Padding ro
 pages and yield no token. A slot at its limit does not advance. Pages, hot state and counts are
 donated and updated in place.
 
-One step is one program over the whole mesh (`shard_map`). Each dp rank has its own slots, page
-table and loop counts. The model's collectives exchange data between experts. Layers are unrolled,
-because a scan would copy each layer's weights. The page table of a layer with a ring buffer is
-computed from the slot. The buffer's pages repeat, so a new position overwrites one that is outside
-every window.
+A step is one program over the whole mesh (`shard_map`). Each dp rank has its own slots, page table
+and loop counts. The model's collectives exchange data between experts. Layers are unrolled, because
+a scan would copy each layer's weights. The page table of a layer with a ring buffer is computed
+from the slot. The buffer's pages repeat, so a new position overwrites one that is outside every
+window.
 
-If a row has a grammar or drafts, a step is two programs. The first is the forward pass, which
-returns logits. The second chooses the tokens. With a grammar, the second program is issued as soon
-as the host has computed the grammar masks, while the forward pass runs. The forward pass may
-compute several positions of one slot (`draft_rows.py`). All rows write their KV before any row
-attends, and each row attends up to its own position. So a step with drafts gives the same tokens as
-successive steps."""
+If a row has a grammar or drafts, a step is two programs, of one of a few batch sizes
+(`MeshLimits.pair_batches`). The first is the forward pass, which returns logits. The second chooses
+the tokens. With a grammar, the second program is issued as soon as the host has computed the
+grammar masks, while the forward pass runs. The forward pass may compute several positions of one
+slot (`draft_rows.py`). All rows write their KV before any row attends, and each row attends up to
+its own position. So a step with drafts gives the same tokens as successive steps."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -28,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.executor.choose import Chosen, Variant, choose, logits
+from jdisagg.executor.choose import Chosen, choose, logits
 from jdisagg.executor.draft_rows import DraftPlan, DraftRows, Guesses, Slots
 from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.next_tokens import NextTokens
@@ -42,13 +43,13 @@ from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
 from jdisagg.model_api import AdapterRows, Shards
 from jdisagg.ops.quarantine import reveal
-from jdisagg.ops.sampling import WHOLE, VocabularyShard
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.speculation import CHAIN
 
 ROWS_PER_UPDATE = 8
 MOST_BATCHES = 16  # arrays of slot numbers that stay on the mesh
 Forward = Callable[[tuple[Any, ...], int], Any]
+Changes = Sequence[Sequence[SlotAdmit | SlotGrow]]  # of slots, by rank
 
 
 class SlotState(NamedTuple):
@@ -101,8 +102,10 @@ class DecodePrograms:
             np.zeros((ranks, slots, rows.vocabulary), np.int32),
         )
         self._state = SlotState(*programs.put((hot, self._ints, self._floats, counts)))
+        self._no_counts = programs.put(np.zeros((ranks, 1, rows.vocabulary), np.int32))
         self.earlier: EarlierStages | None = None
         self._batches: dict[tuple[Slots, int], jax.Array] = {}  # of the newest steps
+        self._masks: dict[int, jax.Array] = {}
         self._next_tokens = (
             NextTokens(weights, shards, pools, rows, limits.ring_pages)
             if weights.next_token and limits.speculates
@@ -120,36 +123,47 @@ class DecodePrograms:
             self._rows.pack_adapter(ints, admit.adapter)
         for grow in grows:
             self._rows.pack_pages(self._ints[grow.rank, grow.slot], grow.pages, grow.limit)
-        for changed in _per_rank_groups([*admits, *grows], ROWS_PER_UPDATE):
-            self._write_rows(changed)
         penalised = [admit for admit in admits if admit.sample.sampling.penalised]
-        for changed in _per_rank_groups(penalised, 1):
-            self._write_counts(changed)
+        for changed, histories in itertools.zip_longest(
+            _per_rank_groups([*admits, *grows], ROWS_PER_UPDATE),
+            _per_rank_groups(penalised, 1),
+            fillvalue=(),
+        ):
+            self._write(changed, histories)
 
-    def step(self, slots: Slots, variant: Variant, guesses: Guesses | None = None) -> Chosen:
+    def step(self, slots: Slots, masked: bool, guesses: Guesses | None = None) -> Chosen:
         """Issues one decode step. Returns the chosen tokens [ranks, b, Q] and log-probabilities,
         for b rows in the order of `slots[rank]` and at most Q tokens per row. A row has several
         tokens if some of its drafts were accepted. NO_TOKEN fills the row after its last token. Q
         is 1 without drafts.
 
         Args:
+            masked: Whether some row has a grammar.
             guesses: Drafts to verify. Drafts for which the step has no extra row are dropped.
         """
-        width = max(1, max(len(row) for row in slots))
+        width, guesses = max(1, *map(len, slots)), guesses or {}
+        pair = self._limits.pair_batch(width)
+        if masked:
+            guesses = self._grammars.runs(slots, self._limits.extra_rows(pair), guesses)
+        if masked or guesses:
+            return self._step_in_two(slots, pair, masked, self._plan(guesses, pair))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
-        batch, guesses = self._batch_array(slots, bucket), guesses or {}
-        if variant.masked:
-            guesses = self._grammars.runs(slots, self._limits.extra_rows(bucket), guesses)
-        if guesses or variant.masked:
-            return self._step_in_two(slots, batch, variant, self._plan(guesses, bucket))
-        x = self._before(slots, bucket, None)
+        batch, x = self._batch_array(slots, bucket), self._before(slots, bucket, None)
         hot, ints, floats, counts = self._state
-        kept, hot, chosen, counts_out = self._program(bucket, variant)(
-            *self._model(), hot, counts if variant.shaped else (), ints, floats, batch, (), x
+        kept, hot, chosen, counts = self._program(bucket)(
+            *self._model(), hot, counts, ints, floats, batch, (), x
         )
         self._pools.put(self._layers.start, kept)
-        self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
+        self._state = SlotState(hot, ints, floats, counts)
         return chosen
+
+    def _no_masks(self, rows: int) -> jax.Array:
+        """Returns masks that allow all tokens, for `rows` rows of each rank. They stay on the
+        mesh."""
+        if rows not in self._masks:
+            masks = self._grammars.empty((self._limits.ranks, rows))
+            self._masks[rows] = self._programs.put(masks)
+        return self._masks[rows]
 
     @property
     def hot(self) -> jax.Array:
@@ -186,21 +200,21 @@ class DecodePrograms:
     def _before_spec(self) -> Any:
         return () if self._weights.begins else RANK
 
-    def step_with(self, slots: Slots, variant: Variant, forward: Forward) -> Chosen:
-        """Issues one decode step without drafts. `forward` computes its forward pass.
+    def step_with(self, slots: Slots, masked: bool, forward: Forward) -> Chosen:
+        """Issues one decode step without drafts, of the largest batch size. `forward` computes its
+        forward pass.
 
         Args:
+            masked: Whether some row has a grammar.
             forward: Function that issues the forward pass. Its arguments are those of `_step_body`
                 and the batch size. It returns the page pools and the logits.
 
         Returns:
             As `step`.
         """
-        width = max(1, max(len(row) for row in slots))
-        bucket = next(size for size in self._limits.mixed_batches if size >= width)
-        if variant.masked:
+        if masked:
             self._grammars.runs(slots, 0, {})
-        return self._step_in_two(slots, self._batch_array(slots, bucket), variant, None, forward)
+        return self._step_in_two(slots, self._limits.batch_buckets[-1], masked, None, forward)
 
     def _plan(self, guesses: Guesses, bucket: int) -> DraftPlan | None:
         limits = self._limits
@@ -213,14 +227,16 @@ class DecodePrograms:
     def _step_in_two(
         self,
         slots: Slots,
-        batch: jax.Array,
-        variant: Variant,
+        bucket: int,
+        masked: bool,
         plan: DraftPlan | None,
         forward: Forward | None = None,
     ) -> Chosen:
         """Issues a step as two programs: a forward pass, and a choice of tokens. The calls may
         transfer the draft plan and the grammar masks to the device."""
-        bucket, planned = batch.shape[1], self._programs.argument(plan.array) if plan else None
+        batch, planned = self._batch_array(slots, bucket), None
+        if plan is not None:
+            planned = self._programs.argument(plan.array)
         x = self._before(slots, bucket, plan)
         hot, ints, floats, counts = self._state
         drafter = self._next_tokens if plan else None
@@ -230,21 +246,21 @@ class DecodePrograms:
                 (*self._model(), hot, (), ints, floats, batch, drafts, x), bucket
             )
             self._pools.put(self._layers.start, kept)
-            mask: Any = ()
-            if variant.masked:
-                masks = self._grammars.masks(slots, logits_TV.shape[1], plan)
-                mask = self._programs.argument(masks)
-            state = (hot, counts if variant.shaped else (), ints, floats)
+            masks: Any = self._no_masks(logits_TV.shape[1])
+            if masked:
+                made = self._grammars.masks(slots, logits_TV.shape[1], plan)
+                masks = self._programs.argument(made)
+            state = (hot, counts, ints, floats)
             model, layer = ((), ()) if drafter is None else self._drafting(drafter)
-            hot, chosen, counts_out, *drafted = self._choice(
-                (*state, logits_TV, batch, drafts, mask, model, layer, *y_TD), variant
+            hot, chosen, counts, *drafted = self._choice(
+                (*state, logits_TV, batch, drafts, masks, model, layer, *y_TD)
             )
         shown: jax.Array | None = None
         if drafter is not None:
             layer, self._drafts, shown = drafted
             self._pools.put(drafter.layers.start, layer)
-        self._state = SlotState(hot, ints, floats, counts_out if variant.shaped else counts)
-        if variant.masked:
+        self._state = SlotState(hot, ints, floats, counts)
+        if masked:
             self._grammars.issued(slots, chosen.token, shown)
         return chosen
 
@@ -254,14 +270,20 @@ class DecodePrograms:
         assert part is not None
         return (self._weights.stem.leaves, part.leaves), self._pools.kept(drafter.layers)
 
-    def warm_drafts(self, bucket: int, variant: Variant) -> None:
-        """Compiles the programs of a step with drafts, for one batch size."""
-        nobody = (((self._limits.slots_per_rank,) * bucket),) * self._limits.ranks
-        limits, rows = self._limits, self._batch_array(nobody, bucket)
-        extra, longest = limits.extra_rows(bucket), limits.longest_run
-        if longest > 1:
-            plan = DraftPlan.of({}, limits.ranks, bucket, extra, longest)
-            self._step_in_two(nobody, rows, variant, plan).token.block_until_ready()
+    def warm_up(self, bucket: int) -> None:
+        """Compiles the program of a step, for one batch size."""
+        self.step(self._nobody(bucket), False).token.block_until_ready()
+
+    def warm_pair(self, bucket: int, drafts: bool) -> None:
+        """Compiles the two programs of a step with drafts, or of one without, for one batch
+        size."""
+        limits, extra = self._limits, self._limits.extra_rows(bucket)
+        plan = DraftPlan.of({}, limits.ranks, bucket, extra, limits.longest_run) if drafts else None
+        chosen = self._step_in_two(self._nobody(bucket), bucket, False, plan)
+        chosen.token.block_until_ready()
+
+    def _nobody(self, bucket: int) -> Slots:
+        return ((self._limits.slots_per_rank,) * bucket,) * self._limits.ranks
 
     def _model(self) -> tuple[Any, Any, Kept]:
         edge = self._weights.edge
@@ -277,9 +299,7 @@ class DecodePrograms:
 
     def warm_updates(self) -> None:
         """Compiles the programs of `update`, by running them without changes."""
-        nothing: list[list[SlotAdmit | SlotGrow]] = [[] for _ in range(self._limits.ranks)]
-        self._write_rows(nothing)
-        self._write_counts(nothing)
+        self._write((), ())
 
     def _batch_array(self, slots: Slots, bucket: int) -> jax.Array:
         if (slots, bucket) not in self._batches:
@@ -292,7 +312,7 @@ class DecodePrograms:
             self._batches[slots, bucket] = self._programs.put(rows)
         return self._batches[slots, bucket]
 
-    def _program(self, bucket: int, variant: Variant) -> Any:
+    def _program(self, bucket: int) -> Any:
         """Returns the program of a whole step."""
 
         def build() -> Any:
@@ -304,16 +324,15 @@ class DecodePrograms:
                 else jax.ShapeDtypeStruct((*batch.shape, self._weights.width), self._weights.dtype)
             )
             kept_specs = self._pools.specs(self._layers)
-            counts_spec = RANK if variant.shaped else ()
             return self._programs.compile(
-                self._step_body(variant),
-                (*self._model(), hot, counts if variant.shaped else (), ints, floats, batch, (), x),
-                (*self.model_specs(), RANK, counts_spec, RANK, RANK, RANK, (), self._before_spec),
-                (kept_specs, RANK, Chosen.specs(variant, self._programs), counts_spec),
+                self._step_body(True),
+                (*self._model(), hot, counts, ints, floats, batch, (), x),
+                (*self.model_specs(), RANK, RANK, RANK, RANK, RANK, (), self._before_spec),
+                (kept_specs, RANK, Chosen.specs(self._programs), RANK),
                 donate=(2, 3, 4),
             )
 
-        return self._programs.get(("decode", bucket, variant), build)
+        return self._programs.get(("step", bucket), build)
 
     def _forward(self, arguments: tuple[Any, ...], bucket: int) -> Any:
         """Issues the forward pass of a step that runs as two programs.
@@ -333,7 +352,7 @@ class DecodePrograms:
         def build() -> Any:
             specs = (RANK,) * len(drafts)
             return self._programs.compile(
-                self._step_body(None),
+                self._step_body(False),
                 arguments,
                 (*self.model_specs(), RANK, (), RANK, RANK, RANK, specs, self._before_spec),
                 (self._pools.specs(self._layers), *(RANK,) * max(1, len(drafts))),
@@ -342,43 +361,38 @@ class DecodePrograms:
 
         return self._programs.get(("forward", bucket, len(drafts) > 0), build)(*arguments)
 
-    def _choice(self, arguments: tuple[Any, ...], variant: Variant) -> Any:
+    def _choice(self, arguments: tuple[Any, ...]) -> Any:
         """Issues the second program of a step that runs as two programs. It chooses the tokens, and
         drafts the next ones.
 
         Args:
             arguments: hot, counts, ints, floats, logits, batch, drafts as in `_forward`, and masks
-                (uint32 [ranks, b + E, W]) or (). If the mesh drafts, also the weights and the KV of
-                the drafting layer, and the hidden states.
-            variant: Features that the rows need.
+                (uint32 [ranks, b + E, W]). If the mesh drafts, also the weights and the KV of the
+                drafting layer, and the hidden states.
 
         Returns:
             hot, the choice, and counts. If the mesh drafts, also the layer's KV, the drafts of all
-                slots, and, if grammars need them, the batch's drafts for the host.
+                slots, and the batch's drafts for the host.
         """
-        programs, ending, drafter = self._programs, self._ending(variant), self._next_tokens
-        counts_spec = RANK if variant.shaped else ()
+        programs, ending, drafter = self._programs, self._ending(), self._next_tokens
         batch, drafts, _, _, _, *y_TD = arguments[5:]
 
         def body(hot: Any, counts: Any, ints: Any, floats: Any, logits_TV: Any, *rest: Any) -> Any:
-            batch, drafts, mask, model, layer, *y_TD = rest
+            batch, drafts, masks, model, layer, *y_TD = rest
             rows = self._rows_of(batch, drafts, hot, ints, floats)
-            mask_TW = mask[0] if variant.masked else None
-            hot, chosen, counts = ending(rows, hot, counts, logits_TV[0], WHOLE, mask_TW)
+            hot, chosen, counts = ending(rows, hot, counts, logits_TV[0], masks[0])
             result = hot, chosen.on_rank(programs), counts
             if drafter is None or not y_TD:
                 return result
             layer, drafts_SG = drafter.draft(
-                model, layer, y_TD[0][0], rows, chosen, drafts[1][0], variant
+                model, layer, y_TD[0][0], rows, chosen, drafts[1][0], counts[0]
             )
-            slot_B = batch[0] if variant.masked else batch[0, :0]
-            shown = programs.readable(jnp.take(drafts_SG, slot_B, axis=0, mode="clip")[None])
+            shown = programs.readable(jnp.take(drafts_SG, batch[0], axis=0, mode="clip")[None])
             return *result, layer, drafts_SG[None], shown
 
         def build() -> Any:
-            masked = RANK if variant.masked else ()
-            in_specs = (RANK, counts_spec, *(RANK,) * 4, (RANK,) * len(drafts), masked)
-            out_specs = (RANK, Chosen.specs(variant, programs), counts_spec)
+            in_specs = (*(RANK,) * 6, (RANK,) * len(drafts), RANK)
+            out_specs = (RANK, Chosen.specs(programs), RANK)
             if drafter is None or not y_TD:
                 return programs.compile(
                     body, arguments, (*in_specs, (), ()), out_specs, donate=(0, 1)
@@ -394,7 +408,7 @@ class DecodePrograms:
                 donate=(0, 1, 9),
             )
 
-        key = "choice", batch.shape[1], variant, len(drafts) > 0
+        key = "choose", batch.shape[1], len(drafts) > 0
         return programs.get(key, build)(*arguments)
 
     def _rows_of(self, batch: Any, drafts: Any, hot: Any, ints: Any, floats: Any) -> DraftRows:
@@ -408,50 +422,37 @@ class DecodePrograms:
         edge = self._weights.edge
         return () if edge is None else edge.specs, layers, self._pools.specs(self._layers)
 
-    def _ending(self, variant: Variant) -> Any:
+    def _ending(self) -> Any:
         """Returns the end of a step's program: a function from logits to the new `hot`, the choice
         by slot and the new counts."""
         row_format, platform = self._rows, self._shards.platform
 
         def end(
-            rows: DraftRows,
-            hot: Any,
-            counts: Any,
-            logits_TV: jax.Array,
-            shard: VocabularyShard,
-            mask_TW: jax.Array | None = None,
+            rows: DraftRows, hot: Any, counts: Any, logits_TV: jax.Array, mask_TW: Any = None
         ) -> tuple[Any, Chosen, Any]:
             row = rows.all
             chosen = choose(
-                variant,
                 row_format,
                 logits_TV,
                 row.ints,
                 row.floats,
                 row.at + 1,
                 row.active,
-                rows.counts(counts[0]) if variant.shaped else None,
-                shard,
+                lambda: rows.counts(counts[0]),
                 platform,
                 mask_TW,
             )
-            chosen, hot_S2, slot_B = rows.accept(chosen, hot[0])
-            counts_out = (
-                counts[0].at[slot_B].set(chosen.counts, mode="drop")[None]
-                if chosen.counts is not None
-                else ()
-            )
-            return hot_S2[None], chosen, counts_out
+            chosen, hot_S2 = rows.accept(chosen, hot[0])
+            return hot_S2[None], chosen, rows.counted(counts[0], chosen.token)[None]
 
         return end
 
-    def _step_body(self, variant: Variant | None) -> Any:
-        """Returns the function that `shard_map` runs for a step. `variant` has the features that
-        the rows need; None computes only the forward pass. In stages before the last one, the
-        function returns pages and activations."""
+    def _step_body(self, whole: bool) -> Any:
+        """Returns the function that `shard_map` runs for a step, or for its forward pass only. In
+        stages before the last one, the function returns pages and activations."""
         layers = [self._weights.layers[index] for index in self._layers]
         weights, common, rows = self._weights, self._shards, self._rows
-        ending = None if variant is None else self._ending(variant)
+        ending = self._ending() if whole else None
         pools, nowhere, drafter = self._pools, self._pools.states.rank_rows, self._next_tokens
         programs, ring_pages = self._programs, self._limits.ring_pages
         taps = self._weights.taps if drafter else ()
@@ -502,71 +503,63 @@ class DecodePrograms:
             if not weights.ends:
                 return kept, x_TD[None]
             y_TD = edge.normed(reveal(x_TD))
-            logits_TV, shard = logits(
-                variant or Variant.MASKED, edge, y_TD, shards, rows.vocabulary
-            )
+            logits_TV = logits(edge, y_TD, shards, rows.vocabulary)
             if ending is None:
                 if not (drafter and drafts):
                     return kept, logits_TV[None]
                 hidden_TD = jnp.concatenate(tapped, axis=-1) if taps else y_TD
                 return kept, logits_TV[None], hidden_TD[None]
-            hot, chosen, counts = ending(step, hot, counts, logits_TV, shard)
+            hot, chosen, counts = ending(step, hot, counts, logits_TV)
             return kept, hot, chosen.on_rank(programs), counts
 
         return body
 
-    def _write_rows(self, changed: list[list[SlotAdmit | SlotGrow]]) -> None:
+    def _write(self, changed: Changes, histories: Changes) -> None:
+        """Issues the program that updates the rows of changed slots, and the counts of slots with
+        new sequences."""
         ranks, slots = self._limits.ranks, self._limits.slots_per_rank
-        # Column 0 is the slot whose row changes. Column 1 is the slot that gets a new sequence.
+        # Columns: the slot whose row changes, and the slot that gets a new sequence.
         where = np.full((ranks, ROWS_PER_UPDATE, 2), slots, np.int32)
+        counted = np.full((ranks, 1), slots, np.int32)
         hot = np.zeros((ranks, ROWS_PER_UPDATE, 2), np.int32)
         ints = np.zeros((ranks, ROWS_PER_UPDATE, self._rows.ints), np.int32)
         floats = np.zeros((ranks, ROWS_PER_UPDATE, self._rows.floats), np.float32)
+        counts: Any = self._no_counts
         for rank, rank_changes in enumerate(changed):
             for row, change in enumerate(rank_changes):
                 where[rank, row, 0] = change.slot
-                ints[rank, row], floats[rank, row] = (
-                    self._ints[rank, change.slot],
-                    self._floats[rank, change.slot],
-                )
+                ints[rank, row] = self._ints[rank, change.slot]
+                floats[rank, row] = self._floats[rank, change.slot]
                 if isinstance(change, SlotAdmit):
                     where[rank, row, 1] = change.slot
                     hot[rank, row] = change.token, change.position
+        if any(histories):
+            host = np.zeros((ranks, 1, self._rows.vocabulary), np.int32)
+            for rank, rank_changes in enumerate(histories):
+                for change in rank_changes:
+                    assert isinstance(change, SlotAdmit)
+                    counted[rank] = change.slot
+                    host[rank, 0] = self._rows.pack_history(change.sample)
+            counts = self._programs.argument(host)
 
-        def body(state: Any, where: jax.Array, rows: Any) -> Any:
-            hot_S2, ints_SI, floats_SF = (array[0] for array in state)
-            hot_S2 = hot_S2.at[where[0, :, 1]].set(rows[0][0], mode="drop")
-            ints_SI = ints_SI.at[where[0, :, 0]].set(rows[1][0], mode="drop")
-            return (
-                hot_S2[None],
-                ints_SI[None],
-                floats_SF.at[where[0, :, 0]].set(rows[2][0], mode="drop")[None],
-            )
+        def body(state: SlotState, where: Any, counted: Any, rows: Any, counts: Any) -> SlotState:
+            hot_S2, ints_SI, floats_SF, counts_SV = (array[0] for array in state)
+            changed_R, admitted_R = where[0, :, 0], where[0, :, 1]
+            hot_S2 = hot_S2.at[admitted_R].set(rows[0][0], mode="drop")
+            ints_SI = ints_SI.at[changed_R].set(rows[1][0], mode="drop")
+            floats_SF = floats_SF.at[changed_R].set(rows[2][0], mode="drop")
+            counts_SV = counts_SV.at[counted[0]].set(counts[0], mode="drop")
+            return SlotState(hot_S2[None], ints_SI[None], floats_SF[None], counts_SV[None])
 
-        state = tuple(self._state[:3])
-        arguments = (state, *self._programs.argument((where, (hot, ints, floats))))
-        specs = ((RANK,) * 3, RANK, (RANK,) * 3)
-        build = lambda: self._programs.compile(body, arguments, specs, (RANK,) * 3, donate=(0,))  # noqa: E731
-        hot_array, ints_array, floats_array = self._programs.get(("rows",), build)(*arguments)
-        self._state = SlotState(hot_array, ints_array, floats_array, self._state.counts)
-
-    def _write_counts(self, changed: list[list[SlotAdmit | SlotGrow]]) -> None:
-        where = np.full((self._limits.ranks, 1), self._limits.slots_per_rank, np.int32)
-        counts = np.zeros((self._limits.ranks, 1, self._rows.vocabulary), np.int32)
-        for rank, rank_changes in enumerate(changed):
-            for row, change in enumerate(rank_changes):
-                assert isinstance(change, SlotAdmit)
-                where[rank, row] = change.slot
-                counts[rank, row] = self._rows.pack_history(change.sample)
-
-        def body(counts: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
-            return counts[0].at[where[0]].set(new[0], mode="drop")[None]
-
-        arguments = (self._state.counts, *self._programs.argument((where, counts)))
-        build = lambda: self._programs.compile(body, arguments, (RANK,) * 3, RANK, donate=(0,))  # noqa: E731
-        self._state = self._state._replace(
-            counts=self._programs.get(("counts",), build)(*arguments)
+        arguments = (
+            self._state,
+            *self._programs.argument((where, counted, (hot, ints, floats))),
+            counts,
         )
+        state_spec = SlotState(RANK, RANK, RANK, RANK)  # type: ignore[arg-type]
+        specs = (state_spec, RANK, RANK, (RANK,) * 3, RANK)
+        build = lambda: self._programs.compile(body, arguments, specs, state_spec, donate=(0,))  # noqa: E731
+        self._state = self._programs.get(("admit",), build)(*arguments)
 
 
 def _per_rank_groups(

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jdisagg.executor.choose import Chosen, Variant
+from jdisagg.executor.choose import Chosen
 from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.draft_rows import DraftPlan, Guesses, Slots
 from jdisagg.executor.programs import Programs
@@ -86,11 +86,11 @@ class DecodeStages:
             for admit in admits:
                 self._earlier.forget(admit.slot % len(self._stages))
 
-    def step(self, slots: Slots, variant: Variant, guesses: Guesses | None = None) -> StepChoice:
+    def step(self, slots: Slots, masked: bool, guesses: Guesses | None = None) -> StepChoice:
         """Issues one decode step. For the arguments see `DecodePrograms.step`. Rows are in the
         order of `slots`."""
         if self._earlier is None:
-            return StepChoice((self._last.step(slots, variant, guesses),))
+            return StepChoice((self._last.step(slots, masked, guesses),))
         count, guesses = len(self._stages), guesses or {}
         parts: list[Chosen] = []
         places = np.zeros((len(slots), max(map(len, slots))), np.int32)
@@ -111,7 +111,7 @@ class DecodeStages:
                 tuple(slots[rank][index] for index in indices) for rank, indices in enumerate(rows)
             )
             self._earlier.turn = turn
-            chosen = self._last.step(batch, variant, of_turn)
+            chosen = self._last.step(batch, masked, of_turn)
             self._earlier.copy_state()
             for rank, indices in enumerate(rows):
                 places[rank, indices] = first + np.arange(len(indices))
@@ -119,9 +119,14 @@ class DecodeStages:
             parts.append(chosen)
         return StepChoice(tuple(parts), places)
 
-    def warm_drafts(self, bucket: int, variant: Variant) -> None:
-        """Compiles the programs of a step with drafts, for one batch size."""
-        self._last.warm_drafts(bucket, variant)
+    def warm_up(self, bucket: int) -> None:
+        """Compiles the programs of a step, for one batch size."""
+        self._last.warm_up(bucket)
+
+    def warm_pair(self, bucket: int, drafts: bool) -> None:
+        """Compiles the programs of a step with or without drafts that chooses in a program of its
+        own, for one batch size."""
+        self._last.warm_pair(bucket, drafts)
 
     def warm_updates(self) -> None:
         """Compiles the programs of `update`, by running them without changes."""

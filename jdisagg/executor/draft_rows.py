@@ -196,29 +196,32 @@ class DraftRows(NamedTuple):
         nothing = counts_TV.shape[1]
         return counts_TV.at[row_T1, jnp.where(counted_TQ, earlier_TQ, nothing)].add(1, mode="drop")
 
-    def accept(self, chosen: Chosen, hot_S2: jax.Array) -> tuple[Chosen, jax.Array, jax.Array]:
+    def counted(self, counts_SV: jax.Array, token_BQ: jax.Array) -> jax.Array:
+        """Adds each slot's chosen tokens to its counts."""
+        at_BQ = jnp.where(token_BQ >= 0, token_BQ, counts_SV.shape[1])
+        slot_B = self.all.slot[: len(token_BQ)]  # the slots' own rows come first
+        slot_BQ = jnp.broadcast_to(slot_B[:, None], at_BQ.shape)
+        return counts_SV.at[slot_BQ, at_BQ].add(1, mode="drop")
+
+    def accept(self, chosen: Chosen, hot_S2: jax.Array) -> tuple[Chosen, jax.Array]:
         """Verifies the drafts.
 
         Returns:
             The choice by slot, [B, Q]: the tokens up to the first that differs from its draft, and
-                NO_TOKEN after it. `counts` [B, V] include these tokens.
+                NO_TOKEN after it.
             The new `hot`: token and position of each slot.
-            The slot of each of the B rows.
         """
-        last_B, token_BQ = self.index_BQ[:, 0], self.by_slot(chosen.token)
-        if self.drafts:
-            right_BQ = self._active_BQ[:, 1:] & (
-                self.by_slot(self.all.token)[:, 1:] == token_BQ[:, :-1]
-            )
-            accepted_B = jnp.cumprod(right_BQ, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
-            offset_1Q = jnp.arange(token_BQ.shape[1], dtype=jnp.int32)[None, :]
-            token_BQ = jnp.where(offset_1Q <= accepted_B[:, None], token_BQ, NO_TOKEN)
-            last_B = jnp.take_along_axis(self.index_BQ, accepted_B[:, None], axis=1)[:, 0]
-        last: BatchRows = jax.tree.map(lambda x: jnp.take(x, last_B, axis=0), self.all)
-        logprob, top_ids, top_logprobs = (
-            None if part is None else self.by_slot(part)
-            for part in (chosen.logprob, chosen.top_ids, chosen.top_logprobs)
+        if not self.drafts:
+            hot_S2 = self.all.advance(hot_S2, chosen.token)
+            return jax.tree.map(lambda x: x[:, None], chosen), hot_S2
+        token_BQ = self.by_slot(chosen.token)
+        right_BQ = self._active_BQ[:, 1:] & (
+            self.by_slot(self.all.token)[:, 1:] == token_BQ[:, :-1]
         )
-        counts = None if chosen.counts is None else jnp.take(chosen.counts, last_B, axis=0)
+        accepted_B = jnp.cumprod(right_BQ, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
+        offset_1Q = jnp.arange(token_BQ.shape[1], dtype=jnp.int32)[None, :]
+        token_BQ = jnp.where(offset_1Q <= accepted_B[:, None], token_BQ, NO_TOKEN)
+        last_B = jnp.take_along_axis(self.index_BQ, accepted_B[:, None], axis=1)[:, 0]
+        last: BatchRows = jax.tree.map(lambda x: jnp.take(x, last_B, axis=0), self.all)
         hot_S2 = last.advance(hot_S2, jnp.take(chosen.token, last_B, axis=0))
-        return Chosen(token_BQ, logprob, top_ids, top_logprobs, counts), hot_S2, last.slot
+        return Chosen(token_BQ, self.by_slot(chosen.scores)), hot_S2

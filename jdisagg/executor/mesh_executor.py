@@ -6,8 +6,6 @@ them. An instance prefills, decodes, or does both, and builds only the programs 
 All device state (pages, slots, offered and pulled blocks) belongs to the dispatch thread."""
 
 import asyncio
-import contextlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +15,6 @@ import jax
 from jdisagg.executor.adapter_slots import AdapterSlots, adapter_size
 from jdisagg.executor.block_programs import MeshBlocks
 from jdisagg.executor.block_sums import ChunkSums, PrefillSums
-from jdisagg.executor.choose import Variant
 from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.decode_stages import DecodeStages
 from jdisagg.executor.draft_rows import Guess
@@ -28,7 +25,6 @@ from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
 from jdisagg.executor.prefill_sampler import PrefillSampler
 from jdisagg.executor.prefill_stages import PrefillStages
-from jdisagg.executor.program_store import program_store
 from jdisagg.executor.programs import MissingProgram, Programs
 from jdisagg.executor.prompt_scorer import PromptScorer
 from jdisagg.executor.results import (
@@ -82,8 +78,6 @@ from jdisagg.transfer.channel import Channel, PullTarget
 from jdisagg.transfer.codec import check_codec
 from jdisagg.transfer.host_store import HostStore
 from jdisagg.transfer.pieces import NO_CODEC
-
-QUIET_SECONDS = 0.2  # longer than the pauses between commands of running work
 
 
 @dataclass(frozen=True)
@@ -143,9 +137,6 @@ class MeshExecutor:
             limits.sent.positioned, len(limits.kv_spec.layers), limits.layer_groups
         )
         self._stages = _stages(programs, model, layout, limits)
-        for stage in self._stages:
-            made_of = type(self), layout, limits, role, model.vocabulary, stage.weights
-            stage.programs.store = program_store(stage.programs.mesh, *made_of)
         self._pool = self._stages[0].pools.pages
         held = [stage.pools.pages.held for stage in self._stages]
         stage_of = [
@@ -174,7 +165,7 @@ class MeshExecutor:
         )
         self.adapters = AdapterSlots([stage[:2] for stage in self._stages], model, limits)
         self.swaps = WeightSwaps(self._stages, model, layout, limits)
-        self._wanted_logprobs: dict[tuple[int, int], int | None] = {}
+        self._wanted_logprobs: dict[tuple[int, int], int] = {}  # by (rank, slot)
         self.host = HostStore(name)
         pools = [(stage.programs, stage.pools) for stage in self._stages]
         self.blocks = MeshBlocks(pools, stage_of, limits, self._groups, channel, self.host)
@@ -213,12 +204,12 @@ class MeshExecutor:
             work()
             return Finished(-1)
 
-        return self._threads.submit(issue, beside=True)
+        return self._threads.submit(issue)
 
     async def on_compiled(self, work: Callable[[], object]) -> None:
-        """Runs `work` between commands, like `on_dispatch_thread`. If `work` needs a program that
-        is not compiled, the program is compiled on another thread, so that no command waits, and
-        `work` runs again from its beginning. `work` must therefore be repeatable."""
+        """Runs `work` on the dispatch thread. If `work` needs a program that is not compiled, the
+        program is compiled on another thread, beside others, and `work` runs again from its
+        beginning. `work` must therefore be repeatable."""
         missing: list[MissingProgram] = []
 
         def attempt() -> None:
@@ -232,13 +223,6 @@ class MeshExecutor:
         while missing:
             await asyncio.to_thread(missing.pop().compile)
             await self.on_dispatch_thread(attempt)
-
-    async def quiet(self, at_most: float = math.inf) -> None:
-        """Waits until no command has been in progress for `QUIET_SECONDS`, or for `at_most`
-        seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if at_most == math.inf else at_most):
-                await self._threads.quiet(QUIET_SECONDS)
 
     def close(self) -> None:
         self._saved.close()
@@ -263,30 +247,19 @@ class MeshExecutor:
         return self._issue(command).result()
 
     @property
-    def variants(self) -> tuple[Variant, ...]:
-        """Returns the program variants to compile. Masked variants are included only if there is a
-        compiler of grammars."""
-        masked = self._grammars.compiler is not None
-        return tuple(variant for variant in Variant if masked or not variant.masked)
+    def grammars(self) -> bool:
+        """Whether there is a compiler of grammars."""
+        return self._grammars.compiler is not None
 
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
-        """Compiles the programs of a prefill chunk, except those for grammars, by running a chunk
-        of padding and every cut of blocks that a hand-off may need."""
+        """Compiles the programs of a prefill chunk, by running a chunk of padding and every cut of
+        blocks that a hand-off may need."""
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         x, blocks, _ = self._prefill.run(chunk)
         for groups, tokens in self.limits.block_shapes() if blocks else ():
             if tokens <= width:
                 self._prefill.cut(blocks, groups, 0, 0, tokens)
-        x.block_until_ready()
-        for variant in self.variants if form.samples else ():
-            if not variant.masked:
-                self._sampler.warm_up(variant, x)
-
-    def warm_samples(self, width: int, form: ChunkForm, variant: Variant) -> None:
-        """Compiles the programs of one `variant` that choose first tokens, by running a chunk of
-        padding."""
-        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
-        self._sampler.warm_up(variant, self._prefill.run(chunk)[0])
+        self._sampler.warm_up(x)
 
     def warm_pictured(self, width: int, form: ChunkForm) -> None:
         """Compiles the programs of a prefill chunk with images (deepstack models), by running a
@@ -295,28 +268,21 @@ class MeshExecutor:
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         self._prefill.run(chunk, self.images.nothing_added(width))[0].block_until_ready()
 
-    def warm_decode(self, size: int, variant: Variant) -> None:
-        """Compiles the program of a decode step, by running a step of `size` empty slots. With
-        grammars, also compiles the step with forced tokens."""
+    def warm_decode(self, size: int) -> None:
+        """Compiles the program of a decode step, by running a step of `size` empty slots."""
         assert self._decode is not None
-        empty = (self.limits.slots_per_rank,) * size
-        chosen = self._decode.step((empty,) * self.limits.ranks, variant)
-        chosen.parts[-1].token.block_until_ready()
-        if variant.masked:
-            self._decode.warm_drafts(size, variant)
+        self._decode.warm_up(size)
 
-    def warm_drafts(self, size: int, variant: Variant) -> None:
-        """Compiles the programs of a decode step with drafts, by running a step of empty slots."""
+    def warm_pair(self, size: int, drafts: bool) -> None:
+        """Compiles the two programs of a decode step with drafts, or of one without, by running a
+        step of `size` empty slots."""
         assert self._decode is not None
-        self._decode.warm_drafts(size, variant)
+        self._decode.warm_pair(size, drafts)
 
-    def warm_mixed(self, width: int, form: ChunkForm, size: int, variant: Variant) -> None:
-        """Compiles the program that runs a prefill chunk and a decode step together, by running it
-        on padding and `size` empty slots."""
+    def warm_mixed(self, width: int) -> None:
+        """Compiles the program that runs a prefill chunk and a decode step together."""
         assert self._mixed is not None
-        slots = ((self.limits.slots_per_rank,) * size,) * self.limits.ranks
-        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form)
-        self._mixed.run(chunk, slots, variant)[1].parts[0].token.block_until_ready()
+        self._mixed.warm_up(width)
 
     def warm_updates(self) -> None:
         """Compiles the programs that admit sequences, extend page tables, set token counts and copy
@@ -405,54 +371,56 @@ class MeshExecutor:
         assert self._decode is not None, "this instance has no decode programs"
         if command.chunk is not None:
             return self._run_mixed(command, command.chunk)
-        variant = self._update_slots(command)
+        self._update_slots(command)
         guesses = {
             (one.rank, one.row): Guess(one.start, one.tokens, one.count) for one in command.drafts
         }
         steps = [
-            self._decode.step(command.slots, variant, {} if number else guesses)
+            self._decode.step(command.slots, command.masked, {} if number else guesses)
             for number in range(command.steps)
         ]
-        return self._reading(command, variant, steps)
+        return self._reading(command, steps)
 
     def _run_mixed(self, command: DecodeSteps, part: PrefillChunk) -> MixedReading:
         """Runs a chunk and a decode step, in one program if there is one for this chunk."""
         assert self._decode is not None and command.steps == 1
         chunk = self._mixed.arrays(part) if self._mixed else None
         if self._mixed is None or chunk is None:
-            prefill, variant = self._run_prefill(part), self._update_slots(command)
-            step = self._decode.step(command.slots, variant)
+            prefill = self._run_prefill(part)
+            self._update_slots(command)
+            step = self._decode.step(command.slots, command.masked)
         else:
-            variant = self._update_slots(command)
-            x, step = self._mixed.run(chunk, command.slots, variant)
+            self._update_slots(command)
+            x, step = self._mixed.run(chunk, command.slots, command.masked)
             chosen = self._sampler.run(part, x)
             start_reading(chosen or ())
             sums = ChunkSums(part, self.limits.granule_tokens, [])
             prefill = PrefillReading(part, x, chosen, sums)
-        return MixedReading(prefill, self._reading(command, variant, [step]))
+        return MixedReading(prefill, self._reading(command, [step]))
 
-    def _update_slots(self, command: DecodeSteps) -> Variant:
-        """Admits and grows a command's sequences. Returns the features that its rows need."""
+    def _update_slots(self, command: DecodeSteps) -> None:
+        """Admits and grows a command's sequences."""
         assert self._decode is not None
         if command.admits or command.grows:
             self._decode.update(command.admits, command.grows)
             self._grammars.admit(command.admits, command.grows)
             for admit in command.admits:
-                self._wanted_logprobs[admit.rank, admit.slot] = admit.sample.sampling.logprobs
-        return Variant.of(command.sampled, command.shaped, command.masked)
+                wanted = admit.sample.sampling.logprobs
+                self._wanted_logprobs.pop((admit.rank, admit.slot), None)
+                if wanted is not None:
+                    self._wanted_logprobs[admit.rank, admit.slot] = wanted
 
-    def _reading(
-        self, command: DecodeSteps, variant: Variant, steps: list[StepChoice]
-    ) -> DecodeReading:
-        for chosen in steps:
-            chosen.start_reading()
-        wanted: tuple[tuple[int | None, ...], ...] = tuple(() for _ in command.slots)
-        if variant.shaped:
+    def _reading(self, command: DecodeSteps, steps: list[StepChoice]) -> DecodeReading:
+        wanted: tuple[tuple[int | None, ...], ...] = ()
+        if self._wanted_logprobs:
             wanted = tuple(
                 tuple(self._wanted_logprobs.get((rank, slot)) for slot in row)
                 for rank, row in enumerate(command.slots)
             )
-        return DecodeReading(command, steps, wanted)
+        reading = DecodeReading(command, steps, wanted)
+        for chosen in steps:
+            chosen.start_reading(reading.scored)
+        return reading
 
 
 class _Stage(NamedTuple):

@@ -7,7 +7,8 @@ attends. The last layer is computed only for the last token of each prompt that 
 and for the step's rows. The program returns the logits of the step's rows and the activations of
 these last tokens. Tokens are chosen by other programs: those of the step as in a step of two
 programs (`decode_program.py`), first tokens of prompts as after any chunk (`prefill_sampler.py`).
-So there is one program for each pair of chunk size and batch size.
+So there is one program for each chunk size; its step has the largest batch size, because a few more
+rows cost little beside the tokens of a chunk.
 
 With a next-token layer the last layer is computed for all tokens of the chunk, because the
 next-token layer's KV is computed from its output. The step's rows get no KV in the next-token
@@ -22,7 +23,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from jdisagg.executor.choose import Variant, logits
+from jdisagg.executor.choose import logits
 from jdisagg.executor.chunk_attention import ChunkAttention, RankChunk
 from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.draft_rows import DraftRows, Slots
@@ -31,9 +32,7 @@ from jdisagg.executor.prefill_program import (
     ChunkArrays,
     ChunkForm,
     asks_of_prompts,
-    columns_for,
     compute_draft_kv,
-    past_columns,
 )
 from jdisagg.executor.programs import RANK, Programs
 from jdisagg.executor.results import StepChoice
@@ -45,11 +44,7 @@ from jdisagg.model_api import AdapterRows, Attend, AttendOptions, Index, Shards
 from jdisagg.ops.quarantine import reveal
 from jdisagg.scheduler.executor import MeshLimits
 
-
-def mixed_forms(limits: MeshLimits, platform: str) -> tuple[ChunkForm, ...]:
-    """Returns the chunk forms for which mixed programs are compiled. They support any rows: several
-    rows in a chunk, with or without tokens of earlier chunks."""
-    return tuple(ChunkForm(True, True, columns=count) for count in past_columns(limits, platform))
+_FORM = ChunkForm(packed=True)
 
 
 class MixedPrograms:
@@ -76,18 +71,21 @@ class MixedPrograms:
             return None
         if any(row.images for row in command.rows):
             return None
-        form = ChunkForm(True, True, columns=columns_for(command, limits, platform))
-        return ChunkArrays.build(command, limits, form, platform)
+        return ChunkArrays.build(command, limits, _FORM, platform)
 
-    def run(
-        self, chunk: ChunkArrays, slots: Slots, variant: Variant
-    ) -> tuple[jax.Array, StepChoice]:
+    def warm_up(self, width: int) -> None:
+        """Compiles the program of one chunk size, by running it on padding and empty slots."""
+        slots = ((self._limits.slots_per_rank,),) * self._limits.ranks
+        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self._limits, _FORM)
+        self.run(chunk, slots, False)[1].parts[0].token.block_until_ready()
+
+    def run(self, chunk: ChunkArrays, slots: Slots, masked: bool) -> tuple[jax.Array, StepChoice]:
         """Issues the programs of a chunk and a decode step.
 
         Args:
-            chunk: The chunk, in one of `mixed_forms`.
+            chunk: The chunk, as `arrays` returns it.
             slots: Decode slots of the step, by dp rank.
-            variant: Features that the step's rows need.
+            masked: Whether some row of the step has a grammar.
 
         Returns:
             Activations after the last layer, [ranks, R, D], as from `PrefillPrograms.run`, and the
@@ -104,7 +102,7 @@ class MixedPrograms:
             ends.append(x_RD)
             return (new_pages, *kept[1:]), logits_BV
 
-        chosen = self._decode.step_with(slots, variant, forward)
+        chosen = self._decode.step_with(slots, masked, forward)
         return ends[0], StepChoice((chosen,))
 
     @property
@@ -125,17 +123,16 @@ class MixedPrograms:
             in_specs = (stem_specs, layer_specs, kept_specs, *(RANK,) * 4, chunk.specs)
             in_specs += (() if part is None else part.specs, draft_specs)
             return self._programs.compile(
-                self._body(chunk.form),
+                self._body(),
                 arguments,
                 in_specs,
                 (kept_specs[0], RANK, RANK, draft_specs),
                 donate=(2, 9),
             )
 
-        key = "mixed", chunk.tokens.shape[1], chunk.form, bucket
-        return self._programs.get(key, build)
+        return self._programs.get(("mixed", chunk.tokens.shape[1]), build)
 
-    def _body(self, form: ChunkForm) -> Any:
+    def _body(self) -> Any:
         weights, common, rows, pools = self._weights, self._shards, self._rows, self._pools
         sizes = pools.pages.rank_rows, pools.pages.page_size
 
@@ -163,7 +160,7 @@ class MixedPrograms:
                 slot_T = jnp.concatenate((own_T, rows.adapter(row.ints)))
                 shards = dataclasses.replace(common, adapters=AdapterRows(slot_T))
             part = (positions_T, segment_T, table_RN, past_R, continuing, last_R)
-            chunk = ChunkAttention(RankChunk(*part, form.columns, True), *sizes, shards)
+            chunk = ChunkAttention(RankChunk(*part, True), *sizes, shards)
             both = _MixedAttention(chunk, StepAttention(step, rows, pools, 0, shards.platform))
 
             stem: Any = weights.stem.merge(stem_leaves)
@@ -198,7 +195,7 @@ class MixedPrograms:
                 x_TD = jnp.take(x_TD, asked_R, axis=0, mode="clip")
             x_RD, x_BD = jnp.split(x_TD, (last_R.shape[0],))
             y_BD = stem.normed(reveal(x_BD))
-            logits_BV, _ = logits(Variant.MASKED, stem, y_BD, shards, rows.vocabulary)
+            logits_BV = logits(stem, y_BD, shards, rows.vocabulary)
             return chunk.pages[:count], logits_BV[None], x_RD[None], chunk.pages[count:]
 
         return body

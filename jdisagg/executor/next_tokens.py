@@ -12,19 +12,21 @@ filters. It then equals the model's token more often than the layer's most likel
 slot's next step. Drafts never change the tokens of a stream, so leftover drafts of an earlier
 sequence are harmless."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdisagg.executor.choose import Chosen, Variant, choose, logits
+from jdisagg.executor.choose import Chosen, choose, logits
 from jdisagg.executor.draft_rows import DraftRows
 from jdisagg.executor.page_pool import LayerPages, Pools
 from jdisagg.executor.slot_state import BatchRows, RowFormat
 from jdisagg.executor.step_attention import StepAttention
 from jdisagg.executor.weights import Weights
 from jdisagg.model_api import DraftLayer, Shards
-from jdisagg.ops.sampling import WHOLE
+from jdisagg.ops.logit_shaping import update_counts
 from jdisagg.scheduler.speculation import CHAIN
 
 LayerKv = tuple[list[LayerPages], list[LayerPages], list[LayerPages]]
@@ -53,7 +55,7 @@ class NextTokens:
         step: DraftRows,
         chosen: Chosen,
         drafts_SG: jax.Array,
-        variant: Variant,
+        counts_SV: jax.Array,
     ) -> tuple[LayerKv, jax.Array]:
         """Drafts the tokens that follow the tokens of a step.
 
@@ -64,6 +66,7 @@ class NextTokens:
             step: Rows of the step.
             chosen: The step's choice by slot, as `DraftRows.accept` returns it.
             drafts_SG: Drafts of all slots: position of the first, and `CHAIN` tokens.
+            counts_SV: Counts of the tokens in each slot's sequence, after the step.
 
         Returns:
             The layer's KV, and the drafts of all slots.
@@ -76,7 +79,7 @@ class NextTokens:
         count_B = step.by_slot(rows.active).astype(jnp.int32).sum(1, dtype=jnp.int32)
         last_B = jnp.take_along_axis(step.index_BQ, jnp.maximum(count_B - 1, 0)[:, None], 1)[:, 0]
         own: BatchRows = jax.tree.map(lambda x: jnp.take(x, last_B, axis=0), rows)
-        y_BD, first, counts_BV = jnp.take(y_TD, last_B, axis=0), own, chosen.counts
+        y_BD, first = jnp.take(y_TD, last_B, axis=0), own
         index_B = jnp.arange(own.slot.shape[0], dtype=jnp.int32)
         tokens: list[jax.Array] = []
         for number in range(CHAIN):
@@ -84,8 +87,8 @@ class NextTokens:
                 own = self._advanced(own, tokens[-1])
                 alone = DraftRows(own, index_B, jnp.zeros_like(index_B), index_B[:, None])
                 y_BD, kept = self._layer(model, kept, y_BD, alone)
-            draft = self._choose(model, y_BD, own, counts_BV, variant)
-            counts_BV = draft.counts
+            counts = partial(_counts_after, counts_SV, own.slot, tuple(tokens))
+            draft = self._choose(model, y_BD, own, counts)
             tokens.append(draft.token)
         drafts_BG = jnp.stack((first.position + 1, *tokens), axis=1)
         slot_B = jnp.where(first.active, first.slot, slots)
@@ -131,23 +134,29 @@ class NextTokens:
         model: tuple[Any, Any],
         y_BD: jax.Array,
         own: BatchRows,
-        counts_BV: jax.Array | None,
-        variant: Variant,
+        counts: Callable[[], jax.Array],
     ) -> Chosen:
-        variant, shard = variant.unmasked, WHOLE
         logits_BV = self._part(model).logits(y_BD, self._shards)
         if logits_BV is None:
             stem: Any = self._weights.stem.merge(model[0])
-            logits_BV, shard = logits(variant, stem, y_BD, self._shards, self._rows.vocabulary)
+            logits_BV = logits(stem, y_BD, self._shards, self._rows.vocabulary)
         return choose(
-            variant,
             self._rows,
             logits_BV,
             own.ints,
             own.floats,
             own.at + 1,
             own.active,
-            counts_BV,
-            shard,
+            counts,
             self._shards.platform,
         )
+
+
+def _counts_after(
+    counts_SV: jax.Array, slot_B: jax.Array, drafts: Sequence[jax.Array]
+) -> jax.Array:
+    """Returns the counts [B, V] of the rows' sequences, with the drafts so far."""
+    counts_BV = jnp.take(counts_SV, slot_B, axis=0, mode="clip")
+    for token_B in drafts:
+        counts_BV = update_counts(counts_BV, token_B)
+    return counts_BV

@@ -1,21 +1,19 @@
 """Runs prefill chunks as a chain of programs, one for each layer group. All dp ranks run at the
 same time, each on its own chunk.
 
-The chain is: embedding, group 0, group 1, ..., then head and sampling for rows that end their
-prompt. Each group writes its keys and values into this mesh's pages (donated), for later chunks of
-the same sequences. If the instance hands off KV, the group's program also returns the keys and
-values as one block [ranks, C, K, T, H]. C counts the cached components of the group's layers
-(`layout/kv_spec.py`). The block can then be transferred while the next group computes. A small
-program computes each block's checksum. Page arrays are never offered. Sliding-window layers that
-are sent separately are left out of these blocks. Most of their KV is never used again, and the rest
-is extracted from the pages after the last chunk.
+The chain is: group 0 (with the embedding), group 1, ..., then head and sampling for rows that end
+their prompt. Each group writes its keys and values into this mesh's pages (donated), for later
+chunks of the same sequences. If the instance hands off KV, the group's program also returns the
+keys and values as one block [ranks, C, K, T, H], and the block's checksums. C counts the cached
+components of the group's layers (`layout/kv_spec.py`). The block can then be transferred while the
+next group computes. Page arrays are never offered. Sliding-window layers that are sent separately
+are left out of these blocks. Most of their KV is never used again, and the rest is extracted from
+the pages after the last chunk.
 
 The last layer computes keys and values for all tokens, but everything else only for the last tokens
 of the rows that sample. These tokens attend to pages alone, as in a decode step, because the layer
-writes all keys first. A chunk that samples nothing (the earlier part of a long prompt) skips this
-part of the last layer. This saves up to 1 / layers of a prefill. If log-probabilities of prompts
-are requested, the last layer is computed for all tokens, by a program compiled at the first
-request.
+writes all keys first. If log-probabilities of prompts are requested, the last layer is computed for
+all tokens, by a program compiled at the first request.
 
 A next-token layer, which drafts tokens on decode meshes, counts as one more layer of the KV cache.
 Its keys and values depend on the last hidden state of every token, so all layers are computed for
@@ -47,7 +45,7 @@ from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
 from jdisagg.model_api import AdapterRows, Attend, DraftLayer, Shards
 from jdisagg.ops.kv_rows import block_of
-from jdisagg.scheduler.executor import MeshLimits, buckets
+from jdisagg.scheduler.executor import MeshLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,47 +53,22 @@ class ChunkForm:
     """The static properties of a chunk's program.
 
     Attributes:
-        packed: Whether the chunk of some dp rank may have several rows, or a row that does not
-            begin at the chunk's first token.
-        past: Whether rows may continue earlier chunks. False makes the prefill of a whole new
-            prompt 1 % faster. On a CPU, packed chunks and chunks of a decode mesh are compiled only
-            with True.
-        samples: Whether rows may sample. Only chunks of the largest bucket, which hold earlier
-            parts of long prompts, are also compiled without sampling, and only on meshes that
-            compute long prompts.
-        columns: Number of page-table columns that earlier positions may use; 0 means all.
+        packed: Whether the chunk of some dp rank may have several rows, a row that does not begin
+            at the chunk's first token, or several samples of a row.
         every_token: Whether the last layer is computed for all tokens.
     """
 
     packed: bool = False
-    past: bool = False
-    samples: bool = True
-    columns: int = 0
     every_token: bool = False
 
 
-def past_columns(limits: MeshLimits, platform: str) -> tuple[int, ...]:
-    """Returns the page-table widths for which programs of chunks with a past (tokens of earlier
-    chunks) are compiled. A GPU gathers the whole table, so the widths grow by factors of four from
-    one chunk to the context. A CPU reads only the pages in use, so one width is enough."""
-    if not traits_of(platform).without_loops:
-        return (0,)
-    tokens = buckets(limits.chunk_buckets[-1], limits.context_tokens, factor=4)
-    return tuple(dict.fromkeys(-(-size // limits.page_size) for size in tokens))
-
-
-def chunk_forms(limits: MeshLimits, width: int, platform: str = "cpu") -> tuple[ChunkForm, ...]:
-    """Returns all program variants of a chunk with this bucket size."""
-    columns, loops = past_columns(limits, platform), not traits_of(platform).without_loops
-    forms = [ChunkForm(past=True, columns=count) for count in columns]
-    if not (limits.appends and loops):
-        forms = [ChunkForm(), *forms]
-    packed = [ChunkForm(True, True, columns=count) for count in columns]
-    if not loops:
-        packed.append(ChunkForm(packed=True))
-    unsampled = [dataclasses.replace(form, samples=False) for form in forms]
-    ends = limits.appends or width < limits.chunk_buckets[-1]
-    return (*forms, *packed, *(() if ends else unsampled))
+def chunk_forms(limits: MeshLimits, platform: str = "cpu") -> tuple[ChunkForm, ...]:
+    """Returns the forms in which chunks of the mesh are compiled. A packed chunk may hold a single
+    prompt, too, and takes 4 % longer for it on a CPU: it computes the last layer for more rows. So
+    a mesh that computes long prompts has a form for chunks of one row. A GPU, where a few more rows
+    are nearly free, has this form only for recurrent state, whose longer grain it allows."""
+    apart = limits.kv_spec.has_state or not traits_of(platform).without_loops
+    return (ChunkForm(), ChunkForm(True)) if apart and not limits.appends else (ChunkForm(True),)
 
 
 @dataclass(frozen=True)
@@ -200,32 +173,11 @@ class ChunkArrays:
         return *(RANK,) * 8, () if self.spatial is None else RANK
 
 
-def columns_for(command: PrefillChunk, limits: MeshLimits, platform: str) -> int:
-    """Returns the smallest of `past_columns` that contains all tokens of earlier chunks."""
-    reach = max((row.start for row in command.rows), default=0)
-    columns = past_columns(limits, platform)
-    enough = (count for count in columns if count * limits.page_size >= reach)
-    return next(enough, columns[-1])
-
-
 def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkForm:
-    packed = any(row.offset > 0 for row in command.rows)
-    may_sample = (
-        packed
-        or limits.appends
-        or command.chunk_tokens < limits.chunk_buckets[-1]
-        or any(row.samples for row in command.rows)
-    )
-    loops = not traits_of(platform).without_loops
-    past = any(row.start > 0 for row in command.rows) or ((packed or limits.appends) and loops)
-    columns = columns_for(command, limits, platform) if past else 0
-    form = ChunkForm(packed, past, may_sample, columns)
     if asks_of_prompts(command):
-        # Uses the most general forms, because requests wait while such a program is compiled: on a
-        # CPU one for each bucket.
-        past = loops or form.past
-        return dataclasses.replace(form, packed=True, past=past, samples=True, every_token=True)
-    return form
+        return ChunkForm(packed=True, every_token=True)
+    packed = any(row.offset > 0 or len(row.samples) > 1 for row in command.rows)
+    return ChunkForm(packed or ChunkForm() not in chunk_forms(limits, platform))
 
 
 def asks_of_prompts(command: PrefillChunk) -> bool:
@@ -281,38 +233,36 @@ class PrefillPrograms:
         Returns:
             Activations after the mesh's last layer, [ranks, T, D]. After the model's last layer:
                 [ranks, R, D] for the rows in `ChunkArrays.sampling`, or [ranks, T, D] with
-                `ChunkForm.every_token`. If no row may sample: some array of the last program, so
-                that the caller can wait for it. If the instance hands off KV, also one KV block for
+                `ChunkForm.every_token`. If the instance hands off KV, also one KV block for
                 each of the mesh's layer groups, and the blocks' checksums.
         """
         tokens, *meta, sampling, spatial = self._programs.argument(chunk.arguments, often=True)
-        if x is None:
-            embedded: jax.Array = self._embed(chunk.tokens.shape[1])(
-                self._weights.stem.leaves, tokens
-            )
+        if x is None and images is not None:
+            embedded = self._embed(chunk.tokens.shape[1])(self._weights.stem.leaves, tokens)
             x = embedded
             if chunk.pictured:
-                assert images is not None, "the worker refuses images otherwise"
                 x, deep = images.run(chunk.pictured, embedded)
         blocks: list[jax.Array] = []
         sums: list[jax.Array] = []
-        key = self._programs.argument(self._sums.key(chunk.checksum_key)) if self._sums else None
+        key = self._programs.argument(self._sums.key(chunk.checksum_key)) if self._sums else ()
         for index, group in self._groups:
             layers = [part.leaves for part in self._weights[group]]
             pages = self._pool.layers[group.start : group.stop]
             states = self._states.layers[group.start : group.stop]
             adds = images is not None and group.start < images.depth
             of_group = deep if adds else ()
-            program = self._group(group, chunk, of_group)
-            drafts = (self._weights.stem.leaves, tokens) if self._drafts(group) else ()
-            x, new_pages, new_states, block = program(
-                layers, pages, states, x, *meta, sampling, spatial, of_group, *drafts
+            embeds = x is None
+            program = self._group(group, chunk, of_group, embeds)
+            place = self._sums.place(index) if self._sums else ()
+            own = (self._weights.stem.leaves, tokens) if embeds or self._drafts(group) else ()
+            before = () if x is None else x
+            x, new_pages, new_states, block, of_block = program(
+                layers, pages, states, before, *meta, sampling, spatial, of_group, key, place, *own
             )
             self._pool.put(group.start, new_pages)
             self._states.put(group.start, new_states)
-            if self._sums and key is not None:
-                sums.append(self._sums.run(index, block[0], meta[0], meta[1], key))
             blocks.extend(block)
+            sums.extend(of_block)
         assert x is not None
         return x, blocks, sums
 
@@ -367,17 +317,15 @@ class PrefillPrograms:
         """Returns whether the next-token layer is in a group."""
         return len(self._weights.layers) in group
 
-    def _group(self, group: range, chunk: ChunkArrays, deep: Any) -> Any:
+    def _group(self, group: range, chunk: ChunkArrays, deep: Any, embeds: bool) -> Any:
         parts, drafts = self._weights[group], self._drafts(group)
         width, last = chunk.tokens.shape[1], group.stop == len(self._pool.spec.layers)
-        # The program of the other groups does not depend on sampling.
-        form = chunk.form
-        if not last:
-            form = dataclasses.replace(form, samples=True, every_token=False)
+        # Only the last group's program depends on which tokens are sampled.
+        form = chunk.form if last else ChunkForm(chunk.form.packed)
         kinds = self._pool.spec.layers[group.start : group.stop]
         before, within = _taps(self._weights, group)
         structures = tuple(part.structure for part in parts)
-        key = ("group", width, form, last, structures, kinds, before, within)
+        key = ("group", width, form, last, structures, kinds, before, within, embeds)
         deep_spec = () if isinstance(deep, tuple) else RANK
         if deep_spec:
             key += (group.start,)
@@ -385,25 +333,31 @@ class PrefillPrograms:
         def build() -> Any:
             pages = self._pool.layers[group.start : group.stop]
             states = self._states.layers[group.start : group.stop]
-            x = jax.ShapeDtypeStruct(
-                (*chunk.tokens.shape, (1 + before) * self._weights.width), self._weights.dtype
-            )
-            meta = chunk.arguments[1:]
+            shape = (*chunk.tokens.shape, (1 + before) * self._weights.width)
+            x = () if embeds else jax.ShapeDtypeStruct(shape, self._weights.dtype)
+            ranks, sums, meta = len(chunk.tokens), self._sums, chunk.arguments[1:]
+            keys, key_specs, sum_specs = ((), ()), ((), ()), []
+            if sums is not None:
+                keys = tuple(jax.ShapeDtypeStruct((ranks, size), jnp.uint32) for size in (2, 1))
+                key_specs, sum_specs = (RANK, RANK), [sums.spec_of_shares]
             page_specs, state_specs = self._pool.specs(group), self._states.specs(group)
             in_specs = (
                 [part.specs for part in parts],
                 page_specs,
                 state_specs,
-                *chunk.specs,
+                () if embeds else RANK,
+                *chunk.specs[1:],
                 deep_spec,
+                *key_specs,
             )
-            in_specs += (self._weights.stem.specs, RANK) if drafts else ()
-            out_specs = (RANK, page_specs, state_specs, [BLOCK_SPEC] if self._emit else [])
-            arguments = ([part.leaves for part in parts], pages, states, x, *meta, deep)
-            arguments += (self._weights.stem.leaves, chunk.tokens) if drafts else ()
+            in_specs += (self._weights.stem.specs, RANK) if drafts or embeds else ()
+            emitted = [BLOCK_SPEC] if self._emit else []
+            out_specs = (RANK, page_specs, state_specs, emitted, sum_specs)
+            arguments = ([part.leaves for part in parts], pages, states, x, *meta, deep, *keys)
+            arguments += (self._weights.stem.leaves, chunk.tokens) if drafts or embeds else ()
             # The last group returns fewer activations than its input has. A group with taps returns
             # more.
-            donate = (1, 2) if last or within else (1, 2, 3)
+            donate = (1, 2) if last or within or embeds else (1, 2, 3)
             return self._programs.compile(
                 self._group_body(group, form), arguments, in_specs, out_specs, donate=donate
             )
@@ -413,20 +367,20 @@ class PrefillPrograms:
     def _group_body(self, group: range, form: ChunkForm) -> Any:
         parts, last = self._weights[group], len(self._pool.spec.layers) - 1
         weights, layers = self._weights, len(self._weights.layers)
-        common, emit, page_size = self._shards, self._emit, self._pool.page_size
+        common, sums, page_size = self._shards, self._sums, self._pool.page_size
         tables, (rows, window_rows) = self._tables, self._rank_rows
-        spec = self._sums.spec if self._sums else self._pool.spec
+        spec = sums.spec if sums else self._pool.spec
         kinds = spec.layers[group.start : group.stop]
         apart = [tables > 1 and layer.window is not None for layer in self._pool.spec.layers]
         grain, keeps = self._grain if form.packed else self._long_grain, self._keeps
-        columns, adapters = form.columns if form.past else None, self._adapters
+        adapters = self._adapters
         taps, width = weights.taps, weights.width
 
         def body(
             leaves: Sequence[Sequence[jax.Array]],
             pages: Sequence[LayerPages],
             states: Sequence[LayerPages],
-            x: jax.Array,
+            x: Any,
             positions: jax.Array,
             segment: jax.Array,
             table: jax.Array,
@@ -436,19 +390,21 @@ class PrefillPrograms:
             sampling: jax.Array,
             spatial: Any,
             deep: Any,
+            key: Any,
+            place: Any,
             stem_leaves: Sequence[jax.Array] = (),
             tokens: jax.Array | None = None,
-        ) -> tuple[jax.Array, list[LayerPages], list[LayerPages], list[jax.Array]]:
+        ) -> tuple[jax.Array, list[LayerPages], list[LayerPages], list[jax.Array], list[jax.Array]]:
             positions_T, segment_T, past_R = positions[0], segment[0], past[0]
             slot_R, kept_R, stop_R = (state[0, :, column] for column in range(3))
-            rows_R = sampling[0] if form.samples else jnp.zeros((0,), jnp.int32)
+            rows_R = sampling[0]
             shards = common
             if adapters:
                 own_T = jnp.take(state[0, :, 3], segment_T, mode="clip")
                 shards = dataclasses.replace(common, adapters=AdapterRows(own_T, not form.packed))
             table_RN, *others = jnp.split(table[0], tables, axis=1)
             ours = (positions_T, segment_T, table_RN, past_R, continuing[0], rows_R)
-            rank_chunk = RankChunk(*ours, columns, form.packed)
+            rank_chunk = RankChunk(*ours, form.packed)
             windows = (others[0], window_rows) if others else None
             attention = ChunkAttention(rank_chunk, rows, page_size, shards, windows)
             begun_R = past_R[: slot_R.shape[0]]
@@ -456,6 +412,8 @@ class PrefillPrograms:
             kept = kept_R if keeps else None
             new_states: list[LayerPages] = []
             turned_T = positions_T if isinstance(spatial, tuple) else spatial[0]
+            if tokens is not None and isinstance(x, tuple):
+                x = weights.stem.merge(stem_leaves).embed(tokens[0], shards)[None]  # type: ignore[attr-defined]
             x_TD, *tapped = jnp.split(x[0], x.shape[-1] // width, axis=-1)
             for index, part, part_leaves, layer_pages, layer_states, kind in zip(
                 group, parts, leaves, pages, states, kinds, strict=True
@@ -497,9 +455,12 @@ class PrefillPrograms:
                     new_states.append(())
             if tapped:
                 x_TD = jnp.concatenate((x_TD, *tapped), axis=-1)
-            waited_for = x_TD if x_TD.shape[0] else x[0, :1]
-            blocks = [block_of(kinds, attention.sent, spec)[None]] if emit else []
-            return waited_for[None], attention.pages, new_states, blocks
+            if sums is None:
+                return x_TD[None], attention.pages, new_states, [], []
+            block_CKTH = block_of(kinds, attention.sent, spec)
+            where = positions_T, segment_T
+            shares = sums.shares(block_CKTH, *where, key[0], place[0, 0])
+            return x_TD[None], attention.pages, new_states, [block_CKTH[None]], [shares]
 
         return body
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.executor.choose import Chosen, Variant, choose, logits
+from jdisagg.executor.choose import Chosen, choose, logits
 from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
@@ -26,9 +26,10 @@ from jdisagg.scheduler.executor import MeshLimits
 
 
 class _SampledRows(NamedTuple):
-    """Parameters of each sample, as arrays [ranks, samples, ...]. `counts` and `mask` are () if the
-    program variant does not use them."""
+    """Parameters of each sample, as arrays [ranks, samples, ...]. `source` is the row of the chunk
+    that the sample continues."""
 
+    source: Any
     ints: Any
     floats: Any
     position: Any
@@ -49,14 +50,11 @@ class PrefillSampler:
         rows: RowFormat,
         grammars: GrammarRows,
     ) -> None:
-        self._programs, self._weights, self._shards, self._limits, self._rows = (
-            programs,
-            weights,
-            shards,
-            limits,
-            rows,
-        )
-        self._grammars = grammars
+        self._programs, self._weights, self._shards = programs, weights, shards
+        self._limits, self._rows, self._grammars = limits, rows, grammars
+        # Counts and masks of samples without penalties and grammars stay on the mesh: from the
+        # host they would be megabytes a chunk.
+        self._neutral: dict[int, tuple[Any, Any]] = {}
 
     def run(self, command: PrefillChunk, x: jax.Array, every_token: bool = False) -> Chosen | None:
         """Issues the programs that choose the chunk's tokens.
@@ -71,59 +69,94 @@ class PrefillSampler:
         Returns:
             The chosen tokens, or None if no row samples.
         """
-        samples = [(row, spec) for row in command.rows for spec in row.samples]
-        if not samples:
+        per_rank = Counter(row.rank for row in command.rows for _ in row.samples)
+        if not per_rank:
             return None
-        every = [spec.sampling for _, spec in samples]
-        variant = Variant.of(
-            sampled=any(not params.greedy for params in every),
-            shaped=any(params.shaped for params in every),
-            masked=any(params.grammar is not None for params in every),
-        )
-        per_rank = Counter(row.rank for row, _ in samples)
-        source, rows = self._empty(variant, max(per_rank.values()))
+        most, chunk_rows = max(per_rank.values()), 1 if every_token else x.shape[1]
+        count = 1 if most == chunk_rows == 1 else self._limits.samples_per_chunk
+        every = [spec.sampling for row in command.rows for spec in row.samples]
+        penalised = any(params.penalised for params in every)
+        masked = any(params.grammar is not None for params in every)
+        rows = self._empty(count, penalised, masked)
         rows_seen, used = [0] * self._limits.ranks, [0] * self._limits.ranks
         for row in command.rows:
             for spec in row.samples:
                 at = row.rank, used[row.rank]
                 used[row.rank] += 1
                 last = row.offset + len(row.tokens) - 1
-                source[at] = last if every_token else rows_seen[row.rank]
+                rows.source[at] = last if every_token else rows_seen[row.rank]
                 rows.position[at] = row.start + len(row.tokens)
                 self._rows.pack(rows.ints[at], rows.floats[at], spec)
-                if variant.shaped and spec.sampling.penalised:
+                if spec.sampling.penalised:
                     rows.counts[at] = self._rows.pack_history(spec)
-                if variant.masked:
+                if masked:
                     self._grammars.first_mask(spec, rows.mask[at])
             rows_seen[row.rank] += 1
-        return self._head(variant, self._pick(x, source), rows)
+        return self._head(x, rows)
 
-    def warm_up(self, variant: Variant, x: jax.Array) -> None:
-        """Compiles the programs of one variant, by running them on the activations `x` of a chunk
-        of padding."""
-        for samples in {self._room(1), self._limits.samples_per_chunk}:
-            source, rows = self._empty(variant, samples)
-            jax.block_until_ready(self._head(variant, self._pick(x, source), rows).token)
+    def warm_up(self, x: jax.Array) -> None:
+        """Compiles the programs, by running them on the activations `x` of a chunk of padding."""
+        count = 1 if x.shape[1] == 1 else self._limits.samples_per_chunk
+        jax.block_until_ready(self._head(x, self._empty(count, False, False)).token)
 
-    def _empty(self, variant: Variant, samples: int) -> tuple[np.ndarray, _SampledRows]:
+    def _empty(self, count: int, penalised: bool, masked: bool) -> _SampledRows:
         """Returns empty parameters with room for this number of samples per dp rank."""
-        shape = self._limits.ranks, self._room(samples)
-        return np.zeros(shape, np.int32), _SampledRows(
+        shape = self._limits.ranks, count
+        if count not in self._neutral:
+            counts = np.zeros((*shape, self._rows.vocabulary), np.int32)
+            self._neutral[count] = self._programs.put((counts, self._grammars.empty(shape)))
+        no_counts, no_mask = self._neutral[count]
+        return _SampledRows(
+            source=np.zeros(shape, np.int32),
             ints=np.zeros((*shape, self._rows.ints), np.int32),
             floats=np.zeros((*shape, self._rows.floats), np.float32),
             position=np.zeros(shape, np.int32),
-            counts=np.zeros((*shape, self._rows.vocabulary), np.int32) if variant.shaped else (),
-            mask=self._grammars.empty(shape) if variant.masked else (),
+            counts=np.zeros((*shape, self._rows.vocabulary), np.int32) if penalised else no_counts,
+            mask=self._grammars.empty(shape) if masked else no_mask,
         )
 
-    def _room(self, samples: int) -> int:
-        """Returns the number of samples for which a program is compiled: one, or
-        `samples_per_chunk`. A program for one sample saves 1 % of the prefill of a long prompt. A
-        decode mesh computes no long prompts and always uses `samples_per_chunk`."""
-        alone = samples == 1 and not self._limits.append_buckets
-        return 1 if alone else self._limits.samples_per_chunk
+    def _head(self, x: jax.Array, rows: _SampledRows) -> Chosen:
+        """Issues the program that chooses tokens. There is one for a chunk of one row and one
+        sample, and one for packed chunks. If there are activations of all tokens, a small program
+        gathers those of the samples first."""
+        stem, shards, row_format, programs = (
+            self._weights.head,
+            self._shards,
+            self._rows,
+            self._programs,
+        )
+        count = rows.position.shape[1]
+        if x.shape[1] != count:
+            x, own = self._gathered(x, rows.source), np.arange(count, dtype=np.int32)
+            rows = rows._replace(source=np.repeat(own[None], self._limits.ranks, axis=0))
 
-    def _pick(self, x: jax.Array, source: np.ndarray) -> jax.Array:
+        def body(leaves: tuple[jax.Array, ...], x: jax.Array, rows: _SampledRows) -> Chosen:
+            row: _SampledRows = jax.tree.map(lambda array: array[0], rows)
+            head: Any = stem.merge(leaves)
+            y_RD = head.normed(reveal(jnp.take(x[0], row.source, axis=0, mode="clip")))
+            return choose(
+                row_format,
+                logits(head, y_RD, shards, row_format.vocabulary),
+                row.ints,
+                row.floats,
+                row.position,
+                row.position > 0,
+                lambda: row.counts,
+                shards.platform,
+                row.mask,
+            ).on_rank(programs)
+
+        on_mesh = self._on_mesh(rows)
+
+        def build() -> Callable[..., Chosen]:
+            in_specs = (stem.specs, RANK, jax.tree.map(lambda _: RANK, rows))
+            return programs.compile(
+                body, (stem.leaves, x, on_mesh), in_specs, Chosen.specs(programs)
+            )
+
+        return programs.get(("head", count), build)(stem.leaves, x, on_mesh)
+
+    def _gathered(self, x: jax.Array, source: np.ndarray) -> jax.Array:
         """Returns x[rank, source[rank]], [ranks, samples, D]."""
 
         def body(x: jax.Array, source: jax.Array) -> jax.Array:
@@ -131,42 +164,9 @@ class PrefillSampler:
 
         on_mesh = self._programs.argument(source)
         build = lambda: self._programs.compile(body, (x, on_mesh), (RANK, RANK), RANK)  # noqa: E731
-        return self._programs.get(("pick", x.shape[1], source.shape), build)(x, on_mesh)
+        return self._programs.get(("pick", x.shape[1], source.shape[1]), build)(x, on_mesh)
 
-    def _head(self, variant: Variant, x: jax.Array, rows: _SampledRows) -> Chosen:
-        stem, shards, row_format, programs = (
-            self._weights.head,
-            self._shards,
-            self._rows,
-            self._programs,
-        )
-
-        def body(leaves: tuple[jax.Array, ...], x: jax.Array, rows: _SampledRows) -> Chosen:
-            row: _SampledRows = jax.tree.map(lambda array: array[0], rows)
-            head: Any = stem.merge(leaves)
-            y_RD = head.normed(reveal(x[0]))
-            logits_RV, shard = logits(variant, head, y_RD, shards, row_format.vocabulary)
-            active_R = jnp.ones(row.position.shape, jnp.bool_)
-            return choose(
-                variant,
-                row_format,
-                logits_RV,
-                row.ints,
-                row.floats,
-                row.position,
-                active_R,
-                row.counts if variant.shaped else None,
-                shard,
-                shards.platform,
-                row.mask if variant.masked else None,
-            ).on_rank(programs)
-
-        on_mesh = self._programs.argument(rows)
-
-        def build() -> Callable[..., Chosen]:
-            in_specs = (stem.specs, RANK, jax.tree.map(lambda _: RANK, rows))
-            return self._programs.compile(
-                body, (stem.leaves, x, on_mesh), in_specs, Chosen.specs(variant, programs)
-            )
-
-        return self._programs.get(("head", variant, x.shape), build)(stem.leaves, x, on_mesh)
+    def _on_mesh(self, rows: _SampledRows) -> _SampledRows:
+        names = [name for name, part in rows._asdict().items() if isinstance(part, np.ndarray)]
+        arrays = self._programs.argument(tuple([getattr(rows, name) for name in names]))
+        return rows._replace(**dict(zip(names, arrays, strict=True)))

@@ -6,8 +6,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -60,31 +59,17 @@ class ProgramCache(CacheInterface):
     def __init__(self, path: Path, longest_wait: float = LONGEST_WAIT_SECONDS) -> None:
         self._path = path
         self._longest_wait = longest_wait
-        # Of each thread. `lock`: the file that the thread has locked for its key. `asked`: the list
-        # that `keys_asked` yields.
-        self._compiling = threading.local()
-
-    @contextmanager
-    def keys_asked(self) -> Iterator[list[str]]:
-        """Returns a context that yields a list, to which `get` adds the keys that JAX asks for on
-        this thread."""
-        self._compiling.asked = asked = []
-        try:
-            yield asked
-        finally:
-            self._compiling.asked = None
+        self._compiling = threading.local()  # `lock`: the file that a thread has locked for its key
 
     def get(self, key: str) -> bytes | None:
         self._unlock()  # the thread's earlier compilation failed or could not be written
-        if (asked := getattr(self._compiling, "asked", None)) is not None:
-            asked.append(key)
-        entry = self.read(key)
+        entry = self._read(key)
         if entry is not None or jax.process_count() > 1:
             # The processes of one instance compile in lockstep, so none of them may wait for
             # another instance.
             return entry
         self._lock(key)
-        entry = self.read(key)
+        entry = self._read(key)
         if entry is not None:
             self._unlock()
         return entry
@@ -93,7 +78,7 @@ class ProgramCache(CacheInterface):
         """Writes an entry. Replaces an existing file, because JAX compiles only if the file could
         not be read."""
         try:
-            self.write(key, value)
+            self._write(key, value)
         finally:
             self._unlock()
             self._lock_file(key).unlink(missing_ok=True)
@@ -110,14 +95,14 @@ class ProgramCache(CacheInterface):
     def _lock_file(self, key: str) -> Path:
         return self._path / f"{key}-lock"
 
-    def read(self, key: str) -> bytes | None:
+    def _read(self, key: str) -> bytes | None:
         """Returns an entry, or None if there is none. Never waits for another process."""
         try:
             return self._entry(key).read_bytes()
         except FileNotFoundError:
             return None
 
-    def write(self, key: str, value: bytes) -> None:
+    def _write(self, key: str, value: bytes) -> None:
         """Writes an entry in one step, so that no reader sees a part of it."""
         new = self._path / f"{key}-{os.getpid()}-{threading.get_ident()}.new"
         try:

@@ -22,7 +22,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jdisagg.executor.program_store import ProgramStore
 from jdisagg.layout.platforms import traits_of
 from jdisagg.ops.device_layout import kept_format
 
@@ -67,12 +66,18 @@ class _ShortTurns:
 _short_turns = _ShortTurns()
 
 
+def _name(key: Hashable) -> str:
+    """Returns the part of a program's key that is short: its kind and its sizes."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return " ".join(str(part) for part in parts if isinstance(part, (str, int)))
+
+
 @contextlib.contextmanager
 def _slow_logged(key: Hashable) -> Iterator[None]:
     """Returns a context that logs the compilation of a program if it is slow."""
-    began = time.monotonic()
+    began, name = time.monotonic(), _name(key)
     text = "compiling program %s for %.0f s"
-    timer = threading.Timer(SLOW_SECONDS, _logger.info, (text, key, SLOW_SECONDS))
+    timer = threading.Timer(SLOW_SECONDS, _logger.info, (text, name, SLOW_SECONDS))
     timer.daemon = True
     timer.start()
     try:
@@ -80,7 +85,7 @@ def _slow_logged(key: Hashable) -> Iterator[None]:
     finally:
         timer.cancel()
         if (seconds := time.monotonic() - began) > SLOW_SECONDS:
-            _logger.info("program %s compiled in %.0f s", key, seconds)
+            _logger.info("program %s compiled in %.0f s", name, seconds)
 
 
 class MissingProgram(Exception):
@@ -95,11 +100,7 @@ class MissingProgram(Exception):
 class Programs:
     """The compiled programs of one mesh. Thread-safe, so that warm-up can compile several at once.
 
-    The first pipeline stage of an instance also holds the programs of the `later` stages.
-
-    `store` finds programs of earlier processes. The owner of the programs sets this attribute,
-    because only the owner has the values that determine its programs. A mesh of several processes
-    does not use the store."""
+    The first pipeline stage of an instance also holds the programs of the `later` stages."""
 
     def __init__(self, mesh: Mesh, *later: Mesh) -> None:
         self.mesh = mesh
@@ -111,7 +112,6 @@ class Programs:
         self._compilations = 0
         self.compiler_options = dict(traits_of(self.platform).compiler_options)
         self._float32_options = dict(traits_of(self.platform).float32_options)
-        self.store: ProgramStore | None = None
         self._by_rank = NamedSharding(mesh, RANK)
         self._built: dict[Hashable, Callable[..., Any]] = {}
         self._lock = threading.Lock()
@@ -127,12 +127,6 @@ class Programs:
     def compilations(self) -> int:
         """Number of compiled programs of all stages."""
         return self._compilations + sum(stage.compilations for stage in self.later)
-
-    @property
-    def found(self) -> int:
-        """Number of programs of all stages that were found in the store, without tracing."""
-        own = self.store.found if self.store else 0
-        return own + sum(stage.found for stage in self.later)
 
     @contextlib.contextmanager
     def only_compiled(self) -> Iterator[None]:
@@ -224,12 +218,8 @@ class Programs:
             with building:  # a thread that needs the same program waits for it
                 program = self._built.get(key)
                 if program is None:
-                    self._this_thread.key = key  # for `compile`, which `build` calls
-                    try:
-                        with _short_turns, _slow_logged(key):
-                            program = build()
-                    finally:
-                        self._this_thread.key = None
+                    with _short_turns, _slow_logged(key):
+                        program = build()
                     with self._lock:
                         self._built[key] = program
                         self._compilations += 1
@@ -262,17 +252,11 @@ class Programs:
                 XLA aliases only such arrays.
             donate: Indices of donated arguments.
         """
-        specs, options = (in_specs, out_specs, donate), self.options_of(arguments)
-        trace = lambda: self._trace(self.mesh, body, arguments, *specs)  # noqa: E731
-        store, key, name = self.store, getattr(self._this_thread, "key", None), None
-        if store is not None and key is not None and not self.spans_processes:
-            forms = jax.tree.map(lambda array: (array.shape, str(array.dtype)), arguments)
-            name = store.name(body, key, forms, specs, options)
+        options = self.options_of(arguments)
         try:
             with self.precision():
-                if store is None or name is None:
-                    return trace().lower().compile(compiler_options=options)
-                return store.load(name) or store.compile(name, trace, options)
+                traced = self._trace(self.mesh, body, arguments, in_specs, out_specs, donate)
+                return traced.lower().compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             traits = traits_of(self.platform)
             own = [key for key, _ in traits.compiler_options + traits.float32_options]

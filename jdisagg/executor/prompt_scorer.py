@@ -20,8 +20,7 @@ from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
 from jdisagg.model_api import Shards
 from jdisagg.ops.quarantine import reveal
-from jdisagg.ops.sampling import WHOLE, VocabularyShard
-from jdisagg.ops.token_scores import TokenScores, token_scores
+from jdisagg.ops.token_scores import WHOLE, TokenScores, VocabularyShard, token_scores
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import MAX_TOP_LOGPROBS
 

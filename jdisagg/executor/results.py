@@ -4,13 +4,14 @@ blocking. The completion thread waits for the arrays and converts them to plain 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import msgspec
 import numpy as np
 
 from jdisagg.executor.block_sums import ChunkSums, Found
-from jdisagg.executor.choose import Chosen
+from jdisagg.executor.choose import Chosen, read_row
 from jdisagg.executor.prompt_scorer import read_scores
 from jdisagg.messages.step_commands import (
     NO_TOKEN,
@@ -137,19 +138,19 @@ class StepChoice:
     parts: tuple[Chosen, ...]
     places: np.ndarray | None = None
 
-    def start_reading(self) -> None:
-        """Starts to copy all parts to the host."""
+    def start_reading(self, scored: bool) -> None:
+        """Starts to copy all tokens to the host, and with `scored` the log-probabilities."""
         for part in self.parts:
-            start_reading(part)
+            start_reading(part if scored else (part.token,))
 
     def is_ready(self) -> bool:
         return all(is_ready(part.token) for part in self.parts)
 
-    def read(self, field: int) -> np.ndarray | None:
+    def read(self, field: int) -> np.ndarray:
         """Returns field number `field` of `Chosen` for the step's rows. Blocks until it is
         computed."""
         arrays = [jax.device_get(part[field]) for part in self.parts]
-        if self.places is None or arrays[0] is None:
+        if self.places is None:
             return arrays[0]
         # Only parts with drafts have several tokens per row.
         most = max(array.shape[2] for array in arrays)
@@ -170,12 +171,17 @@ class StepChoice:
 class DecodeReading:
     """The tokens of one or more decode steps, which are read together. `wanted` is, for each row,
     the number of most likely tokens whose log-probabilities the request asks for, or None for
-    none."""
+    none; empty if no row asks."""
 
     command: DecodeSteps
     steps: list[StepChoice]
     wanted: tuple[tuple[int | None, ...], ...]
     in_order: bool = True
+
+    @property
+    def scored(self) -> bool:
+        """Whether some row asks for log-probabilities."""
+        return any(count is not None for row in self.wanted for count in row)
 
     def is_ready(self) -> bool:
         return self.steps[-1].is_ready()
@@ -183,7 +189,7 @@ class DecodeReading:
     def result(self) -> DecodeResult:
         # All tokens are converted at once, because token by token took 2 ms for 8 ranks of 256
         # rows.
-        by_step = [array for step in self.steps if (array := step.read(0)) is not None]
+        by_step = [step.read(0) for step in self.steps]
         by_rank = np.concatenate(by_step, -1).tolist()
         rows = [(rank, range(len(slots))) for rank, slots in enumerate(self.command.slots)]
         # In a step with drafts, NO_TOKEN fills a row after its last token.
@@ -193,7 +199,7 @@ class DecodeReading:
             else lambda row: tuple([token for token in row if token != NO_TOKEN])
         )
         tokens = tuple(tuple(map(real, by_rank[rank][: len(indices)])) for rank, indices in rows)
-        if not any(count is not None for row in self.wanted for count in row):
+        if not self.scored:
             return DecodeResult(self.command.step, tokens)
         steps = [_Host(chosen) for chosen in self.steps]
         logprobs = tuple(
@@ -248,23 +254,23 @@ class PullReading:
 
 class _Host:
     def __init__(self, chosen: StepChoice) -> None:
-        self._token, *self._rest = map(chosen.read, range(4))
+        self._chosen, self._token = chosen, chosen.read(0)
 
     def token(self, rank: int, row: int) -> int:
-        assert self._token is not None
         return int(self._token[rank, row])
 
     def offsets(self, rank: int, row: int) -> list[int]:
         """Returns the offsets of a decode row's tokens: 0, and one more for each accepted draft."""
-        assert self._token is not None
         own, *others = self._token[rank, row].tolist()
         return [0, *(at for at, token in enumerate(others, 1) if token != NO_TOKEN)]
 
+    @cached_property
+    def _scores(self) -> np.ndarray:
+        return self._chosen.read(1)
+
     def logprobs(self, at: tuple[int, ...], wanted: int | None) -> TokenLogprobs | None:
-        logprob, top_ids, top = self._rest
-        if wanted is None or logprob is None or top_ids is None or top is None:
+        if wanted is None:
             return None
-        pairs = zip(top_ids[at][:wanted].tolist(), top[at][:wanted].tolist(), strict=True)
+        logprob, pairs = read_row(self._scores[at], wanted)
         # Masked ids have no log-probability.
-        possible = tuple(pair for pair in pairs if pair[1] > -math.inf)
-        return TokenLogprobs(float(logprob[at]), possible)
+        return TokenLogprobs(logprob, tuple(pair for pair in pairs if pair[1] > -math.inf))

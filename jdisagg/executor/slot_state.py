@@ -20,11 +20,15 @@ import numpy as np
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.ops.logit_shaping import ShapingRows, token_counts
 from jdisagg.ops.sampling import SamplingRows
-from jdisagg.request import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from jdisagg.request import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 STOP_COLUMNS = MAX_STOP_TOKEN_IDS + MAX_EOS_IDS  # the caller's and the model's own
-_LIMIT, _TOP_K, _SEED, _CHILD, _MIN_POSITION, _STATE, _SHIFT, _TABLE = 0, 1, 2, 4, 5, 6, 7, 8
+_LIMIT, _TOP_K, _SEED, _CHILD, _MIN_POSITION, _STATE, _SHIFT = 0, 1, 2, 4, 5, 6, 7
+_FEATURES, _TABLE = 8, 9
 _FLOATS = 6
+# Bits of a row's features: random sampling, shaped logits, log-probabilities, a grammar. A program
+# computes a feature only if a row has its bit.
+DRAWN, SHAPED, SCORED, MASKED = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class RowFormat:
         params = spec.sampling
         # With a grammar, the grammar's mask determines when stop ids are allowed.
         min_position = spec.min_position if params.grammar is None else 0
-        ints[:_TABLE] = (limit, params.top_k, 0, 0, spec.child, min_position, state, shift)
+        features = _features(params)
+        ints[:_TABLE] = limit, params.top_k, 0, 0, spec.child, min_position, state, shift, features
         ints[_SEED : _SEED + 2] = np.array(
             [params.seed & 0xFFFFFFFF, params.seed >> 32], np.uint32
         ).view(np.int32)
@@ -108,6 +113,10 @@ class RowFormat:
     def state(self, ints_BI: jax.Array) -> jax.Array:
         """Returns the index of each row's recurrent state."""
         return ints_BI[:, _STATE]
+
+    def features(self, ints_BI: jax.Array) -> jax.Array:
+        """Returns the bits of each row's features, int32 [B]."""
+        return ints_BI[:, _FEATURES]
 
     def turned(self, rows: "BatchRows") -> jax.Array:
         """Returns the rotary position of each row, int32 [B]."""
@@ -162,6 +171,12 @@ class RowFormat:
     @property
     def _bias_columns(self) -> slice:
         return slice(self._stop_columns.stop, self._stop_columns.stop + MAX_LOGIT_BIAS)
+
+
+def _features(params: SamplingParams) -> int:
+    drawn, shaped = (not params.greedy) * DRAWN, params.shaped * SHAPED
+    scored = (params.logprobs is not None) * SCORED
+    return drawn | shaped | scored | (params.grammar is not None) * MASKED
 
 
 class BatchRows(NamedTuple):

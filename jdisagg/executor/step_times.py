@@ -1,13 +1,12 @@
 """Measures the run times of a few compiled programs of a mesh, so that the router can predict times
 without a description of the hardware.
 
-Runs after warm-up and before the mesh serves, because the programs overwrite pages. Only the times
-of appended chunks may be measured later. Every process of a mesh runs the same commands. Only a
-mesh within one process repeats short commands, because the number of repetitions depends on the
-clock."""
+Runs after warm-up and before the mesh serves, because the programs overwrite pages. Every process
+of a mesh runs the same commands. Only a mesh within one process repeats short commands, because the
+number of repetitions depends on the clock."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from jdisagg.costs.measured import StepTimes
 from jdisagg.executor.mesh_executor import MeshExecutor
@@ -25,42 +24,25 @@ from jdisagg.scheduler.page_ledger import pages_for
 PAST_TOKENS = 1024  # earlier tokens of the chunk that measures attention
 STEPS = 4  # decode steps of one measurement
 SHORT_SECONDS, SHORT_RUNS = 0.05, 4  # commands that are repeated, and how often
-Measurement = Callable[[], tuple[int, int, float]]
 SAMPLE = SampleSpec(0, SamplingParams(max_tokens=1, temperature=0.0))
 
 
-def measure_step_times(executor: MeshExecutor, appends: bool = True) -> StepTimes:
+def measure_step_times(executor: MeshExecutor) -> StepTimes:
     """Returns the times of prefill chunks of two sizes, of a chunk after earlier tokens, and of
-    decode steps of two batch sizes and two contexts. Runs on the dispatch thread.
-
-    Args:
-        appends: Whether the programs for appended chunks (of a decode mesh) are loaded.
-    """
+    decode steps of two batch sizes and two contexts. Runs on the dispatch thread."""
     limits, role = executor.limits, executor.role
     room = min(limits.context_tokens, limits.pages_per_rank * limits.page_size)
-    prefills = role.prefill or (appends and bool(limits.append_buckets))
+    prefills = role.prefill or bool(limits.append_buckets)
     return StepTimes(
         limits.computed.chunk_buckets if prefills else (),
-        tuple([measure() for measure in _chunks(executor, room)]) if prefills else (),
+        tuple(_chunks(executor, room)) if prefills else (),
         limits.batch_buckets if role.decode else (),
         tuple(_steps(executor, room)) if role.decode else (),
     )
 
 
-def append_measurements(executor: MeshExecutor) -> list[Measurement]:
-    """Returns functions that measure the chunks that a decode mesh appends. They may run on the
-    dispatch thread while the mesh serves, because their chunks use dummy pages."""
-    limits = executor.limits
-    return _chunks(executor, limits.context_tokens, dummy=limits.pages_per_rank)
-
-
-def _chunks(executor: MeshExecutor, room: int, dummy: int | None = None) -> list[Measurement]:
-    """Returns functions that measure chunks: each returns (tokens, cached tokens, seconds).
-
-    Args:
-        room: Largest number of positions.
-        dummy: Number of the page that the chunks use for all positions. None uses ordinary pages.
-    """
+def _chunks(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]]:
+    """Yields (tokens, cached tokens, seconds). `room`: Largest number of positions."""
     sizes, page = executor.limits.computed.chunk_buckets, executor.limits.page_size
     # A prefill mesh does not measure its largest chunk, which takes as long as all others together.
     # A chunk with earlier tokens needs room for one page of earlier tokens.
@@ -68,12 +50,9 @@ def _chunks(executor: MeshExecutor, room: int, dummy: int | None = None) -> list
     second = sizes[-1] if largest else sizes[max(0, len(sizes) - 2)]
     past = max(0, min(PAST_TOKENS, room - second)) // page * page
 
-    def measurement(size: int, cached: int) -> Measurement:
-        chunk = _chunk(executor, size, min(size, room - cached), cached, dummy)
-        return lambda: (size, cached, _seconds(executor, chunk))
-
-    wanted = dict.fromkeys(((sizes[0], 0), (second, 0), (second, past)))
-    return [measurement(size, cached) for size, cached in wanted]
+    for size, cached in dict.fromkeys(((sizes[0], 0), (second, 0), (second, past))):
+        chunk = _chunk(executor, size, min(size, room - cached), cached)
+        yield size, cached, _seconds(executor, chunk)
 
 
 def _steps(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]]:
@@ -84,17 +63,12 @@ def _steps(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]
         yield size, context, _seconds(executor, _step(executor, size, context)) / STEPS
 
 
-def _chunk(
-    executor: MeshExecutor, size: int, count: int, past: int, dummy: int | None
-) -> PrefillChunk:
+def _chunk(executor: MeshExecutor, size: int, count: int, past: int) -> PrefillChunk:
     """Returns a chunk of `size` tokens: `count` tokens of a prompt on each rank, and padding."""
     limits = executor.limits
     pages = tuple(range(pages_for(past + count, limits.page_size)))
-    if dummy is not None:
-        pages = (dummy,) * len(pages)
-    state = limits.state_rows if dummy is not None else 0  # beyond the last slot: none
     rows = [
-        PrefillRow(rank, rank, 0, (1,) * count, past, pages, (SAMPLE,), state=state)
+        PrefillRow(rank, rank, 0, (1,) * count, past, pages, (SAMPLE,))
         for rank in range(limits.ranks)
     ]
     return PrefillChunk(-1, size, tuple(rows))
@@ -119,7 +93,7 @@ def _step(executor: MeshExecutor, sequences: int, context: int) -> DecodeSteps:
         for slot in range(sequences)
     ]
     slots = (tuple(range(sequences)),) * limits.ranks
-    return DecodeSteps(-1, STEPS, slots, shaped=False, sampled=False, admits=tuple(admits))
+    return DecodeSteps(-1, STEPS, slots, tuple(admits))
 
 
 def _seconds(executor: MeshExecutor, command: StepCommand) -> float:

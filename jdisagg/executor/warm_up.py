@@ -2,39 +2,23 @@
 compilation.
 
 Each program runs with arguments that change nothing: chunks of padding, empty slots, blocks without
-a valid token. On a GPU each program runs three times, because XLA builds the CUDA graph of a
-command buffer only in the second run. Warm-up runs on the dispatch thread, before the first
-command."""
+a valid token. Warm-up runs on the dispatch thread, before the first command."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
-from jdisagg.executor.choose import Variant
 from jdisagg.executor.image_programs import patch_buckets
-from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
-from jdisagg.executor.mixed_program import mixed_forms
-from jdisagg.executor.prefill_program import ChunkForm, chunk_forms
+from jdisagg.executor.mesh_executor import MeshExecutor
+from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.layout.kv_spec import KvKind
-from jdisagg.layout.platforms import traits_of
 from jdisagg.scheduler.blocks import split_blocks
-from jdisagg.scheduler.capabilities import Capability
 from jdisagg.scheduler.executor import MeshLimits
 
 _Shape = tuple[range, int, KvKind]
 
 
-@dataclass(frozen=True)
-class WarmUpStep:
-    """A part of warm-up.
-
-    Attributes:
-        run: Function that compiles one program or a few related ones, by running them.
-        capability: Optional capability that needs the programs, or None for common programs.
-    """
-
-    run: Callable[[], object]
-    capability: Capability | None = None
+# A step of warm-up compiles one program or a few related ones, by running them.
+WarmUpStep = Callable[[], object]
 
 
 def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
@@ -42,39 +26,26 @@ def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
     limits, role, blocks = executor.limits, executor.role, executor.blocks
     steps = _chunk_steps(executor)
     if limits.adapters:
-        steps += [WarmUpStep(executor.adapters.warm_up)]
+        steps += [executor.adapters.warm_up]
     if role.decode:
-        sizes = [(size, variant) for size in limits.batch_buckets for variant in executor.variants]
-        steps += [_of_variant(partial(executor.warm_decode, *one), one[1]) for one in sizes]
-        steps += [
-            _of_variant(partial(executor.warm_mixed, *one, variant), variant)
-            for one in _mixed(executor)
-            for variant in executor.variants
-        ]
-        steps += [WarmUpStep(executor.warm_updates)]
-        if limits.speculates:
-            drafts = [partial(executor.warm_drafts, *one) for one in sizes if not one[1].masked]
-            steps += [WarmUpStep(one, Capability.DRAFTS) for one in drafts]
+        steps += [partial(executor.warm_decode, size) for size in limits.batch_buckets]
+        steps += [partial(executor.warm_mixed, width) for width in limits.mixed_buckets]
+        steps += [executor.warm_updates, *_pairs(executor)]
         # A mesh that also prefills and sends no blocks is the only mesh of an embedded cluster. It
         # receives no blocks.
         if role.extracts or not role.prefill:
-            inserts = [partial(executor.warm_insert, *one) for one in limits.block_shapes()]
-            steps += [WarmUpStep(insert) for insert in inserts]
+            steps += [partial(executor.warm_insert, *one) for one in limits.block_shapes()]
     if role.extracts or role.spills:
-        needed = _needs_extracts(role)
-        extracts = [partial(blocks.warm_extract, *one) for one in limits.block_shapes()]
-        steps += [WarmUpStep(extract, needed) for extract in extracts]
+        steps += [partial(blocks.warm_extract, *one) for one in limits.block_shapes()]
     kept, fetched = (_shapes_of(limits, tokens) for tokens in (role.host_tokens, role.peer_tokens))
     back = [(*shape, KvKind.POSITIONS) for shape in limits.block_shapes()] if role.spills else kept
     if role.host_tokens:
         back = [*back, *_snapshot_shapes(limits)]
-    tiers = [partial(blocks.warm_restore, *shape) for shape in back]
-    tiers += [partial(executor.warm_insert, *shape) for shape in fetched]
-    steps += [WarmUpStep(one, Capability.TIERS) for one in tiers]
+    steps += [partial(blocks.warm_restore, *shape) for shape in back]
+    steps += [partial(executor.warm_insert, *shape) for shape in fetched]
     if executor.card.ends and (role.emit or role.extracts):
-        steps += [WarmUpStep(partial(blocks.warm_pieces, *one)) for one in limits.block_shapes()]
-    steps += _steps_apart(executor)
-    return [step for step in steps for _ in range(traits_of(executor.platform).warm_runs)]
+        steps += [partial(blocks.warm_pieces, *one) for one in limits.block_shapes()]
+    return steps + _steps_apart(executor)
 
 
 def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
@@ -83,50 +54,27 @@ def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
     if not (role.prefill or limits.append_buckets):
         return []
     computed = limits.computed
-    chunks = [
-        (width, form)
-        for width in computed.chunk_buckets
-        for form in chunk_forms(computed, width, executor.platform)
-    ]
-    needed = None if role.prefill else Capability.APPEND
-    steps = [WarmUpStep(partial(executor.warm_prefill, *one), needed) for one in chunks]
-    masks = [variant for variant in executor.variants if variant.masked]
-    steps += [
-        _of_variant(partial(executor.warm_samples, *chunks[0], variant), variant)
-        for variant in masks
-    ]
+    forms = chunk_forms(computed, executor.platform)
+    chunks = [(width, form) for width in computed.chunk_buckets for form in forms]
+    steps: list[WarmUpStep] = [partial(executor.warm_prefill, *one) for one in chunks]
     if (images := executor.images) is not None:
-        of_images = [partial(images.warm_encoder, size) for size in patch_buckets(images.form)]
-        of_images += [partial(images.warm_place, width) for width in computed.chunk_buckets]
-        of_images += [partial(executor.warm_pictured, *one) for one in chunks if images.depth]
-        steps += [WarmUpStep(one, Capability.IMAGES) for one in of_images]
+        steps += [partial(images.warm_encoder, size) for size in patch_buckets(images.form)]
+        steps += [partial(images.warm_place, width) for width in computed.chunk_buckets]
+        steps += [partial(executor.warm_pictured, *one) for one in chunks if images.depth]
     if limits.snapshots_per_rank and not role.decode:
-        steps += [WarmUpStep(executor.blocks.warm_copy, Capability.REUSE)]
+        steps += [executor.blocks.warm_copy]
     return steps
 
 
-def _of_variant(run: Callable[[], object], variant: Variant) -> WarmUpStep:
-    """Returns the warm-up step for a program that chooses tokens by one variant."""
-    return WarmUpStep(run, Capability.GRAMMARS if variant.masked else None)
-
-
-def _mixed(executor: MeshExecutor) -> list[tuple[int, ChunkForm, int]]:
-    """Returns (chunk tokens, form, batch) of the programs that run a chunk with a decode step."""
-    limits = executor.limits
+def _pairs(executor: MeshExecutor) -> list[WarmUpStep]:
+    """Returns the steps for decode steps of two programs: without drafts for rows with a grammar,
+    and with drafts, if steps verify drafts or tokens that a grammar forces."""
+    limits, grammars = executor.limits, executor.grammars
+    drafts = limits.longest_run > 1 and (grammars or limits.speculates)
+    forms = [False] * grammars + [True] * drafts
     return [
-        (width, form, batch)
-        for width in limits.mixed_buckets
-        for form in mixed_forms(limits, executor.platform)
-        for batch in limits.mixed_batches
+        partial(executor.warm_pair, size, form) for size in limits.pair_batches for form in forms
     ]
-
-
-def _needs_extracts(role: MeshRole) -> Capability | None:
-    """Returns the capability that needs programs to extract ordinary blocks. Decode meshes that
-    migrate sequences always need them."""
-    if not role.extracts:
-        return Capability.TIERS
-    return None if role.decode else Capability.REUSE
 
 
 def _snapshot_shapes(limits: MeshLimits) -> list[_Shape]:
@@ -147,15 +95,13 @@ def _steps_apart(executor: MeshExecutor) -> list[WarmUpStep]:
     steps: list[WarmUpStep] = []
     for shape in sent:
         if role.decode or (limits.snapshot_tokens and role.peer_tokens):
-            needed = None if role.decode else Capability.TIERS
-            steps += [WarmUpStep(partial(executor.warm_insert, *shape), needed)]
+            steps += [partial(executor.warm_insert, *shape)]
         if role.spills:
-            steps += [WarmUpStep(partial(blocks.warm_restore, *shape), Capability.TIERS)]
+            steps += [partial(blocks.warm_restore, *shape)]
         if role.extracts or role.emit or role.spills:
-            needed = None if role.extracts or role.emit else Capability.TIERS
-            steps += [WarmUpStep(partial(blocks.warm_extract, *shape), needed)]
+            steps += [partial(blocks.warm_extract, *shape)]
             if executor.card.ends:
-                steps += [WarmUpStep(partial(blocks.warm_pieces, *shape), needed)]
+                steps += [partial(blocks.warm_pieces, *shape)]
     return steps
 
 

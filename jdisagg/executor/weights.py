@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jdisagg.executor.digests import digest
 from jdisagg.layout.axes import MESH_AXES, TP_AXES, Layout
 from jdisagg.model_api import AdapterSize, Model, ModulePath, Shards
 from jdisagg.ops.parameters import param_specs
@@ -64,11 +63,6 @@ class Structure:
     compared by identity, because to hash a structure takes 0.1 ms, for each layer of each chunk."""
 
     made_of: tuple[object, ...]
-
-    @cached_property
-    def digest(self) -> str:
-        """Hash that is equal in all processes. Raises IndigestibleError if there is none."""
-        return digest(self.made_of)
 
 
 _structure = cache(Structure)
@@ -138,15 +132,6 @@ class Weights:
         """The parts outside the layers that a step on this mesh needs. None on a mesh between the
         first and the last stage."""
         return self.stem if self.begins else self.head if self.ends else None
-
-    @property
-    def digest(self) -> str:
-        """Hash of all properties of the weights on which programs depend: everything except the
-        values of the arrays. Raises IndigestibleError if there is no such hash."""
-        vision = None if self.vision is None else (len(self.vision.blocks), self.vision.deep_after)
-        parts = [(part.structure, part.stacks) for part in self.parts]
-        drafts = self.next_token is not None
-        return digest(parts, drafts, vision, self.width, jnp.dtype(self.dtype), self.held)
 
     @cached_property
     def taps(self) -> tuple[int, ...]:

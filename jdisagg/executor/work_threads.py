@@ -48,8 +48,6 @@ class WorkThreads:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._issued: queue.SimpleQueue[tuple[_Job, Waiting] | None] = queue.SimpleQueue()
         self._closed = False
-        self._asked = 0  # jobs in progress, except those with `beside`
-        self._quiet_since = time.monotonic()
         self._threads = [
             threading.Thread(target=self._dispatch, name=f"{name}-dispatch", daemon=True),
             threading.Thread(target=self._complete, name=f"{name}-complete", daemon=True),
@@ -57,18 +55,9 @@ class WorkThreads:
         for thread in self._threads:
             thread.start()
 
-    def submit(
-        self, issue: Callable[[], Waiting], *, beside: bool = False
-    ) -> asyncio.Future[StepResult]:
-        """Queues a job for the dispatch thread.
-
-        Args:
-            issue: Function that starts device work on the dispatch thread.
-            beside: Whether `quiet` ignores this job.
-
-        Returns:
-            A future of the result, on the running event loop.
-        """
+    def submit(self, issue: Callable[[], Waiting]) -> asyncio.Future[StepResult]:
+        """Queues a job for the dispatch thread: a function that starts device work. Returns a
+        future of the result, on the running event loop."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[StepResult] = loop.create_future()
         if self._closed:
@@ -76,20 +65,8 @@ class WorkThreads:
                 UnavailableError("the mesh's executor is closed; send the work to another worker")
             )
         else:
-            if not beside:
-                self._asked += 1
-                future.add_done_callback(self._ended)
             self._jobs.put(_Job(issue, future, loop))
         return future
-
-    async def quiet(self, seconds: float) -> None:
-        """Waits until no job has been in progress for `seconds`."""
-        while self._asked or time.monotonic() - self._quiet_since < seconds:
-            await asyncio.sleep(seconds / 4)
-
-    def _ended(self, _: asyncio.Future[StepResult]) -> None:
-        self._asked -= 1
-        self._quiet_since = time.monotonic()
 
     def close(self) -> None:
         """Completes the issued jobs and ends both threads. Blocks until they have ended."""

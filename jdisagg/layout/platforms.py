@@ -31,6 +31,7 @@ class PlatformTraits:
         inserts_whole: Whether a received block is written by one scatter, not run by run.
         argmax_in_blocks: Whether the largest logit is searched in blocks of 128. On a TPU, forming
             such blocks would copy the logits.
+        least_batch: Rows of the smallest decode batch.
         draft_rows: Number of extra rows for drafts that each sequence may have in a decode step. On
             a CPU each extra row takes time.
         spare_rows: Whether a few more rows in a step take almost no time.
@@ -50,10 +51,8 @@ class PlatformTraits:
     experts: Literal["blocks", "ragged"] = "blocks"
     kernels: Literal["", "gpu", "tpu"] = ""
     inserts_whole: bool = False
-    sharded_logits: bool = False
     argmax_in_blocks: bool = True
     least_batch: int = 1
-    chunk_steps: Literal[1, 4] = 1
     draft_rows: int = 1
     spare_rows: bool = False
     warm_runs: int = 1
@@ -76,9 +75,7 @@ _TRAITS = {
         experts="ragged",
         kernels="gpu",
         inserts_whole=True,
-        sharded_logits=True,
         least_batch=8,  # a single row takes another kernel, with other rounding
-        chunk_steps=4,
         draft_rows=3,
         spare_rows=True,
         warm_runs=3,
@@ -99,7 +96,6 @@ _TRAITS = {
         experts="ragged",
         kernels="tpu",
         inserts_whole=True,
-        sharded_logits=True,
         argmax_in_blocks=False,
         least_batch=8,  # rows of a tile; fewer programs to compile
         draft_rows=3,

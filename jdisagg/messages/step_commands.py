@@ -258,9 +258,9 @@ class DraftRow(Message, frozen=True):
 
 class DecodeSteps(Message, frozen=True):
     """Applies `SlotAdmit` and `SlotGrow` commands, then runs `steps` decode steps over the slots
-    `slots[rank]` of each dp rank. A slot at its limit yields -1 in place of a token. `shaped`,
-    `sampled` and `masked` mean that at least one row has shaped logits, random sampling or a
-    grammar. The first step verifies `drafts`. The tokens are the same as without drafts.
+    `slots[rank]` of each dp rank. A slot at its limit yields -1 in place of a token. `masked` means
+    that at least one row has a grammar. The first step verifies `drafts`. The tokens are the same
+    as without drafts.
 
     `chunk` is a prefill chunk that runs together with the command's only step, which then has no
     drafts. The sequences of the chunk are not in the step."""
@@ -268,8 +268,6 @@ class DecodeSteps(Message, frozen=True):
     step: int
     steps: int
     slots: tuple[tuple[int, ...], ...]
-    shaped: bool
-    sampled: bool
     admits: tuple[SlotAdmit, ...] = ()
     grows: tuple[SlotGrow, ...] = ()
     masked: bool = False

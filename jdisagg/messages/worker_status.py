@@ -61,8 +61,6 @@ class WorkerStatus(Message, frozen=True):
             computes at most `chunk_tokens` tokens of a prompt.
         chunk_tokens: Size of the largest prefill chunk, in tokens. 0 means that prompts are not
             chunked.
-        loading_seconds: Estimated time until all compiled programs are loaded. The worker already
-            serves, but a request may wait for a program.
         free_states, total_states: Number of slots for recurrent state. Empty for models without
             recurrent layers.
         kv_channels: Text "ADDRESS CHANNEL" for each process that has sent KV to this worker. A
@@ -75,11 +73,6 @@ class WorkerStatus(Message, frozen=True):
             start (docs/speculation.md).
         priorities: The load by priority, lowest first. Requests of higher priority can preempt
             those of lower priority.
-        not_ready: Optional capabilities whose programs are not loaded yet: "images" (prompts with
-            images), "grammars" (tokens that follow a grammar), "append" (computing ends of prompts
-            on a decode worker), "reuse" (sending cached blocks that a decode worker lacks), "tiers"
-            (copies to and from host memory, disk and other workers), "drafts" (decode steps that
-            verify drafts).
         weights: Identity of the weights that the worker serves, "VERSION@FINGERPRINT". Empty for
             its initial weights.
         asleep: Whether the worker has freed its weights and pages, and takes no requests.
@@ -105,7 +98,6 @@ class WorkerStatus(Message, frozen=True):
     rank_contexts: tuple[int, ...] = ()
     can_prefill: bool = False
     chunk_tokens: int = 0
-    loading_seconds: float = 0.0
     free_states: tuple[int, ...] = ()
     total_states: tuple[int, ...] = ()
     kv_channels: tuple[str, ...] = ()
@@ -118,7 +110,6 @@ class WorkerStatus(Message, frozen=True):
     adapter_slots: int = 0
     adapters: tuple[str, ...] = ()
     priorities: tuple[PriorityLoad, ...] = ()
-    not_ready: tuple[str, ...] = ()
     weights: str = ""
     asleep: bool = False
     images: bool = False

@@ -146,9 +146,7 @@ def process_table(title: str, instances: Sequence[Shown]) -> Table:
 
 
 def _state(shown: Shown, status: WorkerStatus) -> str:
-    if status.draining:
-        return "draining"
-    return "loading" if status.loading_seconds else shown.state
+    return "draining" if status.draining else shown.state
 
 
 def _figures(shown: Shown) -> str:

@@ -1,7 +1,6 @@
 """Builds an embedded cluster (all meshes in one process) with tokenizer and frontend from a
 configuration. Used to serve, or to generate text, in one process."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ from jdisagg.model_api import Device
 from jdisagg.node.accelerators import accelerators_of_host
 from jdisagg.node.gpus import DEVICE_FRACTION, set_memory_fraction
 from jdisagg.node.hardware_files import find_accelerator
-from jdisagg.node.warm_up import WarmedBefore, progress_bar
+from jdisagg.node.warm_up import progress_bar
 from jdisagg.observe.observer import Observer
 from jdisagg.router.cluster_state import Description
 
@@ -214,8 +213,6 @@ class Deployment:
         self.frontend.adapters = ServedAdapters(model.check_adapter, self.cluster.path.status)
         self.frontend.adapters.name_all(config.service.lora_modules)
         self.frontend.weights = self.cluster.weights
-        self._loading: asyncio.Task[None] | None = None
-        self._began = 0.0
 
     def _model_info(self, model: ModelSource) -> ModelInfo:
         config, kept = self.config, self.config.model
@@ -233,32 +230,16 @@ class Deployment:
             sampling=self.tokenizer.sampling_defaults,
         )
 
-    async def start(self, *, at_once: bool = False) -> None:
+    async def start(self) -> None:
         """Compiles the programs (warm-up) and then starts the workers. Shows a progress bar on
-        stderr if warm-up takes long.
-
-        Args:
-            at_once: Whether to start the workers before all programs are loaded. They then start
-                when the programs that every request needs are compiled. If this machine has
-                compiled all programs of this configuration before, they start immediately. The
-                other programs are loaded while the workers serve.
-        """
-        self._began = time.monotonic()
-        if not (at_once and self.config.warm_up):
-            with progress_bar("compiling") as progress:
-                await self.cluster.start(progress)
-            return
-        warmed = WarmedBefore(self.config, None, self.frontend.model.version)
-        before = warmed.found()
-        self.cluster.load_later(compiled=before)
-        if before:
-            for replica in self.cluster.replicas:
-                replica.times = warmed.times(replica.executor.name)
-        else:
-            with progress_bar("compiling") as progress:
-                await self.cluster.warm_up(progress)
-        await self.cluster.start_workers()
-        self._loading = asyncio.create_task(self._load(None if before else warmed))
+        stderr if warm-up takes long."""
+        began = time.monotonic()
+        with progress_bar("compiling") as progress:
+            await self.cluster.start(progress)
+        _log.info(
+            "%d programs are compiled or loaded after %.0f s; %s",
+            *(self.cluster.compilations, time.monotonic() - began, self.about()[1]),
+        )
 
     def about(self) -> tuple[str, ...]:
         """Returns two lines of text for the user, which describe the meshes, the prefix cache and
@@ -282,34 +263,4 @@ class Deployment:
 
     async def stop(self) -> None:
         """Ends running requests, stops the workers and frees the memory of the meshes."""
-        if self._loading:
-            self._loading.cancel()
-            await asyncio.wait({self._loading})
         await self.cluster.stop()
-
-    async def _load(self, new: WarmedBefore | None) -> None:
-        """Loads all programs that are not loaded yet.
-
-        A failure is only logged. If the program is needed by every request, the request raises the
-        error again. If it belongs to an optional capability, the workers serve without it.
-
-        Args:
-            new: Mark to write when all programs are compiled. None if the mark exists, in which
-                case no program is loaded yet.
-        """
-        cluster = self.cluster
-        try:
-            if new is None:
-                await cluster.warm_up(beside=True)
-            await cluster.load_rest()
-        except Exception as error:
-            _log.warning("programs could not be loaded before their first use: %s", error)
-            return
-        if new is not None:
-            new.note({replica.executor.name: replica.times for replica in cluster.replicas})
-        seconds = time.monotonic() - self._began
-        _log.info(
-            "all programs are loaded %.0f s after the start (%d programs, %d of them found on"
-            " disk); %s",
-            *(seconds, cluster.compilations, cluster.found, self.about()[1]),
-        )

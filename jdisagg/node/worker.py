@@ -63,7 +63,7 @@ from jdisagg.node.peer_ports import PeerPorts
 from jdisagg.node.role_state import Role, RoleState
 from jdisagg.node.run_files import WorkerProcessConfig
 from jdisagg.node.signals import StopSignals
-from jdisagg.node.warm_up import MESH, LaterPrograms, WarmedBefore, progress_bar
+from jdisagg.node.warm_up import progress_bar
 from jdisagg.node.weights_offer import serve_offer
 from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
@@ -310,25 +310,12 @@ class WorkerRuntime:
         self._followers = leading.followers if leading else None
         instance = self._build(load, channel, end)
         try:
-            warmed = WarmedBefore(state.config, state.spec.role, state.spec.fingerprint)
-            # After a role change, a worker loads all programs before it serves. Other workers serve
-            # in the meantime, and loading programs later would delay streams.
-            beside = alone and state.config.warm_up and not state.roles.changing
-            before = beside and warmed.found()
-            if beside:
-                instance.load_later(compiled=before)
-            if before:
-                instance.times = warmed.times(MESH)
-            elif not await self._unless(state.signals.first(), self._warm_up(instance)):
+            if not await self._unless(state.signals.first(), self._warm_up(instance)):
                 return 0
-            elif not beside:
-                warmed.note({MESH: instance.times})
             state.roles.warm()
             executor = await leading.over(instance.executor, end) if leading else instance.executor
             executor = wrap.mesh(state.spec.name, executor, state.observer)
-            mark = None if before else warmed
-            later = LaterPrograms(state.spec.name, instance, mark, state.clock.now)
-            status = await self._serve_with(instance, executor, later if beside else None)
+            status = await self._serve_with(instance, executor)
         except Exception:
             # In an instance of several processes, the process exits instead. It must not wait for
             # its threads, because one of them may hang in a collective.
@@ -344,18 +331,15 @@ class WorkerRuntime:
             state.programs[state.roles.now] = instance.executor.programs
         return status
 
-    async def _serve_with(
-        self, instance: Replica, executor: Executor, later: LaterPrograms | None
-    ) -> int:
+    async def _serve_with(self, instance: Replica, executor: Executor) -> int:
         """Builds the worker with its executor, serves and registers it. Returns the exit status.
 
         Args:
             instance: Replica with the loaded model and this process's executor.
             executor: Executor for the worker's commands, over all processes of the instance.
-            later: Programs to load while the worker serves, or None.
         """
         state, spec, prefix = self._state, self._state.spec, self._config.prefix
-        worker = self._worker(instance, executor, later.loading.seconds if later else float)
+        worker = self._worker(instance, executor)
         tokens = read_tokens(self._service.cluster_token_file)
         services = (
             *worker_services(worker, tokens, instance.loaded.model.vocabulary, state.observer),
@@ -392,17 +376,13 @@ class WorkerRuntime:
                 f" {self._address}",
                 flush=True,
             )
-            if later:
-                cleanup.push_async_callback(_ended, asyncio.create_task(later.load()))
             status = await self._serve(worker, registration.failed)
             if status == 0:
                 await state.clock.sleep(state.config.limits.timeouts.call.last_words_seconds)
         state.roles.drained()
         return status
 
-    def _worker(
-        self, instance: Replica, executor: Executor, loading_seconds: Callable[[], float]
-    ) -> Worker:
+    def _worker(self, instance: Replica, executor: Executor) -> Worker:
         state, spec, config = self._state, self._state.spec, self._config
         context = WorkerContext(
             spec.name,
@@ -410,7 +390,6 @@ class WorkerRuntime:
             random_id,
             spec.fingerprint,
             self._address,
-            loading_seconds,
             BlockNames.of(
                 config.prefix,
                 block_secret(self._service),
@@ -420,7 +399,6 @@ class WorkerRuntime:
             self._kv_channels,
             lambda: instance.times,
             failed_kernels(),
-            instance.readiness,
             state.weights,
         )
         worker = build_worker(
@@ -456,10 +434,9 @@ class WorkerRuntime:
         print(f"worker {self._state.spec.name} compiles its programs", flush=True)
         with progress_bar("compiling") as progress:
             await warm_up([instance], progress)
-        missing = ", ".join(instance.readiness.missing)
-        state = f"has compiled all programs but those of {missing}" if missing else "is warm"
-        seconds = self._state.clock.now() - began
-        print(f"worker {self._state.spec.name} {state} after {seconds:.1f} s", flush=True)
+        seconds, count = self._state.clock.now() - began, instance.executor.programs.compilations
+        name = self._state.spec.name
+        print(f"worker {name} is warm after {seconds:.1f} s ({count} programs)", flush=True)
 
     async def _unless(
         self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]
@@ -544,11 +521,6 @@ class WorkerRuntime:
             except UnavailableError as error:
                 return error
             await self._state.clock.sleep(LOOK_SECONDS)
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 def worker_services(

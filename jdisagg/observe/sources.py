@@ -157,16 +157,6 @@ def _statuses(prefix: str, statuses: Sequence[WorkerStatus]) -> list[Metric]:
         ("handoffs", "Hand-offs in progress.", lambda s: s.handoffs),
         ("draining", "1 while the worker takes no new requests.", lambda s: float(s.draining)),
         (
-            "loading_seconds",
-            "Estimated seconds until a serving worker has loaded all programs.",
-            lambda s: s.loading_seconds,
-        ),
-        (
-            "capabilities_not_ready",
-            "Optional capabilities whose programs a serving worker has not loaded yet.",
-            lambda s: len(s.not_ready),
-        ),
-        (
             "replaced_kernels",
             "Hand-written kernels that failed their check and were replaced by plain XLA.",
             lambda s: len(s.kernels),

@@ -52,40 +52,22 @@ class SamplingRows(NamedTuple):
     position: jax.Array  # int32 [B]
 
 
-class VocabularyShard(NamedTuple):
-    """The part of the vocabulary that a device's logits cover inside `shard_map`: ids from `first`
-    on. The other devices along `axes` hold the remaining ids. If `axes` is empty, the logits cover
-    the whole vocabulary."""
-
-    axes: tuple[str, ...] = ()
-    first: jax.Array | int = 0
-
-
-WHOLE = VocabularyShard()
-
-
-def greedy(
-    logits_BV: jax.Array, shard: VocabularyShard = WHOLE, *, platform: str = "cpu"
-) -> jax.Array:
+def greedy(logits_BV: jax.Array, *, platform: str = "cpu") -> jax.Array:
     """Returns the id of each row's largest logit, int32 [B], ties to the smallest id. Returns
     INVALID_TOKEN for a row whose largest logit is not finite."""
     logits_BV = _nan_to_inf(logits_BV)
     token_B = selection.argmax(logits_BV, in_blocks=traits_of(platform).argmax_in_blocks)
-    value_B, token_B = _best(_at(logits_BV, token_B), token_B, shard)
-    return jnp.where(jnp.isfinite(value_B), token_B, INVALID_TOKEN)
+    return jnp.where(jnp.isfinite(_at(logits_BV, token_B)), token_B, INVALID_TOKEN)
 
 
-def sample(
-    logits_BV: jax.Array,
-    rows: SamplingRows,
-    shard: VocabularyShard = WHOLE,
-    *,
-    platform: str = "cpu",
-) -> jax.Array:
+def sample(logits_BV: jax.Array, rows: SamplingRows, *, platform: str = "cpu") -> jax.Array:
     """Returns each row's token, int32 [B]: the most likely one if the temperature is 0, and
     otherwise sampled under the row's filters. Deterministic for given coordinates. Works under jit
-    and on local shards in `shard_map`."""
-    largest_B = _largest(jnp.max(_nan_to_inf(logits_BV), axis=-1), shard)
+    and in `shard_map`.
+
+    On a GPU, top-k and top-p find their thresholds by a fixed number of passes
+    (`selection.last_value`) instead of loops with early exit."""
+    largest_B = jnp.max(_nan_to_inf(logits_BV), axis=-1)
     valid_B = jnp.isfinite(largest_B)
     greedy_B = rows.temperature == 0
     drawn_B = valid_B & ~greedy_B
@@ -93,13 +75,12 @@ def sample(
     scale_B = jnp.where(greedy_B, 1, 1 / jnp.maximum(rows.temperature, _LEAST_TEMPERATURE))
     weight_BV = jnp.exp((logits_BV - largest_B[:, None]) * scale_B[:, None])
     keys = randomness.row_keys(rows.seed, rows.child, rows.position)
-    bits_BV = randomness.random_bits(keys, logits_BV.shape[1], shard.first)
+    bits_BV = randomness.random_bits(keys, logits_BV.shape[1])
     traits = traits_of(platform)
-    passes = traits.without_loops or bool(shard.axes)
     top_k_B = jnp.where(drawn_B, rows.top_k, 0)
     threshold_B = (
-        _top_k_by_passes(logits_BV, top_k_B, shard)
-        if passes
+        _top_k_by_passes(logits_BV, top_k_B)
+        if traits.without_loops
         else _top_k_threshold(logits_BV, top_k_B)
     )
     weight_BV = jnp.where(logits_BV >= threshold_B[:, None], weight_BV, 0)
@@ -110,54 +91,39 @@ def sample(
     # serves all rows.
     score_BV = jnp.where(greedy_B[:, None], logits_BV, drawn_score_BV)
     top_p_B = jnp.where(drawn_B, rows.top_p, 1)
-    if passes:
-        bound_B = _nucleus_by_passes(logits_BV, weight_BV, top_p_B, shard)
+    if traits.without_loops:
+        bound_B = _nucleus_by_passes(logits_BV, weight_BV, top_p_B)
         inside_BV = (logits_BV > bound_B[:, None]) | (top_p_B == 1)[:, None]
         score_BV = jnp.where(inside_BV, score_BV, -1)
-        local_B = selection.argmax(score_BV, in_blocks=traits.argmax_in_blocks)
-        _, token_B = _best(_at(score_BV, local_B), local_B, shard)
+        token_B = selection.argmax(score_BV, in_blocks=traits.argmax_in_blocks)
     else:
         first_B = selection.argmax(score_BV, in_blocks=traits.argmax_in_blocks)
         token_B = _in_nucleus(first_B, score_BV, logits_BV, weight_BV, top_p_B)
     return jnp.where(valid_B, token_B, INVALID_TOKEN)
 
 
-def _best(
-    value_B: jax.Array, local_B: jax.Array, shard: VocabularyShard
-) -> tuple[jax.Array, jax.Array]:
-    if not shard.axes:
-        return value_B, local_B
-    best_B = lax.pmax(value_B, shard.axes)
-    ours_B = jnp.where(value_B == best_B, local_B + shard.first, np.iinfo(np.int32).max)
-    return best_B, lax.pmin(ours_B, shard.axes)
+def _top_k_by_passes(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
+    """Computes the same threshold as `_top_k_threshold` by a fixed number of passes, without a
+    loop."""
 
-
-def _largest(value_B: jax.Array, shard: VocabularyShard) -> jax.Array:
-    return lax.pmax(value_B, shard.axes) if shard.axes else value_B
-
-
-def _sums(arrays: Sequence[jax.Array], shard: VocabularyShard) -> list[jax.Array]:
-    sums = selection.row_sums(arrays)
-    if not shard.axes:
-        return sums
-    return list(lax.psum(jnp.stack(sums), shard.axes))
-
-
-def _top_k_by_passes(logits_BV: jax.Array, top_k_B: jax.Array, shard: VocabularyShard) -> jax.Array:
     def kth() -> jax.Array:
         def reached(values: Sequence[jax.Array]) -> list[jax.Array]:
             at_least = [(logits_BV >= value_B[:, None]).astype(jnp.int32) for value_B in values]
-            return [count_B >= top_k_B for count_B in _sums(at_least, shard)]
+            return [count_B >= top_k_B for count_B in selection.row_sums(at_least)]
 
-        return jnp.where(top_k_B > 0, selection.last_value(reached, len(top_k_B)), -jnp.inf)
+        value_B = selection.last_value(reached, len(top_k_B))
+        # XLA computes both branches of a `cond` that only reduce and map elements, and selects one
+        # result. The barrier keeps the condition.
+        return lax.optimization_barrier(jnp.where(top_k_B > 0, value_B, -jnp.inf))
 
     off = lambda: jnp.full(top_k_B.shape, -jnp.inf, logits_BV.dtype)  # noqa: E731
     return lax.cond(jnp.any(top_k_B > 0), kth, off)
 
 
-def _nucleus_by_passes(
-    logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array, shard: VocabularyShard
-) -> jax.Array:
+def _nucleus_by_passes(logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array) -> jax.Array:
+    """Returns a threshold, float32 [B], for top-p. The row's nucleus consists of all logits above
+    the threshold, which is the largest value above which at least top_p of the weight lies."""
+
     def bound() -> jax.Array:
         p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
 
@@ -166,9 +132,9 @@ def _nucleus_by_passes(
                 jnp.where(logits_BV > value_B[:, None], 1 - p_B1, -p_B1) * weight_BV
                 for value_B in values
             ]
-            return [share_B >= 0 for share_B in _sums(shares, shard)]
+            return [share_B >= 0 for share_B in selection.row_sums(shares)]
 
-        return selection.last_value(beyond, len(top_p_B))
+        return lax.optimization_barrier(selection.last_value(beyond, len(top_p_B)))
 
     off = lambda: jnp.full(top_p_B.shape, -jnp.inf, logits_BV.dtype)  # noqa: E731
     return lax.cond(jnp.any(top_p_B < 1), bound, off)

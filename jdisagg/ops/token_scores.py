@@ -12,7 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdisagg.ops import selection
-from jdisagg.ops.sampling import VocabularyShard
+
+
+class VocabularyShard(NamedTuple):
+    """The part of the vocabulary that a device's logits cover inside `shard_map`: ids from `first`
+    on. The other devices along `axes` hold the remaining ids. If `axes` is empty, the logits cover
+    the whole vocabulary."""
+
+    axes: tuple[str, ...] = ()
+    first: jax.Array | int = 0
+
+
+WHOLE = VocabularyShard()
 
 
 class TokenScores(NamedTuple):

@@ -44,11 +44,8 @@ class Candidates:
 
     @property
     def penalties(self) -> Array | None:
-        """For each worker, its penalty plus the seconds until its programs are loaded. None if all
-        sums are 0."""
-        if self.against is self.side.zeros and not self.side.loading:
-            return None
-        return self.against + self.table["loading_seconds"]
+        """For each worker, its penalty. None if all are 0."""
+        return None if self.against is self.side.zeros else self.against
 
     @property
     def trusted(self) -> Flags | None:
@@ -56,16 +53,11 @@ class Candidates:
 
     @property
     def load(self) -> Array:
-        """Load of each worker: requests per decode slot, plus the fraction of KV pages in use. A
-        worker that still loads XLA programs counts as full."""
+        """Load of each worker: requests per decode slot, plus the fraction of KV pages in use."""
         table = self.table
         requests = np.maximum(table["running"] + table["waiting"], table["open"])
         pages = 1.0 - table["free_pages"] / np.maximum(1.0, table["total_pages"])
-        return (
-            requests / np.maximum(1.0, table["slots"])
-            + pages
-            + np.minimum(1.0, table["loading_seconds"])
-        )
+        return requests / np.maximum(1.0, table["slots"]) + pages
 
 
 def candidates(

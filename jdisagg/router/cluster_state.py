@@ -50,7 +50,7 @@ SAID = (
         "free_pages",
         "total_pages",
     ),
-    *("best_sequences", "best_contexts", "most_sequences", "most_contexts", "loading_seconds"),
+    *("best_sequences", "best_contexts", "most_sequences", "most_contexts"),
 )
 OWN = (
     "own_tokens",
@@ -73,7 +73,7 @@ HEARD_AT = COLUMNS["heard_at"]
 FORM = slice(COLUMNS["decodes"], COLUMNS["weights"] + 1)
 # Seconds to read and load an adapter of about 100 MB, and a penalty that exceeds all other terms.
 ADAPTER_SECONDS, NO_SLOTS_SECONDS = 0.5, 1e5
-FARES = slice(COLUMNS["running"], COLUMNS["loading_seconds"] + 1)
+FARES = slice(COLUMNS["running"], COLUMNS["most_contexts"] + 1)
 
 Flags = npt.NDArray[np.bool_]
 
@@ -146,7 +146,6 @@ class Side:
     can_prefill: bool
     several_ranks: bool
     draining: bool
-    loading: bool
     weights: float | None
 
 
@@ -254,11 +253,6 @@ class ClusterState:
     def without_images(self) -> frozenset[str]:
         return frozenset([one.name for one in self._statuses.values() if not one.images])
 
-    def not_ready(self, capability: str) -> frozenset[str]:
-        return frozenset(
-            [one.name for one in self._statuses.values() if capability in one.not_ready]
-        )
-
     def adapter_loads(self, digest: str) -> dict[str, float]:
         """Returns the seconds that each worker without this adapter needs to load it. For a worker
         without adapter slots the value is so high that the worker is chosen only as the last
@@ -327,7 +321,6 @@ class ClusterState:
             *(status.running, status.waiting, status.queued_tokens, status.queued_pairs),
             *(free[best] if free else 0, sum(free), sum(status.total_pages)),
             *(sequences[best], contexts[best], max(sequences), max(contexts)),
-            status.loading_seconds,
         )
         if now < self._heard_since:
             self._heard_since = now
@@ -450,7 +443,6 @@ class ClusterState:
             bool(table.flag("can_prefill").any()),
             bool((table["ranks"] != 1.0).any()),
             bool(table.flag("draining").any()),
-            bool(table.flag("loading_seconds").any()),
             _only(table["weights"]),
         )
 
@@ -473,7 +465,6 @@ def _form(status: WorkerStatus) -> object:
         len(status.total_pages),
         status.context_tokens,
         status.draining,
-        status.loading_seconds != 0,
         status.asleep,
         status.weights,
     )

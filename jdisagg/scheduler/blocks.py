@@ -1,7 +1,9 @@
 """Splits the KV of one row of a prefill chunk into transfer blocks, by tokens and by layers.
 
-The length of a block is `granule_tokens` times a power of two. Only the last block of a row is
-padded, up to a multiple of `granule_tokens`.
+The length of a block is `granule_tokens` times one of `LENGTHS`. A row is split into blocks,
+longest first. Only its last block is padded, up to a multiple of `granule_tokens`. Rows start at
+such multiples in their chunk, so padding never reaches the next row. The last row of a chunk may
+instead be sent as one padded block (per band), if the padding costs less than several blocks.
 
 A band is a range of consecutive layer groups that are sent in the same block. For long prompts each
 layer group has its own block, which is sent while the next layer group is computed. For short
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator
 from jdisagg.errors import LayoutError
 from jdisagg.layout.kv_spec import KVSpec
 
+LENGTHS = 1, 8, 64  # of blocks, in granules
 # Function from a model's KV spec to the range of layers of each pipeline stage.
 StageCut = Callable[[KVSpec], tuple[range, ...]]
 
@@ -26,18 +29,18 @@ def split_blocks(
     if whole and tokens:
         yield 0, padded(tokens, granule_tokens), tokens
         return
-    rest = -(-tokens // granule_tokens)
     offset = 0
-    while rest:
-        granules = 1 << (rest.bit_length() - 1)
-        block_tokens = granules * granule_tokens
-        yield offset, block_tokens, min(block_tokens, tokens - offset)
-        offset += block_tokens
-        rest -= granules
+    for block_tokens in (granule_tokens * length for length in reversed(LENGTHS)):
+        while block_tokens <= padded(tokens - offset, granule_tokens):
+            yield offset, block_tokens, min(block_tokens, tokens - offset)
+            offset += block_tokens
 
 
-def merged_block(tokens: int, granule_tokens: int) -> int:
-    return granule_tokens << (-(-tokens // granule_tokens) - 1).bit_length()
+def merged_block(tokens: int, granule_tokens: int) -> int | None:
+    """Returns the shortest block length that holds `tokens` tokens in one block, or None if there
+    is none."""
+    lengths = (granule_tokens * length for length in LENGTHS)
+    return next((block_tokens for block_tokens in lengths if block_tokens >= tokens), None)
 
 
 def padded(tokens: int, granule_tokens: int) -> int:

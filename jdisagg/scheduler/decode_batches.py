@@ -227,10 +227,12 @@ class DecodeBatches:
             left = [child.issued_limit - child.issued_position for rank in active for child in rank]
             steps = min(self._steps, *left)
         steps = min(steps, boundary)
-        shaped, sampled, masked = self._sampling(active)
+        masked = self._state.masked > 0 and any(
+            child.group.request.sampling.grammar is not None for rank in active for child in rank
+        )
         planned: dict[tuple[int, int], Planned] = {}
         if self._speculation is not None and drafts and not self._speculation.rests():
-            kind = self._speculation.kind(active, shaped, sampled, masked)
+            kind = self._speculation.kind(active, masked)
             planned = self._speculation.plan(active, kind)
             steps = 1 if planned else steps
             self._kinds[step] = kind, steps
@@ -241,8 +243,6 @@ class DecodeBatches:
             step=step,
             steps=steps,
             slots=tuple([tuple([child.slot for child in rank]) for rank in active]),
-            shaped=shaped,
-            sampled=sampled,
             admits=tuple(admits),
             grows=tuple(grows),
             masked=masked,
@@ -268,16 +268,6 @@ class DecodeBatches:
                 if slot is not None:
                     self._snapshots.append((child.rank, states.slot(child.rank, child.key), slot))
         return steps
-
-    def _sampling(self, active: list[list[Sequence]]) -> tuple[bool, bool, bool]:
-        if not self._state.shaped and not self._state.sampled and not self._state.masked:
-            return False, False, False
-        every = [child.group.request.sampling for rank in active for child in rank]
-        return (
-            any(params.shaped for params in every),
-            any(not params.greedy for params in every),
-            any(params.grammar is not None for params in every),
-        )
 
     def _most_steps(self) -> int:
         wanted = max(

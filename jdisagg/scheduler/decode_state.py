@@ -61,8 +61,7 @@ class DecodeState:
         # RUNNING sequences of each rank, in order of their slots
         self.running: list[list[Sequence]] = [[] for _ in range(limits.ranks)]
         self.frozen: list[Sequence] = []
-        # numbers of running sequences with shaped logits, with random sampling, and with a grammar
-        self.shaped = self.sampled = self.masked = 0
+        self.masked = 0  # number of running sequences with a grammar
         self.living = [0] * limits.ranks  # number of unfinished children
         # keys of children that will need more pages than they have
         self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]
@@ -140,13 +139,10 @@ class DecodeState:
         self.slots[child.rank][slot] = child
         child.slot, child.stage = slot, Stage.RUNNING
         bisect.insort(self.running[child.rank], child, key=_slot)
-        self._count_sampling(child, 1)
+        self._count_masked(child, 1)
 
-    def _count_sampling(self, child: Sequence, change: int) -> None:
-        sampling = child.group.request.sampling
-        self.shaped += change * sampling.shaped
-        self.sampled += change * (not sampling.greedy)
-        self.masked += change * (sampling.grammar is not None)
+    def _count_masked(self, child: Sequence, change: int) -> None:
+        self.masked += change * (child.group.request.sampling.grammar is not None)
 
     def note_pages(self, child: Sequence) -> None:
         if self.ledgers[child.rank].count(child.key) * self.limits.page_size < child.limit:
@@ -288,7 +284,7 @@ class DecodeState:
         if child.stage is Stage.RUNNING:
             self.slots[child.rank][child.slot] = None
             self.running[child.rank].remove(child)
-            self._count_sampling(child, -1)
+            self._count_masked(child, -1)
             child.slot, child.ngrams = -1, None
         elif child.stage is Stage.READY:
             self.ready.remove(child)

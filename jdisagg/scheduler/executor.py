@@ -11,7 +11,7 @@ from jdisagg.layout.kv_spec import KVLayer, KVSpec, ring_pages
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.plain import plain
-from jdisagg.scheduler.blocks import bands
+from jdisagg.scheduler.blocks import LENGTHS, bands
 
 LONGEST_RUN = 8  # most tokens of one sequence in one decode step
 LONG_GRAIN = 64
@@ -29,8 +29,8 @@ class MeshLimits:
             prefill chunk, and sequences of a decode batch.
         layer_groups: Number of groups of consecutive layers. The KV of each group can be
             transferred in a separate block while the next group is computed.
-        granule_tokens: Number of tokens of the shortest transfer block. Longer blocks have this
-            length times a power of two. Rows of a packed chunk start at multiples of this length.
+        granule_tokens: Number of tokens of the shortest transfer block (`blocks.LENGTHS`). Rows of
+            a packed chunk start at multiples of this length.
         pack_tokens: Largest number of tokens of a chunk that several prompts share; None means the
             largest chunk size. A single prompt may always fill the largest chunk. If this is set, a
             prompt that shares a chunk is not split.
@@ -123,11 +123,14 @@ class MeshLimits:
         return max(longest - 1, self.draft_rows * batch) if longest > 1 else 0
 
     @property
-    def mixed_batches(self) -> tuple[int, ...]:
-        """Batch sizes of decode steps that run together with a prefill chunk: the largest, and
-        about a quarter of it. Two sizes keep the number of programs small."""
-        largest = self.batch_buckets[-1]
-        return tuple(size for size in self.batch_buckets if size in (largest, largest // 4))
+    def pair_batches(self) -> tuple[int, ...]:
+        """Batch sizes of decode steps with grammars or drafts, each of which needs four programs:
+        the largest, and where one row is much faster, one row. A step of another size is padded."""
+        return tuple(size for size in self.batch_buckets if size in (1, self.batch_buckets[-1]))
+
+    def pair_batch(self, sequences: int) -> int:
+        """Returns the size of a step with grammars or drafts of this many sequences per rank."""
+        return next(size for size in self.pair_batches if size >= sequences)
 
     @property
     def state_rows(self) -> int:
@@ -222,10 +225,8 @@ class MeshLimits:
         return [(band, tokens) for tokens in self._block_lengths() for band in self.bands(tokens)]
 
     def _block_lengths(self) -> list[int]:
-        lengths = [self.granule_tokens]
-        while lengths[-1] * 2 <= self.chunk_buckets[-1]:
-            lengths.append(lengths[-1] * 2)
-        return lengths
+        lengths = [self.granule_tokens * length for length in LENGTHS]
+        return [tokens for tokens in lengths if tokens <= self.chunk_buckets[-1]]
 
 
 def buckets(smallest: int, largest: int, factor: int = 2) -> tuple[int, ...]:

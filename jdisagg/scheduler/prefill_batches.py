@@ -173,6 +173,8 @@ class PrefillBatches:
         first = min(offer.offset for offer in row.offers)
         tokens = row.offset + len(row.tokens) - first
         block_tokens = merged_block(tokens, limits.granule_tokens)
+        if block_tokens is None:
+            return row
         fewer = len(row.offers) - len(limits.bands(block_tokens))
         padding = block_tokens - padded(tokens, limits.granule_tokens)
         if (

@@ -93,7 +93,7 @@ class Planned(NamedTuple):
 # (rank and row of a sequence, the sequence, its prediction, its number of extra rows, the expected
 # number of accepted drafts)
 Share = tuple[tuple[int, int], Sequence, Draft, int, float]
-StepKind = tuple[int, bool, bool, bool]  # batch size, and variant: shaped, sampled, masked
+StepKind = tuple[int, bool]  # batch size, and whether some row has a grammar
 
 
 class Speculation:
@@ -124,14 +124,11 @@ class Speculation:
     def source(self) -> str:
         return self._drafter.source
 
-    def kind(
-        self, active: Rows[Rows[Sequence]], shaped: bool, sampled: bool, masked: bool
-    ) -> StepKind:
-        """Returns the batch size and variant of a step. Times are measured separately for each of
-        them."""
+    def kind(self, active: Rows[Rows[Sequence]], masked: bool) -> StepKind:
+        """Returns the kind of a step. Times are measured separately for each kind."""
         width = max(1, *map(len, active))
         bucket = next(size for size in self._limits.batch_buckets if size >= width)
-        return bucket, shaped, sampled, masked
+        return bucket, masked
 
     def rests(self) -> bool:
         """Returns whether speculation pauses for the next step. The step then has no predictions
@@ -144,11 +141,18 @@ class Speculation:
 
     def plan(self, active: Rows[Rows[Sequence]], kind: StepKind) -> dict[tuple[int, int], Planned]:
         """Returns the drafts of the next step by (rank, row). Empty if drafts are not worth their
-        time. Must not be called for a step for which speculation pauses."""
+        time. Must not be called for a step for which speculation pauses.
+
+        Args:
+            active: Running sequences of each rank.
+            kind: Kind of the step.
+        """
         worth, sequences, began = self._worth_of(kind), sum(map(len, active)), self._clock()
         if self._drafter.on_mesh and worth.due:
             self._forget(active)
-        shares, gain = self._shares(active, self._limits.extra_rows(kind[0]))
+        shares, gain = self._shares(
+            active, self._limits.extra_rows(self._limits.pair_batch(kind[0]))
+        )
         if not (shares and worth.pays(gain)):
             # Predictions that are used have a cost, too, but it is small beside what they save.
             mean = (self._clock() - began) / sequences

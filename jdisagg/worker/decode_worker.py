@@ -42,7 +42,6 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Request
-from jdisagg.scheduler.capabilities import Capability
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
@@ -176,7 +175,7 @@ class DecodeWorker(MeshWorker):
                 self._prefilled_last = True
                 return self._prefills.next_chunk(step)
             case Action.DECODE | Action.MIXED:
-                drafts = not snapshot.mixes and self._ready(Capability.DRAFTS)
+                drafts = not snapshot.mixes
                 steps = self._batches.next_step(step, decision.quiet, drafts)
                 if snapshots := self._batches.take_snapshots():
                     self._loop.fire(CopyPages(self._loop.next_number(), (), snapshots))
@@ -291,7 +290,7 @@ class DecodeWorker(MeshWorker):
 
     async def reserve(self, call: ReserveCall) -> Reservation:
         arrival = self._clock.now() - call.age_seconds
-        await self._compiled(call.request, call.deadline_seconds, call.computes)
+        await self._compiled(call.request, call.deadline_seconds)
         async with self._adapters.held(call.request, call.deadline_seconds):
             self._take(call)
             ticket, granted = await self._enqueue(call, arrival)
@@ -590,7 +589,7 @@ class DecodeWorker(MeshWorker):
             handoffs=len(self._incoming) + len(self._outgoing),
             queued_tokens=self._prefills.backlog.tokens,
             queued_pairs=self._prefills.backlog.pairs,
-            can_prefill=self._chunk_tokens > 0 and self._ready(Capability.APPEND),
+            can_prefill=self._chunk_tokens > 0,
             chunk_tokens=self._chunk_tokens,
             kept=self._kept_tiers(*self._spilled.stats()),
             drafted_tokens=self.counters["drafted_tokens"],

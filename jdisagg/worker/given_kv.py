@@ -17,7 +17,6 @@ import asyncio
 from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError
 from jdisagg.messages.ports import FetchCall, FetchReply, HandoffEnd, Offer
 from jdisagg.messages.step_commands import ExtractResult, StepResult
-from jdisagg.scheduler.capabilities import Capability
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.residency import Chain
 from jdisagg.telemetry import Counters
@@ -163,7 +162,6 @@ class GivenKv:
         kept = self._kept
         return (
             kept.on
-            and self._context.readiness.ready(Capability.REUSE)
             # without snapshots, the only state or window is that of a sequence's newest position
             and (bool(kept.snapshots) or not self._mesh.kv_spec.has_state)
             and not self._mesh.ring_pages

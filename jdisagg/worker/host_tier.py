@@ -87,7 +87,6 @@ class HostTier(KvSource):
         self._asked = AskedAgain(capacity, room.always)
         self._snapshots_asked = AskedAgain(self.snapshots.capacity, room.always)
         self.on = self.blocks.capacity > 0
-        self.ready: Callable[[], bool] = lambda: True
         self._room_bytes, self._lent_bytes = of_blocks, 0
         self._most_writing = most_writing
         self.prices = Prices(room.always)
@@ -182,7 +181,7 @@ class HostTier(KvSource):
             self._counters.add("host_snapshots_declined")
 
     def _copy_out(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
-        if self._loop.failure is not None or name in self.blocks or not self.ready():
+        if self._loop.failure is not None or name in self.blocks:
             return
         if self.blocks.writing >= self._most_writing:
             self._counters.add("host_blocks_skipped")
@@ -202,8 +201,6 @@ class HostTier(KvSource):
         overwritten by later commands."""
         snapshots, kept = self.snapshots, self._kept.snapshots[rank]
         if self._loop.failure is not None or name in snapshots or not snapshots.capacity:
-            return
-        if not self.ready():
             return
         if snapshots.writing >= MOST_SNAPSHOTS_WRITING:
             self._counters.add("host_snapshots_skipped")

@@ -296,7 +296,6 @@ class KvSources:
         self._now = now
         self._sources = tuple(sources)
         self.may_take: Callable[[int, int], bool] = lambda rank, pages: True
-        self.ready: Callable[[], bool] = lambda: True
         self._running: Counter[Origin] = Counter()
         self._tasks = BackgroundTasks()
 
@@ -310,7 +309,7 @@ class KvSources:
 
     def best(self, query: RestoreQuery) -> RestorePlan | None:
         """Returns the plan that saves most time, or None if no restore is faster than computing."""
-        if not query.chain or not self.ready():
+        if not query.chain:
             return None
         free = [one for one in self._sources if self._running[one.name] < one.most_restores]
         plans = [plan for source in free if (plan := source.worth(query)) is not None]

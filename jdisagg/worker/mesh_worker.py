@@ -30,7 +30,6 @@ from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, Peer
 from jdisagg.messages.step_commands import STUCK_TOKEN, CopyPages, StepCommand, StepResult
 from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerStatus
 from jdisagg.request import CachedTokens, Identity, Request
-from jdisagg.scheduler.capabilities import Capabilities, Capability
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
@@ -59,8 +58,6 @@ class WorkerContext:
         ids: Generator of fresh random 64-bit numbers.
         address: Address for other workers; empty if they find this worker by name in the same
             process.
-        loading_seconds: Function that returns the estimated seconds until all compiled programs are
-            loaded. Requests are already served during this time.
         names: Object that computes the hashes (names) of cached blocks; None disables the prefix
             cache.
         tiers: Capacity of the host-memory and disk tiers, which hold cached blocks of a prefill
@@ -70,7 +67,6 @@ class WorkerContext:
         times: Function that returns the measured times of the mesh's programs, or None if they are
             not measured.
         kernels: Text "NAME: reason" for each kernel that failed its check at the start.
-        readiness: Optional capabilities whose programs are loaded.
         weights: The weights that the worker serves.
     """
 
@@ -79,13 +75,11 @@ class WorkerContext:
     ids: Callable[[], int]
     model_fingerprint: str = ""
     address: str = ""
-    loading_seconds: Callable[[], float] = float
     names: BlockNames | None = None
     tiers: TierRoom = TierRoom()  # plain data
     kv_channels: Callable[[], tuple[str, ...]] = tuple
     times: Callable[[], StepTimes | None] = lambda: None
     kernels: tuple[str, ...] = ()
-    readiness: Capabilities = field(default_factory=Capabilities)
     weights: ServedWeights = field(default_factory=ServedWeights)
 
 
@@ -214,11 +208,6 @@ class MeshWorker(ABC):
     def at_rest(self) -> bool:
         return self._sources.quiet and self._adapters.idle and not self._busy()
 
-    def may_sleep(self) -> str:
-        context = self._context
-        loads = context.loading_seconds() > 0 or bool(context.readiness.missing)
-        return "its programs are still being loaded" if loads else ""
-
     async def status(self) -> WorkerStatus:
         return self.status_now()
 
@@ -228,17 +217,15 @@ class MeshWorker(ABC):
         context = self._context
         return msgspec.structs.replace(
             self._status(),
-            loading_seconds=context.loading_seconds(),
             kv_channels=context.kv_channels(),
             times=context.times(),
             links=self._links(),
             kernels=context.kernels,
             adapter_slots=self._mesh.adapters,
             adapters=self._adapters.table.loaded,
-            not_ready=context.readiness.missing,
             weights=self.weights.served.identity,
             asleep=self.weights.asleep,
-            images=self._mesh.images is not None and context.readiness.possible(Capability.IMAGES),
+            images=self._mesh.images is not None,
         )
 
     @property
@@ -345,7 +332,6 @@ class MeshWorker(ABC):
         loop, mesh, now = self._loop, self._mesh, self._clock.now
         ids = self._context.ids
         self._host = HostTier(kept, loop, mesh, room, ids, self.counters, most_writing)
-        self._host.ready = self._tiers_ready
         self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
         sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
         # without these, windows or state that arrive with blocks could not be stored
@@ -362,14 +348,7 @@ class MeshWorker(ABC):
             )
             sources.append(fetch)
         found = KvSources(kept, mesh.page_size, self.counters, now, sources)
-        found.ready = self._tiers_ready
         return found
-
-    def _ready(self, capability: Capability) -> bool:
-        return self._context.readiness.ready(capability)
-
-    def _tiers_ready(self) -> bool:
-        return self._ready(Capability.TIERS)
 
     def _kept_tiers(self, *spilled: KeptTier) -> tuple[KeptTier, ...]:
         """Returns, for the status, the used and available bytes of each cache tier. Swapped-out
@@ -435,18 +414,14 @@ class MeshWorker(ABC):
             self.counters.add("prefix_blocks_evicted", blocks, cause=cause)
         return blocks + elsewhere
 
-    async def _compiled(self, request: Request, seconds: float, computes: bool = True) -> None:
-        """Compiles the request's grammar, if any, and waits for the programs that the request
-        needs. These are the programs for grammars, and those for images if this mesh `computes` the
-        prompt.
+    async def _compiled(self, request: Request, seconds: float) -> None:
+        """Compiles the request's grammar, if any.
 
         Raises:
             InvalidRequestError: The grammar cannot be compiled.
-            UnavailableError: The programs cannot be loaded, or the worker sleeps.
+            UnavailableError: The worker sleeps.
         """
         self._check_awake()
-        if computes and request.images:
-            await self._context.readiness.wait(Capability.IMAGES)
         grammar = request.sampling.grammar
         if grammar is not None:
             if self._grammars is None:
@@ -455,7 +430,6 @@ class MeshWorker(ABC):
                     " structured output needs; leave the grammar out, or add the file"
                 )
             await self._grammars.prepare(grammar, seconds)
-            await self._context.readiness.wait(Capability.GRAMMARS)
 
     def _unchosen(self, request: Request, token: int) -> JdisaggError:
         """Returns the error for a sequence whose sampling returned BROKEN_TOKEN or STUCK_TOKEN."""

@@ -51,7 +51,6 @@ from jdisagg.messages.step_commands import (
 from jdisagg.messages.worker_status import PriorityLoad, WorkerRole, WorkerStatus
 from jdisagg.request import Request
 from jdisagg.scheduler.backlog import Backlog
-from jdisagg.scheduler.capabilities import Capability
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import MOST_WRITING
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
@@ -369,9 +368,6 @@ class PrefillWorker(MeshWorker):
         )
         restored = RestoredBlocks(kept.block_tokens)
         task = PrefillTask(prompt, call, chain, restored, now + call.deadline_seconds, now)
-        if not self._ready(Capability.REUSE):
-            # positions that the decode worker has cached are not sent, so none are extracted
-            task.most_reused = 0 if kept.snapshots else call.from_token
         if chain:
             task.useful = chain[: kept.usable_tokens(task.most_known, True) // kept.block_tokens]
         self._look_up(task)

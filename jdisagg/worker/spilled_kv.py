@@ -19,7 +19,6 @@ from jdisagg.errors import JdisaggError
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.step_commands import ExtractResult, StepResult
 from jdisagg.messages.worker_status import KeptTier
-from jdisagg.scheduler.capabilities import Capability
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import HostPiece, TierRoom
@@ -139,9 +138,7 @@ class SpilledKv:
     def take(self, child: Sequence) -> bool:
         """Swaps a sequence out. Returns False if the sequence should be recomputed later
         instead."""
-        ready = self._context.readiness.ready(Capability.TIERS)
-        works = self._loop.failure is None and ready
-        cause = self.spills.refusal(child) if works else "off"
+        cause = self.spills.refusal(child) if self._loop.failure is None else "off"
         if not cause:
             spill = self._new_spill(child)
             taken = self.spills.bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jdisagg.clock import limit, turn
-from jdisagg.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
+from jdisagg.errors import DeadlineExceededError, InvalidRequestError
 from jdisagg.messages.step_commands import (
     NO_ROOM,
     DiskResult,
@@ -80,10 +80,6 @@ class WorkerOfWeights(Protocol):
 
     def at_rest(self) -> bool:
         """Returns whether no sequence, hand-off or copy of KV is left."""
-        ...
-
-    def may_sleep(self) -> str:
-        """Returns the reason why the worker cannot sleep now, or "" if it can."""
         ...
 
     async def status(self) -> WorkerStatus: ...
@@ -255,10 +251,6 @@ class WeightsUpdates:
 
     async def _fall_asleep(self, call: SleepCall) -> None:
         served, name = self.served, self._worker.name
-        if why := self._worker.may_sleep():
-            raise UnavailableError(
-                f"worker {name!r} cannot sleep now: {why}; try again", retry_after_seconds=5.0
-            )
         if call.level == 2 and not (served.folder or served.start_folder):
             raise InvalidRequestError(
                 f"worker {name!r} cannot read its weights again, so they may not be dropped; use"

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from jdisagg.request import FinishReason, GrammarKind, Request
-from jdisagg.scheduler.capabilities import Capability
 from tests.fakes.cluster import Collected, Fleet, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.toy_grammars import END, toy_grammar, toy_text
@@ -82,27 +81,6 @@ def test_the_first_token_is_constrained_and_a_handed_off_sequence_goes_on_behind
     async def main() -> None:
         async with Fleet(wire=wire) as fleet:
             await follow(fleet, requests(9))
-            await fleet.check_quiet()
-
-    run_virtually(main)
-
-
-def test_a_grammar_goes_where_its_programs_are_loaded_and_waits_if_they_are_nowhere() -> None:
-    async def main() -> None:
-        async with Fleet(prefills=1) as fleet:
-            first, second = (fleet.local.workers[name] for name in ("decode0", "decode1"))
-            first._context.readiness.load_later([Capability.GRAMMARS])
-            regex, schema, text, _, _, other = requests(6)
-            fleet.check(text, await fleet.collect(text))  # the router asks workers what they have
-            fleet.check(regex, await fleet.collect(regex))
-            assert fleet.path.placer.status().decisions[0].decode == "decode1"
-            second._context.readiness.load_later([Capability.GRAMMARS])
-            waits = asyncio.create_task(fleet.collect(schema))
-            fleet.check(other, await fleet.collect(other))
-            assert not waits.done()
-            for worker in (first, second):
-                worker._context.readiness.loaded(Capability.GRAMMARS)
-            fleet.check(schema, await waits)
             await fleet.check_quiet()
 
     run_virtually(main)

@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
-from jdisagg.engine.embedded import EmbeddedCluster
-from jdisagg.engine.replica import Progress
 from jdisagg.errors import InvalidRequestError
 from jdisagg.images import PromptImage
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
 from jdisagg.request import Request
-from jdisagg.scheduler.capabilities import Capability
 from models import vision_config
 from tests.end_to_end.clusters import GOLDEN, LLAMA, Running, config, golden_copy, running
 from tests.end_to_end.other_weights import perturbed
@@ -202,32 +199,6 @@ async def test_a_model_without_an_encoder_refuses_images_by_name() -> None:
     async with running(made) as run:
         with pytest.raises(InvalidRequestError, match="no vision encoder"):
             await run.complete(asked(run, range(3, 60), images))
-
-
-class LoadsLater(EmbeddedCluster):
-    """Serves before the programs of optional capabilities are loaded."""
-
-    async def start(self, progress: Progress | None = None) -> None:
-        self.load_later()
-        await self.start_workers()
-
-
-@pytest.mark.ci
-async def test_a_request_with_images_waits_for_their_programs_and_text_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vision_config, "MOST_PATCHES", 256)
-    found, images = golden_images(PIXTRAL)
-    prompt, greedy = found["prompt"].tolist(), found["greedy"].tolist()
-    async with running(engine(tmp_path, PIXTRAL, Mode.UNIFIED), kind=LoadsLater) as run:
-        (status,) = await run.cluster.status()
-        assert status.images and "images" in status.not_ready
-        waits = asyncio.create_task(run.complete(asked(run, prompt, images)))
-        await run.complete(asked(run, prompt, (), "text"))
-        assert not waits.done() and not any(row.images for row in rows(run))
-        (replica,) = run.cluster.replicas
-        await replica.load(Capability.IMAGES)
-        assert (await waits).tokens[0] == greedy
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ async def test_streams_beside_chunks_are_those_of_each_request_alone() -> None:
     assert logprobs(done) == pytest.approx(logprobs(expected), abs=1e-4)
     assert any(one.chunk and one.chunk.rows[0].start for one in steps), "a prompt went on"
     assert any(one.chunk and len(one.chunk.rows) > 1 for one in steps), "packed"
-    assert any(one.masked for one in steps) and any(one.shaped for one in steps)
+    assert any(one.masked for one in steps)
 
 
 @pytest.mark.ci

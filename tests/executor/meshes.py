@@ -2,7 +2,7 @@
 commanded by hand."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import jax
@@ -27,7 +27,7 @@ from jdisagg.messages.step_commands import (
     SampleSpec,
 )
 from jdisagg.request import SamplingParams
-from jdisagg.scheduler.blocks import padded, split_blocks
+from jdisagg.scheduler.blocks import padded
 from jdisagg.transfer.channel import BlockStamp, Offered, Pull, PullTarget
 from jdisagg.transfer.in_process import InProcessChannel
 from models.checkpoint import load_model
@@ -134,6 +134,18 @@ def executor(
     return made.executor
 
 
+Cuts = Callable[[int, int], Iterable[tuple[int, int, int]]]
+
+
+def doubling(tokens: int, granule: int) -> Iterator[tuple[int, int, int]]:
+    """Cuts a row into blocks of more lengths than `split_blocks`: the executor takes any."""
+    offset, rest = 0, -(-tokens // granule)
+    while rest:
+        size = granule << (rest.bit_length() - 1)
+        yield offset, size, min(size, tokens - offset)
+        offset, rest = offset + size, rest - size // granule
+
+
 class Pair:
     """A prefill executor and a decode executor that knows it. `first_device`: where the decode mesh
     begins. Two layer groups; blocks of fewer than twice `few_tokens` carry both."""
@@ -172,14 +184,20 @@ class Pair:
         self.decode.close()
 
     async def compute(
-        self, rows: list[tuple[int, int, int, int]], key: int, *, chunk: int = 128, past: int = 0
+        self,
+        rows: list[tuple[int, int, int, int]],
+        key: int,
+        *,
+        chunk: int = 128,
+        past: int = 0,
+        cut: Cuts = doubling,
     ) -> PrefillResult:
         """Prefills rows (rank, offset, tokens, first offer id) that end at position past + tokens;
         offers all of them."""
         limits = self.prefill.limits
         commands: list[PrefillRow] = []
         for sequence, (rank, offset, tokens, offer_id) in enumerate(rows):
-            cuts = [(at, size) for at, size, _ in split_blocks(tokens, limits.granule_tokens)]
+            cuts = [(at, size) for at, size, _ in cut(tokens, limits.granule_tokens)]
             bands = [(band, at, size) for at, size in cuts for band in limits.bands(size)]
             offers = [
                 OfferSpec(offer_id + i, band.start, offset + at, size, len(band))

@@ -1,126 +1,128 @@
-"""What a mesh chooses from logits of which each device keeps a part is what it chooses from all."""
+"""What the rows of a step choose from their logits, whatever the other rows ask for."""
+
+import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import PartitionSpec
 
-from jdisagg.executor.choose import Variant, choose, logits
+from jdisagg.executor.choose import Chosen, choose, read_row
 from jdisagg.executor.slot_state import RowFormat
-from jdisagg.layout.axes import TP_AXES, Layout
-from jdisagg.messages.step_commands import STUCK_TOKEN, SampleSpec
-from jdisagg.model_api import Shards
-from jdisagg.ops.parameters import layout_mesh, param_specs
-from jdisagg.ops.sampling import WHOLE
-from jdisagg.request import SamplingParams
-from models.catalog import read_config
-from models.decoder import init_model
-from models.hf_config import HfConfig
+from jdisagg.messages.step_commands import BROKEN_TOKEN, NO_TOKEN, STUCK_TOKEN, SampleSpec
+from jdisagg.request import Grammar, GrammarKind, SamplingParams
 
-ROWS, VOCABULARY, WIDTH = 12, 1001, 32
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
+ROWS, VOCABULARY = 12, 1001
+WORDS = -(-VOCABULARY // 32)
+FORMAT = RowFormat(1, VOCABULARY)
+GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, seed=7, top_p=0.8)
+SHAPED = SamplingParams(temperature=0.0, presence_penalty=2.0, logit_bias=((3, 50.0),))
+SCORED = SamplingParams(temperature=0.0, logprobs=4)
+MASKED = SamplingParams(temperature=0.0, grammar=Grammar(GrammarKind.REGEX, "a"))
+LOGITS = np.random.default_rng(1).standard_normal((ROWS, VOCABULARY)).astype(np.float32)
+FREE = np.full((ROWS, WORDS), 0xFFFFFFFF, np.uint32)
 
 
-@pytest.mark.parametrize("variant", [Variant.GREEDY, Variant.SAMPLED])
-def test_a_vocabulary_that_stays_on_its_devices_gives_the_tokens_of_a_gathered_one(
-    variant: Variant,
-) -> None:
-    layout = Layout(tp=4)
-    stem = init_model(read_config(HfConfig(CONFIG)), jax.random.key(0), tp=layout.tp).stem
-    graphdef, state = nnx.split(stem)
-    leaves, treedef = jax.tree.flatten(state)
-    rows = RowFormat(1, VOCABULARY)
-    ints = np.zeros((ROWS, rows.ints), np.int32)
-    floats = np.zeros((ROWS, rows.floats), np.float32)
-    for row in range(ROWS):
-        filters = {"top_k": 5 * (row % 3), "top_p": 1 - 0.2 * (row % 2)}
-        rows.pack(
-            ints[row],
-            floats[row],
-            SampleSpec(0, SamplingParams(temperature=0.9, seed=70 + row, **filters)),
-        )
-    x_BD = np.random.default_rng(1).standard_normal((ROWS, WIDTH)).astype(np.float32)
+class _Batch(NamedTuple):
+    logits: np.ndarray
+    ints: np.ndarray
+    floats: np.ndarray
+    active: np.ndarray
+    counts: np.ndarray
+    masks: np.ndarray
 
-    def tokens(platform: str) -> np.ndarray:
-        shards = Shards(tp=TP_AXES, platform=platform)
 
-        def body(leaves: tuple[jax.Array, ...], x_BD: jax.Array) -> jax.Array:
-            merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-            y_BD = merged.normed(x_BD)
-            logits_BV, shard = logits(variant, merged, y_BD, shards, VOCABULARY)
-            kept = VOCABULARY if platform == "cpu" else -(-VOCABULARY // layout.tp)
-            assert logits_BV.shape[1] == kept
-            position_B, active_B = jnp.full(ROWS, 9, jnp.int32), jnp.ones(ROWS, jnp.bool_)
-            return choose(
-                variant,
-                rows,
-                logits_BV,
-                jnp.asarray(ints),
-                jnp.asarray(floats),
-                position_B,
-                active_B,
-                None,
-                shard,
-                platform,
-            ).token
+def batch(rows: list[SamplingParams], masks: np.ndarray = FREE) -> _Batch:
+    count = len(rows)
+    ints = np.zeros((count, FORMAT.ints), np.int32)
+    floats = np.zeros((count, FORMAT.floats), np.float32)
+    for row, params in enumerate(rows):
+        FORMAT.pack(ints[row], floats[row], SampleSpec(0, params))
+    counts = np.zeros((count, VOCABULARY), np.int32)
+    return _Batch(LOGITS[:count], ints, floats, np.ones(count, bool), counts, masks[:count])
 
-        mesh = layout_mesh(layout, 2, jax.devices()[:4])
-        specs = (param_specs(stem, layout), PartitionSpec())
-        run = jax.shard_map(
-            body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
-        )
-        return np.asarray(jax.jit(run)(tuple(leaves), x_BD))
 
-    gathered = tokens("cpu")
-    assert len(set(gathered.tolist())) > ROWS // 2
-    assert tokens("gpu").tolist() == gathered.tolist()
+def body(rows: _Batch) -> Chosen:
+    position_B = jnp.full(len(rows.ints), 9, jnp.int32)
+    return choose(
+        FORMAT, rows.logits, rows.ints, rows.floats, position_B, rows.active,
+        lambda: rows.counts, "cpu", rows.masks,
+    )  # fmt: skip
+
+
+run = jax.jit(body)
+
+
+def tokens(rows: _Batch) -> list[int]:
+    return np.asarray(run(rows).token).tolist()
+
+
+@pytest.mark.parametrize("other", [GREEDY, DRAWN, SHAPED, SCORED, MASKED])
+def test_a_row_chooses_the_same_whatever_the_other_rows_ask_for(other: SamplingParams) -> None:
+    """Each feature is computed for all rows, as soon as one asks for it."""
+    for own in (GREEDY, DRAWN, SHAPED, SCORED, MASKED):
+        alone, beside = tokens(batch([own] * ROWS)), tokens(batch([own, other] * (ROWS // 2)))
+        assert beside[::2] == alone[::2]
+
+
+def test_features_are_those_of_their_rows() -> None:
+    likeliest = LOGITS.argmax(1).tolist()
+    assert tokens(batch([GREEDY] * ROWS)) == likeliest
+    assert tokens(batch([SHAPED] * ROWS)) == [3] * ROWS, "its bias is the largest"
+    seeds = [SamplingParams(temperature=0.9, seed=seed) for seed in range(ROWS)]
+    drawn = tokens(batch(seeds))
+    assert len(set(drawn)) > ROWS // 2 and drawn != likeliest
+
+
+def test_a_row_that_asks_gets_log_probabilities() -> None:
+    scores = np.asarray(run(batch([GREEDY, SCORED])).scores)
+    logprob, pairs = read_row(scores[1], 4)
+    exact = LOGITS[1].astype(np.float64)
+    exact -= np.log(np.exp(exact).sum())
+    order = np.argsort(-exact, kind="stable")[:4]
+    assert [token for token, _ in pairs] == order.tolist()
+    np.testing.assert_allclose([value for _, value in pairs], exact[order], atol=1e-4)
+    assert logprob == pytest.approx(exact.max(), abs=1e-4)
+
+
+def test_rows_that_compute_nothing_ask_for_nothing() -> None:
+    rows = batch([GREEDY, SCORED, GREEDY])
+    rows.active[1] = False
+    chosen = run(rows)
+    assert np.asarray(chosen.token)[1] == NO_TOKEN
+    assert not np.asarray(chosen.scores).any()
+
+
+def test_broken_logits_give_their_row_an_error_and_spare_the_others() -> None:
+    for params in (GREEDY, DRAWN):
+        rows = batch([params] * 3)
+        logits = rows.logits.copy()
+        logits[1, 5] = np.nan
+        broken = tokens(rows._replace(logits=logits))
+        assert broken == [*tokens(rows)[:1], BROKEN_TOKEN, *tokens(rows)[2:]]
+
+
+def test_a_step_computes_a_feature_only_if_a_row_has_it() -> None:
+    """Conditions that XLA turned into selects would compute all features in each step: any feature,
+    shaping and masks, drawing with top-k and top-p, log-probabilities."""
+    assert run.lower(batch([GREEDY] * 4)).compile().as_text().count(" conditional(") == 6
 
 
 def test_a_mask_leaves_its_row_what_it_allows_and_other_rows_what_they_had() -> None:
-    rows, words = RowFormat(1, VOCABULARY), -(-VOCABULARY // 32)
-    ints = np.zeros((ROWS, rows.ints), np.int32)
-    floats = np.zeros((ROWS, rows.floats), np.float32)
-    for row in range(ROWS):
-        params = SamplingParams(temperature=0.9 * (row % 3 > 0), seed=70 + row, top_k=row)
-        rows.pack(ints[row], floats[row], SampleSpec(0, params))
-    logits_BV = np.random.default_rng(1).standard_normal((ROWS, VOCABULARY)).astype(np.float32)
-    mask = np.full((ROWS, words), 0xFFFFFFFF, np.uint32)
-    mask[0::4] = 0
-    mask[0::4, 7] = 0b1000  # id 7 * 32 + 3 alone
-    mask[1::4] = 0  # nothing
-
-    def tokens(variant: Variant, mask_BW: jax.Array | None) -> list[int]:
-        def body(logits_BV: jax.Array, mask_BW: jax.Array | None) -> jax.Array:
-            position_B, active_B = jnp.full(ROWS, 9, jnp.int32), jnp.ones(ROWS, jnp.bool_)
-            return choose(
-                variant,
-                rows,
-                logits_BV,
-                jnp.asarray(ints),
-                jnp.asarray(floats),
-                position_B,
-                active_B,
-                None,
-                WHOLE,
-                "cpu",
-                mask_BW,
-            ).token
-
-        return np.asarray(jax.jit(body)(logits_BV, mask_BW)).tolist()
-
-    free = tokens(Variant.SAMPLED, None)
-    masked = tokens(Variant.MASKED, jnp.asarray(mask))
+    every = [
+        SamplingParams(temperature=0.9 * (row % 3 > 0), seed=70 + row, top_k=row)
+        for row in range(ROWS)
+    ]
+    masks = FREE.copy()
+    masks[0::4] = 0
+    masks[0::4, 7] = 0b1000  # id 7 * 32 + 3 alone
+    masks[1::4] = 0  # nothing
+    bound = [
+        dataclasses.replace(params, grammar=MASKED.grammar) if row % 4 < 2 else params
+        for row, params in enumerate(every)
+    ]
+    free, masked = tokens(batch(every)), tokens(batch(bound, masks))
     assert masked[0::4] == [7 * 32 + 3] * 3
     assert masked[1::4] == [STUCK_TOKEN] * 3
     assert (masked[2::4], masked[3::4]) == (free[2::4], free[3::4])

@@ -151,7 +151,7 @@ async def test_a_step_sends_activations_on_and_tokens_back_for_each_batch(
                 )
                 for slot in range(2)
             )
-            result = await mesh.run(DecodeSteps(2, 3, ((1, 0),), False, False, admits=admits))
+            result = await mesh.run(DecodeSteps(2, 3, ((1, 0),), admits=admits))
             assert isinstance(result, DecodeResult)
             tokens.append(result.tokens)
         finally:
@@ -169,9 +169,9 @@ def test_the_choices_of_batches_are_read_in_the_order_of_the_steps_rows() -> Non
     first = np.arange(12, dtype=np.int32).reshape(2, 2, 3)
     second = np.array([[[90]], [[91]]], np.int32)
     places = np.array([[2, 0, 1], [1, 2, 0]], np.int32)
-    parts = (Chosen(first), Chosen(second))  # type: ignore[arg-type]
-    found = StepChoice(parts, places).read(0)
-    assert found is not None
+    parts = tuple(Chosen(token, token[..., None]) for token in (first, second))  # type: ignore[arg-type]
+    choice = StepChoice(parts, places)
+    found = choice.read(0)
     assert found[0].tolist() == [[90, NO_TOKEN, NO_TOKEN], [0, 1, 2], [3, 4, 5]]
     assert found[1].tolist() == [[9, 10, 11], [91, NO_TOKEN, NO_TOKEN], [6, 7, 8]]
-    assert StepChoice(parts, places).read(1) is None
+    assert choice.read(1).shape == (2, 3, 3, 1)

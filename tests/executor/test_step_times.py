@@ -1,17 +1,15 @@
 """A mesh times programs that are warm: it measures its own sizes and compiles nothing."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
-import numpy as np
 import pytest
 
-from jdisagg.config import PrefixConfig
 from jdisagg.executor import step_times
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
-from jdisagg.executor.step_times import append_measurements, measure_step_times
+from jdisagg.executor.step_times import measure_step_times
 from jdisagg.executor.warm_up import warm_up_steps
-from jdisagg.scheduler.capabilities import Capability
 from tests.executor.meshes import HandChannel, executor
 from tests.fakes.fake_executor import toy_limits
 
@@ -28,7 +26,7 @@ def test_a_warm_mesh_measures_its_programs_without_compiling(role, chunks, steps
     mesh = executor("m", "tp=1", role, HandChannel(), 0, page=16, dtype="float32")
     try:
         for step in warm_up_steps(mesh):
-            step.run()
+            step()
         before = mesh.programs.compilations
         times = measure_step_times(mesh)
         assert mesh.programs.compilations == before
@@ -55,32 +53,8 @@ def test_the_largest_chunk_is_measured_where_it_is_small_and_leaves_room_for_ear
     limits = toy_limits(
         page_size=128, pages_per_rank=32, context_tokens=context, chunk_buckets=(64, 128, 256)
     )
+    if role.decode:
+        limits = replace(limits, append_buckets=limits.chunk_buckets)
     monkeypatch.setattr(step_times, "_seconds", lambda executor, chunk: 1.0)
     mesh = cast(MeshExecutor, SimpleNamespace(limits=limits, role=role))
-    assert [measure()[:2] for measure in append_measurements(mesh)] == sizes
-
-
-@pytest.mark.ci
-def test_chunks_that_a_decode_mesh_appends_are_measured_without_writing_to_pages_of_sequences() -> (
-    None
-):
-    """They are measured while the mesh serves."""
-    prefix, channel = PrefixConfig(True, 16, append_tokens=64), HandChannel()
-    role = MeshRole(False, True)
-    mesh = executor("m", "tp=1", role, channel, 0, page=16, dtype="float32", prefix=prefix)
-    try:
-        for step in warm_up_steps(mesh):
-            if step.capability is Capability.APPEND:
-                step.run()
-        before = mesh.programs.compilations
-        found = [measure() for measure in append_measurements(mesh)]
-        assert mesh.programs.compilations == before
-        assert [one[:2] for one in found] == [(64, 0), (64, 192)]
-        assert all(seconds > 0 for *_, seconds in found)
-        usable = mesh.limits.pages_per_rank
-        for layer in mesh._pool.layers:
-            for part in layer:
-                pages = np.asarray(part)
-                assert not pages[:usable].any() and pages[usable:].any()
-    finally:
-        mesh.close()
+    assert [one[:2] for one in measure_step_times(mesh).chunks] == sizes

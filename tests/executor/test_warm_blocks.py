@@ -17,6 +17,7 @@ from jdisagg.messages.step_commands import (
     InsertResult,
     PullBlock,
 )
+from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.worker.outgoing_kv import extraction, offers_of_pages
 from tests.executor.meshes import PEER, HandChannel, Pair, executor
 
@@ -39,18 +40,18 @@ def mixed(codec: str) -> MeshRole:
 async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec, few_tokens):
     two = Pair(prefill, decode, codec=codec, connect=False, few_tokens=few_tokens)
     try:
-        for form in chunk_forms(two.prefill.limits, 128):
+        for form in chunk_forms(two.prefill.limits):
             two.prefill.warm_prefill(128, form)
         for band, tokens in two.decode.limits.block_shapes():
             two.decode.warm_insert(band, tokens)
             two.decode.blocks.warm_extract(band, tokens)
         before = two.prefill.programs.compilations, two.decode.programs.compilations
         two.connect()
-        result = await two.compute([(0, 0, 37, 100), (0, 48, 64, 200)], KEY)
+        result = await two.compute([(0, 0, 37, 100), (0, 48, 64, 200)], KEY, cut=split_blocks)
         for one in result.checksums:
             assert (await two.move(one.offer_id, 0, KEY)).intact
         pages = tuple(range(3, 24))[::-1][:5]
-        await two.decode.run(ExtractBlock(5, 77, 0, 1, 0, 40, 64, pages, KEY))
+        await two.decode.run(ExtractBlock(5, 77, 0, 1, 0, 40, 128, pages, KEY))
         (band,) = {two.decode.limits.bands(16)[-1]}
         await two.decode.run(
             ExtractBlock(6, 78, 0, band.start, 0, 9, 16, pages[:2], KEY, len(band))
@@ -88,7 +89,7 @@ async def test_nothing_is_built_when_a_warm_worker_takes_another_ones_blocks(
         for one in (sender, receiver):
             one.warm_prefill = one.warm_decode = lambda *_: None  # type: ignore[method-assign]  # not needed
             for step in warm_up_steps(one):
-                step.run()
+                step()
         before = sender.programs.compilations, receiver.programs.compilations
         await receiver.run(ConnectPeer(1, PEER, sender.card))
         offers = list(offers_of_pages(sender.limits, 0, *tokens, iter(range(70, 99)).__next__))

@@ -475,9 +475,8 @@ class FakeExecutor:
             for slots in command.slots
         )
         every = [slot.spec.sampling for slots in rows for slot in slots]
-        assert command.shaped == any(sampling.shaped for sampling in every)
-        assert command.sampled == any(not sampling.greedy for sampling in every)
         assert command.masked == any(sampling.grammar is not None for sampling in every)
+        scored = any(sampling.logprobs is not None for sampling in every)
         drafts = {(one.rank, one.row): one for one in command.drafts}
         assert len(drafts) == len(command.drafts) and (not drafts or command.steps == 1)
         for rank in range(len(rows)):
@@ -496,7 +495,7 @@ class FakeExecutor:
         ]
         tokens = tuple(tuple(tuple(one[0] for one in row) for row in rank) for rank in taken)
         logprobs = tuple(tuple(tuple(one[1] for one in row) for row in rank) for rank in taken)
-        return DecodeResult(command.step, tokens, logprobs if command.shaped else ())
+        return DecodeResult(command.step, tokens, logprobs if scored else ())
 
     def _admit(self, admit: SlotAdmit) -> None:
         assert 0 <= admit.slot < self.limits.slots_per_rank

@@ -47,7 +47,7 @@ def test_a_dump_of_another_form_is_no_program_without_loops(tmp_path: Path) -> N
     [
         (
             ["--what=decode,encode"],
-            "encode is none of decode, drafts, greedy, updates, prefill, earlier, blocks",
+            "encode is none of decode, drafts, pair, updates, prefill, blocks",
         ),
         (["--batch=129"], "--batch=129 must be in [1, 128]"),
         (["--batch=0"], "--batch=0 must be in [1, 128]"),

@@ -137,8 +137,7 @@ async def decode(
     )
     slots = tuple(tuple(range((len(specs) - rank + ranks - 1) // ranks)) for rank in range(ranks))
     commands = [
-        DecodeSteps(step, 4, slots, True, True, admits if step == 0 else ())
-        for step in range(steps // 4)
+        DecodeSteps(step, 4, slots, admits if step == 0 else ()) for step in range(steps // 4)
     ]
     results = await asyncio.gather(*(executor.run(command) for command in commands))
     return [result for result in results if isinstance(result, DecodeResult)]
@@ -195,7 +194,7 @@ async def until_failure(executor: Executor) -> dict[str, object]:
     slots = ((0,),) * executor.limits.ranks
     for step in range(1_000_000):
         try:
-            await executor.run(DecodeSteps(step, 1, slots, False, False))
+            await executor.run(DecodeSteps(step, 1, slots))
         except UnavailableError as error:
             return {"failure": error.message}
         await asyncio.sleep(0.01)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 import jax
 
 from jdisagg.config import InstanceConfig, ModelConfig, ServiceConfig, WorkerConfig
-from jdisagg.engine.replica import Loaded, Replica
+from jdisagg.engine.replica import Loaded
 from jdisagg.errors import UnavailableError
 from jdisagg.executor.programs import Programs
 from jdisagg.instance.processes import ProcessGroup
@@ -131,23 +131,13 @@ async def least_bytes_on_devices() -> int:
 async def main() -> None:
     compile_, compiled = Programs.compile, list[int]()
     Programs.compile = lambda *args, **named: (compiled.append(1), compile_(*args, **named))[1]
-    replicas: list[Replica] = []
-    load_later = Replica.load_later
-    Replica.load_later = lambda self, **how: (replicas.append(self), load_later(self, **how))[1]
-
-    async def all_programs() -> None:  # optional programs are compiled while it serves
-        while any(replica.readiness.missing for replica in replicas):
-            await asyncio.sleep(0.05)
-
     async with worker(warm_up=True) as running:
-        await all_programs()
         seen, counts = [], [len(compiled)]
         for number in range(1, 6):
             report = await running.switch(
                 number, (DECODE, PREFILL)[(number - 1) % 2], ("dp=2", "tp=2")[(number - 1) % 2]
             )
             assert report.state is SwitchState.DONE, report.reason
-            await all_programs()
             counts.append(len(compiled))
             seen.append(await least_bytes_on_devices())
     print(json.dumps({"bytes": seen, "compiled": counts}))

@@ -414,28 +414,6 @@ def test_a_worker_that_describes_no_model_is_placed_by_assumed_times() -> None:
     assert chosen.decode == "d1" and chosen.tpot_seconds > 0
 
 
-def test_the_seconds_that_a_worker_will_still_load_programs_are_weighed_like_any_others() -> None:
-    idle, busy = prefill_status("p-loads"), prefill_status("p-busy", queued_tokens=8000)
-    free, full = (
-        decode_status("d-loads"),
-        decode_status("d-busy", sequences=(100,), contexts=(50_000,)),
-    )
-    first = decision(state_of(idle, busy, free, full))
-    assert (first.prefill, first.decode) == ("p-loads", "d-loads")
-
-    def chosen(seconds: float) -> tuple[str | None, str]:
-        loading = (
-            msgspec.structs.replace(status, loading_seconds=seconds) for status in (idle, free)
-        )
-        found = decision(state_of(*loading, busy, full))
-        return found.prefill, found.decode
-
-    queued = decision(state_of(busy, full)).ttft_seconds
-    assert queued is not None and queued > 0.02
-    assert chosen(0.001) == ("p-loads", "d-loads")
-    assert chosen(30.0) == ("p-busy", "d-busy")
-
-
 def test_a_prompt_waits_for_who_knows_it_up_to_twice_what_that_saves() -> None:
     """Of what a worker need not compute half is its own gain and half that of those behind."""
     speed = speed_of(H100)

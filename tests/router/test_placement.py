@@ -96,17 +96,6 @@ def test_a_worker_whose_breaker_is_open_is_passed_over_while_there_is_another() 
     assert decide(accounts.state, ASK, 1.0, RULES).decode == "d0"  # type: ignore[union-attr]
 
 
-def test_a_worker_that_loads_programs_gets_nothing_while_the_others_have_room() -> None:
-    loading = (
-        msgspec.structs.replace(status("p1", P), loading_seconds=30.0),
-        msgspec.structs.replace(status("d1", D), loading_seconds=30.0),
-    )
-    some = status("p0", P, running=3), status("d0", D, running=3)
-    assert (place(*some, *loading).prefill, place(*some, *loading).decode) == ("p0", "d0")
-    assert another_prefill(state_of((*some, *loading)), frozenset(), 0.0, RULES) == "p0"
-    assert another_decode(state_of((*some, *loading)), frozenset(), 0.0, RULES) == "d0"
-
-
 def test_a_moving_sequence_never_goes_to_who_it_avoids_or_who_drains() -> None:
     state = state_of((status("d0", D), status("d1", D, draining=True), status("d2", D, running=3)))
     assert another_decode(state, frozenset({"d0"}), 0.0, RULES) == "d2"

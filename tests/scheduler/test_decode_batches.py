@@ -204,18 +204,16 @@ def test_ready_sequences_wait_for_a_slot_oldest_first() -> None:
     ] and plan.slots == ((0,),)
 
 
-def test_shaped_and_sampled_say_what_the_active_slots_need() -> None:
+def test_an_admission_carries_the_tokens_that_penalties_count() -> None:
     bench = Bench(toy_limits())
     bench.ready(1)
-    plan = bench.plan()
-    assert not plan.shaped and not plan.sampled
+    bench.plan()
     request = toy_request(2, temperature=0.7, presence_penalty=1.0)
     bench.reservations.enqueue(request, 1, ((0, ()),), arrival=2.0)
     (group,) = bench.reservations.grant(9.0)
     bench.state.advance(group, HandoffEvent.GENERATE, 9.0)
     bench.batches.ready(group, (SampledToken(group.key, 0, 42),), 0, 9.0)
     plan = bench.plan()
-    assert plan.shaped and plan.sampled
     assert plan.admits[0].sample.prompt_history == request.prompt_token_ids
     assert plan.admits[0].sample.output_history == (42,), (
         "the slot's own token is part of the history"

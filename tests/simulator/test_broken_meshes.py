@@ -36,8 +36,8 @@ CHUNK = PrefillChunk(1, 1024, (PROMPT,))
 ADMIT = SlotAdmit(1, 0, 0, 0, 100, 9000, (), SAMPLE)
 UNDER_WAY: list[tuple[StepCommand, ...]] = [
     (CHUNK,),
-    (DecodeSteps(1, 4000, ((0,),), False, False, (ADMIT,)),),
-    (DecodeSteps(1, 1, ((0,),), False, False, (ADMIT,), chunk=CHUNK),),
+    (DecodeSteps(1, 4000, ((0,),), (ADMIT,)),),
+    (DecodeSteps(1, 1, ((0,),), (ADMIT,), chunk=CHUNK),),
     (PullBlock(1, 7, 0, 0, 1024, 10.0, "other"),),
     (InsertBlock(1, 7, 0, 0, 1024, 1000, 0, ()),),
     (ExtractBlock(1, 8, 0, 0, 0, 1000, 1024, ()),),

@@ -235,9 +235,7 @@ class ResearchInstance(MeshExecutor):
         The call blocks."""
         slots = tuple((0,) if index == rank else () for index in range(self.limits.ranks))
         admits = (admit,) if admit else ()
-        result = self.issue_and_wait(
-            DecodeSteps(STEP, 1, slots, sampling.shaped, not sampling.greedy, admits)
-        )
+        result = self.issue_and_wait(DecodeSteps(STEP, 1, slots, admits))
         assert isinstance(result, DecodeResult)
         logprobs = result.logprobs[rank][0][0] if result.logprobs else None
         return NextToken(whole_token(result.tokens[rank][0][0]), sampling, logprobs)

@@ -123,7 +123,7 @@ class Layout(_message.Message):
     def __init__(self, dp: _Optional[int] = ..., tp: _Optional[int] = ..., ep: _Optional[int] = ..., pp: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("name", "role", "layout", "free_pages", "total_pages", "running", "waiting", "slots", "page_size", "context_tokens", "draining", "handoffs", "preemptions", "reserved_pages", "queued_tokens", "queued_pairs", "rank_sequences", "rank_contexts", "can_prefill", "chunk_tokens", "loading_seconds", "free_states", "total_states", "kv_channels", "kept", "links", "times", "kernels", "drafted_tokens", "accepted_tokens", "adapter_slots", "adapters", "priorities", "not_ready", "weights", "asleep", "images")
+    __slots__ = ("name", "role", "layout", "free_pages", "total_pages", "running", "waiting", "slots", "page_size", "context_tokens", "draining", "handoffs", "preemptions", "reserved_pages", "queued_tokens", "queued_pairs", "rank_sequences", "rank_contexts", "can_prefill", "chunk_tokens", "free_states", "total_states", "kv_channels", "kept", "links", "times", "kernels", "drafted_tokens", "accepted_tokens", "adapter_slots", "adapters", "priorities", "weights", "asleep", "images")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -144,7 +144,6 @@ class WorkerStatus(_message.Message):
     RANK_CONTEXTS_FIELD_NUMBER: _ClassVar[int]
     CAN_PREFILL_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOADING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FREE_STATES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STATES_FIELD_NUMBER: _ClassVar[int]
     KV_CHANNELS_FIELD_NUMBER: _ClassVar[int]
@@ -157,7 +156,6 @@ class WorkerStatus(_message.Message):
     ADAPTER_SLOTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PRIORITIES_FIELD_NUMBER: _ClassVar[int]
-    NOT_READY_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
@@ -181,7 +179,6 @@ class WorkerStatus(_message.Message):
     rank_contexts: _containers.RepeatedScalarFieldContainer[int]
     can_prefill: bool
     chunk_tokens: int
-    loading_seconds: float
     free_states: _containers.RepeatedScalarFieldContainer[int]
     total_states: _containers.RepeatedScalarFieldContainer[int]
     kv_channels: _containers.RepeatedScalarFieldContainer[str]
@@ -194,11 +191,10 @@ class WorkerStatus(_message.Message):
     adapter_slots: int
     adapters: _containers.RepeatedScalarFieldContainer[str]
     priorities: _containers.RepeatedCompositeFieldContainer[PriorityLoad]
-    not_ready: _containers.RepeatedScalarFieldContainer[str]
     weights: str
     asleep: bool
     images: bool
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., layout: _Optional[str] = ..., free_pages: _Optional[_Iterable[int]] = ..., total_pages: _Optional[_Iterable[int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., page_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., handoffs: _Optional[int] = ..., preemptions: _Optional[int] = ..., reserved_pages: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[int] = ..., queued_pairs: _Optional[float] = ..., rank_sequences: _Optional[_Iterable[int]] = ..., rank_contexts: _Optional[_Iterable[int]] = ..., can_prefill: _Optional[bool] = ..., chunk_tokens: _Optional[int] = ..., loading_seconds: _Optional[float] = ..., free_states: _Optional[_Iterable[int]] = ..., total_states: _Optional[_Iterable[int]] = ..., kv_channels: _Optional[_Iterable[str]] = ..., kept: _Optional[_Iterable[_Union[KeptTier, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTimes, _Mapping]]] = ..., times: _Optional[_Union[StepTimes, _Mapping]] = ..., kernels: _Optional[_Iterable[str]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., adapter_slots: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., priorities: _Optional[_Iterable[_Union[PriorityLoad, _Mapping]]] = ..., not_ready: _Optional[_Iterable[str]] = ..., weights: _Optional[str] = ..., asleep: _Optional[bool] = ..., images: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., layout: _Optional[str] = ..., free_pages: _Optional[_Iterable[int]] = ..., total_pages: _Optional[_Iterable[int]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., page_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., handoffs: _Optional[int] = ..., preemptions: _Optional[int] = ..., reserved_pages: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[int] = ..., queued_pairs: _Optional[float] = ..., rank_sequences: _Optional[_Iterable[int]] = ..., rank_contexts: _Optional[_Iterable[int]] = ..., can_prefill: _Optional[bool] = ..., chunk_tokens: _Optional[int] = ..., free_states: _Optional[_Iterable[int]] = ..., total_states: _Optional[_Iterable[int]] = ..., kv_channels: _Optional[_Iterable[str]] = ..., kept: _Optional[_Iterable[_Union[KeptTier, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkTimes, _Mapping]]] = ..., times: _Optional[_Union[StepTimes, _Mapping]] = ..., kernels: _Optional[_Iterable[str]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., adapter_slots: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., priorities: _Optional[_Iterable[_Union[PriorityLoad, _Mapping]]] = ..., weights: _Optional[str] = ..., asleep: _Optional[bool] = ..., images: _Optional[bool] = ...) -> None: ...
 
 class PriorityLoad(_message.Message):
     __slots__ = ("priority", "sequences", "pages", "waiting", "queued_tokens")

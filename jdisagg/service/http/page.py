@@ -43,7 +43,7 @@ SHOWN_DECISIONS = 64
 SHOWN_REQUESTS = 50
 SHOWN_STATUS = (
     *("name", "layout", "running", "waiting", "slots", "handoffs", "preemptions"),
-    *("queued_tokens", "draining", "loading_seconds", "kv_channels", "page_size"),
+    *("queued_tokens", "draining", "kv_channels", "page_size"),
 )
 SHOWN_DECISION = tuple(
     spec.name for spec in dataclasses.fields(PastDecision) if spec.name != "request_id"

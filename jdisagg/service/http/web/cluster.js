@@ -38,7 +38,6 @@ function pagesBar({ used, reserved, free, total }) {
 function stateOf(worker) {
   if (worker.draining) return ["draining", "warn"];
   if (worker.barred_seconds > 0) return [`excluded for ${seconds(worker.barred_seconds)}`, "bad"];
-  if (worker.loading_seconds > 0) return [`loading ${seconds(worker.loading_seconds)}`, "warn"];
   return ["serving", "good"];
 }
 

@@ -1,0 +1,165 @@
+"""The number of programs of a start, counted by warm-up with shapes in place of arrays: nothing is
+traced, compiled or run. Each program is minutes of compilation on an accelerator, and each size or
+form that is added multiplies with others."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import configs
+from configs import tiny_cpu
+from jdisagg.clock import MonotonicClock
+from jdisagg.config import EngineConfig, Mode
+from jdisagg.engine import replica
+from jdisagg.engine.limits import handoff_groups
+from jdisagg.engine.prefix_defaults import engine_defaults
+from jdisagg.engine.replica import mesh_role, worker_mode
+from jdisagg.executor.choose import Chosen
+from jdisagg.executor.mesh_executor import MeshExecutor
+from jdisagg.executor.programs import Programs
+from jdisagg.executor.warm_up import warm_up_steps
+from jdisagg.grammar.compiler import GrammarCompiler
+from jdisagg.layout.axes import Layout
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.node.recipes import for_accelerators, load_recipe
+from jdisagg.transfer.in_process import InProcessChannel
+from models.checkpoint import load_model
+from tests.end_to_end.clusters import LLAMA
+
+RECIPES = sorted(Path(configs.__file__).parent.glob("*_h200.py"))
+
+
+@dataclass(frozen=True)
+class _Array:
+    shape: tuple[int, ...]
+    dtype: Any = np.dtype(np.float32)
+
+    def block_until_ready(self) -> "_Array":
+        return self
+
+
+class _Shapes(Programs):
+    """Programs whose results have shapes alone. `used` are their keys."""
+
+    def __init__(self, mesh: jax.sharding.Mesh, platform: str) -> None:
+        super().__init__(mesh)
+        self.platform = platform
+        self.used: set[Hashable] = set()
+        self.emits = True
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any, spec: Any) -> Any:
+        return _Array(shape, np.dtype(dtype))
+
+    def put(self, host: Any) -> Any:
+        return host
+
+    def get(self, key: Hashable, build: object) -> Callable[..., Any]:
+        assert isinstance(key, tuple)
+        self.used.add(key)
+        if key[0] == "group":
+            return lambda *arguments: _group(*arguments, emits=self.emits)
+        return lambda *arguments: _RESULTS[key[0]](*arguments)
+
+
+def _group(layers: Any, pages: Any, states: Any, x: Any, *chunk: Any, emits: bool) -> Any:
+    positions, sampling = chunk[0], chunk[6]
+    parts = [part for layer in pages for part in layer]
+    block = _Array((len(positions), len(parts), parts[0].shape[1], positions.shape[1], 16))
+    result = _Array((*sampling.shape, 16)), pages, states
+    return *result, *(([block], [_Array((1,))]) if emits else ([], []))
+
+
+def _choose(hot: Any, counts: Any, *rest: Any) -> Any:
+    return hot, CHOSEN, counts
+
+
+CHOSEN = Chosen(_Array((1,)), _Array((1,)))  # type: ignore[arg-type]
+_RESULTS: dict[str, Callable[..., Any]] = {
+    "cut": lambda blocks, offsets: blocks[0],
+    "head": lambda *_: CHOSEN,
+    "step": lambda edge, layers, kept, hot, counts, *_: (kept, hot, CHOSEN, counts),
+    "forward": lambda edge, layers, kept, hot, counts, ints, floats, batch, drafts, x: (
+        kept,
+        _Array((1, batch.shape[1] * (2 if drafts else 1), 16)),
+    ),
+    "choose": _choose,
+    "mixed": lambda stem, layers, kept, *rest: (
+        kept[0],
+        _Array((1, 32, 16)),
+        _Array((1, 16, 16)),
+        rest[-1],
+    ),
+    "admit": lambda state, *_: state,
+    "insert": lambda pages, *_: (pages, _Array((1,))),
+    "extract": lambda pages, words: (_Array((1,)), _Array((1,))),
+    "copy": lambda layers, pairs: layers,
+}
+
+
+def programs_of(
+    recipe: EngineConfig, platform: str, monkeypatch: pytest.MonkeyPatch, embedded: bool = True
+) -> Counter:
+    """Returns the number of programs of each kind that the meshes of a recipe compile for requests
+    of all kinds, with at most two devices along each axis, in one process or as workers."""
+    config = engine_defaults(recipe, 1 << 36)
+    made: list[_Shapes] = []
+
+    def programs(mesh: jax.sharding.Mesh) -> _Shapes:
+        made.append(_Shapes(mesh, platform))
+        return made[-1]
+
+    monkeypatch.setattr(replica, "Programs", programs)
+    two = config.mode is Mode.DISAGGREGATED
+    sides = [(WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode)]
+    mode = worker_mode(WorkerRole.DECODE, config.mode) if two else config.mode
+    groups = handoff_groups(config) if two else 1
+    executors: list[MeshExecutor] = []
+    for role, instance in sides if two else [(WorkerRole.MIXED, config.decode)]:
+        layout = Layout(dp=min(instance.layout.dp, 2), tp=min(instance.layout.tp, 2))
+        sized = replace(instance, layout=layout, pages_per_rank=64)
+        loaded = load_model(str(LLAMA), layout, jax.devices()[: layout.devices])
+        needed = mesh_role(role, sized, config.prefix)
+        if embedded:
+            needed = replace(needed, extracts=role is WorkerRole.PREFILL)
+        built = replica.build_replica(
+            role.name, sized, mode, loaded, needed,
+            InProcessChannel(MonotonicClock()), 256, groups, prefix=config.prefix,
+        )  # fmt: skip
+        made[-1].emits = built.executor.role.emit
+        executors.append(built.executor)
+        built.executor.constrain(GrammarCompiler(lambda: None))  # type: ignore[arg-type, return-value]
+    try:
+        executors[-1].expect(executors[0].card)
+        for executor in executors:
+            for step in warm_up_steps(executor):
+                step()
+    finally:
+        for executor in executors:
+            executor.close()
+    return Counter(key[0] for one in made for key in one.used)  # type: ignore[index]
+
+
+def test_a_start_on_a_cpu_has_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = programs_of(tiny_cpu.get_config(), "cpu", monkeypatch)
+    assert found.total() <= 32, found
+    assert found["step"] == 4
+
+
+def test_a_start_on_one_gpu_has_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = for_accelerators(tiny_cpu.get_config(), 1)
+    assert recipe.mode is Mode.CHUNKED
+    found = programs_of(recipe, "gpu", monkeypatch)
+    assert found.total() <= 25, found
+    assert (found["step"], found["mixed"], found["group"]) == (2, 3, 3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_no_recipe_has_many_programs(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = programs_of(load_recipe(str(recipe)), "gpu", monkeypatch, embedded=False)
+    assert found.total() <= 40, found
