@@ -70,6 +70,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 # gpt-oss's parser separates both calls and reasoning. Either of these names selects it.
 HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
 TOOL_FORMS = (*TOOL_PARSERS, HARMONY)
+_NO_TOOL: Schemas = {"": {}}  # for a parser that only drops markers around content
 _THINK = Marks("<think>", "</think>")
 REASONING: dict[str, Marks] = {
     "deepseek_r1": _THINK,
@@ -196,7 +197,9 @@ class AnswerFormat:
         """
         if self.in_headers:
             return HarmonyParser(tools if self.tools == HARMONY else (), thinking=thinking)
-        make = functools.partial(TOOL_PARSERS[self.tools], tools) if self.tools and tools else None
+        kind = TOOL_PARSERS.get(self.tools or "")
+        used = kind is not None and (tools or kind.DROPPED)
+        make = functools.partial(kind, tools or _NO_TOOL) if kind and used else None
         if self.marks is None:
             return make() if make is not None else None
         reasoning = ReasoningParser(self.marks, begun=thinking)

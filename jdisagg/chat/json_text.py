@@ -26,8 +26,8 @@ class JsonValue:
 
     Attributes:
         ended: Whether the value has ended.
-        broken: Whether a bracket does not match, or a semicolon, which separates calls, follows.
-            This character is not part of the value.
+        broken: Whether a bracket does not match, or a semicolon or a code fence follows, which
+            separate calls. This character is not part of the value.
         in_string: Whether the next character is in a string.
     """
 
@@ -54,7 +54,7 @@ class JsonValue:
             return character
         comma, self._comma = self._comma, ""
         missing = ""
-        if character in ("}", "]", ";"):
+        if character in "}];`":
             self.broken = self.closing != character
             self.ended = self.broken or len(self._open) == 1
             if self.broken:

@@ -3,7 +3,7 @@
 import pytest
 
 from jdisagg.chat.formats import TOOL_PARSERS, AnswerFormat
-from tests.chat.transcripts import WRITERS
+from tests.chat.transcripts import WRITERS, Answer, cohere, read
 
 # Formats whose templates have the markers of another format too, or that share a parser.
 ALIKE = {"ernie45": "hermes", "minimax": "hunyuan_a13b"}
@@ -38,3 +38,17 @@ def test_the_format_of_calls_is_found_in_a_template_that_shows_a_call(name: str)
 def test_the_formats_of_a_template(template: str, tools: str | None, reasoning: str | None) -> None:
     form = AnswerFormat.of(template)
     assert (form.tools, form.reasoning) == (tools, reasoning)
+
+
+def test_markers_around_content_are_dropped_with_and_without_tools() -> None:
+    form = AnswerFormat(tools="cohere_command3", reasoning="cohere_command3")
+    thought = "<|START_THINKING|>so<|END_THINKING|>"
+    for tools in ({}, {"f": {}}):
+        parser = form.parser(tools, thinking=False)
+        assert parser is not None
+        said = read(parser, thought + "<|START_RESPONSE|>Hi<|END_RESPONSE|>")
+        assert said == Answer("Hi", "so")
+    parser = form.parser({}, thinking=False)
+    assert parser is not None
+    call = cohere([("f", {})])
+    assert read(parser, call) == Answer(call)

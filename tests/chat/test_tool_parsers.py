@@ -353,6 +353,17 @@ def _deepseek(call: str) -> str:
         ("deepseek_v3", _deepseek("f<｜tool▁sep｜>"), [["f", "{}"]]),
         ("deepseek_v3", _deepseek("function<｜tool▁sep｜>f"), [["f", "{}"]]),
         ("deepseek_v3", _deepseek("function<｜tool▁sep｜>f\n```json\n```"), [["f", "{}"]]),
+        # A bracket that was left out before a code fence, or before the next call.
+        (
+            "deepseek_v3",
+            _deepseek('function<｜tool▁sep｜>f\n```json\n{"a": [1\n```'),
+            [["f", '{"a": [1\n]}']],
+        ),
+        (
+            "llama3_json",
+            '{"name": "f", "parameters": {"a": [1; {"name": "f", "parameters": {}}',
+            [["f", '{"a": [1]}'], ["f", "{}"]],
+        ),
         ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [["f", "{}"]]),
         ("hermes", '<tool_call>{"name": "f", "arguments": }</tool_call>', [["f", "{}"]]),
         ("hermes", '<tool_call>{"name": "f", "arguments":</tool_call>', [["f", "{}"]]),
