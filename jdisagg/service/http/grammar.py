@@ -108,7 +108,9 @@ def grammar_of_message(fields: Fields) -> Grammar | None:
     with named_as_sent(fields):
         found = [one for one in (_of_format(part, nested=False) for part in formats) if one]
     if len(found) > 1:
-        raise InvalidRequestError(f"{OLD_MESSAGE_OUTPUT} and {MESSAGE_OUTPUT} both have a format")
+        raise InvalidRequestError(
+            f"{OLD_MESSAGE_OUTPUT} and {MESSAGE_OUTPUT} both have a format; send one of them"
+        )
     return found[0] if found else None
 
 

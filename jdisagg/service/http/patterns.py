@@ -2,12 +2,13 @@
 
 Pydantic and Zod write patterns with look-around, which llguidance does not compile. The rest of the
 schema is enforced, and the reply's header with ignored fields names the patterns. With `strict`
-such a pattern is refused. The prompt shows the client's own schemas. This module works in a thread,
-because compiling patterns may delay streams."""
+such a pattern is refused. The prompt shows the client's own schemas. Patterns are compiled in a
+thread, because this may delay streams."""
 
 import asyncio
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from jdisagg.chat.messages import ChatPrompt, ChatTool, ToolChoice
@@ -25,48 +26,45 @@ async def without_patterns(fields: Fields, asked: Asked) -> Asked:
     """Returns the request without the patterns that cannot be enforced. Raises InvalidRequestError
     for a schema that cannot be enforced without them, or that the client wants to be strict."""
     grammar, chat, left_out = asked.options.get("grammar"), asked.prompts[0], list[str]()
-    try:
-        if isinstance(chat, ChatPrompt) and chat.tool_choice is ToolChoice.REQUIRED:
-            tools = await asyncio.to_thread(_tools, chat, left_out)
-            asked = replace(asked, prompts=(replace(chat, tools=tools),))
-        elif isinstance(grammar, Grammar) and '"pattern' in grammar.text and not is_strict(fields):
-            asked.options["grammar"] = await asyncio.to_thread(
-                _grammar, grammar, grammar_name(fields), left_out
-            )
-    except SchemaError as error:
-        raise InvalidRequestError(str(error)) from None
+    if isinstance(chat, ChatPrompt) and chat.tool_choice is ToolChoice.REQUIRED:
+        tools = await asyncio.to_thread(_tools, chat, left_out)
+        asked = replace(asked, prompts=(replace(chat, tools=tools),))
+    elif isinstance(grammar, Grammar) and '"pattern' in grammar.text and not is_strict(fields):
+        made = await asyncio.to_thread(_grammar, grammar, grammar_name(fields), left_out)
+        asked.options["grammar"] = made
     fields.leave_out(*(_NOT_PLAIN.sub("?", name) for name in left_out))
     return asked
 
 
 def _grammar(grammar: Grammar, name: str, left_out: list[str]) -> Grammar:
+    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+        return grammar
     try:
-        if grammar.kind is GrammarKind.JSON_SCHEMA:
-            schema = read_schema(grammar.text)
-            made = isinstance(schema, dict) and schema_for_llguidance(schema, left_out, f"{name}.")
-            return Grammar(grammar.kind, json.dumps(made)) if left_out else grammar
-    except SchemaError:
-        raise
+        made = _enforced(read_schema(grammar.text), left_out, f"{name}.")
     except (ValueError, RecursionError):  # the compiler refuses it
-        left_out.clear()
-    return grammar
+        return grammar
+    return Grammar(grammar.kind, json.dumps(made, default=float)) if made else grammar
 
 
 def _tools(chat: ChatPrompt, left_out: list[str]) -> tuple[ChatTool, ...]:
-    return tuple(
-        replace(tool, enforced=_enforced(tool, left_out))
-        if chat.tool_name in ("", tool.name)
-        else tool
-        for tool in chat.tools
-    )
+    tools: list[ChatTool] = []
+    for tool in chat.tools:
+        if chat.tool_name in ("", tool.name):
+            schema = {"type": "object", **(tool.parameters or {})}
+            made = _enforced(schema, None if tool.strict else left_out, f"tools.{tool.name}.")
+            tool = replace(tool, enforced=made)
+        tools.append(tool)
+    return tuple(tools)
 
 
-def _enforced(tool: ChatTool, left_out: list[str]) -> dict[str, object] | None:
-    schema = {"type": "object", **(tool.parameters or {})}
-    some = None if tool.strict else list[str]()
+def _enforced(schema: object, left_out: list[str] | None, path: str) -> Mapping[str, object] | None:
+    """Returns a schema without the patterns that are left out, or None if there are none, or if the
+    schema is refused later."""
+    before = len(left_out or ())
     try:
-        made = schema_for_llguidance(schema, some, f"tools.{tool.name}.")
+        made = isinstance(schema, Mapping) and schema_for_llguidance(schema, left_out, path)
+    except SchemaError as error:
+        raise InvalidRequestError(str(error)) from None
     except RecursionError:
-        return None  # refused where the grammar is made
-    left_out += some or ()
-    return made if some else None
+        return None
+    return made if made and len(left_out or ()) > before else None

@@ -19,6 +19,7 @@ _HOSTED = (
     *("web_search", "file_search", "tool_search", "code_interpreter", "image_generation"),
     *("mcp", "computer", "programmatic_tool"),
 )
+_USUAL = {"description": None, "parameters": None, "strict": False}
 _INPUT = "input"
 _TEXT_INPUT = {
     "type": "object",
@@ -75,10 +76,9 @@ def shown_tools(fields: Fields) -> list[dict[str, object]]:
     shown: list[dict[str, object]] = []
     for tool in fields.parts("tools") or ():
         part = tool.part("function") if tool.has("function") else tool
-        given = {name: part.raw(name) for name in part.names}
+        given: dict[str, object] = {name: part.raw(name) for name in part.names}
         if (tool.read("type", TEXT) or "function") == "function":
-            usual = {"type": "function", "description": None, "parameters": None, "strict": False}
-            given = {**usual, **given}
+            given = {"type": "function", **_USUAL, **given}
         shown.append(given)
     return shown
 

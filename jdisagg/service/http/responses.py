@@ -176,9 +176,9 @@ def _referred(reference: Fields, store: ResponseStore | None, earlier: Items) ->
     stored response whose id the item's id contains."""
     name = reference.given("id", TEXT)
     made = name.partition("_")[2]
-    for response_id in (made, made.rpartition("_")[0]) if store is not None else ():
-        kept = store.find(f"resp_{response_id}")
-        earlier = (*earlier, *(kept.items if kept is not None else ()))
+    for response_id in (made, made.rpartition("_")[0]):
+        kept = store and store.find(f"resp_{response_id}")
+        earlier = (*earlier, *(kept.items if kept else ()))
     for raw in earlier:
         if Fields(OBJECT.decode(raw)).read("id", ANYTHING) == name:
             return raw

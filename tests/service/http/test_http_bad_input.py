@@ -162,7 +162,7 @@ RESPONSES = "/v1/responses"
 WRONG_RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": None}, "input", "input is missing"),
     ({"input": 3}, "input", "a string or a list of messages"),
-    ({"input": [{"type": "computer_call"}]}, "input", "got 'computer_call'"),
+    ({"input": [{"type": "thing"}]}, "input", "type='thing' is not supported"),
     ({"max_output_tokens": "x"}, "max_output_tokens", "must be an integer"),
     ({"previous_response_id": "r"}, "previous_response_id", "the server stores no responses"),
     ({"tools": [{}]}, "tools", "tools[0].name is missing"),
