@@ -94,7 +94,9 @@ def test_a_choice_says_which_stop_of_the_client_ended_it(
     choice.add(event)
     heading = Heading("x-1", 7, "tiny", None)
     whole = kind(heading, None, NO_TEXT, False).whole([choice], Usage(1, 1))
-    chunk = kind(heading, Streaming(), NO_TEXT, False).chunk(choice, event, True, lambda: Usage(1, 1))
+    chunk = kind(heading, Streaming(), NO_TEXT, False).chunk(
+        choice, event, True, lambda: Usage(1, 1)
+    )
     for body in (whole, chunk.removeprefix(b"data: ")):
         assert json.loads(body)["choices"][0]["stop_reason"] == reason
 
