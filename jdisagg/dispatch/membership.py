@@ -76,6 +76,7 @@ class Membership:
         self._on_change = on_change
         self.accounts = Accounts(ClusterState(), timeouts.settle_seconds)
         self._entries: dict[str, _Entry] = {}
+        self._left: list[tuple[float, WorkerPorts]] = []
         self._model: ModelCard | None = None
         self.prefill: Mapping[str, PrefillPort] = _LivePorts(
             self._entries, lambda ports: ports.prefill
@@ -156,9 +157,12 @@ class Membership:
 
     def deregister(self, name: str, boot_id: int) -> None:
         """Does nothing if another process has registered under its name, or if it was removed
-        before."""
+        before. The worker's ports stay open for `gone_seconds`, because this process may not have
+        read all tokens that the worker has sent."""
         entry = self._entries.get(name)
         if entry is not None and entry.card.boot_id == boot_id:
+            self._left.append((self._clock.now(), entry.ports))
+            entry.ports = WorkerPorts()
             self._forget(entry)
 
     def sweep(self) -> tuple[WorkerCard, ...]:
@@ -166,6 +170,10 @@ class Membership:
         gone = [entry for entry in self._entries.values() if entry.heard_at < oldest]
         for entry in gone:
             self._forget(entry)
+        for left_at, ports in self._left:
+            if left_at < oldest:
+                ports.close()
+        self._left = [one for one in self._left if one[0] >= oldest]
         return tuple(entry.card for entry in gone)
 
     def excuse(self, seconds: float) -> None:
@@ -178,6 +186,8 @@ class Membership:
     def close(self) -> None:
         for entry in list(self._entries.values()):
             self._forget(entry)
+        for _, ports in self._left:
+            ports.close()
 
     def cards(self) -> tuple[WorkerCard, ...]:
         return tuple(entry.card for entry in self._entries.values())

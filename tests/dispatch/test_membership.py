@@ -155,6 +155,23 @@ def test_a_new_boot_id_replaces_the_old_process_and_its_ports_at_once(
     assert "d" in membership.decode, "the old process's farewell does not concern the new one"
 
 
+def test_what_a_worker_sent_before_it_left_can_still_be_read(
+    membership: Membership, clock: HandClock, factory: Factory
+):
+    membership.register(card("d", 1))
+    membership.heartbeat(1, status("d"))
+    membership.deregister("d", 1)
+    assert not membership.decode and not membership.statuses() and not factory.closed
+    clock.seconds += TIMEOUTS.gone_seconds + 0.1
+    membership.sweep()
+    membership.sweep()
+    assert factory.closed == [1]
+    membership.register(card("d", 2))
+    membership.deregister("d", 2)
+    membership.close()
+    assert factory.closed == [1, 2]
+
+
 def test_registering_again_is_no_restart(membership: Membership, factory: Factory):
     membership.register(card("d", 1))
     membership.heartbeat(1, status("d"))
