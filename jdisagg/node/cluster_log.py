@@ -41,9 +41,6 @@ class ClusterLog:
 
     Args:
         live: Whether to show a live table. It is shown only in text format.
-        directory: Folder for the log files of the processes, or None.
-        title: Title of the table.
-        log_format: "text" or "json".
 
     Raises:
         ConfigError: The folder cannot be created.

@@ -57,14 +57,7 @@ class ModelSource:
     """A model checkpoint and the functions that load it.
 
     Attributes:
-        directory: Folder of the checkpoint.
-        name: Name of the model in the APIs.
-        family: Model family.
-        geometry: Sizes of the model, for memory and cost estimates.
-        load: Function that loads the weights onto a mesh.
-        relayout: Function that reshards loaded weights to another layout.
         grammars: Grammar compiler for the checkpoint's tokenizer. None if there is no tokenizer.
-        check_adapter: Function that checks the folder of a LoRA adapter.
         weights: Reader of new weights of the model, for updates.
     """
 
@@ -88,8 +81,6 @@ def prepare_runtime(
     """Applies the JAX settings that must be made before the first use of a device.
 
     Args:
-        cpu_devices: Number of virtual CPU devices.
-        compilation_cache: Folder of the persistent cache of compiled programs.
         memory_fraction: Fraction of a GPU's memory that XLA may use. None selects 0.9.
         kernels: Hand-written kernels to use, as in `EngineConfig.kernels`. They are checked in a
             child process, before this process opens a device.
@@ -123,8 +114,7 @@ def prepare_runtime(
 
 
 def prepare_engine(config: EngineConfig, cpu_devices: int | None = None) -> None:
-    """Calls `prepare_runtime` for an embedded cluster. If `cpu_devices` is None, it is the number
-    of devices that the layouts need."""
+    """If `cpu_devices` is None, it is the number of devices that the layouts need."""
     prepare_runtime(
         cpu_devices or devices_of(config),
         config.compilation_cache,
@@ -141,8 +131,6 @@ def memory_fraction(config: EngineConfig) -> float | None:
 
 
 def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Description]:
-    """Returns descriptions of the two workers, from which the router predicts times. If the
-    configuration names no hardware, the router uses times that the workers measure."""
     known: dict[str, Description] = {}
     for name, instance in ((PREFILL, config.prefill), (DECODE, config.decode)):
         hardware = find_accelerator(instance.hardware) if instance.hardware else None
@@ -155,11 +143,6 @@ class Deployment:
     """An embedded cluster with tokenizer and frontend.
 
     Args:
-        config: Configuration of the cluster.
-        model: Checkpoint to serve.
-        tokenizer: Tokenizer of the checkpoint.
-        observer: Metrics and tracing, or None.
-        events: Listener for events of the router.
         tell: Function that reports the planned memory use. Called before allocation, with one line
             of text for each mesh.
 
@@ -235,14 +218,10 @@ class Deployment:
 
     async def start(self, *, at_once: bool = False) -> None:
         """Compiles the programs (warm-up) and then starts the workers. Shows a progress bar on
-        stderr if warm-up takes long.
-
-        Args:
-            at_once: Whether to start the workers before all programs are loaded. They then start
-                when the programs that every request needs are compiled. If this machine has
-                compiled all programs of this configuration before, they start immediately. The
-                other programs are loaded while the workers serve.
-        """
+        stderr if warm-up takes long. `at_once`: whether to start the workers before all programs
+        are loaded. They then start when the programs that every request needs are compiled. If this
+        machine has compiled all programs of this configuration before, they start immediately. The
+        other programs are loaded while the workers serve."""
         self._began = time.monotonic()
         if not (at_once and self.config.warm_up):
             with progress_bar("compiling") as progress:
@@ -261,8 +240,6 @@ class Deployment:
         self._loading = asyncio.create_task(self._load(None if before else warmed))
 
     def about(self) -> tuple[str, ...]:
-        """Returns two lines of text for the user, which describe the meshes, the prefix cache and
-        the source of predicted times."""
         config, two = self.config, self.config.mode is Mode.DISAGGREGATED
         meshes = f"decode ({config.decode.layout})"
         if two:
@@ -281,22 +258,14 @@ class Deployment:
         return (self.config.prefill, self.config.decode) if two else (self.config.decode,)
 
     async def stop(self) -> None:
-        """Ends running requests, stops the workers and frees the memory of the meshes."""
         if self._loading:
             self._loading.cancel()
             await asyncio.wait({self._loading})
         await self.cluster.stop()
 
     async def _load(self, new: WarmedBefore | None) -> None:
-        """Loads all programs that are not loaded yet.
-
-        A failure is only logged. If the program is needed by every request, the request raises the
-        error again. If it belongs to an optional capability, the workers serve without it.
-
-        Args:
-            new: Mark to write when all programs are compiled. None if the mark exists, in which
-                case no program is loaded yet.
-        """
+        """A failure is only logged. If the program is needed by every request, the request raises
+        the error again. If it belongs to an optional capability, the workers serve without it."""
         cluster = self.cluster
         try:
             if new is None:

@@ -25,13 +25,8 @@ PROGRAM = (sys.executable, "-m", "jdisagg.simulator.planning.guide")
 
 
 class Guide:
-    """Answers questions of the planning guide.
-
-    Args:
-        program: Command of the child process, which reads a question from stdin and writes the
-            answer to stdout, both as JSON.
-        seconds: Time limit of the child process.
-    """
+    """Answers questions of the planning guide. `program`: command of the child process, which reads
+    a question from stdin and writes the answer to stdout, both as JSON."""
 
     def __init__(self, program: Sequence[str] = PROGRAM, seconds: float = SECONDS) -> None:
         self._program = program
@@ -44,7 +39,6 @@ class Guide:
         """Returns the answer to a question, as JSON.
 
         Args:
-            body: The question, as JSON.
             crowded: Whether requests are waiting at the server. If so, only cached answers are
                 returned.
 
@@ -73,8 +67,7 @@ class Guide:
         return answer
 
     def facts(self, body: bytes) -> bytes:
-        """Returns facts about a model on an accelerator, as JSON, without a simulation. Answers are
-        cached. Raises InvalidRequestError for invalid fields."""
+        """Answers are cached. Raises InvalidRequestError for invalid fields."""
         question = parse_question(body, FactsQuestion)
         if question not in self._facts:
             self._facts[question] = msgspec.json.encode(facts(question))
@@ -106,8 +99,6 @@ class Guide:
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment for the child process. If this package is not installed, its folder
-    is added to the Python path."""
     here = str(Path(jdisagg.__file__).resolve().parents[1])
     paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

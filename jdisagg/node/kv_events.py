@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 
 def _endpoint(value: int | bytes) -> str:
-    """Decodes the socket option LAST_ENDPOINT, which is the address that a socket is bound to."""
     assert isinstance(value, bytes)
     return value.rstrip(b"\0").decode()
 
@@ -40,8 +39,6 @@ class KvEventPublisher:
 
     Args:
         address: ZeroMQ address to which the PUB socket binds, such as tcp://*:5557.
-        replay: Address of the ROUTER socket, or "" for none.
-        topic: Topic of all batches.
 
     Raises:
         ConfigError: pyzmq is not installed, or an address cannot be bound.
@@ -115,10 +112,8 @@ class KvEventPublisher:
         self._pub.send_multipart((self._topic, number, data), self._no_block)
 
     def _answer(self) -> None:
-        """Answers the requests of subscribers that missed batches.
-
-        Called when the socket's file descriptor becomes readable. ZeroMQ signals this only once for
-        several requests. Each call therefore answers all waiting requests."""
+        """Called when the socket's file descriptor becomes readable. ZeroMQ signals this only once
+        for several requests. Each call therefore answers all waiting requests."""
         router = self._router
         while router is not None and not router.closed:
             try:
