@@ -98,8 +98,6 @@ def message_prompt(fields: Fields) -> ChatPrompt:
 
 
 def _arguments(fields: Fields) -> dict[str, object]:
-    """Returns the variables of the chat template: the fields of `chat_template_kwargs`, the flag
-    that enables thinking, under both names that templates use, and the reasoning effort."""
     arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
     thinking = fields.part("thinking")
     thinking.ignore("budget_tokens", "display")
@@ -117,8 +115,6 @@ def _arguments(fields: Fields) -> dict[str, object]:
 
 
 def _edit(messages: list[ChatMessage], management: Fields) -> None:
-    """Applies the edits of the field `context_management`. The only supported edit removes the
-    thinking of all turns except the last ones. Raises InvalidRequestError for other edits."""
     for edit in management.parts("edits") or ():
         kind = edit.given("type", TEXT)
         if not kind.startswith("clear_thinking"):
@@ -141,8 +137,6 @@ def _edit(messages: list[ChatMessage], management: Fields) -> None:
 
 
 def _add(messages: list[ChatMessage], message: ChatMessage) -> None:
-    """Appends a message. If the message before it has the same role, the two are joined. Results of
-    tools are never joined."""
     before = messages[-1] if messages else None
     if before is None or before.role != message.role or message.role == "tool":
         messages.append(message)
@@ -160,7 +154,6 @@ def _joined(first: str, second: str) -> str:
 
 
 def _joined_content(first: Content, second: Content) -> Content:
-    """Joins the contents of consecutive blocks. Consecutive texts are joined with a newline."""
     if not isinstance(first, tuple) and not isinstance(second, tuple):
         return _joined(first or "", second or "")
     parts: list[str | ChatImage] = []
@@ -177,8 +170,6 @@ def _parts(content: Content) -> tuple[str | ChatImage, ...]:
 
 
 def _messages(message: Fields) -> Iterator[ChatMessage]:
-    """Converts one message of the request. Yields a chat message for each of its content blocks, in
-    order."""
     role = message.given("role", TEXT)
     if role not in ("user", "assistant", "system"):
         raise InvalidRequestError(
@@ -195,8 +186,6 @@ def _messages(message: Fields) -> Iterator[ChatMessage]:
 
 
 def _message(role: str, block: Fields) -> ChatMessage:
-    """Converts one content block to a chat message. Raises InvalidRequestError if the block's type
-    is unsupported, or not allowed for the role."""
     kind = _kind(block)
     if kind == "text":
         return ChatMessage(role, block.given("text", TEXT))
@@ -227,7 +216,6 @@ def _kind(block: Fields) -> str:
 
 
 def _document(block: Fields) -> str:
-    """Converts a document block to text: its title, its context and then its content."""
     source = block.part("source")
     kind = source.given("type", TEXT)
     if kind not in ("text", "content"):
@@ -256,7 +244,6 @@ _TEXTS_OF: dict[str, Callable[[Fields], str]] = {
 
 
 def _result(block: Fields) -> Content:
-    """Reads the content of a tool result: a text, or a list of blocks with texts and images."""
     blocks = _blocks(block, "content")
     if isinstance(blocks, str):
         return blocks
@@ -270,15 +257,12 @@ def _result(block: Fields) -> Content:
 
 
 def _blocks(fields: Fields, name: str) -> str | list[Fields]:
-    """Reads a field that is a text or a list of content blocks. An absent field is an empty
-    list."""
     if fields.has(name) and not begins(fields.raw(name), b"["):
         return fields.given(name, TEXT)
     return fields.parts(name, text_field="text") or []
 
 
 def _text(fields: Fields, name: str) -> str:
-    """Reads a field that is a text or a list of text blocks, which are joined by newlines."""
     blocks = _blocks(fields, name)
     if isinstance(blocks, str):
         return blocks
@@ -295,7 +279,6 @@ def _block_text(block: Fields) -> str:
 
 
 def _offered(fields: Fields) -> tuple[OfferedTools, bool]:
-    """Returns the tools that the model may call, and whether one answer may have several calls."""
     given = fields.parts("tools", MAX_TOOLS) or []
     tools = tuple(map(_tool, without_hosted(fields, given, _HOSTED)))
     choice = fields.part("tool_choice")

@@ -66,13 +66,7 @@ class GuidePort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PageSources:
-    """Data sources of the page in addition to the frontend.
-
-    Attributes:
-        recent: Timelines of recent requests, or None if requests are not traced.
-        traffic: Function that returns total counts of requests and tokens, or None.
-        guide: Simulator for the planning guide, or None if the guide is off.
-    """
+    """Data sources of the page in addition to the frontend."""
 
     recent: RecentRequests | None = None
     traffic: Callable[[], Traffic] | None = None
@@ -80,8 +74,7 @@ class PageSources:
 
 
 class Page:
-    """The endpoints of the web page. The attribute `ready` is the server's readiness, which
-    /api/status reports."""
+    """The attribute `ready` is the server's readiness, which /api/status reports."""
 
     def __init__(self, frontend: Frontend, sources: PageSources) -> None:
         self.ready = False
@@ -128,8 +121,6 @@ class Page:
         )
 
     def _decisions(self, decisions: Sequence[PastDecision]) -> list[dict[str, object]]:
-        """Returns the router's decisions for display. The field `trace` is the trace id of the
-        request, or "" if the request has no trace or the client's token belongs to a tenant."""
         recent = self._sources.recent
         known = recent.requests() if recent and not caller.current().tenant else ()
         traces = {one.request: one.trace for one in known}

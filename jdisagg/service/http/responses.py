@@ -109,8 +109,6 @@ def response_from(
 
 
 def _items(fields: Fields, store: ResponseStore | None, messages: list[ChatMessage]) -> Items:
-    """Reads the conversation: the items of the earlier response, if any, and then the items of
-    `input`. Appends them to `messages` as chat messages, and returns the items."""
     earlier: Items = ()
     if store is not None and (previous := fields.read("previous_response_id", TEXT)):
         kept = store.find(previous)
@@ -199,7 +197,6 @@ def _only_thought(message: ChatMessage) -> bool:
 
 
 def _thoughts(item: Fields) -> str:
-    """Returns the text of a reasoning item, or its summary if the item has no text."""
     for name in ("content", "summary"):
         if parts := item.parts(name):
             return "\n".join(part.given("text", TEXT) for part in parts)
