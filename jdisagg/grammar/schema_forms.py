@@ -48,8 +48,7 @@ _NEEDS = {
 
 
 def for_llguidance(text: str) -> str:
-    """Returns the text of a JSON schema in llguidance's form. Text that is not a JSON object is
-    returned unchanged."""
+    """Text that is not a JSON object is returned unchanged."""
     try:
         schema = json.loads(text)
         made = schema_for_llguidance(schema) if isinstance(schema, dict) else schema
@@ -59,8 +58,7 @@ def for_llguidance(text: str) -> str:
 
 
 def schema_for_llguidance(schema: Mapping[str, object]) -> Json:
-    """Returns a JSON schema in llguidance's form. Raises RecursionError if it is nested too
-    deeply."""
+    """Raises RecursionError if the schema is nested too deeply."""
     made = _rewritten(schema, schema)
     assert isinstance(made, dict)
     return made
@@ -115,8 +113,6 @@ def _evaluated(schema: Json, root: Mapping[str, object]) -> None:
 
 
 def _named(schema: Json, root: Mapping[str, object]) -> None:
-    """Replaces `propertyNames` by `properties` if it lists names, or by `patternProperties` if it
-    has a pattern."""
     names = schema.get("propertyNames")
     while isinstance(names, dict) and set(names) - _NAMES_ONLY == {"$ref"}:
         names, before = referred(root, names["$ref"]), names
@@ -147,7 +143,6 @@ _REWRITES: tuple[Callable[[Json, Mapping[str, object]], None], ...] = (
 
 
 def _or_null(schema: Json) -> Json:
-    """Replaces OpenAPI's `nullable` by a type that includes null."""
     if schema.get("nullable") is not True:
         return schema
     kept = {name: value for name, value in schema.items() if name != "nullable"}
