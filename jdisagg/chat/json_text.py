@@ -28,7 +28,7 @@ class JsonValue:
         self._in_string = self._escaped = self._begun = False
 
     def take(self, character: str) -> bool:
-        """Reads a character. Returns whether this character ends the value."""
+        """Returns whether this character ends the value."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -51,8 +51,7 @@ class JsonValue:
         return False
 
     def written(self, character: str) -> str:
-        """Returns the next character, escaped if JSON requires this. Models leave line breaks and
-        tabs in strings unescaped, which JSON does not allow."""
+        """Models leave line breaks and tabs in strings unescaped, which JSON does not allow."""
         if not self._in_string or character >= " ":
             return character
         return ("\\" if self._escaped else "") + _encode(character).decode()[1:-1]
@@ -71,7 +70,6 @@ class JsonValue:
         return "".join(written), "", False
 
     def ends_before(self, character: str) -> bool:
-        """Returns whether a number, `true`, `false` or `null` ends before `character`."""
         bare = self._begun and not self._in_string and not self._open
         return bare and character in ",}]" + SPACE
 
@@ -84,8 +82,6 @@ class CallObject:
     False when the object has `ended` or is `broken`, the object was not a tool call.
 
     Args:
-        begin: Callback with the call's name.
-        add: Callback with each piece of the arguments.
         resolve: Function that returns the tool for a name, or "" if there is no such tool. The
             object is then not a call.
         doubtful: Whether to be strict: an object without arguments, or with keys that calls do not
@@ -112,7 +108,6 @@ class CallObject:
         self._step = self._open
 
     def take(self, character: str) -> None:
-        """Reads the next character of the object."""
         if self._value is not None and self._value.ends_before(character):
             self._value_ended()
         if not self.broken:
