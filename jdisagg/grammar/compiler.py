@@ -83,23 +83,17 @@ class GrammarCompiler:
         return self._tried_with
 
     async def admit(self, grammar: Grammar, seconds: float) -> None:
-        """Validates an untrusted grammar in a separate process and compiles it.
-
-        Raises:
-            InvalidRequestError: The grammar is invalid or too complex.
-            OverloadedError: Too many other grammars wait to be compiled, or validation and
-                compilation take longer than `seconds`.
-        """
+        """Validates an untrusted grammar in a separate process and compiles it. Raises
+        InvalidRequestError if the grammar is invalid or too complex. Raises OverloadedError if too
+        many other grammars wait to be compiled, or validation and compilation take longer than
+        `seconds`."""
         await self._compiled(grammar, seconds, tried=True)
 
     async def prepare(self, grammar: Grammar, seconds: float) -> None:
         """Waits until the grammar of an admitted request is compiled. The number of waiting
-        grammars is not limited here, because admission limits the number of requests.
-
-        Raises:
-            InvalidRequestError: The grammar is invalid or too complex.
-            DeadlineExceededError: Compilation takes longer than `seconds`.
-        """
+        grammars is not limited here, because admission limits the number of requests. Raises
+        InvalidRequestError if the grammar is invalid or too complex. Raises DeadlineExceededError
+        if compilation takes longer than `seconds`."""
         await self._compiled(grammar, seconds, tried=False)
 
     async def _compiled(self, grammar: Grammar, seconds: float, tried: bool) -> None:
@@ -239,15 +233,9 @@ def _readable(written: str) -> str:
 
 async def validate(text: str, vocabulary: bytes, seconds: float) -> str:
     """Validates a grammar by compiling it in a child process (`trial.py`), because a hostile
-    grammar may crash the process that compiles it.
-
-    Returns:
-        A description of the error, or "" for a valid grammar.
-
-    Raises:
-        TimeoutError: There is no result within `seconds`. The machine is then overloaded, because
-            the child's limit of processor time is smaller.
-    """
+    grammar may crash the process that compiles it. Returns a description of the error, or "" for a
+    valid grammar. Raises TimeoutError if there is no result within `seconds`. The machine is then
+    overloaded, because the child's limit of processor time is smaller."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-I", TRIAL),

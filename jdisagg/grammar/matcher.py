@@ -69,16 +69,9 @@ class TokenMatcher:
 
     def forced(self, most: int, vocabulary: int) -> list[int]:
         """Appends the token ids that the grammar determines, which need no decode step. Stops when
-        more than one id is allowed, or when the allowed id is a stop id.
-
-        Args:
-            vocabulary: Size of the model's vocabulary. An id of this size or more also ends the
-                search.
-
-        Returns:
-            The appended ids. For each of them, `fill` would allow no other id
-                (tests/end_to_end/test_schemas.py).
-        """
+        more than one id is allowed, or when the allowed id is a stop id. `vocabulary`: size of the
+        model's vocabulary. An id of this size or more also ends the search. Returns the appended
+        ids. For each of them, `fill` would allow no other id (tests/end_to_end/test_schemas.py)."""
         found: list[int] = []
         while len(found) < most and not self._ended:
             ids = self._inner.compute_ff_tokens()

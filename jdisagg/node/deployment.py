@@ -140,15 +140,9 @@ def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Des
 
 
 class Deployment:
-    """An embedded cluster with tokenizer and frontend.
-
-    Args:
-        tell: Function that reports the planned memory use. Called before allocation, with one line
-            of text for each mesh.
-
-    Raises:
-        ConfigError: A mesh needs more memory than its devices have.
-    """
+    """An embedded cluster with tokenizer and frontend. `tell`: function that reports the planned
+    memory use. Called before allocation, with one line of text for each mesh. Raises ConfigError if
+    a mesh needs more memory than its devices have."""
 
     def __init__(
         self,

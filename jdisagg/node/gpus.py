@@ -22,14 +22,8 @@ _UUIDS = ("GPU-", "MIG-")
 
 
 def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]:
-    """Parses a list of GPU indices: "0-3,6" gives 0, 1, 2, 3, 6.
-
-    Args:
-        several: Whether an index may be repeated, so that workers share a GPU.
-
-    Raises:
-        ConfigError: The list is invalid.
-    """
+    """Parses a list of GPU indices: "0-3,6" gives 0, 1, 2, 3, 6. `several`: whether an index may be
+    repeated, so that workers share a GPU. Raises ConfigError if the list is invalid."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -134,15 +128,9 @@ def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None
 
     Each task gets an equal share of the node's GPUs. If the scheduler has bound GPUs to tasks, the
     task gets all GPUs that it can see. This function is needed because jax.distributed.initialize
-    gives each task exactly one device by default.
-
-    Returns:
-        The indices, or None if the process runs under no scheduler. JAX then uses all GPUs.
-
-    Raises:
-        ConfigError: The number of GPUs is not a multiple of the number of tasks, or a variable of
-            the scheduler is not a number.
-    """
+    gives each task exactly one device by default. Returns the indices, or None if the process runs
+    under no scheduler. JAX then uses all GPUs. Raises ConfigError if the number of GPUs is not a
+    multiple of the number of tasks, or a variable of the scheduler is not a number."""
     size, tasks = _number(environment, _LOCAL_SIZES)
     _, rank = _number(environment, _LOCAL_RANKS)
     if tasks is None or rank is None or not gpus:

@@ -35,14 +35,9 @@ def _endpoint(value: int | bytes) -> str:
 
 
 class KvEventPublisher:
-    """Publishes the events of one worker. Create it on the worker's event loop.
-
-    Args:
-        address: ZeroMQ address to which the PUB socket binds, such as tcp://*:5557.
-
-    Raises:
-        ConfigError: pyzmq is not installed, or an address cannot be bound.
-    """
+    """Publishes the events of one worker. Create it on the worker's event loop. `address`: ZeroMQ
+    address to which the PUB socket binds, such as tcp://*:5557. Raises ConfigError if pyzmq is not
+    installed, or an address cannot be bound."""
 
     def __init__(self, address: str, replay: str = "", topic: str = "") -> None:
         zmq = _zmq()

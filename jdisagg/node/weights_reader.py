@@ -182,12 +182,9 @@ class RemoteWeights:
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a slice of a tensor. The result may be a read-only view of received memory. A
-        slice that was not declared with `expect` is transferred at once.
-
-        Raises:
-            UnavailableError: A source does not answer, or the transfer failed repeatedly.
-            InvalidRequestError: The bytes differ from their checksum, or the offer has ended.
-        """
+        slice that was not declared with `expect` is transferred at once. Raises UnavailableError if
+        a source does not answer, or the transfer failed repeatedly. Raises InvalidRequestError if
+        the bytes differ from their checksum, or the offer has ended."""
         box = whole_box(index, self._shapes[name])
         waiting = self._expected.reads.get((name, box))
         if not waiting:

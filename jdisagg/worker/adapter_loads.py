@@ -48,12 +48,8 @@ class AdapterLoads:
     ) -> contextlib.AbstractAsyncContextManager[None]:
         """Returns a context manager that waits until the request's adapter is loaded. The adapter
         stays loaded within the context. Before the context ends, the caller must add the request to
-        the requests that `in_use` returns.
-
-        Raises:
-            InvalidRequestError: The adapter cannot be served.
-            DeadlineExceededError: The adapter was not loaded within `seconds`.
-        """
+        the requests that `in_use` returns. Raises InvalidRequestError if the adapter cannot be
+        served. Raises DeadlineExceededError if the adapter was not loaded within `seconds`."""
         return self._hold(request.adapter, seconds) if request.adapter else _NOTHING_HELD
 
     @contextlib.asynccontextmanager

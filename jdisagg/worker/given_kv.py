@@ -80,12 +80,9 @@ class GivenKv:
         self._tasks.cancel()
 
     async def give(self, call: FetchCall) -> FetchReply:
-        """The reply has the number of blocks, which is 0 if no transfer was started.
-
-        Raises:
-            HandoffError: The hand-off id is in use.
-            InvalidRequestError: The block names are invalid.
-        """
+        """The reply has the number of blocks, which is 0 if no transfer was started. Raises
+        HandoffError if the hand-off id is in use. Raises InvalidRequestError if the block names are
+        invalid."""
         known = 0 <= call.first <= len(call.names) - (not self._kept.snapshots)
         if not known or not 0 < len(call.names) <= MOST_NAMES:
             raise InvalidRequestError(

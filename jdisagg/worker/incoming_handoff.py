@@ -134,12 +134,9 @@ class IncomingHandoff:
         return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
 
     async def receive(self) -> Received:
-        """Receives all KV into the destination's pages and returns the result.
-
-        Raises:
-            HandoffError: The sender failed, or it sent incomplete KV.
-            UnavailableError: This mesh or the sender's failed.
-        """
+        """Receives all KV into the destination's pages and returns the result. Raises HandoffError
+        if the sender failed, or it sent incomplete KV. Raises UnavailableError if this mesh or the
+        sender's failed."""
         beats: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -137,13 +137,9 @@ class Peers:
 
     async def greet(self, source: HandoffSource, port: PeerPort) -> PeerLink:
         """Exchanges hellos with a peer and connects to it. Returns the connection, which is reused
-        if the peer has not restarted.
-
-        Raises:
-            IncompatiblePeerError: The workers are not compatible. The message has the name of the
-                field that differs.
-            HandoffError: The peer does not answer.
-        """
+        if the peer has not restarted. Raises IncompatiblePeerError if the workers are not
+        compatible. The message has the name of the field that differs. Raises HandoffError if the
+        peer does not answer."""
         ours = self._hello.weights
         if source.weights != ours:
             raise IncompatiblePeerError(

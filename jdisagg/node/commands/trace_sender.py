@@ -55,16 +55,10 @@ class PromptMaker:
         max_output_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Creates the generator of prompts.
-
-        Args:
-            context_tokens: Largest number of tokens of prompt and answer together. If a request
-                exceeds this number, the answer is shortened first, to at least half of the context,
-                and then the prompt.
-
-        Raises:
-            ConfigError: A number is below 1, or the context is too short for any prompt.
-        """
+        """Creates the generator of prompts. `context_tokens`: largest number of tokens of prompt
+        and answer together. If a request exceeds this number, the answer is shortened first, to at
+        least half of the context, and then the prompt. Raises ConfigError if a number is below 1,
+        or the context is too short for any prompt."""
         if context_tokens < 2:
             raise ConfigError(
                 f"a context of {context_tokens} tokens holds no prompt and answer; serve the model"
@@ -179,15 +173,9 @@ class TraceSender:
         self, arrivals: Sequence[Arrival], watch: Callable[[ReplayProgress], None] | None = None
     ) -> list[RequestOutcome]:
         """Sends all requests and waits until they have finished. Cancelling this call cancels the
-        running requests.
-
-        Returns:
-            The outcome of each request, in order. Refused and failed requests have an outcome too.
-                Times are relative to the time at which the first request was due.
-
-        Raises:
-            WorkloadError: The trace has no requests.
-        """
+        running requests. Returns the outcome of each request, in order. Refused and failed requests
+        have an outcome too. Times are relative to the time at which the first request was due.
+        Raises WorkloadError if the trace has no requests."""
         if not arrivals:
             raise WorkloadError(
                 "the trace has no requests to send; give another, or a larger limit"

@@ -123,13 +123,8 @@ class InstanceServer:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, called: str = "") -> str:
         """Binds the port and starts to serve. Returns the address (host:port) that followers call.
-
-        Args:
-            called: Host that followers call, or empty if it is `host`.
-
-        Raises:
-            ConfigError: The address cannot be bound.
-        """
+        `called`: host that followers call, or empty if it is `host`. Raises ConfigError if the
+        address cannot be bound."""
         bound = bind(
             self._server, host, port, self._credentials, "choose another address for the instance"
         )
