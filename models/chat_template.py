@@ -35,12 +35,9 @@ class _Refused(Exception):
 
 
 class ChatTemplate:
-    """A model's chat template, or several by name.
-
-    Args:
-        sources: Template text by name. "default" renders conversations. If "tool_use" is present,
-            it renders conversations with tools, as in transformers.
-    """
+    """A model's chat template, or several by name. `sources`: template text by name. "default"
+    renders conversations. If "tool_use" is present, it renders conversations with tools, as in
+    transformers."""
 
     def __init__(
         self, sources: Mapping[str, str], special_tokens: Mapping[str, str | list[str]]

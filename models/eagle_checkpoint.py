@@ -20,11 +20,8 @@ _UNUSED = ("t2d", "embed_tokens.weight")  # the inverse of the map, and a copy o
 def with_eagle_head(
     folder: str, config: DecoderConfig, files: CheckpointTensors
 ) -> tuple[DecoderConfig, CheckpointTensors]:
-    """Returns a model's configuration and tensors with those of an EAGLE-3 head.
-
-    Raises:
-        CheckpointError: The folder has no head in this form, or a head of another model.
-    """
+    """Returns a model's configuration and tensors with those of an EAGLE-3 head. Raises
+    CheckpointError if the folder has no head in this form, or a head of another model."""
     directory = Path(folder)
     hf = HfConfig.from_directory(directory)
     own = read_config(hf)

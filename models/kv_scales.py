@@ -60,14 +60,9 @@ def find_kv_scales(
     directory: Path, config: DecoderConfig, files: CheckpointTensors | None
 ) -> tuple[KVScales, str]:
     """Returns the KV scales of a model and the name of their source, which is "" if all scales are
-    one by default.
-
-    Args:
-        files: Tensors of the model, or None for the Orbax format, which holds no scales.
-
-    Raises:
-        CheckpointError: The number of scales does not fit the model, or a scale is not valid.
-    """
+    one by default. `files`: tensors of the model, or None for the Orbax format, which holds no
+    scales. Raises CheckpointError if the number of scales does not fit the model, or a scale is not
+    valid."""
     path = directory / KV_SCALES_FILE
     if path.is_file():
         return _of_file(path, config), KV_SCALES_FILE

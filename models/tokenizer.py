@@ -142,12 +142,8 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] = (),
     ) -> str:
         """Renders messages with the model's chat template to the prompt text, special tokens
-        included.
-
-        Args:
-            continue_final_message: Whether the prompt ends inside the last message, after its
-                content.
-        """
+        included. `continue_final_message`: whether the prompt ends inside the last message, after
+        its content."""
         if self._chat is None:
             raise InvalidRequestError(
                 "messages need a chat template and this model has none; send text or token ids"

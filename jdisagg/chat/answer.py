@@ -35,13 +35,9 @@ class Collected:
     """Collects the parts that a parser finds until the next `take`.
 
     White space before a tool call is not part of the content. Up to `LONGEST_SPACE` characters of
-    white space are therefore held back until other content follows.
-
-    Attributes:
-        calls_begun: Number of tool calls of the answer so far.
-        before_call: Number of characters before the answer's first tool call, in the content that
-            `take` returned last. None if the first call did not begin in this part of the answer.
-    """
+    white space are therefore held back until other content follows. `before_call`: number of
+    characters before the answer's first tool call, in the content that `take` returned last. None
+    if the first call did not begin in this part of the answer."""
 
     calls_begun: int = 0
     before_call: int | None = None
@@ -68,13 +64,12 @@ class Collected:
         self.calls_begun += 1
 
     def add_arguments(self, text: str) -> None:
-        """Adds text to the arguments of the latest call."""
         if text:
             self._calls.append(ToolCallDelta(self.calls_begun - 1, arguments=text))
 
     def take(self, *, last: bool = False) -> AnswerDelta:
-        """Returns all parts and clears them. `last` is whether the answer has ended. White space
-        that was held back then becomes content, unless the answer has tool calls."""
+        """`last` is whether the answer has ended. White space that was held back then becomes
+        content, unless the answer has tool calls."""
         if last and not self.calls_begun:
             self._content.append(self._space)
         delta = AnswerDelta("".join(self._content), calls=joined_calls(self._calls))
@@ -98,7 +93,6 @@ def beginning_held(text: str, *markers: str) -> int:
 
 
 def joined_calls(calls: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Joins consecutive deltas of the same tool call."""
     joined: list[ToolCallDelta] = []
     for call in calls:
         if joined and joined[-1].index == call.index:

@@ -74,7 +74,6 @@ class Allowed:
 
     @property
     def any_text(self) -> bool:
-        """Whether the argument must be a string and may be any string."""
         return self.types == TEXT and not self.texts
 
     def or_else(self, other: "Allowed") -> "Allowed":
@@ -96,15 +95,12 @@ ANY = Allowed()
 
 
 def allowed_of(parameters: Mapping[str, object], key: str) -> Allowed:
-    """Returns the types and values that a tool allows for an argument. `parameters` is the tool's
-    JSON schema, and `key` is the argument's name."""
     return _Schemas(parameters).argument(key)
 
 
 def as_json(text: str, allowed: Allowed) -> str:
-    """Converts an argument's text to JSON. Text that already is JSON of an allowed type is returned
-    unchanged. A Python literal of an allowed type is converted to JSON. Any other text becomes a
-    JSON string."""
+    """Text that already is JSON of an allowed type is returned unchanged. A Python literal of an
+    allowed type is converted to JSON. Any other text becomes a JSON string."""
     bare, types = text.strip(), allowed.types
     for one in (text, bare):
         if one in allowed.texts:
@@ -120,8 +116,6 @@ def as_json(text: str, allowed: Allowed) -> str:
 
 
 def _read(bare: str, types: Types | None) -> str | None:
-    """Converts a text to JSON of one of the types. Returns None if the text has no value of these
-    types."""
     kind = _json_type(bare)
     if kind is not None and (types is None or _fits(kind, types)):
         return bare
@@ -133,8 +127,6 @@ def _read(bare: str, types: Types | None) -> str | None:
 
 
 def _with_breaks(bare: str) -> str | None:
-    """Converts an object or a list with unescaped line breaks or tabs in its strings, which models
-    generate, to valid JSON. Returns None for any other text."""
     try:
         made = _dumped(_lenient(bare))
         _skip(made)
@@ -144,7 +136,6 @@ def _with_breaks(bare: str) -> str | None:
 
 
 def _json_type(bare: str) -> str | None:
-    """Returns the JSON type of a text, or None if the text is not JSON."""
     try:
         _skip(bare)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
@@ -196,8 +187,6 @@ def from_python(bare: str, types: Types | None) -> str | None:
 
 
 def _value(node: ast.expr) -> object:
-    """Evaluates a Python expression that consists of literals. Raises ValueError for any other
-    expression."""
     match node:
         case ast.Constant(value=str() | int() | None):
             return node.value
@@ -251,8 +240,6 @@ def _dumped(value: object) -> str:
 
 
 class _Schemas:
-    """Determines allowed types from the JSON schema `root` and the schemas within it."""
-
     def __init__(self, root: Mapping[str, object]) -> None:
         self._root = root
         self._left = _MOST_SCHEMAS
@@ -265,8 +252,6 @@ class _Schemas:
         return self._any_of(found, 0)
 
     def _properties(self, schema: object, key: str, depth: int) -> list[object]:
-        """Returns the schemas of the property `key` in the schema of an object, including combined
-        and referenced schemas."""
         if not isinstance(schema, Mapping) or not self._spend(depth):
             return []
         properties = schema.get("properties")

@@ -34,8 +34,6 @@ def arguments_object(text: str) -> Json:
 
 
 def _read(text: str) -> object:
-    """Returns the value of a JSON text or of a Python dict. Returns the text itself if it is
-    neither, and None if it is empty."""
     if not text:
         return None
     try:
@@ -50,8 +48,6 @@ def _read(text: str) -> object:
 
 
 def _completed(text: str) -> Json:
-    """Returns the object of a JSON text that was cut off. Members that cannot be completed are
-    omitted."""
     open_ends: list[str] = []
     cuts: deque[tuple[str, str]] = deque(maxlen=_MOST_CUTS)  # text up to a member, and its end
     in_string = escaped = False

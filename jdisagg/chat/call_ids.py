@@ -17,8 +17,6 @@ def call_id(form: str | None, name: str, number: int, identity: str) -> str:
     """Returns the id of a tool call.
 
     Args:
-        form: Format of the model's calls, one of `formats.TOOL_FORMS`, or None.
-        name: Name of the tool.
         number: Index of the call within the conversation, which Kimi K2's ids contain.
         identity: Text that differs between calls. The ids of other formats are its hash.
     """

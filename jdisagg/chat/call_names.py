@@ -17,8 +17,6 @@ def resolved(name: str, tools: Collection[str]) -> str:
 
 
 def _variants(name: str) -> Iterator[str]:
-    """Yields the name, and the name without a trailing number, without leading words such as
-    "functions.", and without both."""
     while True:
         yield name
         yield _BEHIND.sub("", name)

@@ -142,7 +142,6 @@ class AnswerFormat:
         """Returns the formats for a chat template.
 
         Args:
-            template: Chat template, or None.
             tool_parser: Name of the format of tool calls. "auto" detects it, and "none" disables
                 parsing.
             reasoning_parser: Name of the format of reasoning, "auto" or "none".
@@ -175,7 +174,6 @@ class AnswerFormat:
 
     @property
     def plain_calls(self) -> bool:
-        """Whether a tool call may be a JSON object without a marker."""
         return self.tools == "llama3_json"
 
     @property
@@ -184,17 +182,11 @@ class AnswerFormat:
         return self.tools == HARMONY or self.reasoning == HARMONY_REASONING
 
     def takes_apart(self, tools: Schemas) -> bool:
-        """Returns whether answers to a chat with these tools must be parsed into content, reasoning
-        and tool calls."""
         return self.marks is not None or bool(self.tools and tools)
 
     def parser(self, tools: Schemas, *, thinking: bool) -> AnswerParser | None:
-        """Returns a parser for one answer, or None if the whole answer is content.
-
-        Args:
-            tools: JSON schemas of the tools that the model may call, by name.
-            thinking: Whether the prompt ends within reasoning.
-        """
+        """Returns a parser for one answer, or None if the whole answer is content. `thinking`:
+        whether the prompt ends within reasoning."""
         if self.in_headers:
             return HarmonyParser(tools if self.tools == HARMONY else (), thinking=thinking)
         kind = TOOL_PARSERS.get(self.tools or "")
@@ -207,15 +199,6 @@ class AnswerFormat:
 
 
 class _ReasoningAndCalls:
-    """An `AnswerParser` that first separates the reasoning, and then the tool calls from the
-    content. A tool call that begins within the reasoning ends the reasoning. All text after it is
-    content and calls.
-
-    Args:
-        reasoning: Parser of the reasoning.
-        make: Function that returns a new parser of tool calls.
-    """
-
     def __init__(self, reasoning: ReasoningParser, make: Callable[[], ToolParser]) -> None:
         self._reasoning = reasoning
         self._within: ToolParser | None = make()  # finds calls within the reasoning
@@ -243,8 +226,6 @@ class _ReasoningAndCalls:
         )
 
     def _taken(self, thought: AnswerDelta, ended: bool) -> AnswerDelta:
-        """Separates tool calls from the reasoning and content in `thought`. `ended` is whether the
-        reasoning has ended."""
         if self._called:
             return self._calls.push(thought.reasoning + thought.content)
         within, reasoning = self._within, thought.reasoning

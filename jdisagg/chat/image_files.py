@@ -38,14 +38,7 @@ _TRANSPOSES = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 class ImageFile:
     """An image file whose header was read.
 
-    Args:
-        where: Name of the image in error messages.
-        image: The image as the client sent it.
-        limits: Limits on bytes and pixels.
-
     Attributes:
-        where: Name of the image in error messages.
-        data: Bytes of the file.
         height, width: Pixels, after the EXIF orientation is applied.
 
     Raises:
@@ -112,7 +105,6 @@ def _reading(where: str) -> Iterator[None]:
 
 
 def check_bytes(where: str, image: ChatImage, limits: LimitsConfig) -> None:
-    """Raises InvalidRequestError if an image file is larger than the limit."""
     if image.most_bytes > limits.max_image_bytes + 3:
         raise InvalidRequestError(
             f"{where} has {image.most_bytes} bytes; at most {limits.max_image_bytes} are taken"
@@ -121,7 +113,6 @@ def check_bytes(where: str, image: ChatImage, limits: LimitsConfig) -> None:
 
 
 def _rgb(image: "Image") -> np.ndarray:
-    """Converts a decoded image of any mode to RGB pixels, uint8 [height, width, 3]."""
     if image.mode.startswith("I"):
         grey = (np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8)
         return np.repeat(grey[:, :, None], 3, axis=2)

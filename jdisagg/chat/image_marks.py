@@ -17,11 +17,7 @@ Value = TypeVar("Value")
 
 class HiddenMarks:
     """Hides the texts of image tokens in the messages of one chat, and restores them in the
-    rendered prompt.
-
-    Args:
-        marks: Texts of the image tokens.
-    """
+    rendered prompt."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._marks = tuple(marks)
@@ -30,8 +26,6 @@ class HiddenMarks:
         self._name = re.compile(rf"<{self._key}-(\d+)>")
 
     def hide(self, value: Value) -> Value:
-        """Returns a copy of a JSON value in which placeholders replace the image tokens' texts, in
-        strings and in keys."""
         return self._hide(value)  # type: ignore[return-value]
 
     def _hide(self, value: object) -> object:
@@ -47,8 +41,7 @@ class HiddenMarks:
         return f"<{self._key}-{self._marks.index(found[0])}>"
 
     def pieces(self, text: str) -> list[str]:
-        """Restores the texts in a rendered prompt. Returns the parts of the prompt, which must be
-        tokenized separately."""
+        """Returns the parts of the prompt, which must be tokenized separately."""
         first, *others = self._name.split(text)
         pieces = [first]
         for number, after in zip(others[::2], others[1::2], strict=True):

@@ -29,8 +29,6 @@ _MODES_OF_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
 class _Picture(Protocol):
-    """The part of `PIL.Image.Image` that `ChatImage.of` uses."""
-
     @property
     def mode(self) -> str: ...
     def convert(self, mode: str) -> "_Picture": ...
@@ -75,15 +73,13 @@ class ChatImage:
 
     @property
     def url(self) -> str:
-        """The image as a data: URL."""
         text = self.data
         if isinstance(text, bytes):
             text = base64.b64encode(text).decode("ascii")
         return f"data:{self.mime};base64,{text}"
 
     def content(self, where: str) -> bytes:
-        """Returns the bytes of the image file. Raises InvalidRequestError for invalid base64.
-        `where` is the image's name, with which the message begins."""
+        """Raises InvalidRequestError for invalid base64."""
         if isinstance(self.data, bytes):
             return self.data
         try:
@@ -95,8 +91,8 @@ class ChatImage:
 
 
 def _decoded(text: str) -> bytes:
-    """Decodes base64 text, which may contain white space or have no padding. The text is decoded in
-    pieces, because each call of the decoder holds the interpreter lock."""
+    """The text is decoded in pieces, because each call of the decoder holds the interpreter
+    lock."""
     if any(space in text for space in " \t\r\n"):
         text = "".join(text.split())
     text = text.rstrip("=")
@@ -106,8 +102,7 @@ def _decoded(text: str) -> bytes:
 
 
 def image_of_url(where: str, url: str) -> ChatImage:
-    """Returns the image of a data: URL. Raises InvalidRequestError for other URLs and for
-    unsupported media types. `where` is the field's name, with which the message begins."""
+    """Raises InvalidRequestError for other URLs and for unsupported media types."""
     beginning, comma, text = url[:_HEADER_CHARACTERS].partition(",")
     if not beginning[:5].lower() == "data:":
         raise InvalidRequestError(
@@ -124,8 +119,7 @@ def image_of_url(where: str, url: str) -> ChatImage:
 
 
 def stated_image(where: str, data: bytes | str, mime: str) -> ChatImage:
-    """Returns an image whose media type the client has given. Raises InvalidRequestError for an
-    unsupported media type. `where` is the field's name, with which the message begins."""
+    """Raises InvalidRequestError for an unsupported media type."""
     if mime.lower() not in _MEDIA_TYPES:
         raise InvalidRequestError(
             f"{where}: media type {mime[:_SHOWN]!r} is not supported; send a PNG, JPEG, WebP or GIF"
@@ -141,7 +135,6 @@ class ImageLayout:
     Attributes:
         height, width: Size in pixels after the image is resized.
         grid: Number of patches in time, height and width, before patches are merged to tokens.
-        token_ids: Tokens of the prompt that represent the image.
     """
 
     height: int

@@ -109,8 +109,6 @@ class CallObject:
     An object that is broken within its arguments is a call whose arguments are completed.
 
     Args:
-        begin: Callback with the call's name.
-        add: Callback with each piece of the arguments.
         resolve: Function that returns the tool for a name, or "" if there is no such tool. The
             object is then not a call.
         doubtful: Whether to be strict: an object without arguments, or with keys that calls do not
@@ -151,7 +149,6 @@ class CallObject:
             self._end()
 
     def take(self, character: str) -> None:
-        """Reads the next character of the object."""
         if self._value is not None and self._value.ends_before(character):
             self._value_ended()
         if not self.broken:

@@ -51,10 +51,7 @@ class ChatMessage:
     """One message of a conversation.
 
     Attributes:
-        role: system, user, assistant, tool, or another role that the model's chat template has.
         content: The text, a tuple of parts (texts and images), or None.
-        reasoning: The assistant's reasoning before the content.
-        tool_calls: The assistant's tool calls.
         tool_call_id: In a message of role "tool", id of the tool call whose result it contains.
         name: Name of the author, for templates that use names.
     """
@@ -96,7 +93,6 @@ class ChatTool:
 
     @property
     def shown(self) -> Json:
-        """The tool in the form that chat templates expect."""
         function: Json = {"name": self.name}
         if self.description:
             function["description"] = self.description
@@ -112,15 +108,10 @@ class ChatPrompt:
     """A conversation to be rendered by the model's chat template.
 
     Attributes:
-        messages: All messages in order.
         add_generation_prompt: Whether the rendered text ends with the beginning of the assistant's
             answer.
         continue_final_message: Whether the rendered text ends within the last message, which the
             model then continues.
-        arguments: Extra variables for the chat template, such as enable_thinking.
-        tools: Functions that the model may call.
-        tool_choice: Whether the model may or must call tools.
-        parallel_tool_calls: Whether an answer may contain more than one tool call.
         tool_name: Name of the tool that the model must call, or "" for any tool.
     """
 
@@ -135,7 +126,6 @@ class ChatPrompt:
 
     @property
     def callable_tools(self) -> dict[str, Mapping[str, object]]:
-        """Schemas of the tools that the model may call in this chat, by name."""
         if self.tool_choice is ToolChoice.NONE:
             return {}
         return {tool.name: tool.parameters or {} for tool in self.tools}
@@ -189,7 +179,6 @@ def _check_tools(prompt: ChatPrompt) -> None:
 
 
 def shown_messages(messages: Sequence[ChatMessage]) -> list[Json]:
-    """Returns the messages in the form that chat templates expect. Absent fields are omitted."""
     return [_shown(message) for message in messages]
 
 
@@ -222,7 +211,6 @@ def _shown(message: ChatMessage) -> Json:
 
 
 def texts_of(prompt: ChatPrompt) -> list[tuple[str, str]]:
-    """Returns the texts of a chat, each with the name of its field."""
     texts: list[tuple[str, str]] = []
     for index, message in enumerate(prompt.messages):
         where = f"messages[{index}]"
@@ -247,7 +235,6 @@ def texts_of(prompt: ChatPrompt) -> list[tuple[str, str]]:
 
 
 def images_of(prompt: ChatPrompt) -> list[tuple[str, ChatImage]]:
-    """Returns the images of a chat, each with the name of its field."""
     return [
         (f"messages[{index}].content[{at}]", part)
         for index, message in enumerate(prompt.messages)
@@ -258,8 +245,7 @@ def images_of(prompt: ChatPrompt) -> list[tuple[str, ChatImage]]:
 
 
 def json_bytes(name: str, value: object) -> int:
-    """Returns the size of a value's JSON text in bytes. Raises InvalidRequestError, which begins
-    with `name`, if JSON cannot represent the value."""
+    """Raises InvalidRequestError, which begins with `name`, if JSON cannot represent the value."""
     try:
         return len(msgspec.json.encode(value))
     except (TypeError, ValueError, RecursionError) as error:

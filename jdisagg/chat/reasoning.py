@@ -7,8 +7,6 @@ from jdisagg.chat.answer import AnswerDelta, beginning_held
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The markers at the beginning and the end of reasoning."""
-
     begin: str
     end: str
 
@@ -19,13 +17,8 @@ class Marks:
 
 class ReasoningParser:
     """An `AnswerParser` for an answer that may begin with reasoning, followed by content. Line
-    breaks around the reasoning are dropped.
-
-    Args:
-        marks: Markers around the reasoning.
-        begun: Whether the prompt ends within reasoning. If not, the answer has reasoning only if it
-            begins with the marker.
-    """
+    breaks around the reasoning are dropped. `begun`: whether the prompt ends within reasoning. If
+    not, the answer has reasoning only if it begins with the marker."""
 
     def __init__(self, marks: Marks, *, begun: bool) -> None:
         self._marks = marks

@@ -37,7 +37,6 @@ class CountingParser:
         self._undecided = 0
 
     def push(self, texts: Sequence[str]) -> AnswerDelta:
-        """Parses the texts of the next tokens and returns their joined delta."""
         deltas = [self._push(text) for text in texts]
         return AnswerDelta(
             "".join([delta.content for delta in deltas]),
@@ -62,16 +61,9 @@ class CountingParser:
 
 
 def token_places(pieces: Sequence[str], text: str) -> list[tuple[int, int]]:
-    """Finds the text of each token in the text of an answer.
-
-    Args:
-        pieces: Texts of the tokens, each decoded alone.
-        text: Text of all tokens, decoded together.
-
-    Returns:
-        Start and end of each token's text in `text`, in characters. A token without text of its own
-            (a special token, or a part of a character) has an empty range.
-    """
+    """Finds the text of each token in the text of an answer. Returns start and end of each token's
+    text in `text`, in characters. A token without text of its own (a special token, or a part of a
+    character) has an empty range."""
     places: list[tuple[int, int]] = []
     at = 0
     for piece in pieces:

@@ -1,9 +1,7 @@
 """Extends the grammar of a chat answer by reasoning and tool calls.
 
-The grammar of a request (`response_format`) restricts the content of an answer. A reasoning model
-generates its reasoning before the content. A model with tools may call them, in its own format,
-instead of generating content. Reasoning and tool calls are not restricted by the request's grammar,
-as in OpenAI's API.
+The grammar of a request (`response_format`) restricts the content of an answer. Reasoning and tool
+calls are not restricted by the request's grammar, as in OpenAI's API.
 
 If a marker is a single token of the tokenizer, the grammar matches this token, because llguidance
 matches text by ordinary tokens only."""
@@ -37,7 +35,6 @@ def with_thought_and_calls(
     Args:
         marks: Lark expressions of the markers around reasoning, or None if the model generates no
             reasoning.
-        begun: Whether the prompt ends within reasoning.
         calls: Lark expressions of tool calls, which may replace the content.
     """
     content = _content(grammar)
@@ -57,19 +54,15 @@ def with_thought_and_calls(
 
 
 def marker(text: str, token_id: int | None) -> str:
-    """Returns the Lark expression of a marker. `token_id` is the token with this text, or None if
-    there is no such token."""
+    """`token_id` is the token with this text, or None if there is no such token."""
     return quoted(text) if token_id is None else f"<[{token_id}]>"
 
 
 def marked_call(mark: str) -> str:
-    """Returns the Lark expression of a call in the model's own format, which begins with `mark`."""
     return f"{mark} <[*]>*"
 
 
 def plain_call(names: Sequence[str]) -> str:
-    """Returns the Lark expression of a tool call that is a JSON object without a marker. `names`
-    are the names of the tools that it may call."""
     schema = {
         "type": "object",
         "properties": {"name": {"enum": [*names]}, "parameters": {"type": "object"}},

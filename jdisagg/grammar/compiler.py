@@ -1,13 +1,10 @@
 """Compiles grammars for one tokenizer with llguidance, and caches them.
 
 The API server validates each grammar in a separate process (`admit`). Workers use the compiled
-grammar to mask tokens. An API server and a worker in one process share the compiler and its cache.
-`prepare` compiles in threads, a few grammars at a time, so that no grammar delays a stream.
-`matcher` then finds the grammar in the cache. In a follower of a multi-process instance,
-`prepare` is not called, and `matcher` compiles the grammar itself.
+grammar to mask tokens. In a follower of a multi-process instance, `prepare` is not called, and
+`matcher` compiles the grammar itself.
 
-llguidance's limits bound the memory of a grammar and the time to compute a mask. The compiler in
-llguidance releases Python's global interpreter lock."""
+llguidance's limits bound the memory of a grammar and the time to compute a mask."""
 
 import asyncio
 import contextlib
@@ -41,13 +38,8 @@ TRIAL = str(Path(__file__).with_name("trial.py"))
 @dataclass(frozen=True, slots=True)
 class TokenizerText:
     """A tokenizer, with end tokens and vocabulary size from the model's configuration.
-
-    Attributes:
-        json: Text of the tokenizer.json file.
-        eos_ids: Token ids with which the model ends a text.
-        vocabulary: Number of token ids of the model, which may exceed that of the tokenizer. 0
-            uses the tokenizer's.
-    """
+    `vocabulary`: number of token ids of the model, which may exceed that of the tokenizer. 0 uses
+    the tokenizer's."""
 
     json: str
     eos_ids: tuple[int, ...]
@@ -56,12 +48,8 @@ class TokenizerText:
 
 class GrammarCompiler:
     """Compiles grammars for one tokenizer and caches them. Call `prepare` and `admit` on one event
-    loop only. All other methods may be called from any thread.
-
-    Args:
-        read: Function that returns the tokenizer. It is called once, by `load` or when the first
-            grammar is compiled.
-    """
+    loop only. All other methods may be called from any thread. `read`: function that returns the
+    tokenizer. It is called once, by `load` or when the first grammar is compiled."""
 
     def __init__(self, read: Callable[[], TokenizerText]) -> None:
         self._read = read
@@ -76,8 +64,8 @@ class GrammarCompiler:
         self._under_way: dict[Grammar, asyncio.Task[llguidance.LLMatcher | str]] = {}
 
     def load(self) -> llguidance.LLTokenizer:
-        """Returns llguidance's tokenizer. The first call reads it. Raises InvalidRequestError if
-        the model has no EOS token, or if llguidance cannot read the tokenizer."""
+        """The first call reads the tokenizer. Raises InvalidRequestError if the model has no EOS
+        token, or if llguidance cannot read the tokenizer."""
         with self._reading:
             if self._tokenizer is None:
                 text = self._read()
@@ -95,23 +83,17 @@ class GrammarCompiler:
         return self._tried_with
 
     async def admit(self, grammar: Grammar, seconds: float) -> None:
-        """Validates an untrusted grammar in a separate process and compiles it.
-
-        Raises:
-            InvalidRequestError: The grammar is invalid or too complex.
-            OverloadedError: Too many other grammars wait to be compiled, or validation and
-                compilation take longer than `seconds`.
-        """
+        """Validates an untrusted grammar in a separate process and compiles it. Raises
+        InvalidRequestError if the grammar is invalid or too complex. Raises OverloadedError if too
+        many other grammars wait to be compiled, or validation and compilation take longer than
+        `seconds`."""
         await self._compiled(grammar, seconds, tried=True)
 
     async def prepare(self, grammar: Grammar, seconds: float) -> None:
         """Waits until the grammar of an admitted request is compiled. The number of waiting
-        grammars is not limited here, because admission limits the number of requests.
-
-        Raises:
-            InvalidRequestError: The grammar is invalid or too complex.
-            DeadlineExceededError: Compilation takes longer than `seconds`.
-        """
+        grammars is not limited here, because admission limits the number of requests. Raises
+        InvalidRequestError if the grammar is invalid or too complex. Raises DeadlineExceededError
+        if compilation takes longer than `seconds`."""
         await self._compiled(grammar, seconds, tried=False)
 
     async def _compiled(self, grammar: Grammar, seconds: float, tried: bool) -> None:
@@ -133,9 +115,6 @@ class GrammarCompiler:
     def _begin(
         self, grammar: Grammar, seconds: float, tried: bool
     ) -> "asyncio.Task[llguidance.LLMatcher | str]":
-        """Starts a task that compiles a grammar. All callers that need the grammar share the task.
-        The task continues if they stop waiting. `tried` is whether the grammar is first validated
-        in a child process."""
         if tried and self._waiting >= MOST_WAITING:
             raise OverloadedError(
                 f"grammar: {self._waiting} others are waiting to be compiled; try again later",
@@ -204,8 +183,8 @@ class GrammarCompiler:
         return found
 
     def _compile(self, grammar: Grammar) -> llguidance.LLMatcher | str:
-        """Returns the compiled grammar in its initial state, or a description of the error. To
-        detect a grammar that exceeds the limits, computes the first mask on a copy of the state."""
+        """To detect a grammar that exceeds the limits, computes the first mask on a copy of the
+        state."""
         tokenizer = self.load()
         try:
             text = _as_llguidance(grammar)
@@ -227,9 +206,6 @@ def _usable(grammar: Grammar, found: llguidance.LLMatcher | str) -> llguidance.L
 
 
 def _loaded(text: TokenizerText) -> llguidance.LLTokenizer:
-    """Converts a tokenizer to llguidance's form. Token ids of the model that the tokenizer does not
-    have are added as tokens without text. Raises InvalidRequestError for a tokenizer that
-    llguidance cannot read."""
     ends, written = list(text.eos_ids), _readable(text.json)
     if text.vocabulary:
         with contextlib.suppress(ValueError):  # the tokenizer has more tokens than the model
@@ -244,9 +220,8 @@ def _loaded(text: TokenizerText) -> llguidance.LLTokenizer:
 
 
 def _readable(written: str) -> str:
-    """Returns the text of a tokenizer that llguidance can read. A `Metaspace` decoder is replaced
-    by an equivalent sequence of decoders. `Metaspace` also drops a space at the beginning of a
-    text. This does not matter here, because a grammar restricts the bytes of tokens."""
+    """`Metaspace` also drops a space at the beginning of a text. This does not matter here, because
+    a grammar restricts the bytes of tokens."""
     fields = json.loads(written)
     decoder = fields.get("decoder")
     if decoder is None or decoder["type"] != "Metaspace":
@@ -258,20 +233,9 @@ def _readable(written: str) -> str:
 
 async def validate(text: str, vocabulary: bytes, seconds: float) -> str:
     """Validates a grammar by compiling it in a child process (`trial.py`), because a hostile
-    grammar may crash the process that compiles it.
-
-    Args:
-        text: The grammar in llguidance's form.
-        vocabulary: The served model's vocabulary (`trial.vocabulary_of`).
-        seconds: Time limit of the child process.
-
-    Returns:
-        A description of the error, or "" for a valid grammar.
-
-    Raises:
-        TimeoutError: There is no result within `seconds`. The machine is then overloaded, because
-            the child's limit of processor time is smaller.
-    """
+    grammar may crash the process that compiles it. Returns a description of the error, or "" for a
+    valid grammar. Raises TimeoutError if there is no result within `seconds`. The machine is then
+    overloaded, because the child's limit of processor time is smaller."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-I", TRIAL),

@@ -13,22 +13,18 @@ _NONE = f'"{OPTIONS}":{{"whitespace_flexible":false}}'
 
 
 def says_itself(schema: str) -> bool:
-    """Returns whether the text of a JSON schema already contains llguidance options."""
     return f'"{OPTIONS}"' in schema
 
 
 def with_few(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """Adds llguidance options to a JSON schema, so that answers have at most 16 white space
-    characters between JSON tokens (`WHITESPACE`). Returns the schema unchanged if it already has
-    llguidance options."""
+    """Returns the schema unchanged if it already has llguidance options."""
     few = {OPTIONS: {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}}
     return schema if says_itself(json.dumps(schema)) else {**schema, **few}
 
 
 def without(schema: str) -> str:
-    """Adds llguidance options to the text of a JSON schema, so that answers have no white space
-    between JSON tokens. Text that is not a JSON object, or that already contains llguidance
-    options, is returned unchanged."""
+    """Text that is not a JSON object, or that already contains llguidance options, is returned
+    unchanged."""
     head, brace, rest = schema.partition("{")
     if head.strip() or not brace or says_itself(schema):
         return schema

@@ -21,12 +21,7 @@ BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Endings:
-    """Ids that end an answer.
-
-    Attributes:
-        eos_ids: Token ids with which the model ends a text.
-        stop_ids: All token ids that end the request's answer, including `eos_ids`.
-    """
+    """Ids that end an answer."""
 
     eos_ids: tuple[int, ...]
     stop_ids: tuple[int, ...]
@@ -39,8 +34,6 @@ class TokenMatcher:
     Args:
         inner: llguidance's matcher, which no other sequence uses.
         words: Length of a mask over all ids of the tokenizer, in 32-bit words.
-        sampling: Sampling parameters, of which `min_tokens` and `ignore_eos` are used.
-        endings: Ids that end an answer.
     """
 
     def __init__(
@@ -63,8 +56,8 @@ class TokenMatcher:
         return other
 
     def consume(self, token_ids: Iterable[int]) -> None:
-        """Appends token ids to the sequence. Ids after a stop id are ignored. A mesh may generate
-        such ids, because it runs decode steps in advance of this check."""
+        """Ids after a stop id are ignored. A mesh may generate such ids, because it runs decode
+        steps in advance of this check."""
         for token_id in token_ids:
             if self._ended or token_id < 0:
                 return
@@ -76,17 +69,9 @@ class TokenMatcher:
 
     def forced(self, most: int, vocabulary: int) -> list[int]:
         """Appends the token ids that the grammar determines, which need no decode step. Stops when
-        more than one id is allowed, or when the allowed id is a stop id.
-
-        Args:
-            most: Largest number of ids to append.
-            vocabulary: Size of the model's vocabulary. An id of this size or more also ends the
-                search.
-
-        Returns:
-            The appended ids. For each of them, `fill` would allow no other id
-                (tests/end_to_end/test_schemas.py).
-        """
+        more than one id is allowed, or when the allowed id is a stop id. `vocabulary`: size of the
+        model's vocabulary. An id of this size or more also ends the search. Returns the appended
+        ids. For each of them, `fill` would allow no other id (tests/end_to_end/test_schemas.py)."""
         found: list[int] = []
         while len(found) < most and not self._ended:
             ids = self._inner.compute_ff_tokens()
@@ -99,13 +84,9 @@ class TokenMatcher:
 
     def fill(self, mask: np.ndarray) -> None:
         """Writes the mask of the ids that may come next, one bit per id. Id 0 is the lowest bit of
-        the first word.
-
-        Args:
-            mask: uint32 [words of the model's vocabulary], contiguous. It is set to zeros if the
-                consumed ids do not match the grammar, or if the grammar exceeded llguidance's
-                limits.
-        """
+        the first word. `mask`: uint32 [words of the model's vocabulary], contiguous. It is set to
+        zeros if the consumed ids do not match the grammar, or if the grammar exceeded llguidance's
+        limits."""
         words = self._words
         # The mask is written in place. If the model has fewer ids than its tokenizer, it is copied.
         ours = mask if len(mask) >= words else np.empty(words, np.uint32)
@@ -128,14 +109,12 @@ class TokenMatcher:
 
 
 def _keep_out(endings: np.ndarray, mask: np.ndarray) -> None:
-    """Removes the ids in `endings` from the mask. Does nothing if the mask has no other ids."""
     others = mask & ~endings
     if others.any():
         mask[:] = others
 
 
 def mask_words(vocabulary: int) -> int:
-    """Returns the number of 32-bit words of a mask over `vocabulary` ids."""
     return -(-vocabulary // BITS)
 
 

@@ -271,8 +271,6 @@ def _evaluated(schema: Json, root: Mapping[str, object]) -> None:
 
 
 def _named(schema: Json, root: Mapping[str, object]) -> None:
-    """Replaces `propertyNames` by `properties` if it lists names, or by `patternProperties` if it
-    has a pattern."""
     names = schema.get("propertyNames")
     while isinstance(names, dict) and set(names) - _NAMES_ONLY == {"$ref"}:
         names, before = referred(root, names["$ref"]), names
@@ -303,7 +301,6 @@ _REWRITES: tuple[Callable[[Json, Mapping[str, object]], None], ...] = (
 
 
 def _or_null(schema: Json) -> Json:
-    """Replaces OpenAPI's `nullable` by a type that includes null."""
     if schema.get("nullable") is not True:
         return schema
     kept = {name: value for name, value in schema.items() if name != "nullable"}

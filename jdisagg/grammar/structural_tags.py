@@ -6,8 +6,7 @@ certain form.
     {"triggers": ["<function="],
      "structures": [{"begin": "<function=f>", "schema": {...}, "end": "</function>"}]}
 
-The newer form is {"format": F}, in which F consists of the types in `_FORMATS`. A trigger is
-matched as text of ordinary tokens. A special token with this text does not match. Free text ends
+The newer form is {"format": F}, in which F consists of the types in `_FORMATS`. Free text ends
 where a trigger or the end of the enclosing tag is complete (llguidance's `lazy`). Free text must
 therefore be last, or be followed by a trigger or the end of a tag."""
 
@@ -27,8 +26,7 @@ MOST_PARTS = 512
 
 
 def structural_lark(tag: Json) -> str:
-    """Returns the Lark grammar of a structural tag. Raises InvalidRequestError, which names the
-    invalid part."""
+    """Raises InvalidRequestError, which names the invalid part."""
     rules = _Rules()
     try:
         if "format" in tag:
@@ -47,13 +45,6 @@ class _Rules:
         self._parts = 0
 
     def of(self, part: object, where: str, *, ends: str | None = None) -> str:
-        """Returns the Lark expression of one format.
-
-        Args:
-            part: The format as a JSON object.
-            where: Path of the format, for error messages.
-            ends: Text that follows the format, or None. The expression includes this text.
-        """
         self._parts += 1
         if self._parts > MOST_PARTS:
             raise InvalidRequestError(f"{where}: more than {MOST_PARTS} parts; simplify it")
@@ -109,8 +100,6 @@ class _Rules:
         return f"({' | '.join(found)})"
 
     def tag(self, part: Json, where: str, begun: str = "") -> str:
-        """Returns the Lark expression of a tag. `begun` is the part of the tag's `begin` that a
-        trigger has already matched."""
         begin, end = _text(part, "begin", where), _text(part, "end", where, empty=True)
         content = part.get("content")
         if content is None and "schema" in part:
@@ -148,7 +137,6 @@ class _Rules:
         return one if part.get("at_least_one") is True else f"({one} | TEXT)"
 
     def separated(self, part: Json, where: str) -> str:
-        """Returns the Lark expression of a list of tags with only a separator between them."""
         some: list[str] = []
         for at, tag in enumerate(_list(part, "tags", where)):
             name = f"{where}.tags[{at}]"
@@ -181,14 +169,12 @@ _FORMATS: dict[str, Callable[[_Rules, Json, str], str]] = {
 
 
 def regex_literal(pattern: str) -> str:
-    """Converts a regular expression to the syntax of a Lark literal."""
     # An unescaped slash would end the expression.
     escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern.replace("\n", "\\n"))
     return f"/{escaped}/"
 
 
 def quoted(text: str) -> str:
-    """Converts a text to a quoted string of Lark's syntax."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -55,9 +55,6 @@ def vocabulary_of(tokenizer: llguidance.LLTokenizer) -> bytes:
 
 
 class _Vocabulary:
-    """A tokenizer with the interface that `LLTokenizer` requires, read from a result of
-    `vocabulary_of`."""
-
     is_tokenizer_wrapper = True
     bos_token_id = None
 

@@ -38,16 +38,8 @@ _COMPILED = re.compile(r"compiled (\d+) of (\d+) programs")
 
 class Cluster:
     """Starts the processes of a plan, monitors them through the router's status, and stops them in
-    order. The constructor must run on the event loop.
-
-    Args:
-        plan: Processes of the cluster.
-        log: Log and process table.
-        start_child: Function that starts one process.
-
-    Raises:
-        ConfigError: A configured token file or certificate is invalid.
-    """
+    order. The constructor must run on the event loop. Raises ConfigError if a configured token file
+    or certificate is invalid."""
 
     def __init__(
         self, plan: ClusterPlan, log: ClusterLog, start_child: StartMember = start_here
@@ -101,8 +93,6 @@ class Cluster:
         )
 
     def _take_line(self, name: str, line: str) -> None:
-        """Writes an output line of a child process to the log. If the line reports a startup phase
-        of the process, the table shows this phase."""
         owner = name if name in self._phases else name.rpartition(".")[0]
         if found := _COMPILED.search(line):
             self._phases[owner or name] = f"compiling {found[1]}/{found[2]}"
@@ -116,8 +106,6 @@ class Cluster:
         self._signals.raise_first()
 
     async def _watch(self) -> None:
-        """Updates the table periodically, and logs one line when all processes are ready to
-        serve."""
         served = False
         client = AsyncClient(
             self._plan.address,

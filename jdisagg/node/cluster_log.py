@@ -37,17 +37,8 @@ class Shown:
 
 
 class ClusterLog:
-    """The cluster's log and process table. `close` ends both.
-
-    Args:
-        live: Whether to show a live table. It is shown only in text format.
-        directory: Folder for the log files of the processes, or None.
-        title: Title of the table.
-        log_format: "text" or "json".
-
-    Raises:
-        ConfigError: The folder cannot be created.
-    """
+    """The cluster's log and process table. `close` ends both. `live`: whether to show a live table.
+    It is shown only in text format. Raises ConfigError if the folder cannot be created."""
 
     def __init__(
         self, live: bool, directory: str | None, title: str, log_format: str = "text"

@@ -40,15 +40,7 @@ class ClusterConfig:
     """Configuration of a whole cluster.
 
     Attributes:
-        engine: Configuration of model, instances, router and service.
-        shape: Number of instances of each role.
-        model: Directory of the model.
-        elastic: Thresholds of the controller that advises on role changes.
-        changes_roles: Whether the first router changes workers' roles.
         canary_seconds: Seconds between canary requests of each router.
-        routers: Number of routers.
-        processes: Number of processes of each worker.
-        observe: Metrics, tracing and logging.
         decision_log: File for the first router's placement decisions, or empty.
         gpus: Indices or UUIDs of the GPUs, or indices of the TPU chips, to assign to the worker
             processes, in order. If empty, none are assigned.
@@ -106,10 +98,6 @@ class ClusterPlan:
     """All processes of a cluster.
 
     Attributes:
-        config: Configuration of the cluster.
-        ports: Port of each router.
-        instances: Instances of all roles.
-        folder: Folder of the processes' configuration files, which are written at each start.
         gpus: GPUs by process name. Processes without an entry may use all GPUs.
         http_ports: HTTP port of each router. Empty if HTTP is off.
         router_hosts: Address of each router. Empty if all routers are on this host.
@@ -125,24 +113,20 @@ class ClusterPlan:
 
     @property
     def host(self) -> str:
-        """Host at which processes on this host call each other."""
         host = self.config.engine.service.host
         return EVERY_INTERFACE.get(host, host)
 
     @property
     def address(self) -> str:
-        """Address of the first router."""
         return self.addresses[0]
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses (host:port) at which the workers call the routers."""
         hosts = self.router_hosts or (self.host,) * len(self.ports)
         return tuple(map(host_port, hosts, self.ports))
 
     @property
     def services(self) -> tuple[ServiceConfig, ...]:
-        """The service configuration of each router."""
         service, http = self.config.engine.service, self.http_ports or (None,) * len(self.ports)
         service = service if len(self.ports) > 1 else service.alone
         hosts = self.router_hosts or (service.host,) * len(self.ports)
@@ -155,8 +139,7 @@ class ClusterPlan:
         return self.routers()[0]
 
     def routers(self) -> tuple[GroupSpec, ...]:
-        """Returns a group of one process for each router, named router, router-1 and so on. Only
-        the first router has a metrics port and changes roles."""
+        """Only the first router has a metrics port and changes roles."""
         names = ["router", *(f"router-{index}" for index in range(1, len(self.ports)))]
         return tuple(
             GroupSpec(name, lambda index=index, name=name: (self._router(name, index),))
@@ -221,7 +204,6 @@ class ClusterPlan:
 
     @property
     def _fetches(self) -> bool:
-        """Whether workers that compute prompts fetch cached KV from each other."""
         prefix = self.config.engine.prefix
         prefills = sum([one.role is WorkerRole.PREFILL for one in self.instances])
         mixed = sum([one.role is WorkerRole.MIXED for one in self.instances])
@@ -269,15 +251,8 @@ class ClusterPlan:
 
 
 def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
-    """Chooses free ports and returns the plan of a cluster.
-
-    Args:
-        folder: Folder for the processes' configuration files.
-
-    Raises:
-        ConfigError: There are too few GPUs or free ports, or the numbers of processes and devices
-            do not fit.
-    """
+    """Chooses free ports and returns the plan of a cluster. Raises ConfigError if there are too few
+    GPUs or free ports, or the numbers of processes and devices do not fit."""
     engine, shape, service = config.engine, config.shape, config.engine.service
     layouts = {
         WorkerRole.PREFILL: (shape.prefill, engine.prefill.layout),
@@ -306,15 +281,12 @@ def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
 
 
 def _router_ports(host: str, first: int, count: int) -> list[int]:
-    """Returns `count` ports: consecutive ports from `first` on, or any free ports if `first` is
-    0."""
     return [first + index for index in range(count)] if first else free_ports(host, count)
 
 
 def devices_of_process(instance: InstancePlan, instances: Sequence[InstancePlan]) -> int:
-    """Returns the number of devices for each process of an instance. A prefill or decode instance
-    of one process may change its role later. It therefore gets enough devices for the layouts of
-    both roles."""
+    """A prefill or decode instance of one process may change its role later. It therefore gets
+    enough devices for the layouts of both roles."""
     alone = len(instance.ports) == 1 and instance.role is not WorkerRole.MIXED
     layouts = [other.layout for other in instances if alone and other.role is not WorkerRole.MIXED]
     return max(
@@ -338,16 +310,8 @@ def plan_instances(
     role: WorkerRole, count: int, layout: Layout, processes: int, host: str
 ) -> tuple[InstancePlan, ...]:
     """Plans `count` instances of a role, with names like "prefill-0" and a free port for each
-    process.
-
-    Args:
-        processes: Number of processes of each instance.
-        host: Host on which the ports must be free.
-
-    Raises:
-        ConfigError: A number is out of range, or the layout's devices cannot be divided evenly
-            among the processes.
-    """
+    process. Raises ConfigError if a number is out of range, or the layout's devices cannot be
+    divided evenly among the processes."""
     if count < 0 or processes < 1:
         raise ConfigError(
             f"--{role.value}_workers={count} must not be negative and"

@@ -56,14 +56,7 @@ class ModelSource:
     """A model checkpoint and the functions that load it.
 
     Attributes:
-        directory: Folder of the checkpoint.
-        name: Name of the model in the APIs.
-        family: Model family.
-        geometry: Sizes of the model, for memory and cost estimates.
-        load: Function that loads the weights onto a mesh.
-        relayout: Function that reshards loaded weights to another layout.
         grammars: Grammar compiler for the checkpoint's tokenizer. None if there is no tokenizer.
-        check_adapter: Function that checks the folder of a LoRA adapter.
         weights: Reader of new weights of the model, for updates.
     """
 
@@ -87,8 +80,6 @@ def prepare_runtime(
     """Applies the JAX settings that must be made before the first use of a device.
 
     Args:
-        cpu_devices: Number of virtual CPU devices.
-        compilation_cache: Folder of the persistent cache of compiled programs.
         memory_fraction: Fraction of a GPU's memory that XLA may use. None selects 0.9.
         kernels: Hand-written kernels to use, as in `EngineConfig.kernels`. They are checked in a
             child process, before this process opens a device.
@@ -122,8 +113,7 @@ def prepare_runtime(
 
 
 def prepare_engine(config: EngineConfig, cpu_devices: int | None = None) -> None:
-    """Calls `prepare_runtime` for an embedded cluster. If `cpu_devices` is None, it is the number
-    of devices that the layouts need."""
+    """If `cpu_devices` is None, it is the number of devices that the layouts need."""
     prepare_runtime(
         cpu_devices or devices_of(config),
         config.compilation_cache,
@@ -140,8 +130,6 @@ def memory_fraction(config: EngineConfig) -> float | None:
 
 
 def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Description]:
-    """Returns descriptions of the two workers, from which the router predicts times. If the
-    configuration names no hardware, the router uses times that the workers measure."""
     known: dict[str, Description] = {}
     for name, instance in ((PREFILL, config.prefill), (DECODE, config.decode)):
         hardware = find_accelerator(instance.hardware) if instance.hardware else None
@@ -151,20 +139,9 @@ def _descriptions(config: EngineConfig, geometry: CostGeometry) -> dict[str, Des
 
 
 class Deployment:
-    """An embedded cluster with tokenizer and frontend.
-
-    Args:
-        config: Configuration of the cluster.
-        model: Checkpoint to serve.
-        tokenizer: Tokenizer of the checkpoint.
-        observer: Metrics and tracing, or None.
-        events: Listener for events of the router.
-        tell: Function that reports the planned memory use. Called before allocation, with one line
-            of text for each mesh.
-
-    Raises:
-        ConfigError: A mesh needs more memory than its devices have.
-    """
+    """An embedded cluster with tokenizer and frontend. `tell`: function that reports the planned
+    memory use. Called before allocation, with one line of text for each mesh. Raises ConfigError if
+    a mesh needs more memory than its devices have."""
 
     def __init__(
         self,
@@ -242,8 +219,6 @@ class Deployment:
         )
 
     def about(self) -> tuple[str, ...]:
-        """Returns two lines of text for the user, which describe the meshes, the prefix cache and
-        the source of predicted times."""
         config, two = self.config, self.config.mode is Mode.DISAGGREGATED
         meshes = f"decode ({config.decode.layout})"
         if two:

@@ -22,16 +22,8 @@ _UUIDS = ("GPU-", "MIG-")
 
 
 def parse_gpus(flag: str, text: str, *, several: bool = True) -> tuple[int, ...]:
-    """Parses a list of GPU indices: "0-3,6" gives 0, 1, 2, 3, 6.
-
-    Args:
-        flag: Name of the flag with the list, for error messages.
-        text: The list.
-        several: Whether an index may be repeated, so that workers share a GPU.
-
-    Raises:
-        ConfigError: The list is invalid.
-    """
+    """Parses a list of GPU indices: "0-3,6" gives 0, 1, 2, 3, 6. `several`: whether an index may be
+    repeated, so that workers share a GPU. Raises ConfigError if the list is invalid."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -61,8 +53,7 @@ def may_use(environment: Mapping[str, str], *platforms: str) -> bool:
 def gpus_of_host(
     environment: Mapping[str, str], devices: Path = Path("/dev")
 ) -> tuple[int | str, ...]:
-    """Returns the GPUs that this process may use, according to NVIDIA's device files and
-    CUDA_VISIBLE_DEVICES. Returns an empty tuple if JAX is configured for other platforms."""
+    """Returns an empty tuple if JAX is configured for other platforms."""
     if not may_use(environment, "cuda", "gpu"):
         return ()
     visible = environment.get(VISIBLE)
@@ -82,14 +73,8 @@ def gpus_of_host(
 def assign_gpus(
     names: Sequence[str], needs: Sequence[int], gpus: Sequence[int | str]
 ) -> dict[str, tuple[int | str, ...]]:
-    """Assigns GPUs to processes in order: process i gets the next `needs[i]` GPUs.
-
-    Returns:
-        The GPUs by process name.
-
-    Raises:
-        ConfigError: There are too few GPUs, or a process would get the same GPU twice.
-    """
+    """Assigns GPUs to processes in order: process i gets the next `needs[i]` GPUs. Raises
+    ConfigError if there are too few GPUs, or a process would get the same GPU twice."""
     if sum(needs) > len(gpus):
         wanted = ", ".join(f"{name} {need}" for name, need in zip(names, needs, strict=True))
         raise ConfigError(
@@ -120,7 +105,6 @@ def gpu_environment(
     of GPU memory for XLA.
 
     Args:
-        gpus: GPUs of the process.
         fraction: Fraction of a GPU's memory for all processes that share the GPU. Each of them gets
             an equal part.
         all_gpus: GPUs of all processes, where a shared GPU occurs more than once.
@@ -144,18 +128,9 @@ def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None
 
     Each task gets an equal share of the node's GPUs. If the scheduler has bound GPUs to tasks, the
     task gets all GPUs that it can see. This function is needed because jax.distributed.initialize
-    gives each task exactly one device by default.
-
-    Args:
-        gpus: Number of visible GPUs.
-
-    Returns:
-        The indices, or None if the process runs under no scheduler. JAX then uses all GPUs.
-
-    Raises:
-        ConfigError: The number of GPUs is not a multiple of the number of tasks, or a variable of
-            the scheduler is not a number.
-    """
+    gives each task exactly one device by default. Returns the indices, or None if the process runs
+    under no scheduler. JAX then uses all GPUs. Raises ConfigError if the number of GPUs is not a
+    multiple of the number of tasks, or a variable of the scheduler is not a number."""
     size, tasks = _number(environment, _LOCAL_SIZES)
     _, rank = _number(environment, _LOCAL_RANKS)
     if tasks is None or rank is None or not gpus:
@@ -174,8 +149,6 @@ def local_devices(environment: Mapping[str, str], gpus: int) -> list[int] | None
 
 
 def _number(environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int | None]:
-    """Returns the name of the first of the variables that is set, and the first number in its
-    value, such as 4 for "4(x2)" and for "4,2". Returns "" and None if none is set."""
     name = next((name for name in names if name in environment), "")
     if not name:
         return "", None

@@ -12,8 +12,7 @@ from jdisagg.errors import ConfigError
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Returns the description of an accelerator. `name` is the name of a known accelerator, or the
-    path of a file that ends in .json. Raises ConfigError if neither exists or the file is
+    """Raises ConfigError if there is no accelerator or .json file of this name, or the file is
     invalid."""
     if name in HARDWARE or not name.endswith(".json"):
         return accelerator(name)
@@ -32,8 +31,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def write_accelerator(path: Path, measured: Accelerator, notes: dict[str, object]) -> None:
-    """Writes an accelerator description to a file. `notes` about the measurement are stored under
-    "measured", which readers ignore."""
+    """`notes` about the measurement are stored under "measured", which readers ignore."""
     path.write_text(
         json.dumps({**dataclasses.asdict(measured), "measured": notes}, indent=1) + "\n"
     )

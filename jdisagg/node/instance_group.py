@@ -27,20 +27,13 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 @dataclass(frozen=True, slots=True)
 class Leading:
-    """The leader's connections to its followers."""
-
     followers: Followers
     server: InstanceServer
     ready_seconds: float = DEFAULT_TIMEOUTS.instance.starting_silence_seconds
 
     async def over(self, local: Executor, end: KvEnd | None = None) -> BroadcastExecutor:
         """Waits until the followers are warmed up. Returns an executor that runs each command on
-        all processes of the instance.
-
-        Args:
-            local: Executor of this process, which must be warmed up.
-            end: Endpoint of this process for KV transfers, or None.
-        """
+        all processes of the instance."""
         await self.followers.all_ready(self.ready_seconds)
         return BroadcastExecutor(local, self.followers, end)
 
@@ -59,13 +52,7 @@ async def lead(
 ) -> Leading:
     """Starts the server for the followers, and sends its address to them. Returns before they
     connect. If a process of the instance later fails, this process exits within seconds, even if a
-    thread hangs.
-
-    Args:
-        group: Processes of the instance, connected through JAX.
-        service: Host and TLS settings of the server.
-        exit_status: Exit status of this process after such a failure.
-    """
+    thread hangs."""
     followers = Followers(group.processes, clock, timeouts)
     followers.when_failed(lambda error: exit_soon(exit_status, timeouts.exit_seconds))
     service = service or ServiceConfig()
@@ -85,19 +72,8 @@ async def follow(
     timeouts: InstanceTimeouts = DEFAULT_TIMEOUTS.instance,
     exit_status: int = 1,
 ) -> None:
-    """Runs a follower until the leader stops it.
-
-    Args:
-        executor: Executor of this process, which runs the leader's commands.
-        prepare: Function that warms up the executor.
-        end: Endpoint of this process for KV transfers, or None.
-        service: Host and TLS settings of the worker.
-        exit_status: Exit status after a failure.
-
-    Raises:
-        UnavailableError: A process of the instance failed. This process exits within seconds
-            afterwards, even if a thread hangs.
-    """
+    """Runs a follower until the leader stops it. Raises UnavailableError if a process of the
+    instance failed. This process exits within seconds afterwards, even if a thread hangs."""
     place = LeaderPlace.parse(await asyncio.to_thread(group.share, ""))
     credentials = cluster_credentials(service or ServiceConfig())
     connection = LeaderConnection(place.address, credentials, timeouts.connect_seconds)

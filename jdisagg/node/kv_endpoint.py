@@ -28,8 +28,7 @@ T = TypeVar("T")
 
 
 def called_address(service: ServiceConfig) -> str:
-    """Returns the address (host:port) at which other processes call a server with this
-    configuration. Raises ConfigError if the host means every interface, such as 0.0.0.0."""
+    """Raises ConfigError if the host means every interface, such as 0.0.0.0."""
     if service.called_host in EVERY_INTERFACE:
         raise ConfigError(
             f"--host={service.host} means every interface, and other workers cannot call it; add"
@@ -51,7 +50,6 @@ class KvEndpoint:
 
     Args:
         service: Address, TLS, cluster token and KV channel. Port 0 means any free port.
-        services: Further gRPC services.
         memories: Memory that other processes can read. None allocates it according to
             `service.kv_channel`.
 
@@ -81,12 +79,10 @@ class KvEndpoint:
         self._started.result()
 
     def start(self, work: Coroutine[None, None, T]) -> "Future[T]":
-        """Starts a coroutine on the endpoint's thread, and returns the future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Schedules `call` on the endpoint's thread after `seconds`. It is not called if the
-        endpoint is closed by then."""
+        """`call` does not run if the endpoint is closed by then."""
         self._loop.call_soon_threadsafe(self._loop.call_later, seconds, call)
 
     def close(self) -> None:

@@ -30,22 +30,14 @@ log = logging.getLogger(__name__)
 
 
 def _endpoint(value: int | bytes) -> str:
-    """Decodes the socket option LAST_ENDPOINT, which is the address that a socket is bound to."""
     assert isinstance(value, bytes)
     return value.rstrip(b"\0").decode()
 
 
 class KvEventPublisher:
-    """Publishes the events of one worker. Create it on the worker's event loop.
-
-    Args:
-        address: ZeroMQ address to which the PUB socket binds, such as tcp://*:5557.
-        replay: Address of the ROUTER socket, or "" for none.
-        topic: Topic of all batches.
-
-    Raises:
-        ConfigError: pyzmq is not installed, or an address cannot be bound.
-    """
+    """Publishes the events of one worker. Create it on the worker's event loop. `address`: ZeroMQ
+    address to which the PUB socket binds, such as tcp://*:5557. Raises ConfigError if pyzmq is not
+    installed, or an address cannot be bound."""
 
     def __init__(self, address: str, replay: str = "", topic: str = "") -> None:
         zmq = _zmq()
@@ -115,10 +107,8 @@ class KvEventPublisher:
         self._pub.send_multipart((self._topic, number, data), self._no_block)
 
     def _answer(self) -> None:
-        """Answers the requests of subscribers that missed batches.
-
-        Called when the socket's file descriptor becomes readable. ZeroMQ signals this only once for
-        several requests. Each call therefore answers all waiting requests."""
+        """Called when the socket's file descriptor becomes readable. ZeroMQ signals this only once
+        for several requests. Each call therefore answers all waiting requests."""
         router = self._router
         while router is not None and not router.closed:
             try:

@@ -1,17 +1,12 @@
 """Runs the processes of a cluster as Ray actors, one actor for each process (extra `ray`).
 
-Ray chooses the nodes and assigns GPUs or TPU chips. If a node or an actor's process is lost, Ray
-creates the actor again. The actor runs the cluster's process as a child process, with the address
-of its node. The driver restarts the processes of a worker together, as on one host
-(`supervisor/supervisor.py`). A process whose actor died counts as killed.
+If a node or an actor's process is lost, Ray creates the actor again.
 
 - A prefill and a decode worker with the same number share a placement group, which Ray packs onto
   one node if there is room. Their KV transfers then stay within one host.
 - Routers have fixed addresses. Each router is therefore bound to one node. Several routers are on
   different nodes, the first one on the driver's node.
-- The packages, the model, token files and certificates must have the same paths on all nodes.
-
-This module is imported only with `jdisagg cluster --on=ray`."""
+- The packages, the model, token files and certificates must have the same paths on all nodes."""
 
 import asyncio
 import contextlib
@@ -67,7 +62,6 @@ def connected() -> Iterator[None]:
 
 
 def node_address() -> str:
-    """Returns the address at which other nodes of the Ray cluster reach this node."""
     return ray.util.get_node_ip_address()
 
 
@@ -81,31 +75,16 @@ def router_nodes(count: int) -> tuple[tuple[str, str], ...]:
 
 
 class _ProcessActor:
-    """Ray actor that runs one process of the cluster at a time, on the actor's node."""
-
     def __init__(self) -> None:
         self._child: ChildProcess | None = None
 
     def coordinator(self) -> str:
-        """Returns a free address (host:port) on this node, for the JAX coordinator."""
         host = node_address()
         return host_port(host, free_ports(host, 1)[0])
 
     async def run(
         self, name: str, command: str, content: bytes, coordinator: str | None
     ) -> AsyncIterator[tuple[str, int | None]]:
-        """Runs a process to its end.
-
-        Args:
-            name: Name of the process.
-            command: `jdisagg` command: router or worker.
-            content: The process's configuration, as JSON.
-            coordinator: Address of the JAX coordinator, if the instance has several processes.
-
-        Returns:
-            An iterator over the output lines, each with None. The last item is "" with the exit
-                status.
-        """
         if self._child is not None:  # a driver that no longer waited for it has left it
             self._child.kill()
             await self._child.ended()
@@ -125,7 +104,6 @@ class _ProcessActor:
             yield "", await ending
 
     async def signal(self, number: int) -> None:
-        """Sends a signal to the process. SIGKILL also kills the processes that it has started."""
         if self._child is None:
             return
         if number == signal.SIGKILL:
@@ -137,8 +115,6 @@ class _ProcessActor:
 def _here(
     command: str, content: bytes, coordinator: str | None
 ) -> RouterProcessConfig | WorkerProcessConfig:
-    """Decodes a process's configuration, and replaces the addresses in a worker's configuration by
-    those of this node."""
     if command == "router":
         return msgspec.json.decode(content, type=RouterProcessConfig)
     config = msgspec.json.decode(content, type=WorkerProcessConfig)
@@ -165,8 +141,6 @@ class RayChild:
         self._ending = asyncio.create_task(self._read(lines, take_line))
 
     async def _read(self, lines: Any, take_line: TakeLine) -> int:
-        """Passes the output lines to `take_line` until the process ends. Returns the exit status,
-        or -9 if the actor or its node was lost."""
         ended = KILLED
         try:
             async for reference in lines:
@@ -183,8 +157,7 @@ class RayChild:
         return ended
 
     async def ended(self) -> int:
-        """Waits until the process ends. Returns the exit status, or -9 if the actor or its node was
-        lost."""
+        """Returns the exit status, or -9 if the actor or its node was lost."""
         return await asyncio.shield(self._ending)
 
     def signal(self, number: signal.Signals) -> None:
@@ -201,8 +174,6 @@ class RayChild:
 
 
 class RayProcesses:
-    """The actors of a cluster's processes."""
-
     def __init__(
         self,
         plan: ClusterPlan,
@@ -210,13 +181,8 @@ class RayProcesses:
         accelerators_per_process: int | None = None,
     ) -> None:
         """Creates the actors. Ray starts each of them when a node has room for it.
-
-        Args:
-            plan: The cluster.
-            nodes: Node id and address of each router.
-            accelerators_per_process: Number of GPUs or TPU chips of each worker process. None
-                selects the number that the layout needs.
-        """
+        `accelerators_per_process`: number of GPUs or TPU chips of each worker process. None selects
+        the number that the layout needs."""
         self._per_process = accelerators_per_process
         self._coordinators: dict[str, str] = {}
         resources = ray.cluster_resources()
@@ -253,7 +219,6 @@ class RayProcesses:
             raise OSError(errno.EAGAIN, f"its Ray actor is not there: {error}") from error
 
     def _place(self, plan: ClusterPlan, instances: Sequence[InstancePlan]) -> None:
-        """Creates the actors of `instances`, in one placement group."""
         names = [name for instance in instances for name in instance.process_names]
         bundles = [
             self._bundle(plan, instance) for instance in instances for _ in instance.process_names
@@ -265,7 +230,6 @@ class RayProcesses:
             )
 
     def _bundle(self, plan: ClusterPlan, instance: InstancePlan) -> dict[str, float]:
-        """Returns the Ray resources (a bundle) that one process of an instance needs."""
         if self._accelerator is None:
             return {"CPU": 1.0}
         devices = self._per_process or devices_of_process(instance, plan.instances)
@@ -288,8 +252,6 @@ class RayProcesses:
 
 
 def _together(instances: Sequence[InstancePlan]) -> list[list[InstancePlan]]:
-    """Groups the instances that should share a host: each prefill instance with the decode instance
-    of the same number. A mixed instance is a group of its own."""
     roles = WorkerRole.PREFILL, WorkerRole.DECODE
     sides = [[one for one in instances if one.role is role] for role in roles]
     pairs = [[one for one in pair if one is not None] for pair in itertools.zip_longest(*sides)]

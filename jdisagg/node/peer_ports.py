@@ -11,11 +11,9 @@ from jdisagg.timeouts import CallTimeouts
 
 
 class PeerPorts:
-    """The connections from this worker to other workers, by the other worker's address.
-
-    A worker keeps its address after a restart, and the connection stays usable. A connection that
-    was not used for `timeouts.peer_idle_seconds` is closed, because the other worker may no longer
-    exist."""
+    """A worker keeps its address after a restart, and the connection stays usable. A connection
+    that was not used for `timeouts.peer_idle_seconds` is closed, because the other worker may no
+    longer exist."""
 
     def __init__(self, credentials: Credentials, clock: Clock, timeouts: CallTimeouts) -> None:
         self._credentials = credentials

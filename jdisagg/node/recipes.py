@@ -3,10 +3,7 @@
 A Python recipe has a function `get_config()` that returns an `EngineConfig`. It may have a function
 `get_cluster()` that returns a `ClusterShape`. A YAML or JSON recipe has the fields of
 `EngineConfig` that differ from the defaults. Its fields under `cluster` are those of
-`ClusterShape`, and its fields under `instance` apply to both prefill and decode.
-
-A cluster of several processes has the numbers of instances that `ClusterShape` gives. An embedded
-cluster has one instance of each role. This module starts no process."""
+`ClusterShape`, and its fields under `instance` apply to both prefill and decode."""
 
 import dataclasses
 import importlib.util
@@ -33,8 +30,6 @@ BOTH_SIDES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """Number of instances of each role in a cluster."""
-
     prefill: int = 0
     decode: int = 0
     mixed: int = 0
@@ -54,8 +49,7 @@ class ClusterShape:
 
 
 def load_recipe(path: str) -> EngineConfig:
-    """Returns the configuration of a recipe file. Raises ConfigError if the file is not a recipe,
-    or if its code raises an error. The message has the line or the field."""
+    """Raises ConfigError if the file is not a recipe, or if its code raises an error."""
     if Path(path).suffix in DATA:
         fields = {name: value for name, value in _data(path).items() if name != "cluster"}
         return _told(path, lambda: override(EngineConfig(), of_both_sides(_assignments(fields))))
@@ -70,8 +64,7 @@ def load_recipe(path: str) -> EngineConfig:
 
 def load_shape(path: str, mode: Mode | None = None) -> ClusterShape:
     """Returns the numbers of instances of a recipe: the result of `get_cluster()`, or its `cluster`
-    fields. If the recipe has neither, returns one instance of each role that `mode` has. If `mode`
-    is None, the mode is the recipe's. Raises ConfigError for an invalid recipe."""
+    fields. If the recipe has neither, returns one instance of each role that `mode` has."""
     if Path(path).suffix in DATA:
         counts = _data(path).get("cluster")
         make = None if counts is None else lambda: _shape(counts)
@@ -92,7 +85,6 @@ def load_shape(path: str, mode: Mode | None = None) -> ClusterShape:
 
 
 def _data(path: str) -> dict[str, object]:
-    """Reads a YAML or JSON recipe."""
     try:
         text = Path(path).read_text()
     except OSError as error:
@@ -113,7 +105,6 @@ def _data(path: str) -> dict[str, object]:
 
 
 def _assignments(fields: Mapping[str, object], prefix: str = "") -> Iterator[str]:
-    """Yields the fields of a YAML or JSON recipe as "path=value" texts for `override`."""
     for name, value in fields.items():
         path = f"{prefix}{name}"
         if name == "layout" and isinstance(value, dict):
@@ -127,8 +118,6 @@ def _assignments(fields: Mapping[str, object], prefix: str = "") -> Iterator[str
 
 
 def of_both_sides(assignments: Iterable[str]) -> list[str]:
-    """Replaces each assignment to a field under `instance.` by two assignments, one to the field
-    under `prefill.` and one to the field under `decode.`."""
     found: list[str] = []
     for text in assignments:
         field = text.removeprefix("instance.")
@@ -159,8 +148,6 @@ def _run(path: str) -> ModuleType:
 
 
 def _told(path: str, call: Callable[[], Returned]) -> Returned:
-    """Calls a function of the recipe. Converts its exceptions to a ConfigError with the line in the
-    recipe."""
     try:
         return call()
     except JdisaggError as error:
@@ -173,8 +160,6 @@ def _told(path: str, call: Callable[[], Returned]) -> Returned:
 
 
 def _line(path: str, error: Exception) -> str:
-    """Returns ", line N" with the number of the recipe's line that raised the error, or "" if
-    unknown."""
     if (
         isinstance(error, SyntaxError)
         and error.lineno
@@ -191,7 +176,6 @@ def _line(path: str, error: Exception) -> str:
 
 
 def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
-    """Returns the configuration of a worker in `role`, derived from the recipe's configuration."""
     instance = config.prefill if role is WorkerRole.PREFILL else config.decode
     cut = config.prefill  # Both sides of a hand-off must use the same layer groups.
     two_meshes = config.mode is Mode.DISAGGREGATED
@@ -244,8 +228,6 @@ def get_cluster() -> ClusterShape:
 
 
 def _call(value: ModelConfig | InstanceConfig, defaults: ModelConfig | InstanceConfig) -> str:
-    """Returns the Python text of a constructor call that creates `value`. Fields that equal those
-    of `defaults` are omitted."""
     fields = [
         (spec.name, getattr(value, spec.name))
         for spec in dataclasses.fields(value)
@@ -268,12 +250,7 @@ def for_accelerators(recipe: EngineConfig, devices: int, meshes: int = 2) -> Eng
 
     The accelerators are divided into meshes of equal size, which is a power of two. A prefill mesh
     uses them as tp, a decode mesh as dp. If there are fewer accelerators than meshes, one mesh runs
-    prefill and decode in the same steps (mode chunked).
-
-    Args:
-        devices: Number of accelerators, at least 1.
-        meshes: Number of meshes.
-    """
+    prefill and decode in the same steps (mode chunked)."""
     sizes = InstanceConfig(slots_per_rank=32, chunk_tokens=1024, min_chunk_tokens=256)
     each = 1 << (max(1, devices // meshes).bit_length() - 1)
     prefill, decode = (replace(sizes, layout=one) for one in (Layout(tp=each), Layout(dp=each)))

@@ -19,12 +19,7 @@ from jdisagg.messages.worker_status import WorkerRole
 
 def fixed_because(processes: int, told_how: bool) -> str:
     """Returns the reason why a worker can never change its role, with a remedy. Returns "" if the
-    worker can change its role.
-
-    Args:
-        processes: Number of processes of the worker's instance.
-        told_how: Whether the worker has a function that reshards its weights.
-    """
+    worker can change its role."""
     if processes > 1:
         return (
             f"its instance has {processes} processes, and only instances of one process can"
@@ -42,17 +37,8 @@ class Role:
 
 
 class RoleState:
-    """The current role of a worker process, and the role change in progress, if any.
-
-    Args:
-        name: Name of the worker.
-        now: Role in which the process starts.
-        devices: Number of devices of this process.
-        fixed: Reason why this process can never change its role, or empty if it can.
-
-    Attributes:
-        asked: Event that is set while a role change is requested and not yet begun.
-    """
+    """The current role of a worker process, and the role change in progress, if any. `asked`: event
+    that is set while a role change is requested and not yet begun."""
 
     def __init__(self, name: str, now: Role, devices: int, clock: Clock, fixed: str = "") -> None:
         self.asked = asyncio.Event()
@@ -92,8 +78,6 @@ class RoleState:
         return self._report
 
     def take(self) -> Role | None:
-        """Returns the requested role and clears the request, or returns None if there is no
-        request."""
         call, self._wanted = self._wanted, None
         self.asked.clear()
         return Role(call.role, call.layout) if call is not None else None
@@ -115,13 +99,10 @@ class RoleState:
             )
 
     def failed(self, reason: str) -> None:
-        """Records that the role change failed, for the given reason. The worker then returns to its
-        old role."""
+        """The worker then returns to its old role."""
         self._report = msgspec.structs.replace(self._report, reason=reason)
 
     def serves(self, boot_id: int, geometry: ModelGeometry) -> None:
-        """Records that the worker now serves in the current role, with the given boot id. Later
-        requests are checked against `geometry`."""
         self._geometry = geometry
         self._report = msgspec.structs.replace(
             self._report, boot_id=boot_id, role=self.now.role, layout=self.now.layout

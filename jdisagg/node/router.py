@@ -202,7 +202,6 @@ class Router:
     def _elastic(
         self, membership: Membership, path: RequestPath
     ) -> tuple[Controller, ElasticPools]:
-        """Creates the elastic controller, and the object that applies its advice to the workers."""
         controller = Controller(self._config.elastic)
         switcher = RoleSwitcher(
             membership,
@@ -263,8 +262,6 @@ class Router:
     async def _watch(
         self, membership: Membership, server: GenerationServer, frontend: Frontend
     ) -> None:
-        """Periodically removes workers that send no heartbeats, and updates the reported model and
-        the health status."""
         ready, said, times = False, "", self._config.limits.timeouts.membership
         due = self._clock.now()
         while True:
@@ -303,20 +300,14 @@ class Router:
                 continue
 
     async def _renew(self, weights: WeightsControl) -> None:
-        """Periodically loads the weights of the last update into workers that do not have them,
-        such as workers that registered later."""
         while True:
             await asyncio.sleep(self._config.limits.timeouts.membership.heartbeat_seconds)
             await weights.catch_up()
 
     def _is_ready(self, membership: Membership) -> bool:
-        """Returns whether there are workers for prefill and for decode and, with canaries, whether
-        a KV transfer succeeded recently."""
         return membership.ready and (self._canary is None or self._canary.readiness().ready)
 
     def _model_info(self, membership: Membership) -> ModelInfo:
-        """Returns the description of the workers' model. If no worker is registered, returns one
-        that is derived from the tokenizer."""
         model, tokenizer = membership.model, self._tokenizer
         named = self._config.service.served_model_name
         cards = sorted(membership.cards(), key=lambda card: card.name)
@@ -346,8 +337,6 @@ class Router:
         return WorkerPorts(None, worker.decode, worker.close, worker.weights)
 
     async def _reach(self, card: WorkerCard) -> None:
-        """Calls a worker that is registering, to check that the router can reach it. Raises
-        UnavailableError if the worker does not answer in time."""
         ports, seconds = self._open_ports(card), self._config.limits.timeouts.membership
         port = ports.prefill or ports.decode
         assert port is not None
@@ -363,9 +352,6 @@ class Router:
 
 
 class _HandoversSeen(NoRouterEvents):
-    """Reports successful KV hand-offs of client requests to the canary. Each has the effect of a
-    successful test request."""
-
     def __init__(self, canary: Canary, clock: Clock) -> None:
         self._canary = canary
         self._clock = clock

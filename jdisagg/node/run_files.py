@@ -33,14 +33,7 @@ class WorkerProcessConfig:
     """Configuration of a worker process.
 
     Attributes:
-        name: Name of the worker.
-        role: Role in which the worker starts.
-        routers: Addresses of the routers.
-        worker: Configuration of the worker.
-        devices: Number of virtual devices on CPU.
         place: Location of the worker in the network, as in `WorkerCard`.
-        process: Index of the process in its instance.
-        observe: Metrics, tracing and logging.
         sharers: Number of workers on this host that share its memory, including this one.
     """
 
@@ -57,8 +50,7 @@ class WorkerProcessConfig:
 
 @dataclass(frozen=True)
 class RouterProcessConfig:
-    """Configuration of a router process. From the checkpoint folder `model`, the router reads only
-    the tokenizer."""
+    """From the checkpoint folder `model`, the router reads only the tokenizer."""
 
     router: RouterConfig
     model: str
@@ -78,8 +70,7 @@ def write_config(path: Path, config: WorkerProcessConfig | RouterProcessConfig) 
 
 
 def read_config(path: str, kind: type[ProcessConfig]) -> ProcessConfig:
-    """Reads a configuration file of type `kind`. Raises ConfigError if the file is missing or
-    invalid."""
+    """Raises ConfigError if the file is missing or invalid."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:

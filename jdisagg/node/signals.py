@@ -25,11 +25,7 @@ def end_at_once() -> None:
 
 class StopSignals:
     """Handles SIGTERM and SIGINT of this process from its construction on. Must be constructed on
-    the event loop.
-
-    Args:
-        force: Function that each signal after the first calls.
-    """
+    the event loop. `force`: function that each signal after the first calls."""
 
     def __init__(self, force: Callable[[], None] = lambda: None) -> None:
         self._force = force
@@ -40,14 +36,12 @@ class StopSignals:
 
     @property
     def came(self) -> bool:
-        """Whether the first signal has been received."""
         return self._came.is_set()
 
     async def first(self) -> None:
         await self._came.wait()
 
     def raise_first(self) -> None:
-        """Acts as if a first signal had been received."""
         self._came.set()
 
     def release(self) -> None:

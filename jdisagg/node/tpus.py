@@ -18,9 +18,8 @@ def has_libtpu() -> bool:
 
 
 def chips_of_host(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[int, ...]:
-    """Returns the indices of the TPU chips that this process may use, according to the device files
-    and TPU_VISIBLE_CHIPS. Returns an empty tuple if libtpu is not installed, or if JAX is
-    configured for other platforms."""
+    """Returns an empty tuple if libtpu is not installed, or if JAX is configured for other
+    platforms."""
     if not has_libtpu() or not may_use(environment, "tpu"):
         return ()
     if visible := environment.get(TPU_CHIPS):
@@ -34,16 +33,9 @@ def chips_of_host(environment: Mapping[str, str], devices: Path = Path("/dev")) 
 def chip_environment(
     environment: Mapping[str, str], chips: Sequence[int | str], all_chips: Sequence[int | str]
 ) -> dict[str, str]:
-    """Returns `environment` with the variables that give one process its TPU chips.
-
-    Args:
-        chips: Indices of the process's chips.
-        all_chips: Indices of the chips of all processes.
-
-    Raises:
-        ConfigError: libtpu does not support such a division of a host's chips, or a chip is given
-            to two processes.
-    """
+    """Returns `environment` with the variables that give one process its TPU chips. Raises
+    ConfigError if libtpu does not support such a division of a host's chips, or a chip is given to
+    two processes."""
     shared = [chip for chip, count in Counter(all_chips).items() if count > 1]
     if shared:
         raise ConfigError(

@@ -21,9 +21,8 @@ MOST_HELD_SECONDS = 600.0
 
 
 def serve_offer(offered: OfferedWeights, service: ServiceConfig) -> OfferedWeights:
-    """Starts to serve an offer to workers of other processes, and sets the offer's name. The server
-    stops when the offer is closed or its lease ends. Raises ConfigError if the address cannot be
-    bound."""
+    """The server stops when the offer is closed or its lease ends. Raises ConfigError if the
+    address cannot be bound."""
     server = OfferServer(offered, service)
     offered.name = server.name
     offered.when_closed(server.close)
@@ -31,11 +30,7 @@ def serve_offer(offered: OfferedWeights, service: ServiceConfig) -> OfferedWeigh
 
 
 class OfferServer:
-    """Implements `OfferPort` for one offer.
-
-    Attributes:
-        name: Name of the offer for other processes.
-    """
+    """Implements `OfferPort` for one offer."""
 
     def __init__(self, offered: OfferedWeights, service: ServiceConfig) -> None:
         self._offered = offered

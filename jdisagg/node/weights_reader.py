@@ -54,9 +54,6 @@ RELEASE_SECONDS = 0.01  # blocks read within this time are released with one mes
 
 @dataclass(slots=True)
 class _Origin:
-    """One process that offers weights: the name of its offer, the connection to it, the description
-    of its arrays (`card`), and the name of the process in the data channel (`peer`)."""
-
     name: str
     connection: Connection
     port: OfferPort
@@ -67,9 +64,6 @@ class _Origin:
 
 @dataclass(slots=True)
 class _Block:
-    """One block: its pieces, the number of pieces that are not yet read, and the future of its
-    bytes. `coming` is None before the block is requested and after its last piece is read."""
-
     pieces: tuple[ReadPiece, ...]
     left: int
     coming: "Future[np.ndarray] | None" = None
@@ -81,16 +75,6 @@ class _Block:
 
 @dataclass(slots=True)
 class _Expected:
-    """The plan for the declared reads.
-
-    Attributes:
-        blocks: Blocks in the order of their transfer.
-        reads: Indices of the declared reads, by tensor name and box (range of indices).
-        places: For each read, its pieces as (block, offset in bytes, piece).
-        next_block: Index of the first block that is not yet requested.
-        ahead_bytes: Bytes of the blocks that are requested and not yet converted.
-    """
-
     blocks: list[_Block] = field(default_factory=list)
     reads: dict[tuple[str, Box], deque[int]] = field(default_factory=dict)
     places: list[list[tuple[int, int, ReadPiece]]] = field(default_factory=list)
@@ -104,14 +88,12 @@ class RemoteWeights:
 
     Args:
         name: Names of the offers of all processes, separated by commas.
-        service: Address of this process, and credentials for the offers.
         check: Function that is called while the reader waits for bytes. It raises an error to stop
             the reading.
 
     Attributes:
         parameters: Whether the arrays are a worker's parameters in their served form (such as
             quantized), and not the tensors of a checkpoint.
-        bytes_moved: Number of bytes that have arrived.
 
     Raises:
         InvalidRequestError: A name is invalid, an offer is unknown, or the offers do not match.
@@ -180,14 +162,7 @@ class RemoteWeights:
 
     def expect(self, reads: Sequence[tuple[str, Box]]) -> None:
         """Declares the following calls of `read`, in order. Their bytes are then transferred in
-        advance.
-
-        Args:
-            reads: Name and box (range of indices) of each read.
-
-        Raises:
-            LayoutError: No source holds a part of a read.
-        """
+        advance. Raises LayoutError if no source holds a part of a read."""
         planned = plan_reads(
             [self._held[name] for name in self._numbers],
             [jnp.dtype(self.dtypes[name]).itemsize for name in self._numbers],
@@ -207,12 +182,9 @@ class RemoteWeights:
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a slice of a tensor. The result may be a read-only view of received memory. A
-        slice that was not declared with `expect` is transferred at once.
-
-        Raises:
-            UnavailableError: A source does not answer, or the transfer failed repeatedly.
-            InvalidRequestError: The bytes differ from their checksum, or the offer has ended.
-        """
+        slice that was not declared with `expect` is transferred at once. Raises UnavailableError if
+        a source does not answer, or the transfer failed repeatedly. Raises InvalidRequestError if
+        the bytes differ from their checksum, or the offer has ended."""
         box = whole_box(index, self._shapes[name])
         waiting = self._expected.reads.get((name, box))
         if not waiting:
@@ -236,8 +208,6 @@ class RemoteWeights:
         return values
 
     def _part(self, place: int, offset: int, piece: ReadPiece, dtype: np.dtype) -> np.ndarray:
-        """Waits for a block and returns one of its pieces as an array. The block is dropped after
-        its last piece."""
         self._request_until(place)
         expected, block = self._expected, self._expected.blocks[place]
         assert block.coming is not None, "each piece is read once"
@@ -261,9 +231,8 @@ class RemoteWeights:
             raise UnavailableError("weights: the reading was ended; update again") from None
 
     def _request_until(self, place: int) -> None:
-        """Requests blocks in order, up to the block `place`, and then further blocks up to
-        `AHEAD_BYTES`. Does nothing if `place` is already requested and less than half of
-        `AHEAD_BYTES` is free, so that one message requests several blocks."""
+        """Does nothing if `place` is already requested and less than half of `AHEAD_BYTES` is free,
+        so that one message requests several blocks."""
         expected = self._expected
         if expected.next_block > place and expected.ahead_bytes > AHEAD_BYTES // 2:
             return
@@ -323,8 +292,6 @@ class RemoteWeights:
         requested: "Future[tuple[PreparedBlock, ...]]",
         number: int,
     ) -> np.ndarray:
-        """Transfers and verifies the block with the index `number` in a request. Returns its
-        bytes."""
         prepared = (await asyncio.shield(asyncio.wrap_future(requested)))[number]
         for attempt in range(PULL_TRIES):
             try:
@@ -359,9 +326,6 @@ class RemoteWeights:
             self._release(origin, prepared.offer_id)
 
     def _release(self, origin: _Origin, offer_id: int) -> None:
-        """Allows the source to free a block. One message releases all blocks that were read within
-        `RELEASE_SECONDS`."""
-
         async def release() -> None:
             await asyncio.sleep(RELEASE_SECONDS)
             await _send_released(origin)
@@ -371,8 +335,6 @@ class RemoteWeights:
             self._endpoint.start(release())
 
     async def _arrival(self, origin: _Origin, pull: Pull) -> None:
-        """Waits until a pull is complete. Checks every `CHECK_SECONDS` that the source is alive,
-        and raises UnavailableError if it is not."""
         loop = asyncio.get_running_loop()
         due = loop.time() + CHECK_SECONDS
         while not pull.is_ready():
@@ -382,8 +344,6 @@ class RemoteWeights:
                 due = loop.time() + CHECK_SECONDS
 
     def _describe(self) -> None:
-        """Joins the array descriptions of all offering processes. Raises InvalidRequestError if
-        they contradict each other."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._held: dict[str, dict[Source, Box]] = {}
@@ -416,8 +376,6 @@ async def _send_released(origin: _Origin) -> None:
 
 
 def _own_address(name: str, address: str) -> str:
-    """Returns the address of this host's network interface that connects to the host at `address`.
-    Raises InvalidRequestError if `address` is not a reachable host:port."""
     try:
         host, port = parse_host_port(address, "offer")
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

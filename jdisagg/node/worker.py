@@ -98,12 +98,8 @@ class WorkerSpec:
     """Identity of a worker. `WorkerConfig` has its configuration.
 
     Attributes:
-        routers: Addresses of the routers.
         fingerprint: Hash that identifies the model, its data types and its quantization.
-        place, geometry, hardware: Location, model geometry and hardware that the worker publishes
-            (`WorkerCard`, `ModelCard`).
         sharers: Number of workers on this host that share its memory, including this one.
-        grammars: Grammar compiler, or None if the checkpoint has no tokenizer.
         weights: Reader of new weights of the model, or None to refuse updates.
     """
 
@@ -122,8 +118,7 @@ class WorkerSpec:
 
 
 def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
-    """Returns the identity of the configured worker. Raises ConfigError if the configured hardware
-    is unknown."""
+    """Raises ConfigError if the configured hardware is unknown."""
     model, hardware = config.worker.model, config.worker.instance.hardware
     return WorkerSpec(
         name=config.name,
@@ -148,10 +143,6 @@ class WorkerProcessState:
     Attributes:
         spec, config: Identity and configuration in the current role. `config.service.port` is not
             0.
-        forced: Event that is set when a second signal requests an immediate end.
-        loaded: The model in its current layout, or None before loading.
-        programs: Compiled programs of earlier runs, by role.
-        weights: The weights that the worker serves, over all runs.
     """
 
     spec: WorkerSpec
@@ -191,9 +182,8 @@ class WorkerRuntime:
         self._kv_channels: Callable[[], tuple[str, ...]] = tuple
 
     async def live(self, load: LoadModel) -> int:
-        """Runs the worker from building its executor to deregistration. `load` loads the weights
-        onto a mesh. Returns the exit status, which is 0 after a signal or a requested role change.
-        Raises an error if the worker cannot start."""
+        """Returns the exit status, which is 0 after a signal or a requested role change. Raises an
+        error if the worker cannot start."""
         state, end = self._state, self._link.end
         channel = NegotiatedChannel(
             state.clock,
@@ -235,8 +225,6 @@ class WorkerRuntime:
     def _offer(
         self, parameters: Mapping[str, jax.Array], seconds: float, content: str
     ) -> OfferedWeights:
-        """Offers this process's weights to other workers, on a separate port. `parameters` are the
-        weights by name, `seconds` is the offer's lease, and `content` is a hash of the weights."""
         service = replace(self._service, port=0, http_port=None)
         return serve_offer(OfferedWeights("", parameters, seconds, content), service)
 
@@ -255,8 +243,6 @@ class WorkerRuntime:
         return room if self._host_bytes else TierRoom(always=room.always)
 
     def _fitted(self) -> WorkerConfig:
-        """Returns the configuration with the number of pages and the context length that fit into
-        memory. Raises ConfigError if nothing fits."""
         spec, config = self._state.spec, self._config
         fraction = config.instance.memory_fraction
         if self._host_bytes:
@@ -441,8 +427,7 @@ class WorkerRuntime:
     async def _unless(
         self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]
     ) -> bool:
-        """Runs `work`, and cancels it if `end` completes first. Returns whether `work` completed.
-        Used before the worker is registered, when there are no requests to drain."""
+        """Used before the worker is registered, when there are no requests to drain."""
         working, ending = asyncio.create_task(work), asyncio.create_task(end)
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
         done = working.done()
@@ -479,11 +464,6 @@ class WorkerRuntime:
         )
 
     async def _serve(self, worker: Worker, unwanted: "asyncio.Future[None]") -> int:
-        """Serves until a signal, a requested role change or a failure. Returns the exit status.
-
-        After a signal or a requested role change, waits for running requests. If the mesh fails, or
-        if all routers refuse the worker, returns at once. `unwanted` receives an exception if all
-        routers refuse the worker."""
         breaking = asyncio.create_task(self._broken(worker, unwanted))
         ending, changing = (
             asyncio.create_task(self._state.signals.first()),
@@ -509,8 +489,6 @@ class WorkerRuntime:
         return status
 
     async def _broken(self, worker: Worker, unwanted: "asyncio.Future[None]") -> JdisaggError:
-        """Waits until the worker's mesh fails, another process of its instance ends, or all routers
-        refuse the worker. Returns the error."""
         while True:
             if unwanted.done() and isinstance(refusal := unwanted.exception(), JdisaggError):
                 return refusal

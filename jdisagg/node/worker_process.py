@@ -124,8 +124,6 @@ class WorkerProcess:
 async def _change(
     state: WorkerProcessState, load: LoadModel, relayout: Relayout, wanted: Role
 ) -> int:
-    """Runs the worker in the role `wanted`. If this run cannot start, loads the weights again and
-    runs the worker in its old role. Returns the exit status of the last run."""
     before, reason = state.roles.now, ""
     gc.collect()  # Cyclic references to the old mesh's arrays would keep their memory allocated.
 

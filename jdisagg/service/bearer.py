@@ -42,8 +42,7 @@ def identify(tokens: Tokens, shown: str | bytes) -> Caller | None:
 
 
 def token_of(line: str) -> str:
-    """Parses one line of a token file and returns its token. Raises ConfigError for an invalid
-    line."""
+    """Raises ConfigError for an invalid line."""
     return _entry(line)[0]
 
 

@@ -34,7 +34,6 @@ class DrainingGuard:
         self._refusing = True
 
     def wait_for(self, task: asyncio.Task[None]) -> None:
-        """Makes a drain wait for `task` as for a running call."""
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -55,11 +54,8 @@ class DrainingGuard:
 @contextlib.asynccontextmanager
 async def read_in_time(request: Request) -> AsyncIterator[None]:
     """Context manager that limits the time in which a client must read its stream, so that a slow
-    client does not block the server. The limit is the request's deadline plus a margin.
-
-    Raises:
-        DeadlineExceededError: The client did not read its stream within the limit.
-    """
+    client does not block the server. The limit is the request's deadline plus a margin. Raises
+    DeadlineExceededError if the client did not read its stream within the limit."""
     seconds = request.deadline_seconds
     assert seconds is not None, "the frontend sets a deadline for every request"
     try:
@@ -73,7 +69,6 @@ async def read_in_time(request: Request) -> AsyncIterator[None]:
 
 
 def shutting_down() -> ShutDownError:
-    """Returns the error of a call that arrives during a drain."""
     return ShutDownError(
         "the server is shutting down and takes no new requests; try again later",
         retry_after_seconds=RETRY_SECONDS,
@@ -81,7 +76,6 @@ def shutting_down() -> ShutDownError:
 
 
 def cut_short() -> ShutDownError:
-    """Returns the error of a call that was still running at the end of a drain."""
     return ShutDownError(
         "the server shut down before the request had ended", retry_after_seconds=RETRY_SECONDS
     )

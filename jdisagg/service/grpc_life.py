@@ -44,16 +44,8 @@ def bind(
     credentials: grpc.ServerCredentials | None,
     remedy: str,
 ) -> int:
-    """Binds the server to an address and returns its port.
-
-    Args:
-        port: Port, or 0 to let the system choose one.
-        credentials: TLS credentials, or None for a server without TLS.
-        remedy: Advice to the user, with which the error message ends.
-
-    Raises:
-        ConfigError: The address cannot be bound.
-    """
+    """Binds the server to an address and returns its port. Raises ConfigError if the address cannot
+    be bound."""
     address = host_port(host, port)
     try:
         if credentials:

@@ -13,12 +13,8 @@ BYTES_RECEIVED = struct.Struct("@128xQ")  # tcpi_bytes_received in the kernel's 
 
 def received_bytes(address: str, but: str) -> int:
     """Returns the bytes received on all open TCP connections with the host of a sender's data
-    plane.
-
-    Args:
-        address: The host's IP address, with any port.
-        but: Address whose port is excluded. Connections to or from this port are not counted.
-    """
+    plane. `but`: address whose port is excluded. Connections to or from this port are not
+    counted."""
     host, port = address.rpartition(":")[0].strip("[]"), but.rpartition(":")[2]
     total = 0
     for name in os.listdir("/proc/self/fd"):

@@ -18,15 +18,8 @@ from jdisagg.transfer.pieces import check_leaves
 
 
 class Assembly:
-    """Assembles the pieces of one pull into global arrays. Not thread-safe.
-
-    Args:
-        target: Destination of the block.
-        wanted: All devices of the receiving dp rank, on all processes.
-
-    Attributes:
-        assembled: Whether `assemble` has run.
-    """
+    """Assembles the pieces of one pull into global arrays. Not thread-safe. `wanted`: all devices
+    of the receiving dp rank, on all processes."""
 
     def __init__(self, target: PullTarget, wanted: tuple[Wanted, ...]) -> None:
         self.wanted = wanted
@@ -47,14 +40,7 @@ class Assembly:
 
     def expect(self, heads: int, pieces: tuple[PostedPiece, ...]) -> list[jax.ShapeDtypeStruct]:
         """Accepts announced pieces and returns the shapes of their leaves, in the sender's order.
-
-        Args:
-            heads: Number of KV heads of the whole block.
-            pieces: Pieces that a sender announces.
-
-        Raises:
-            HandoffError: A piece was not requested, or was announced twice.
-        """
+        Raises HandoffError if a piece was not requested, or was announced twice."""
         parts, rest = divmod(heads, self._target.zeros.shape[HEAD_DIMENSION])
         if rest or not parts or self._parts not in (None, parts):
             raise HandoffError(f"a sender announced {heads} kv heads, which do not fit the pull")
@@ -80,8 +66,7 @@ class Assembly:
         return avals
 
     def coming(self, pieces: tuple[PostedPiece, ...], arrays: Sequence[jax.Array | Leaf]) -> None:
-        """Adds the arrays of pieces that `expect` has accepted. The arrays may still be in
-        transfer."""
+        """The arrays may still be in transfer."""
         count = len(self._leaves)
         for index, piece in enumerate(pieces):
             leaves = arrays[index * count : index * count + count]
@@ -106,11 +91,7 @@ class Assembly:
         return sum(self.bytes_per_pair.values())
 
     def assemble(self, arrived: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Returns the global arrays, in the order of parts and then of leaves.
-
-        Args:
-            arrived: The arrays that `flat` lists, all of them complete.
-        """
+        """Returns the global arrays, in the order of parts and then of leaves."""
         assert self._parts is not None
         count = len(self._leaves)
         pieces = {

@@ -77,13 +77,8 @@ class Outlet(Protocol):
 
     def reserve(self, pull_id: int, pieces: RequestedPieces, seconds: float) -> Reserved:
         """Reserves memory for the requested pieces, which may not be computed yet. Does not block.
-
-        Args:
-            pull_id: Random id of the pull, used once.
-            pieces: The requested pieces and their codec.
-            seconds: Seconds until the receiver's deadline, after which it discards all data of this
-                pull.
-        """
+        `seconds`: seconds until the receiver's deadline, after which it discards all data of this
+        pull."""
         ...
 
     def write(self, pull_id: int) -> None:
@@ -99,13 +94,8 @@ class Outlet(Protocol):
         `withdraw` if the arrays of the pull are still reserved."""
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Withdraws the arrays of a pull. The receiver may be reading them.
-
-        Args:
-            pull_id: Id of the pull.
-            leaves: Number of arrays that were reserved.
-            reason: Error text for a receiver that still waits for the arrays.
-        """
+        """Withdraws the arrays of a pull. The receiver may be reading them. `reason`: error text
+        for a receiver that still waits for the arrays."""
         ...
 
     def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
@@ -117,11 +107,8 @@ class Outlet(Protocol):
         second."""
 
     def close(self, in_flight: bool) -> None:
-        """Withdraws the arrays of all pulls.
-
-        Args:
-            in_flight: Whether a receiver may still be reading arrays.
-        """
+        """Withdraws the arrays of all pulls. `in_flight`: whether a receiver may still be reading
+        arrays."""
         ...
 
 
@@ -132,7 +119,6 @@ class AnnouncedArrays:
     Attributes:
         answer: The sender's answer, or a predicted answer if the pull starts before the sender
             answers.
-        avals: Shape, dtype and device of each array.
         in_time: Returns whether the pull's deadline has not passed yet. An array that arrives after
             the deadline counts as failed.
         unused: Called once, on any thread, when no received array uses the sender's memory any
@@ -146,7 +132,6 @@ class AnnouncedArrays:
 
     @property
     def sizes(self) -> list[int]:
-        """Returns the bytes of each array."""
         return [math.prod(aval.shape) * aval.dtype.itemsize for aval in self.avals]
 
     def memory(self, kind: type[Memory]) -> Memory:
@@ -190,20 +175,13 @@ class Inlet(Protocol):
         ...
 
     def close(self, in_flight: bool) -> None:
-        """Closes the connection. Arrays that were received before stay valid.
-
-        Args:
-            in_flight: Whether pulls over this connection are in progress.
-        """
+        """Closes the connection. Arrays that were received before stay valid. `in_flight`: whether
+        pulls over this connection are in progress."""
         ...
 
 
 class Backend(Protocol):
-    """One backend of this process. All its outlets and inlets share it.
-
-    Attributes:
-        kind: Name of the backend in messages.
-    """
+    """One backend of this process. All its outlets and inlets share it."""
 
     kind: KvBackend
 
@@ -216,8 +194,7 @@ class Backend(Protocol):
     def inlet(self, end: KvEnd) -> Inlet: ...
 
     def sweep(self) -> None:
-        """Frees memory that was reserved for pulls whose deadline has passed. The channel calls
-        this method a few times a second."""
+        """Frees memory that was reserved for pulls whose deadline has passed."""
 
     def drop_spare(self) -> None:
         """Frees unused memory that the backend keeps for later pulls."""

@@ -26,31 +26,22 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Memories:
-    """The memory of one process that other processes can read.
-
-    Attributes:
-        shared: Shared memory of this host, or None.
-        nixl: Memory registered with NIXL, or None.
-    """
+    """The memory of one process that other processes can read."""
 
     shared: SharedMemory | None = None
     nixl: NixlMemory | None = None
 
     @staticmethod
     def of_worker(channel: str, host: str) -> "Memories":
-        """Allocates the memory from which other processes may read a worker's KV. `channel`
-        (`ServiceConfig.kv_channel`) selects the kinds of memory. Raises ConfigError if NIXL is
-        configured by name and cannot be used."""
+        """Allocates the memory from which other processes may read a worker's KV. Raises
+        ConfigError if NIXL is configured by name and cannot be used."""
         return Memories(SharedMemory.of_host(), nixl_memory(channel, host))
 
     def end(self, control: str, boot_id: int) -> KvEnd:
-        """Returns the endpoint record (`KvEnd`) of this process, which publishes its address and
-        its backends to peers."""
         shared = self.shared.name if self.shared else ""
         return KvEnd(control, boot_id, shared, self.nixl is not None)
 
     def backends(self, options: EngineOptions) -> tuple[Backend, ...]:
-        """Returns the backends of this process, the preferred one first."""
         nixl_first = self.nixl is not None and self.nixl.first
         memories = (self.nixl, self.shared) if nixl_first else (self.shared, self.nixl)
         usable = (memory for memory in memories if memory is not None)
@@ -66,7 +57,6 @@ class BackendChoice:
         self._failed: dict[tuple[KvEnd, KvBackend], str] = {}
 
     def inlet(self, end: KvEnd) -> Inlet:
-        """Returns a new inlet for the process `end`."""
         return next(
             backend.inlet(end)
             for backend in self._backends
@@ -78,15 +68,13 @@ class BackendChoice:
         return f"{end.control} {_TITLES[backend]}"
 
     def succeeded(self, end: KvEnd, backend: KvBackend) -> None:
-        """Records that a pull from the process `end` by this backend succeeded."""
         self._proven.add((end, backend))
 
     def is_proven(self, end: KvEnd, backend: KvBackend) -> bool:
         return (end, backend) in self._proven
 
     def failed(self, end: KvEnd, backend: KvBackend, why: str) -> None:
-        """Records that a pull from the process `end` failed. A backend that has never succeeded
-        with this process is not used with it again."""
+        """A backend that has never succeeded with this process is not used with it again."""
         if (end, backend) not in self._proven:
             self._failed[end, backend] = why
             _log.warning(
@@ -97,6 +85,5 @@ class BackendChoice:
             )
 
     def forget(self, end: KvEnd) -> None:
-        """Removes the records of a disconnected process."""
         self._proven = {key for key in self._proven if key[0] != end}
         self._failed = {key: why for key, why in self._failed.items() if key[0] != end}

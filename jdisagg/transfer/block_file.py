@@ -41,8 +41,7 @@ _CAUSES = {
 
 
 class SpoiledFileError(Exception):
-    """Raised if a file does not contain a valid copy of the requested block. `cause` names the
-    defect."""
+    """Raised if a file does not contain a valid copy of the requested block."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -50,8 +49,6 @@ class SpoiledFileError(Exception):
 
 
 def cause_of(error: Exception) -> str:
-    """Returns a short name for the cause of an error, for metrics and logs: the file's defect, or
-    the operating system's error."""
     if isinstance(error, SpoiledFileError):
         return error.cause
     if isinstance(error, OSError):
@@ -107,8 +104,7 @@ def write_block(
     checksums: tuple[int, ...],
     written_at: float = 0.0,
 ) -> int:
-    """Writes a block to `path` atomically, with the `checksums` of its pieces. Returns the file's
-    size in bytes. Raises OSError if writing fails."""
+    """Writes a block atomically and returns the file's size in bytes. Raises OSError."""
     views = [np.ascontiguousarray(one.array).reshape(-1).view(np.uint8) for one in arrays]
     digest = blake2b(digest_size=DIGEST_BYTES)
     for view in views:

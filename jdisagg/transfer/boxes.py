@@ -1,12 +1,9 @@
 """Plans which device sends which KV heads to which device. A box is the index range, in each
-dimension, of the part of an array that one device holds. This module derives boxes from JAX
-shardings.
+dimension, of the part of an array that one device holds.
 
-A hand-off transfers one dp rank's part of a block to one dp rank of another mesh. A block is an
-array [dp, C, K, T, H]: dp ranks, rows, KV heads, tokens, head size. Boxes are therefore relative to
-a single rank: dimension 0 is always (0, 1). Between the two meshes only the sharding of the KV
-heads (dimension 2) differs. Each piece of a hand-off has `granule` heads and the full size in all
-other dimensions."""
+A hand-off transfers one dp rank's part of a block to one dp rank of another mesh. Boxes are
+therefore relative to a single rank: dimension 0 is always (0, 1). Between the two meshes only the
+sharding of the KV heads (dimension 2) differs."""
 
 import math
 
@@ -33,8 +30,7 @@ def mesh_card(mesh: jax.sharding.Mesh) -> MeshCard:
 
 
 def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[int, Box]:
-    """Returns, by device id, the box of an array that each device holds. Covers the devices of all
-    processes."""
+    """Returns, by device id, the box of an array that each device holds."""
     return {
         device.id: box_of(index, shape)
         for device, index in sharding.devices_indices_map(shape).items()
@@ -79,8 +75,7 @@ def head_granule(kv_heads: int, source_shards: int, destination_shards: int) -> 
 def plan_handoff(
     source: dict[int, Box], destination: dict[int, Box], granule: int, turn: int = 0
 ) -> ReshardPlan:
-    """Plans the pieces that transfer a block from one dp rank to a dp rank of another mesh. Each
-    piece has `granule` KV heads. `plan_reshard` describes the other parameters."""
+    """Each piece has `granule` KV heads. `plan_reshard` describes the other parameters."""
     whole = [
         max((box[axis][1] for box in destination.values()), default=1)
         for axis in range(len(next(iter(destination.values()))))

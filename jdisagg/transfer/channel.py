@@ -96,7 +96,6 @@ class PullTarget:
 
     @property
     def granule(self) -> int:
-        """Number of KV heads in one piece."""
         return self.zeros.sharding.shard_shape(self.zeros.shape)[HEAD_DIMENSION]
 
 
@@ -197,7 +196,6 @@ class Channel(Protocol):
 
         Args:
             offer_id: Id of the offer. The sender may make the offer later than this call.
-            target: Destination of the block.
             deadline_seconds: Time from now after which the pull fails.
         """
         ...

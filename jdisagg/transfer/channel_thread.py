@@ -18,14 +18,9 @@ _log = logging.getLogger(__name__)
 
 
 class ChannelThread:
-    """Runs jobs in order on one daemon thread, and between them a periodic function.
-
-    Args:
-        name: Name of the thread.
-        regularly: Function that the thread calls after each job, and also if no job arrives for
-            some time. It returns this time in seconds. It must return quickly, because jobs wait
-            for it.
-    """
+    """Runs jobs in order on one daemon thread, and between them a periodic function. `regularly`:
+    function that the thread calls after each job, and also if no job arrives for some time. It
+    returns this time in seconds. It must return quickly, because jobs wait for it."""
 
     def __init__(self, name: str, regularly: Callable[[], float]) -> None:
         self._regularly = regularly
@@ -93,7 +88,6 @@ class ComputeWait:
 
         Args:
             number: Index of the arrays in the order in which the mesh computes.
-            arrays: Arrays to wait for.
             job: Short function to call after the wait, even if the computation failed.
         """
         self._jobs.put((number, next(self._count), arrays, job))

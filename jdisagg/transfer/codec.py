@@ -2,17 +2,12 @@
 and token.
 
 A piece [1, C, G, T, H] is the part of a block that one device sends to another: C rows, G KV heads,
-T tokens, head size H. A codec packs a piece into several 5-dimensional arrays (leaves) with
-dimensions (rank, C', G, T', x). Leaves are assembled over ranks and heads like unpacked values, so
-that channels treat both alike. A lossy codec's leaves are the packed values [1, C, G, T, x], the
-scales float32 [1, C, G, T, 1] and the sums uint32 [1, 1, G, 1, 2]: for each head the keyed checksum
+T tokens, head size H. A lossy codec's leaves are the packed values [1, C, G, T, x], the scales
+float32 [1, C, G, T, 1] and the sums uint32 [1, 1, G, 1, 2]: for each head the keyed checksum
 (ops/checksum.py) over the packed values and their scales, because a sum over the original values
-cannot be checked after packing. Without a codec there are no extra leaves, and the checksum covers
-the values.
+cannot be checked after packing.
 
-Everything can be traced by JAX and is local to a device. The sender packs on the device of the
-shard. The receiver unpacks inside its insert program. Error bounds: ops/quantize.py. Decoding gives
-the same bits on every device."""
+Error bounds: ops/quantize.py. Decoding gives the same bits on every device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,7 +61,6 @@ class Codec(Protocol):
 
         Args:
             piece: Values [1, C, G, T, H].
-            stamp: Stamp of the block, as returned by `stamp_array`.
             first_head: Global index of the piece's first KV head, an int scalar.
         """
         ...
@@ -84,8 +78,6 @@ class Codec(Protocol):
 
 
 class NoCodec:
-    """Transfers values unchanged."""
-
     name = "none"
     lossy = False
 
@@ -156,8 +148,6 @@ class ScaledCodec:
 def _sums(
     packed: jax.Array, scale: jax.Array, stamp: jax.Array, first_head: jax.Array
 ) -> jax.Array:
-    """Returns the checksums uint32 [1, 1, G, 1, 2] of a piece's packed values [1, C, G, T, x] and
-    scales."""
     token_T = jnp.arange(packed.shape[3], dtype=jnp.uint32)
     rows_GT2 = row_sums(
         (packed[0], scale[0]),
@@ -198,7 +188,6 @@ def codec(name: str) -> Codec:
 
 
 def check_codec(name: str, spec: KVSpec) -> None:
-    """Raises ConfigError if there is no codec `name`, or if it cannot pack the KV of this spec."""
     if codec(name).lossy and not jnp.issubdtype(jnp.dtype(spec.row_dtype), jnp.floating):
         raise ConfigError(
             f"codec {name!r} packs values of one floating type, and this model's KV has several, or"

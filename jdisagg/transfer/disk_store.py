@@ -1,15 +1,10 @@
-"""Stores blocks of KV on disk, one file for each block (`transfer/block_file.py`). Threads of the
-store write and read the files.
+"""Stores blocks of KV on disk, one file for each block (`transfer/block_file.py`).
 
-The directory has a folder for each namespace, which contains numbered worker folders. A worker
-locks the first worker folder that no other process has locked. The kernel releases the lock when
-the process ends, even if the process is killed, so that a restarted worker finds its blocks. A
-worker never changes files of another namespace.
+A worker locks the first worker folder that no other process has locked. A worker never changes
+files of another namespace.
 
 Every call returns immediately with a future of a `DiskOutcome`. The future never raises an
-exception: if the disk is full, read-only, slow or missing, the outcome names the cause. Files are
-opened and removed in the order of the calls. Only reads do not wait for earlier writes. `close`
-waits at most CLOSE_SECONDS."""
+exception: if the disk is full, read-only, slow or missing, the outcome names the cause."""
 
 import contextlib
 import fcntl
@@ -56,11 +51,8 @@ class DiskOutcome:
 
     Attributes:
         error: Name of the cause of a failure (`block_file.cause_of`), or "".
-        names: Names of the blocks found.
         ages: Seconds since each block in `names` was written.
-        arrays, checksums: Contents of the block that was read.
         skipped: Number of files without a valid block, by cause.
-        bytes: Number of bytes written or read.
     """
 
     error: str = ""
@@ -73,8 +65,6 @@ class DiskOutcome:
 
 
 class DiskStore:
-    """Stores the blocks of one worker on disk."""
-
     def __init__(self, directory: str, name: str) -> None:
         self._directory = Path(directory).expanduser()
         self._writing = _Line(f"{name}-disk-out")
@@ -104,8 +94,6 @@ class DiskStore:
         arrays: Callable[[], Sequence[SavedArray]],
         checksums: tuple[int, ...],
     ) -> "Future[DiskOutcome]":
-        """Writes a block to its file."""
-
         def write() -> DiskOutcome:
             path = self._path(name)
             bytes_ = write_block(
@@ -212,8 +200,6 @@ def _look(folder: Path, namespace: bytes) -> DiskOutcome:
 
 
 def _locked(folder: Path) -> int | None:
-    """Locks the folder until this process ends. Returns the lock's file descriptor, or None if
-    another process holds the lock."""
     lock = os.open(folder / LOCK, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,17 +220,13 @@ def _removed(path: Path) -> None:
 
 
 def _used(path: Path, index: int) -> None:
-    """Sets the file's modification time to the current time. Files are evicted in the order of
-    their modification times. Later blocks of a sequence get slightly earlier times, so that they
-    are evicted first. Ignores errors, which affect only the order of eviction."""
+    """Later blocks of a sequence get slightly earlier times, so that they are evicted first."""
     instant = time.time() - index
     with contextlib.suppress(OSError):
         os.utime(path, (instant, instant))
 
 
 class _Line:
-    """Runs calls in order on a daemon thread, which starts with the first call."""
-
     def __init__(self, name: str) -> None:
         self._name = name
         self._calls: queue.SimpleQueue[
@@ -265,7 +247,6 @@ class _Line:
         return future
 
     def close(self, seconds: float) -> bool:
-        """Ends the thread. Returns whether the last call ended within `seconds`."""
         self._closed = True
         if self._thread is None:
             return True

@@ -19,8 +19,7 @@ class EndedOffers:
         return offer_id in self._how
 
     def how(self, offer_id: int) -> str | None:
-        """Returns how the offer ended: "released", or "revoked: " and the reason. Returns None for
-        an unknown id."""
+        """Returns how the offer ended: "released", or "revoked: " and the reason."""
         return self._how.get(offer_id)
 
     def admits(self, offer_id: int, live: Container[int]) -> bool:

@@ -1,12 +1,8 @@
-"""Stores blocks of KV in host memory. Each block is one dp rank's shards and is immutable. A thread
-of the store copies blocks from and to the devices.
+"""Stores blocks of KV in host memory. Each block is one dp rank's shards and is immutable.
 
 On an accelerator, blocks are stored in pinned host memory if JAX's backend supports it, so that
-copies use DMA. On a CPU, blocks are NumPy arrays. A shard that several devices replicate is stored
-once and restored to each device. A block may be restored to another rank of the mesh, if this
-process holds all shards of both ranks. In an instance of several processes, each process has a
-store for its own shards. The insert program (executor/insert_program.py) checks restored data by
-checksums.
+copies use DMA. A shard that several devices replicate is stored once and restored to each device.
+The insert program (executor/insert_program.py) checks restored data by checksums.
 
 `put`, `pull` and `forget` are called on the dispatch thread and do not block."""
 
@@ -42,8 +38,6 @@ class HostCopy:
 
 
 class HostStore:
-    """Stores KV blocks of one mesh in this process's host memory."""
-
     def __init__(self, name: str) -> None:
         self._clock = MonotonicClock()
         self._name = name
@@ -62,8 +56,7 @@ class HostStore:
         return sum([array.nbytes for arrays in shards for array in arrays.values()])
 
     def put(self, offer_id: int, block: jax.Array, rank: int) -> HostCopy:
-        """Starts to copy dp rank `rank`'s part of a block [ranks, C, K, T, H] to host memory. The
-        block may not be computed yet."""
+        """The block may not be computed yet."""
         boxes = rank_placement(block.sharding, block.shape, rank)
         shards = {
             boxes[shard.device.id]: shard.data
@@ -116,7 +109,6 @@ class HostStore:
                 self._blocks[offer_id] = shards
 
     def shards(self, offer_id: int) -> Shards | None:
-        """Returns the immutable shards of a block, or None if its copy is not complete."""
         with self._lock:
             return self._blocks.get(offer_id)
 
@@ -139,7 +131,6 @@ class HostStore:
 
 
 def _to_host(shard: jax.Array) -> HostArray:
-    """Copies a shard to host memory. Blocks until the shard is computed and copied."""
     (device,) = shard.devices()
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or PINNED not in kinds:
@@ -150,8 +141,6 @@ def _to_host(shard: jax.Array) -> HostArray:
 
 
 def _to_mesh(shards: Shards, target: PullTarget) -> jax.Array:
-    """Puts a block's shards on the target's dp rank, and zeros on the other ranks. Returns the
-    global array."""
     zeros = target.zeros
     boxes = rank_placement(zeros.sharding, zeros.shape, target.rank)
     arrays: list[jax.Array] = []

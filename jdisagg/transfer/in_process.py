@@ -1,8 +1,7 @@
 """The channel between two meshes of one process. It copies each piece by a `device_put` to a single
 device.
 
-This module must not depend on requests, pages or layers. A piece is the part of a block, some KV
-heads, that one device sends to another. Invariants:
+This module must not depend on requests, pages or layers. Invariants:
 - A piece that is a whole shard is sent without a copy on the sender. Otherwise one program cuts the
   shard into all its pieces, on the shard's own device.
 - A piece that is already on its destination device is not copied. If the piece is a whole shard,
@@ -55,10 +54,6 @@ _RouteKey = tuple[
 
 @dataclass(slots=True)
 class _Route:
-    """The transfer plans from one sharding to another. If the source is replicated, there is one
-    plan for each choice of the preferred replica. `uses` counts the pulls, which take the plans in
-    turn."""
-
     plans: tuple[ReshardPlan, ...]
     uses: int = 0
 
@@ -127,8 +122,6 @@ class InProcessChannel:
             pull.fail(HandoffError(f"offer {offer_id:#x} was revoked: {reason}"))
 
     def warm_up(self, source_mesh: jax.sharding.Mesh, target: PullTarget, kv_heads: int) -> None:
-        """Compiles the programs that cut and pack blocks for pulls from `source_mesh` to targets
-        like `target`."""
         _, components, _, tokens, head_size = target.zeros.shape
         shape = (components, kv_heads // source_mesh.shape["kv"], tokens, head_size)
         warm_pieces(source_mesh, shape, target.zeros.dtype, target.granule, target.codec)
@@ -150,8 +143,7 @@ class InProcessChannel:
             return dict(self._planned)
 
     def _begin(self, pull: PolledPull, offer: _Offer, target: PullTarget) -> None:
-        """Starts the copies of one pull. Does not block. Called without holding the lock, because
-        JAX calls may take a millisecond."""
+        """Called without holding the lock, because JAX calls may take a millisecond."""
         try:
             check_leaves(target)
             check_geometry(offer.block, str(target.zeros.dtype), target.zeros.shape, target.granule)
@@ -169,8 +161,8 @@ class InProcessChannel:
         pull.deliver(arrays, sum(moved.values()))
 
     def _next_plan(self, offer: OfferedBlock, target: PullTarget) -> ReshardPlan:
-        """Returns the cached transfer plan for this pull. Successive pulls prefer different
-        replicas of the source as senders, which balances the load."""
+        """Successive pulls prefer different replicas of the source as senders, which balances the
+        load."""
         zeros = target.zeros
         key = (offer.sharding, offer.shape, offer.rank, zeros.sharding, zeros.shape, target.rank)
         with self._lock:
@@ -201,8 +193,6 @@ def _plans(offer: OfferedBlock, target: PullTarget) -> tuple[ReshardPlan, ...]:
 def _move(
     offer: OfferedBlock, target: PullTarget, plan: ReshardPlan
 ) -> tuple[tuple[jax.Array, ...], dict[tuple[int, int], int]]:
-    """Starts the copies of a block. Returns the arrays, and the bytes by (source device id,
-    destination device id)."""
     granule = target.granule
     pieces = [
         PlannedPiece(
@@ -240,7 +230,6 @@ def _move(
 
 
 def _planned_bytes(plan: ReshardPlan, target: PullTarget) -> dict[tuple[int, int], int]:
-    """Returns the bytes of the plan's pieces after packing by the target's codec."""
     weight = sum(
         math.prod(zeros.sharding.shard_shape(zeros.shape)) * zeros.dtype.itemsize
         for zeros in target.resident

@@ -1,11 +1,6 @@
 """Interface of the control messages between the channels of two processes. Delivery is best-effort.
 
-A `KvLink` sends a channel's messages. The link's owner passes received messages to the channel,
-which is a `KvReceiver`:
-
-    channel = NegotiatedChannel(clock, end, link, ...)
-    link.send(KvEnd("10.0.0.7:8811", boot_id), message)  # the channel does this
-    channel.handle(sender, message)  # the link's owner does this; `sender` is the origin's KvEnd
+A `KvLink` sends a channel's messages.
 
 Replies are sent to the `KvEnd` given as `sender`, which must therefore equal the `KvEnd` that the
 other process publishes in its cards. A link delivers a message only to the process run (boot id)

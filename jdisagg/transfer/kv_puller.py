@@ -1,18 +1,12 @@
 """The receiving half of `NegotiatedChannel`: requests, pulls and assembles the sender's pieces.
 
-`pull` sends one request to each sender process immediately. A thread of `KvPuller` handles the
-answers and polls the pulls in progress. Normally the sender answers with the location of its
-pieces. The receiver may also pull ahead, which means before the answer: it computes the same plan
-of pieces as the sender, and pulls from the sender's server before the pieces are posted. This
-requires a known server address, and a target that gives the sender's dp rank and number of heads.
-Invariants:
+The receiver may also pull ahead, which means before the answer: it computes the same plan of pieces
+as the sender, and pulls from the sender's server before the pieces are posted. Invariants:
 - Each request has a new random id. A retry of a failed pull is a new pull with new ids. An
   unanswered request is sent again with the same id, because messages may be lost. The sender serves
   each id once.
 - Global arrays are made only after all pieces have arrived, so that no program waits for a
   transfer.
-- If a backend that reads the sender's memory directly fails, and has never succeeded with this
-  sender, the next pull uses another backend.
 - A connection is suspect after an error that is not the sender's own message. The cause may be a
   failed program at the sender, or a broken socket of the connection, which would fail all later
   pulls. After a second such error the connection is closed, and the next pull opens a new one.
@@ -202,16 +196,14 @@ class KvPuller:
         assembly: Assembly,
         turn: int,
     ) -> dict[int, tuple[PostedPiece, ...]] | None:
-        """Plans the pieces for this process's devices before any sender answers. Returns the pieces
-        by the index of the sender process that holds them, or None if a sender must answer first.
-        The caller must hold the lock."""
+        """The caller must hold the lock."""
         fresh = self._clock.now() - self._timeouts.fresh_seconds
         if not target.heads or any(not peer.address or peer.used < fresh for peer in peers):
             return None
         return pieces_by_sender(card, target, assembly, turn)
 
     def _peer(self, end: KvEnd) -> PeerState:
-        """Returns or creates the record of a sender process. The caller must hold the lock."""
+        """The caller must hold the lock."""
         if end not in self._peers:
             peer = PeerState(
                 end, next(self._numbers), self._choice.inlet(end), moved=self._clock.now()
@@ -226,8 +218,6 @@ class KvPuller:
     # The methods below run on the thread.
 
     def _watch_new(self, transfer: Transfer, heads: int) -> None:
-        """Adds a pull to the pulls that the thread polls. `heads` is the number of KV heads of the
-        block if the pull starts before the senders answer, else 0."""
         self._watched.append(transfer)
         try:
             if heads and not transfer.pull.is_ready():
@@ -279,9 +269,6 @@ class KvPuller:
             )
 
     def _receive(self, sent: SentRequest, answer: Posted) -> None:
-        """Starts to pull the pieces that a sender has announced. If the connection was replaced, or
-        the sender's memory cannot be read, asks the sender to free the pieces and raises
-        HandoffError."""
         peer, assembly = sent.peer, sent.transfer.assembly
         with self._lock:
             if self._peers.get(peer.end) is not peer:  # its sender has closed the posting
@@ -308,8 +295,6 @@ class KvPuller:
         sent.arrays, sent.address = arrays, answer.address
 
     def _report_pulled(self, end: KvEnd, pull_id: int, seconds: float) -> None:
-        """Sends `Pulled` to the sender process `end` within `seconds`. Reports of several pulls are
-        sent together."""
         due = time.monotonic() + seconds
         self._report_at = min(self._report_at, due) if self._unreported else due
         self._unreported.append((end, Pulled(pull_id)))
@@ -325,16 +310,12 @@ class KvPuller:
             )
 
     def _arrived(self, assembly: Assembly, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Assembles the arrays of a pull, all of which have arrived. Runs on the polling thread,
-        under the pull's lock."""
+        """Runs on the polling thread, under the pull's lock."""
         with self._lock:
             add_counts(self._moved, assembly.bytes_per_pair)
         return assembly.assemble(arrays)
 
     def _watch(self) -> float:
-        """Completes the pulls that have ended and closes stuck connections. The thread calls this
-        after each job. Returns the seconds until the next call is due, and does nothing else if
-        called earlier."""
         if self._unreported and time.monotonic() >= self._report_at:
             self._report()
         early = self._watch_at - time.monotonic()
@@ -371,9 +352,7 @@ class KvPuller:
         self._watched = under_way
 
     def _be_patient(self, transfer: Transfer) -> None:
-        """Extends the deadline of a pull when half of its time has passed, if bytes of its sender
-        have arrived meanwhile. Repeats the request, so that the sender also keeps the pieces until
-        the new deadline."""
+        """Repeats the request, so that the sender also keeps the pieces until the new deadline."""
         now, half = self._clock.now(), transfer.patience_seconds / 2
         left = transfer.pull.deadline - now
         if left > half or now >= transfer.until:
@@ -389,8 +368,6 @@ class KvPuller:
                 self._link.send(sent.peer.end, request)
 
     def _flows(self, peer: PeerState, now: float, seconds: float) -> bool:
-        """Returns whether bytes of a sender process have arrived in the last `seconds`. Reads the
-        byte count a few times in this period."""
         if peer.inlet.has_server and now - peer.counted >= seconds / 4:
             first, peer.counted = peer.counted == -math.inf, now
             received = received_bytes(peer.address, peer.end.control)
@@ -406,8 +383,6 @@ class KvPuller:
         self._unreported.clear()
 
     def _has_failed(self, transfer: Transfer) -> bool:
-        """Checks whether a transfer from one of the pull's senders has failed. If so, fails the
-        pull and returns True."""
         for sent in transfer.requests:
             if sent.arrays and sent.has_ended and (error := _error_of(sent.arrays)):
                 broken = HandoffError(
@@ -419,8 +394,6 @@ class KvPuller:
         return False
 
     def _send_again(self, transfer: Transfer) -> None:
-        """Repeats requests that may have been lost, with the same ids. If a pull needs no answer,
-        its requests are repeated until the data arrives."""
         now = self._clock.now()
         for sent in transfer.requests:
             if (
@@ -465,8 +438,6 @@ class KvPuller:
             self._suspect(peer)
 
     def _suspect(self, peer: PeerState) -> None:
-        """Records an error that may be the connection's, and closes the connection at its second
-        such error within `suspect_seconds`."""
         now = self._clock.now()
         if now - peer.suspected < self._timeouts.suspect_seconds:
             self._drop(peer)
@@ -485,14 +456,11 @@ class KvPuller:
             self._stuck.append((sent, max(sent.transfer.pull.deadline, flushed)))
 
     def _is_unproven(self, sent: SentRequest) -> bool:
-        """Returns whether the pull's deadline has passed and no pull by this backend has ever
-        succeeded with the sender."""
         with self._lock:
             proven = self._choice.is_proven(sent.peer.end, sent.peer.inlet.backend)
         return not proven and self._clock.now() >= sent.transfer.pull.deadline
 
     def _lose(self, peer: PeerState, why: str) -> None:
-        """Closes the connection to a sender process after a failed read."""
         with self._lock:
             self._choice.failed(peer.end, peer.inlet.backend, why)
         self._drop(peer)

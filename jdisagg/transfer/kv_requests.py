@@ -25,12 +25,9 @@ class PeerState:
     """State of the connection to one sender process.
 
     Attributes:
-        end: Endpoint of the sender process.
         link: Number of the current connection to the process. Each new connection has a higher
             number.
-        inlet: Backend object that pulls from the process.
         address: Address of the process's transfer server. "" until the process has reported it.
-        used: Time of the last request to the process.
         moved: Time when data last arrived from the process.
         suspected: Time of the last error that the connection may have caused.
         received: Bytes that have arrived from the process's host, when last counted.
@@ -55,14 +52,7 @@ class SentRequest:
     """The request of one pull to one sender process.
 
     Attributes:
-        pull_id: Random id of the request, used once.
-        peer: State of the connection to the sender process.
-        transfer: The pull.
-        sent_at: Time when the request was last sent.
-        request: The message.
         arrays: One object to poll for each requested array. None until the transfer has started.
-        address: Address of the server that the arrays are pulled from.
-        refused: Whether the sender has refused the request.
         unread: Reason why the sender's memory could not be read. "" otherwise.
         ahead: Pieces that are pulled before the sender answers.
     """
@@ -80,15 +70,13 @@ class SentRequest:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all arrays of this request have arrived or failed."""
         return self.arrays is not None and all(map(is_ready, self.arrays))
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One pull: its future, the sending mesh `source`, the arrays received so far, and one request
-    for each sender process. `patience_seconds`: seconds without arriving bytes after which the pull
-    fails. `until`: time at which the pull fails in any case."""
+    """`patience_seconds`: seconds without arriving bytes after which the pull fails. `until`: time
+    at which the pull fails in any case."""
 
     pull: PolledPull
     source: str
@@ -101,9 +89,8 @@ class Transfer:
 def pieces_by_sender(
     card: MeshCard, target: PullTarget, assembly: Assembly, turn: int
 ) -> dict[int, tuple[PostedPiece, ...]] | None:
-    """Plans the pieces for this process's devices. Returns the pieces by the index, in `card.ends`,
-    of the sender process that holds them. Returns None if the layouts of the two meshes do not
-    match."""
+    """Returns the pieces by the index, in `card.ends`, of the sender process that holds them.
+    Returns None if the layouts of the two meshes do not match."""
     _, components, _, tokens, head_size = target.zeros.shape
     shape = (1, components, target.heads, tokens, head_size)
     try:
@@ -129,7 +116,6 @@ def request_of(
     transports: int,
     turn: int,
 ) -> PullRequest:
-    """Returns the request message of one pull for one sender process."""
     zeros = target.zeros
     _, components, heads, tokens, head_size = zeros.shape
     return PullRequest(

@@ -1,8 +1,6 @@
 """The sending half of `NegotiatedChannel`: holds offers and serves the requested pieces.
 
-The sender's own thread cuts, packs and posts the pieces, in the order in which requests arrive. It
-does not block. A posting is the memory that is reserved for one pull until the pull ends.
-Invariants:
+A posting is the memory that is reserved for one pull until the pull ends. Invariants:
 - Each receiver process has an `Outlet` of its own, so that a stalled receiver delays no other. A
   receiver that has reconnected or restarted gets a new outlet.
 - Each process of the sending mesh computes the same plan of all pieces, from its mesh and two
@@ -10,9 +8,6 @@ Invariants:
   process serves the pieces that it holds.
 - A posting is freed when it has been pulled, when it is withdrawn or revoked, or when its deadline
   passes.
-- A request for a block that has not been offered yet waits until the request's deadline.
-- A receiver may pull ahead, which means that it pulls before the sender has answered. Such a pull
-  waits in the JAX transfer engine and always gets either the pieces or an error.
 - This module must not distinguish backends: all differences are in `Outlet` (backend.py)."""
 
 import itertools
@@ -74,9 +69,6 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Posting:
-    """The memory that is reserved for one pull. `answered` is set once the receiver may have the
-    answer."""
-
     offer_id: int
     leaves: int
     until: float
@@ -86,8 +78,6 @@ class _Posting:
 
 @dataclass(slots=True)
 class _PeerState:
-    """State of the connection to one receiver process. `link` is the number of the connection."""
-
     link: int
     outlet: Outlet
     used: float
@@ -96,12 +86,9 @@ class _PeerState:
 
 class KvSender:
     """The sending half of a channel (see the module's docstring). The lock guards `_offers`,
-    `_waiting` and `_ended`. Only the sender's thread uses `_peers` and `_seen`.
-
-    Attributes:
-        card: Mesh with the device numbers that receivers use, if blocks are on the meshes of
-            several pipeline stages. Set before the first offer.
-    """
+    `_waiting` and `_ended`. Only the sender's thread uses `_peers` and `_seen`. `card`: mesh with
+    the device numbers that receivers use, if blocks are on the meshes of several pipeline stages.
+    Set before the first offer."""
 
     def __init__(
         self,
@@ -162,8 +149,6 @@ class KvSender:
         self._thread.submit(lambda: self._take(receiver, message))
 
     def postings(self) -> int:
-        """Returns the number of pulls whose pieces are reserved and not yet read by their
-        receivers."""
         return sum(len(peer.postings) for peer in list(self._peers.values()))
 
     def close(self) -> None:
@@ -282,8 +267,6 @@ class KvSender:
             self._write_once_computed(receiver, request, offer.number, reserved.sources)
 
     def _answer(self, receiver: KvEnd, posting: _Posting, address: str = "") -> None:
-        """Sends the location of the pieces to the receiver. Sends nothing if the receiver has
-        started to pull them from `address` already."""
         posting.answered = True
         if not address:
             self._link.send(receiver, posting.answer)
@@ -315,7 +298,6 @@ class KvSender:
             self._answer(receiver, posting)
 
     def _answer_again(self, receiver: KvEnd, request: PullRequest) -> None:
-        """Repeats an answer that may have been lost. Reserves nothing again."""
         peer = self._peers.get(receiver)
         posting = peer.postings.get(request.pull_id) if peer is not None else None
         with self._lock:
@@ -356,8 +338,6 @@ class KvSender:
         return peer
 
     def _open(self, receiver: KvEnd, link: int) -> HandoffError | None:
-        """Opens an outlet for a receiver process and sends the outlet's address to the receiver.
-        Returns the error if the outlet cannot be opened."""
         try:
             self._link.send(receiver, Opened(link, self._peer(receiver, link).outlet.address))
         except HandoffError as error:  # an older connection
@@ -367,8 +347,6 @@ class KvSender:
         return None
 
     def _is_where_pulled(self, receiver: KvEnd, request: PullRequest) -> bool:
-        """Returns whether the receiver has pulled ahead (before any answer) from its current
-        outlet."""
         peer = self._peers.get(receiver)
         return peer is not None and (peer.link, peer.outlet.address) == (
             request.link,
@@ -464,8 +442,6 @@ class KvSender:
 
 
 def _pieces(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ...]:
-    """Returns the requested pieces that this process holds. Raises IncompatiblePeerError if the
-    block's shape or dtype does not match the request."""
     shape = (
         1,
         request.components,
@@ -486,7 +462,6 @@ def _refusal(request: PullRequest, error: JdisaggError) -> Refused:
 
 
 def _withdraw(peer: _PeerState, pull_id: int, reason: str) -> bool:
-    """Withdraws the memory reserved for a pull. Returns whether any was reserved."""
     posting = peer.postings.pop(pull_id, None)
     if posting is not None:
         peer.outlet.withdraw(pull_id, posting.leaves, error_text(HandoffError(reason)))

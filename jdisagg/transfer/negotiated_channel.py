@@ -29,9 +29,6 @@ class NegotiatedChannel:
     """Implements `Channel`, and `KvReceiver` for its link.
 
     Args:
-        clock: Clock of the deadlines.
-        end: Endpoint of this process, as its card publishes it (`Memories.end`).
-        link: Sends the channel's control messages to other processes.
         host: Address of the only interface on which the transfer engine listens. The engine has no
             authentication.
         transports: Number of parallel connections of the transfer engine. All workers must be
@@ -55,7 +52,6 @@ class NegotiatedChannel:
         self._puller = KvPuller(clock, link, options, BackendChoice(self._backends))
 
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
-        """Processes a message that arrived over the link. Thread-safe; never blocks."""
         if isinstance(message, Opened | Posted | Refused):
             self._puller.handle(sender, message)
         else:
@@ -96,20 +92,17 @@ class NegotiatedChannel:
         granule: int,
         codec_name: str,
     ) -> None:
-        """Compiles the programs that cut and pack blocks for sending. `shape` (C, local K, T, H) is
-        the shape of one device's shard. Each piece has `granule` KV heads. The call blocks."""
+        """`shape` (C, local K, T, H) is the shape of one device's shard. Each piece has `granule`
+        KV heads. The call blocks."""
         warm_pieces(mesh, shape, dtype, granule, codec_name)
 
     def offered(self) -> Offered:
         return self._sender.offered()
 
     def postings(self) -> int:
-        """Returns the number of pulls from this process whose pieces are reserved and not yet read
-        by their receivers."""
         return self._sender.postings()
 
     def under_way(self) -> int:
-        """Returns the number of this process's requests to senders that are still in progress."""
         return self._puller.under_way()
 
     def channels(self) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ _environment = threading.Lock()
 
 
 def nixl_bindings() -> ModuleType:
-    """Imports NIXL's bindings. Raises ConfigError if no wheel is installed or it does not load."""
+    """Raises ConfigError if no wheel is installed or it does not load."""
     for wheel in _WHEELS:
         try:
             return importlib.import_module(f"{wheel}._bindings")
@@ -60,13 +60,11 @@ def nixl_bindings() -> ModuleType:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether `host` is a loopback address. Raises ConfigError if it has no IPv4
-    address."""
+    """Raises ConfigError if `host` has no IPv4 address."""
     return ipaddress.ip_address(_address(host)).is_loopback
 
 
 def rdma_devices() -> tuple[str, ...]:
-    """Returns UCX's names of this machine's RDMA devices, each with its first port."""
     folder = Path("/sys/class/infiniband")
     found = folder.iterdir() if folder.is_dir() else ()
     return tuple(sorted(f"{each.name}:1" for each in found))
@@ -104,14 +102,8 @@ def _address(host: str) -> str:
 
 class NixlAgent:
     """The NIXL agent of this process. Registers memory, reads other processes' memory, and lets
-    other processes read registered memory. Thread-safe.
-
-    Args:
-        host: IP address of the network interface to use.
-
-    Raises:
-        ConfigError: NIXL is not installed, or has no backend for these devices.
-    """
+    other processes read registered memory. Thread-safe. Raises ConfigError if NIXL is not
+    installed, or has no backend for these devices."""
 
     def __init__(self, host: str) -> None:
         self._nixl = nixl_bindings()
@@ -156,14 +148,8 @@ class NixlAgent:
 
     def know(self, metadata: bytes) -> str:
         """Loads another agent's metadata. This is required before reads from that agent's memory.
-
-        Returns:
-            The name of the agent.
-
-        Raises:
-            HandoffError: The metadata is invalid, or reads over a previous, lost connection to the
-                agent have not ended.
-        """
+        Raises HandoffError if the metadata is invalid, or reads over a previous, lost connection to
+        the agent have not ended."""
         blob = metadata[_DIGEST_BYTES:]
         if metadata[:_DIGEST_BYTES] != _digest(blob):
             raise HandoffError("a sender announced NIXL metadata with another digest; pull again")
@@ -193,9 +179,6 @@ class NixlAgent:
 
         Args:
             peer: Name of the other process's agent, as returned by `know`.
-            remote: Source address in the other process.
-            local: Destination address in this process.
-            size: Number of bytes to copy.
             in_time: Function that is called once, when the read has ended. Returns False if the
                 deadline has passed; the read then counts as failed.
         """
@@ -290,7 +273,6 @@ class NixlRead:
             self._settle(status)
 
     def is_over(self) -> bool:
-        """Returns whether the read is done or has failed. Never blocks."""
         if not self._over:
             status = None
             with self._lock:
@@ -301,7 +283,6 @@ class NixlRead:
         return self._over
 
     def end(self, why: str) -> None:
-        """Fails the read with the reason `why`, because its agent is closing."""
         self._settle(why)
 
     def _settle(self, failure: str) -> None:
@@ -322,8 +303,8 @@ def _digest(blob: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _named_devices(host: str) -> Iterator[tuple[str, ...]]:
-    """Sets UCX's devices and segment sizes in the environment, because UCX reads them only there.
-    Does not change variables that the user has set."""
+    """Sets UCX's devices and segment sizes in the environment, because UCX reads them only
+    there."""
     with _environment:
         said = os.environ.get(_DEVICES_VARIABLE)
         devices = tuple(said.split(",")) if said else ucx_devices(host)

@@ -1,9 +1,6 @@
-"""The backend over NIXL: transfers KV between hosts. The receiver reads the sender's memory.
+"""The backend over NIXL: transfers KV between hosts.
 
-The sender writes the pieces of a pull into a region, a range of host memory that is registered with
-NIXL, and answers with the region's address. The receiver reads the region into a region of its own.
-On CPU, the received arrays are views of the receiver's region. KV on accelerators is copied through
-these regions of host memory. Invariants:
+On CPU, the received arrays are views of the receiver's region. Invariants:
 - The sender writes a region before it answers. The sender reuses the region only after the receiver
   has read it or abandoned the pull, or after the pull's deadline, when the receiver discards what
   it reads. Therefore no receiver uses the data of a later pull.
@@ -41,8 +38,7 @@ _SMALLEST_BYTES = 1 << 16
 
 
 def nixl_memory(channel: str, host: str) -> "NixlMemory | None":
-    """Allocates the NIXL memory of a worker, if `channel` (`ServiceConfig.kv_channel`) uses NIXL,
-    else returns None. Raises ConfigError if NIXL is configured by name and cannot be used."""
+    """Raises ConfigError if NIXL is configured by name and cannot be used."""
     if channel == "nixl":
         return NixlMemory(NixlAgent(host), first=True)
     if channel != "auto":
@@ -77,12 +73,7 @@ class RegisteredRegion:
 
 class NixlMemory(Backend):
     """The host memory of this process that is registered with NIXL, in regions, and the NIXL agent.
-    Thread-safe.
-
-    Args:
-        agent: NIXL agent of this process.
-        first: Whether NIXL is preferred to shared memory.
-    """
+    Thread-safe."""
 
     kind = KvBackend.NIXL
 
@@ -109,7 +100,6 @@ class NixlMemory(Backend):
         return NixlInlet(self)
 
     def take(self, size: int) -> RegisteredRegion:
-        """Returns a region of at least `size` bytes. Prefers regions that were used before."""
         size = max(_SMALLEST_BYTES, 1 << (size - 1).bit_length())
         with self._lock:
             self._sweep()
@@ -129,7 +119,6 @@ class NixlMemory(Backend):
         return region
 
     def give_back(self, region: RegisteredRegion) -> None:
-        """Adds a region that is no longer used to the regions for reuse."""
         with self._lock:
             self._give_back(region)
 
@@ -144,14 +133,13 @@ class NixlMemory(Backend):
         self._left.append((region, read.is_over))
 
     def regions(self) -> tuple[int, int]:
-        """Returns the number of regions, and the number of regions in use."""
         with self._lock:
             self._sweep()
             idle = [*self._spare.values(), *self._bare.values()]
             return len(self._all), len(self._all) - sum(map(len, idle))
 
     def close(self) -> None:
-        """Ends all reads. Arrays that were received before stay valid."""
+        """Arrays that were received before stay valid."""
         self.agent.close()
 
     def _sweep(self) -> None:
@@ -174,8 +162,6 @@ class NixlMemory(Backend):
 
 
 class NixlOutlet(Outlet):
-    """Serves KV pieces to one receiver process in registered memory."""
-
     def __init__(self, memory: NixlMemory) -> None:
         self._memory = memory
         self._posted: dict[int, tuple[RegisteredRegion, tuple[int, ...], float]] = {}
@@ -220,8 +206,6 @@ class NixlOutlet(Outlet):
 
 
 class NixlInlet(Inlet):
-    """Pulls from the registered memory of one sender process."""
-
     backend = KvBackend.NIXL
     reads = True
 
@@ -230,7 +214,7 @@ class NixlInlet(Inlet):
         self._peers: set[str] = set()
 
     def pull(self, arrays: AnnouncedArrays) -> list[LeafInMemory]:
-        """Starts to read the sender's region. `in_time` is called once, when the read has ended."""
+        """`in_time` is called once, when the read has ended."""
         lies, sizes = arrays.memory(InRegistered), arrays.sizes
         places = [(offset, offset + size) for offset, size in zip(lies.offsets, sizes, strict=True)]
         most = offsets_of(sizes)[1]

@@ -33,7 +33,6 @@ class OfferedWeights:
 
     Attributes:
         name: Name by which an update refers to the offer, instead of a folder.
-        bytes_read: Bytes that workers have read.
         parameters: Whether the arrays are a worker's parameters in their served form, rather than
             the tensors of a checkpoint.
     """
@@ -52,7 +51,6 @@ class OfferedWeights:
         self._hashing = threading.Lock()  # workers that ask at once wait for one hash
 
     def when_closed(self, call: Callable[[], object]) -> None:
-        """Sets a function to call at the end of the offer."""
         self._closing.append(call)
 
     def close(self) -> None:
@@ -91,7 +89,6 @@ class OfferedWeights:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns a slice of a tensor, from the devices that hold its parts."""
         self.check()
         tensor = self._tensors[name]
         wanted = whole_box(index, tensor.shape)
@@ -100,9 +97,9 @@ class OfferedWeights:
         return stepped(values, index)
 
     def content(self, *, again: bool = False) -> str:
-        """Returns a hash of all tensors. The hash does not depend on the sharding if this process
-        holds all parts. JAX arrays are hashed once. numpy arrays are hashed at each call, because
-        they can change. `again` is a parameter of the interface and has no effect here."""
+        """The hash does not depend on the sharding if this process holds all parts. JAX arrays are
+        hashed once. numpy arrays are hashed at each call, because they can change. `again` is a
+        parameter of the interface and has no effect here."""
         self.check()
         if self._content:
             return self._content
@@ -117,7 +114,6 @@ class OfferedWeights:
         return digest.hexdigest()
 
     def described(self) -> tuple[OfferedTensor, ...]:
-        """Returns the names and placements of the arrays on this process's devices."""
         self.check()
         return tuple(
             OfferedTensor(
@@ -131,11 +127,8 @@ class OfferedWeights:
 
     def block(self, parts: Sequence[OfferedPart]) -> tuple[jax.Array, bytes]:
         """Returns the bytes of `parts`, concatenated, as an array [1, 1, 1, 1, n] on one device,
-        and their checksum. On CPU a single contiguous part is not copied.
-
-        Raises:
-            InvalidRequestError: A device does not hold a part.
-        """
+        and their checksum. On CPU a single contiguous part is not copied. Raises
+        InvalidRequestError if a device does not hold a part."""
         self.check()
         cuts = [self._part(part) for part in parts]
         if len(cuts) == 1 and isinstance(cuts[0], jax.Array):
@@ -149,11 +142,9 @@ class OfferedWeights:
         return jax.device_put(block, jax.local_devices()[0]), byte_sum(joined)
 
     def seconds_left(self) -> float:
-        """Returns the seconds until the lease ends, or 0 if it has ended."""
         return max(0.0, self._until - time.monotonic())
 
     def check(self) -> None:
-        """Raises InvalidRequestError if the offer has ended."""
         if not self._tensors or time.monotonic() > self._until:
             raise InvalidRequestError(
                 f"weights {self.name!r}: the offer is closed, or its lease has ended; offer the"
@@ -165,8 +156,6 @@ class OfferedWeights:
             self.bytes_read += nbytes
 
     def _part(self, part: OfferedPart) -> Any:
-        """Returns the values of a part: a contiguous numpy array, or on accelerators the bytes [1,
-        1, 1, 1, n] on their device."""
         try:
             tensor = self._tensors[self._names[part.tensor]]
             box, shard = _held(tensor)[part.device]
@@ -213,14 +202,13 @@ class OfferedWeights:
 
 
 class _Buffers:
-    """Host memory for blocks. Memory of unused blocks is reused, because the first writes to new
-    memory take longer than all further copies of a block."""
+    """Memory of unused blocks is reused, because the first writes to new memory take longer than
+    all further copies of a block."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Returns an array of bytes. Its memory is reused when no view of the array is left."""
         try:
             memory = self._free.pop()
         except IndexError:
@@ -236,26 +224,21 @@ class _Buffers:
 
 
 def unreadable(dtypes: Mapping[str, str]) -> list[str]:
-    """Lists the names and types of tensors whose type is not allowed in a checkpoint."""
     return [f"{name} ({dtype})" for name, dtype in dtypes.items() if dtype not in _FLOATS]
 
 
 def whole_box(index: tuple[slice, ...], shape: Sequence[int]) -> Box:
-    """Returns the box that an index selects. The index may be shorter than the shape. Its steps are
-    ignored (see `stepped`)."""
+    """The index may be shorter than the shape. Its steps are ignored (see `stepped`)."""
     return box_of((*index, *(slice(None),) * (len(shape) - len(index))), shape)
 
 
 def stepped(values: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-    """Returns the values of a box at the steps of its index."""
     if all(part.step in (None, 1) for part in index):
         return values
     return values[tuple(slice(None, None, part.step) for part in index)]
 
 
 def _held(tensor: Any) -> dict[int, tuple[Box, Any]]:
-    """Returns the box that each device of this process holds, and its values. Includes all
-    replicas."""
     if not isinstance(tensor, jax.Array):
         return {0: (whole_box((), tensor.shape), tensor)}
     return {
@@ -269,8 +252,6 @@ def _on_host(shard: Any) -> bool:
 
 
 def _cut(shard: Any, box: Box) -> np.ndarray:
-    """Returns a part of a device's values in host memory. If the values are in host memory already,
-    returns a read-only view."""
     if _on_host(shard):
         view = np.asarray(shard)[(*_slices(box), ...)]
         view.flags.writeable = False

@@ -43,12 +43,9 @@ class OfferedBlock:
         number: int = 0,
         card: jax.sharding.Mesh | None = None,
     ) -> "OfferedBlock":
-        """Returns one dp rank's part of a block.
-
-        Args:
-            card: Mesh that peers know, if the block is on the mesh of another pipeline stage. Each
-                device is then numbered like the device at the same place of `card`.
-        """
+        """Returns one dp rank's part of a block. `card`: mesh that peers know, if the block is on
+        the mesh of another pipeline stage. Each device is then numbered like the device at the same
+        place of `card`."""
         devices = rank_placement(block.sharding, block.shape, rank)
         shards = {
             shard.device.id: shard.data
@@ -69,7 +66,6 @@ class OfferedBlock:
 
     @property
     def local_heads(self) -> int:
-        """Number of KV heads in one shard."""
         return self.sharding.shard_shape(self.shape)[HEAD_DIMENSION]
 
     @property
@@ -79,8 +75,7 @@ class OfferedBlock:
 
 def check_geometry(offer: OfferedBlock, dtype: str, shape: tuple[int, ...], granule: int) -> None:
     """Raises IncompatiblePeerError if an offered block does not match the dtype and shape of a
-    `PullTarget`. The error names the property and both values. Normally the handshake refuses such
-    a peer earlier. The dtype is not checked in a process that holds no shard of the offer."""
+    `PullTarget`. The dtype is not checked in a process that holds no shard of the offer."""
     pairs: list[tuple[str, object, object]] = (
         [("dtype", offer.dtype, dtype)] if offer.shards else []
     )
@@ -110,8 +105,7 @@ def check_geometry(offer: OfferedBlock, dtype: str, shape: tuple[int, ...], gran
 
 @functools.partial(jax.jit, static_argnames="parts")
 def cut(shard_1CKTH: jax.Array, parts: int) -> tuple[jax.Array, ...]:
-    """Cuts a shard into `parts` equal pieces along its heads. Runs as one program on the shard's
-    device."""
+    """Runs as one program on the shard's device."""
     size = shard_1CKTH.shape[HEAD_DIMENSION] // parts
     return tuple(
         jax.lax.slice_in_dim(shard_1CKTH, part * size, part * size + size, axis=HEAD_DIMENSION)
@@ -138,7 +132,6 @@ class PlannedPiece:
 
 
 def plan_of_request(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ...]:
-    """Returns the pieces that a receiver process requests and that this process holds."""
     turn = request.turn % _replicas(offer.sharding, offer.shape, offer.rank)
     pieces = _plan(
         offer.sharding,
@@ -169,11 +162,7 @@ def plan_ahead(
     With this plan the receiver can pull before the sender answers.
 
     Args:
-        card: Description of the sender's mesh.
-        source_rank: Index of the dp rank that offers the block.
         shape: Shape of the block, [any, C, K, T, H].
-        wanted: Devices of the receiving dp rank.
-        granule: Number of KV heads in a piece.
         turn: Index of the sender's preferred replica among equally loaded ones (see
             `plan_reshard`).
 
@@ -225,8 +214,8 @@ def _planned(
     granule: int,
     turn: int,
 ) -> tuple[PlannedPiece, ...]:
-    """Plans the pieces. The sender and the receiver describe the source differently but must make
-    the same plan, so the plan does not depend on the order of the source's devices."""
+    """The sender and the receiver describe the source differently but must make the same plan, so
+    the plan does not depend on the order of the source's devices."""
     whole = ((0, 1), *((0, size) for size in shape[1:]))
     local = shape[HEAD_DIMENSION] // shards
     destination: dict[int, Box] = {}
@@ -252,7 +241,6 @@ class HostLeaves:
     """The arrays of a pull in host memory. Equal arrays are stored once.
 
     Attributes:
-        sources: Device arrays to copy to the host. They may not be computed yet.
         cuts: For each distinct array, the index of its source in `sources` and the slice of its
             heads, or None for all heads.
         order: For each array that the receiver expects, in order, the index of the array in `cuts`.
@@ -264,7 +252,6 @@ class HostLeaves:
 
     @property
     def sizes(self) -> list[int]:
-        """Size of each distinct array in bytes."""
         return [
             self.sources[source].nbytes
             if heads is None
@@ -275,8 +262,7 @@ class HostLeaves:
         ]
 
     def arrays(self) -> list[np.ndarray]:
-        """Returns the distinct arrays in host memory. Blocks until the sources are computed. On CPU
-        the arrays are views of the sources."""
+        """Blocks until the sources are computed. On CPU the arrays are views of the sources."""
         read = [np.asarray(source) for source in self.sources]
         return [
             read[source] if heads is None else read[source][:, :, heads]
@@ -286,8 +272,6 @@ class HostLeaves:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestedPieces:
-    """The pieces of one offer that one receiver process requests, and the codec that packs them."""
-
     offer: OfferedBlock
     pieces: Sequence[PlannedPiece]
     granule: int
@@ -314,9 +298,8 @@ class RequestedPieces:
         return leaves
 
     def in_host(self) -> HostLeaves:
-        """Returns a `HostLeaves`, which copies all pieces to host memory later. Does not wait until
-        the pieces are computed. Unpacked pieces are views of their shard, so that no program needs
-        to cut them."""
+        """Does not wait until the pieces are computed. Unpacked pieces are views of their shard, so
+        that no program needs to cut them."""
         if self.codec_name != NO_CODEC:
             encoded = self.on_devices()
             once = tuple({id(leaf): leaf for leaf in encoded}.values())
@@ -354,7 +337,6 @@ def _encoder(codec_name: str) -> Callable[[jax.Array, np.ndarray, np.int32], tup
 
 
 def leaves_of(codec_name: str) -> int:
-    """Returns the number of arrays into which a codec packs a piece, or 1 without a codec."""
     return len(
         codec(codec_name).leaves(jax.ShapeDtypeStruct((1, 1, 1, 1, 2), jnp.dtype(jnp.float32)))
     )

@@ -85,7 +85,6 @@ class PolledPull:
         return self._deadline
 
     def extend(self, seconds: float) -> None:
-        """Moves the deadline of a pull in progress to `seconds` from now, if that is later."""
         with self._lock:
             self._deadline = max(self._deadline, self._clock.now() + seconds)
 
@@ -100,8 +99,6 @@ class PolledPull:
         effect. If the pull has ended, the arrays are dropped.
 
         Args:
-            arrays: Arrays to poll.
-            bytes_moved: Number of bytes that are transferred between devices.
             assemble: Converts the arrived arrays to the result of `arrays()`. Runs under the lock,
                 after all arrays have arrived.
             explain: Converts the error text of a failed array to the sender's error. Returns None
@@ -115,7 +112,7 @@ class PolledPull:
                 self._coming, self._assemble, self._explain = arrays, assemble, explain
 
     def fail(self, error: JdisaggError) -> None:
-        """Fails a pull in progress. Has no effect on an ended pull."""
+        """Has no effect on an ended pull."""
         with self._lock:
             if not self._error and not self._arrived:
                 self._end(error)
@@ -149,6 +146,5 @@ class PolledPull:
 
 
 def is_ready(array: jax.Array | Leaf) -> bool:
-    """Returns whether an array has arrived or failed. Never blocks."""
     # The method is public but missing in the type stub.
     return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]

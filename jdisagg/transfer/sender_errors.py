@@ -11,7 +11,6 @@ _PATTERN = re.compile(r"sender error (\w+): (.*)", re.DOTALL)
 
 
 def error_text(error: JdisaggError) -> str:
-    """Returns the text for an error array, which `sender_error` converts back."""
     return f"sender error {type(error).__name__}: {error.message}"
 
 

@@ -69,22 +69,21 @@ class Region:
         self._map[0] = _WRITTEN if written else 0
 
     def close(self) -> None:
-        """Releases the region in this process. Mappings in other processes stay valid."""
+        """Mappings in other processes stay valid."""
         self._map.close()
         os.close(self.descriptor)
 
 
 def _rounded(size: int) -> int:
-    """Returns the size of a region for `size` bytes. Large regions have a power of two as their
-    size, so that few sizes serve blocks of all sizes. Pages that are not written take no memory."""
+    """Large regions have a power of two as their size, so that few sizes serve blocks of all
+    sizes."""
     if size > FEW_SIZES_BYTES:
         return 1 << (size - 1).bit_length()
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Returns the byte offsets of arrays with these sizes in a region, and the total size of the
-    region. The region's first byte is reserved: it reports that the arrays are written."""
+    """The region's first byte is reserved: it reports that the arrays are written."""
     offsets: list[int] = []
     end = ALIGNMENT
     for size in sizes:
@@ -110,8 +109,7 @@ class SharedMemory(Backend):
 
     @staticmethod
     def of_host() -> "SharedMemory | None":
-        """Creates the shared memory of this process. Returns None if the operating system has no
-        memfd."""
+        """Returns None if the operating system has no memfd."""
         if not hasattr(os, "memfd_create") or not os.path.exists("/proc/self/fd"):
             return None
         return SharedMemory()
@@ -126,8 +124,7 @@ class SharedMemory(Backend):
         return SharedInlet(end.memory)
 
     def take(self, size: int) -> Region:
-        """Returns a region of at least `size` bytes. Prefers regions that were used before, because
-        their pages are already allocated."""
+        """Prefers regions that were used before, because their pages are already allocated."""
         size = _rounded(size)
         for fitting in (size, 2 * size):
             if spare := self._spare.get(fitting):
@@ -142,7 +139,7 @@ class SharedMemory(Backend):
             ) from error
 
     def give_back(self, region: Region) -> None:
-        """Keeps a region for reuse. No receiver may still map the region."""
+        """No receiver may still map the region."""
         if self._spare_bytes + region.size > SPARE_BYTES:
             return region.close()
         self._spare.setdefault(region.size, []).append(region)
@@ -163,8 +160,6 @@ class SharedMemory(Backend):
 
 
 class SharedOutlet(Outlet):
-    """Serves KV pieces to one receiver process in shared memory."""
-
     answers_early = True  # a region's first byte reports that it is written
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -205,7 +200,6 @@ class SharedOutlet(Outlet):
 
 
 def reachable(name: str) -> bool:
-    """Returns whether this process can map the memory of the process with this name."""
     pid, descriptor, secret = _parts(name)
     try:
         with open(f"/proc/{pid}/fd/{descriptor}", "rb") as probe:
@@ -219,9 +213,7 @@ class LeafArrival(Protocol):
 
     error: str | None
 
-    def is_over(self) -> bool:
-        """Returns whether the read has completed or failed. Never blocks."""
-        ...
+    def is_over(self) -> bool: ...
 
 
 class LeafInMemory(Leaf):
@@ -263,9 +255,7 @@ class LeafInMemory(Leaf):
 
 
 class SharedInlet(Inlet):
-    """Pulls KV pieces from the shared memory of one sender process.
-
-    Mappings are cached, up to SPARE_BYTES in total. A sender reuses its regions, and mapping a
+    """Mappings are cached, up to SPARE_BYTES in total. A sender reuses its regions, and mapping a
     region takes longer than copying it."""
 
     backend = KvBackend.SHARED
@@ -277,8 +267,7 @@ class SharedInlet(Inlet):
         self._bytes = 0
 
     def pull(self, arrays: AnnouncedArrays) -> list[LeafInMemory]:
-        """Maps the sender's region, which may not be written yet. Returns the arrays in the region,
-        to be polled."""
+        """Maps the sender's region, which may not be written yet."""
         lies = arrays.memory(InMemory)
         # The views have this array as their base, so the array exists as long as any view.
         region = np.frombuffer(self._map(lies), np.uint8)
@@ -319,8 +308,6 @@ class SharedInlet(Inlet):
 
 
 def _parts(name: str) -> tuple[int, int, bytes]:
-    """Splits the name of a process's shared memory into PID, descriptor and secret. For an invalid
-    name, returns numbers that match no process."""
     with contextlib.suppress(ValueError):
         pid, descriptor, secret = name.split(":")
         return int(pid), int(descriptor), bytes.fromhex(secret)

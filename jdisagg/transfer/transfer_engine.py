@@ -52,15 +52,8 @@ _EVERY_INTERFACE = ("", "0.0.0.0", "::", "[::]")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options of all transfer servers of a process.
-
-    Attributes:
-        host: Address of the only interface that servers bind.
-        transports: Number of parallel data connections. Both sides must be configured with the same
-            number.
-        transfer_size: Size of a transferred chunk in bytes.
-        timeouts: Time-outs of the channel.
-    """
+    """Options of all transfer servers of a process. `host`: address of the only interface that
+    servers bind."""
 
     host: str = "127.0.0.1"
     transports: int = 4
@@ -91,7 +84,7 @@ class EngineOptions:
 
 
 class EngineBackend(Backend):
-    """The JAX transfer engine as a backend. It reaches every process."""
+    """Reaches every process."""
 
     kind = KvBackend.ENGINE
 
@@ -109,8 +102,6 @@ class EngineBackend(Backend):
 
 
 class EngineOutlet(Outlet):
-    """A transfer server that one receiver process pulls from."""
-
     answers_early = True
 
     def __init__(self, options: EngineOptions) -> None:
@@ -121,7 +112,7 @@ class EngineOutlet(Outlet):
         self.address = self._server.address()
 
     def reserve(self, pull_id: int, pieces: RequestedPieces, seconds: float) -> Reserved:
-        """Posts the arrays of the pieces. The engine itself waits until they are computed."""
+        """The engine itself waits until the arrays are computed."""
         arrays = pieces.on_devices()
         self.post(pull_id, arrays, seconds)
         return Reserved(len(arrays))
@@ -172,8 +163,6 @@ class EngineOutlet(Outlet):
 
 
 class EngineInlet(Inlet):
-    """A connection to the transfer server of one sender process."""
-
     backend = KvBackend.ENGINE
     has_server = True
 
@@ -184,8 +173,8 @@ class EngineInlet(Inlet):
         self.address = ""
 
     def open(self, address: str) -> None:
-        """Connects to the sender's server. If the server's address has changed, the old connection
-        is closed and its running pulls fail."""
+        """If the server's address has changed, the old connection is closed and its running pulls
+        fail."""
         if address != self.address:
             self._drop()
             if self._server is None:
@@ -193,7 +182,7 @@ class EngineInlet(Inlet):
             self._connection, self.address = self._server.connect(address), address
 
     def pull(self, arrays: AnnouncedArrays) -> list[jax.Array]:
-        """Starts to pull arrays. The sender may post them later than this call."""
+        """The sender may post the arrays later than this call."""
         self.open(arrays.answer.address)
         assert self._connection is not None
         return self._connection.pull(arrays.answer.pull_id, list(arrays.avals))
@@ -218,7 +207,7 @@ def _in(seconds: float) -> datetime.datetime:
 
 
 def _keep_for_ever(server: transfer.TransferServer) -> None:
-    """Keeps a server alive until the process exits. Used for servers with data in transfer:
-    deleting such a server can block for ever while holding the interpreter's lock. The server is
-    leaked on purpose, because a module-level list would delete it at exit."""
+    """Used for servers with data in transfer: deleting such a server can block for ever while
+    holding the interpreter's lock. The server is leaked on purpose, because a module-level list
+    would delete it at exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))

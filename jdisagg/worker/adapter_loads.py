@@ -22,13 +22,8 @@ _NOTHING_HELD = contextlib.nullcontext()
 
 
 class AdapterLoads:
-    """The adapters of one worker.
-
-    Args:
-        worker: Name of the worker, for errors.
-        slots: Number of adapter slots of the mesh.
-        in_use: Function that returns the requests whose adapters must stay loaded.
-    """
+    """The adapters of one worker. `in_use`: function that returns the requests whose adapters must
+    stay loaded."""
 
     def __init__(
         self,
@@ -46,7 +41,6 @@ class AdapterLoads:
 
     @property
     def idle(self) -> bool:
-        """Whether no adapter is being loaded, and no request waits for one."""
         return not self._loads and not any(self._held.values())
 
     def held(
@@ -54,12 +48,8 @@ class AdapterLoads:
     ) -> contextlib.AbstractAsyncContextManager[None]:
         """Returns a context manager that waits until the request's adapter is loaded. The adapter
         stays loaded within the context. Before the context ends, the caller must add the request to
-        the requests that `in_use` returns.
-
-        Raises:
-            InvalidRequestError: The adapter cannot be served.
-            DeadlineExceededError: The adapter was not loaded within `seconds`.
-        """
+        the requests that `in_use` returns. Raises InvalidRequestError if the adapter cannot be
+        served. Raises DeadlineExceededError if the adapter was not loaded within `seconds`."""
         return self._hold(request.adapter, seconds) if request.adapter else _NOTHING_HELD
 
     @contextlib.asynccontextmanager
@@ -80,8 +70,6 @@ class AdapterLoads:
             self.poke()
 
     def poke(self) -> None:
-        """Wakes waiting requests, which then check for a free slot. Called when requests have
-        ended."""
         self._freed.set()
 
     def stop(self) -> None:
@@ -104,7 +92,6 @@ class AdapterLoads:
         self.table.use(adapter.digest)
 
     def _begin(self, adapter: Adapter) -> "asyncio.Task[None] | None":
-        """Starts to load an adapter. Returns the task, or None if every slot is used."""
         held = {digest for digest, count in self._held.items() if count}
         running = {one.adapter.digest for one in self._in_use() if one.adapter is not None}
         slot = self.table.take(adapter.digest, held | running)

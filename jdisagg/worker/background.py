@@ -12,8 +12,6 @@ from jdisagg.timeouts import HandoffTimeouts
 
 
 class BackgroundTasks:
-    """A set of running tasks on one event loop."""
-
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -33,8 +31,6 @@ class BackgroundTasks:
 
 
 class SideCalls:
-    """Sends messages to other workers in the background."""
-
     def __init__(self, counters: Counters, timeouts: HandoffTimeouts) -> None:
         self._counters = counters
         self._timeouts = timeouts
@@ -42,15 +38,12 @@ class SideCalls:
         self._stopping = asyncio.Event()
 
     def send(self, message: Callable[[], Awaitable[None]]) -> None:
-        """Sends a message once."""
         self._run(self._send(message))
 
     def send_until_received(self, message: Callable[[], Awaitable[None]]) -> None:
-        """Sends a message. If that fails, repeats it a limited number of times."""
         self._run(self._send_again(message))
 
     async def stop(self) -> None:
-        """Prevents further retries, and waits until all calls have ended."""
         self._stopping.set()
         while self._tasks:  # a call may start another one as it ends
             await asyncio.gather(*self._tasks, return_exceptions=True)

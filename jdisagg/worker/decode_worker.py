@@ -72,12 +72,7 @@ MOST_MOVES = 3
 
 
 class DecodeWorker(MeshWorker):
-    """Implements `DecodePort`.
-
-    Args:
-        peers: Function that returns the port to a worker that sends KV.
-        fetches: Whether cached blocks may be fetched from peers.
-    """
+    """Implements `DecodePort`."""
 
     def __init__(
         self,
@@ -213,7 +208,6 @@ class DecodeWorker(MeshWorker):
                 self._join(group, tuple([s for s in result.samples if s.sequence == group.key]))
 
     def _settle(self) -> None:
-        """Sends new tokens to callers, gives free pages to requests and wakes the step loop."""
         self._spilled.rest()
         seconds, serves = self._limits.reservation_lease_seconds, self._loop.failure is None
         if serves and (self._state.ready or self._reservations.queue):
@@ -244,7 +238,6 @@ class DecodeWorker(MeshWorker):
         self._requests.grant(group)
 
     def _spill(self, child: Sequence) -> bool:
-        """Swaps out a sequence. Returns False if it should be recomputed later instead."""
         if self._migration.moves(child.group) or not self._spilled.take(child):
             return False
         if not child.steps_count:
@@ -252,8 +245,6 @@ class DecodeWorker(MeshWorker):
         return True
 
     def _span_goes_on(self) -> bool:
-        """Returns whether the step loop need not plan, because a command of many steps is running
-        and no work waits for its end."""
         return (
             self._interruptible is not None
             and self._loop.runs(DecodeSteps)
@@ -262,8 +253,7 @@ class DecodeWorker(MeshWorker):
         )
 
     def _snapshot(self) -> StepSnapshot:
-        """Builds the input of the step policy. To save time, omits fields that the policy does not
-        read."""
+        """To save time, omits fields that the policy does not read."""
         prompts = self._chunk_tokens > 0 and bool(self._prefills)
         spans = self._interruptible is not None
         newest = self._loop.newest(DecodeSteps)
@@ -309,7 +299,6 @@ class DecodeWorker(MeshWorker):
         return self._reserved(group, restored)
 
     def _hold(self, group: SequenceGroup, seconds: float) -> None:
-        """Extends the lease of a group for which `generate` has not been called yet."""
         group.handoff = group.handoff.expect(self._clock.now() + seconds)
         if (stream := self._streams.get(group.key)) is not None:
             stream.lease_until = group.handoff.deadline
@@ -317,8 +306,6 @@ class DecodeWorker(MeshWorker):
     async def _enqueue(
         self, call: ReserveCall, arrival: float
     ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
-        """Queues a request for pages. If this mesh computes all prompts, the request first waits
-        for blocks that other prompts compute, if that is faster than computing them again."""
         if self._mode is Mode.DISAGGREGATED or not self._kept.on:
             return self._requests.enqueue(call, arrival)
         waits = self._prefills.waits
@@ -340,8 +327,6 @@ class DecodeWorker(MeshWorker):
         return Reservation(key, self.name, group.rank, left, cached, of_prompt, own)
 
     def _take(self, call: ReserveCall) -> None:
-        """Checks that this worker can serve the attempt, and ends earlier attempts of the same
-        request and children."""
         self._check_serving(call.request, call.children, call.computes)
         self._attempts.take(call.request, call.children, call.attempt, self._clock.now())
         indices = {child.index for child in call.children}
@@ -426,8 +411,6 @@ class DecodeWorker(MeshWorker):
         )
 
     def _begin(self, group: SequenceGroup, source: HandoffSource | None) -> None:
-        """Starts receiving the group's KV from `source`. If `source` is None, starts computing the
-        prompt on this mesh."""
         if source is not None:
             return self._incoming.begin(group, source)
         tokens = self._prefills.add(group)
@@ -437,7 +420,6 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
-        """Marks the sequences of a group as ready to decode, when all their KV has arrived."""
         stream = self._streams[group.key]
         stream.kv_bytes_moved = received.bytes_moved
         stream.exposed_seconds = received.exposed_seconds
@@ -486,7 +468,6 @@ class DecodeWorker(MeshWorker):
         self._quiet.set()
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
-        """Ends a group and its stream with `error`."""
         if isinstance(error, BrokenModelError):
             # the cached blocks that it started from may be the cause
             self._forget_kept(group.rank, "broken")
@@ -542,8 +523,6 @@ class DecodeWorker(MeshWorker):
         return bool(self._state.groups or len(self._reservations) or self._streams or others)
 
     def _hand_on(self) -> None:
-        """Offers running sequences to other decode workers during a drain. Each sequence is offered
-        a limited number of times."""
         self._spilled.end_suspended()
         for key in list(self._state.groups):
             stream = self._streams.get(key)

@@ -44,19 +44,12 @@ SNAPSHOT_MARK = b"snapshot"  # a block's name is a hash and does not begin with 
 
 
 def _saved_name(name: bytes) -> bytes:
-    """Returns the name on disk of the snapshot at the end of block `name`."""
     return (SNAPSHOT_MARK + name)[: len(name)]
 
 
 class DiskTier(KvSource):
-    """The disk as a source of cached blocks (`KvSource`).
-
-    Args:
-        kept: Prefix cache of the mesh's pages.
-        host: Host-memory tier, through which blocks are copied.
-        room: Capacity of the disk tier. The tier is off if its number of bytes is 0 or if `host` is
-            off.
-    """
+    """The disk as a source of cached blocks (`KvSource`). `room`: capacity of the disk tier. The
+    tier is off if its number of bytes is 0 or if `host` is off."""
 
     name: Origin = "disk"
     most_restores = 4
@@ -182,7 +175,6 @@ class DiskTier(KvSource):
         self._write_more()
 
     async def _save(self, block: DiskBlock, host: HostBlock) -> str:
-        """Writes a block or snapshot to its file. Returns an error text, or "" after success."""
         sums = tuple([piece.checksum for piece in host.pieces])
         saved = await self._run(
             SaveBlock(
@@ -237,15 +229,6 @@ class DiskTier(KvSource):
     def _worth_of_snapshots(
         self, query: RestoreQuery, found: list[tuple[bool, ...]], reach: list[int]
     ) -> RestorePlan | None:
-        """Returns the plan for a model whose cache hits need snapshots, or None if a restore is not
-        worth its time.
-
-        Args:
-            query: Describes the prompt.
-            found: For each rank, the restorable blocks after those in pages, and whether each is on
-                disk (`restorable`).
-            reach: For each rank, the number of leading blocks in pages or restorable.
-        """
         kept, host = self._kept, self._host
         rank, end = host.last_snapshot(
             query.chain, reach, lambda name: host.has_snapshot(name) or self._readable(name)
@@ -313,7 +296,6 @@ class DiskTier(KvSource):
         return ""
 
     async def _bring_snapshot(self, restore: Restore) -> None:
-        """Copies a snapshot from disk through host memory to its state slot or pages."""
         saved, host = restore.snapshot, self._host
         if not isinstance(saved, DiskBlock) or restore.place is None:
             return
@@ -333,8 +315,6 @@ class DiskTier(KvSource):
     async def _read(
         self, block: DiskBlock, index: int, offer_ids: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Reads a block into host memory and returns its checksums. Returns () if the disk is too
-        slow, or if the file is missing or damaged. In the second case the block is dropped."""
         read = await self._run(
             LoadBlock(self._loop.next_number(), block.name, index, offer_ids, FILE_SECONDS)
         )
@@ -409,7 +389,6 @@ class DiskTier(KvSource):
         return await self._end(self._issue(command))
 
     def _issue(self, command: DiskCommand) -> "asyncio.Future[StepResult] | None":
-        """Appends a disk command to the mesh's queue. Returns None if the mesh has failed."""
         try:
             return self._loop.submit(command)
         except JdisaggError:

@@ -1,16 +1,12 @@
 """Sends cached KV blocks of this mesh to workers that request them. The requesting side is
 `worker/peer_fetch.py`.
 
-The sending worker decides how many of the requested blocks it sends. It first restores blocks from
-host memory or disk if that is worthwhile. The blocks are sent by an ordinary KV transfer (hand-off,
-`worker/outgoing_kv.py`), and are not evicted during the transfer. The number of such transfers and
-of unfetched tokens is bounded. A block name is a keyed hash that includes the tenant, so a caller
-that has a block's name may read the block.
+A block name is a keyed hash that includes the tenant, so a caller that has a block's name may read
+the block.
 
 On a decode mesh, transfers must not delay decode steps, so only a few blocks are extracted between
-two steps. Pages are released as soon as all commands that read them are issued, because commands
-run in order. If a sequence needs pages and none is free, the youngest transfer is ended and its
-pages are released."""
+two steps. If a sequence needs pages and none is free, the youngest transfer is ended and its pages
+are released."""
 
 import asyncio
 
@@ -43,12 +39,7 @@ MOST_CHUNKS_OF_DECODE = 1  # fewer on a decode mesh, whose sequences could use t
 
 
 class GivenKv:
-    """Sends the cached blocks of one mesh to other workers.
-
-    Args:
-        sources: Prefix cache in device pages, and the tiers from which blocks are restored first.
-        decodes: Whether the mesh runs decode steps, which must not be delayed.
-    """
+    """Sends the cached blocks of one mesh to other workers."""
 
     def __init__(
         self,
@@ -88,13 +79,9 @@ class GivenKv:
         self._tasks.cancel()
 
     async def give(self, call: FetchCall) -> FetchReply:
-        """Starts a transfer of those requested blocks that this mesh caches. The reply has their
-        number, which is 0 if no transfer was started.
-
-        Raises:
-            HandoffError: The hand-off id is in use.
-            InvalidRequestError: The block names are invalid.
-        """
+        """The reply has the number of blocks, which is 0 if no transfer was started. Raises
+        HandoffError if the hand-off id is in use. Raises InvalidRequestError if the block names are
+        invalid."""
         known = 0 <= call.first <= len(call.names) - (not self._kept.snapshots)
         if not known or not 0 < len(call.names) <= MOST_NAMES:
             raise InvalidRequestError(
@@ -135,8 +122,6 @@ class GivenKv:
         self._moved.set()
 
     def ended(self, owner: int) -> bool:
-        """Removes the transfer of `owner`, which has ended. Returns False if no transfer has this
-        owner."""
         found = self._given.pop(owner, None)
         if found is not None:
             self._let_go(found[0], owner)
@@ -144,8 +129,6 @@ class GivenKv:
         return found is not None
 
     def give_way(self, rank: int) -> bool:
-        """Ends the youngest transfer that holds pages of a rank. Returns False if no transfer holds
-        any."""
         for owner, (where, handoff) in reversed(self._given.items()):
             if where == rank and owner in self._holding:
                 self._counters.add("peer_gives_cut")
@@ -173,8 +156,6 @@ class GivenKv:
         )
 
     async def _best_rank(self, call: FetchCall) -> int:
-        """Restores blocks from slower tiers if that is worthwhile. Returns the rank that then
-        caches most of the requested blocks."""
         known = tuple([self._kept.match(rank, call.names) for rank in range(self._mesh.ranks)])
         plan = self._sources.best(RestoreQuery(call.names, known))
         if plan is None or len(plan.chain) <= max(known):

@@ -31,13 +31,6 @@ COPY_SECONDS = 10.0  # deadline of one piece; a slower host is treated as failin
 
 
 class HostPieces:
-    """Copies pieces of KV between the pages of one mesh and host memory.
-
-    Args:
-        page_size: Number of tokens of a page.
-        key: Key of the checksums.
-    """
-
     def __init__(self, loop: StepLoop, page_size: int, key: int) -> None:
         self._loop = loop
         self._page_size = page_size
@@ -53,9 +46,8 @@ class HostPieces:
     async def bring_back(
         self, pieces: Iterable[HostPiece], rank: int, pages: tuple[int, ...]
     ) -> bool:
-        """Copies pieces from host memory into the pages of a rank. Returns whether all pieces are
-        written and all checksums match. After a cancellation nothing more is written, so the pages
-        may be reused immediately."""
+        """Returns whether all pieces are written and all checksums match. After a cancellation
+        nothing more is written, so the pages may be reused immediately."""
         return all(await asyncio.gather(*(self._back(piece, rank, pages) for piece in pieces)))
 
     async def _back(self, piece: HostPiece, rank: int, pages: tuple[int, ...]) -> bool:

@@ -3,11 +3,7 @@ reused, and restores them. A worker that decodes shares this memory with its swa
 (`worker/spilled_kv.py`), which take precedence.
 
 The copy is queued on the mesh when the pages get another owner, so it runs before any command that
-overwrites the pages. The number of blocks that are copied to host memory at the same time is
-limited; further blocks are dropped. While prompts request few of the evicted blocks, no block is
-copied (`AskedAgain`). `worker/host_pieces.py` copies the bytes and compares checksums. If a
-checksum differs, the block is dropped and counts as a miss. The disk tier (`worker/disk_tier.py`)
-reads and writes its blocks through host memory."""
+overwrites the pages. If a checksum differs, the block is dropped and counts as a miss."""
 
 import asyncio
 import functools
@@ -48,18 +44,8 @@ Read = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
 
 
 class HostTier(KvSource):
-    """Host memory as a source of cached blocks (`KvSource`).
-
-    Args:
-        kept: Prefix cache of the mesh's pages.
-        room: Capacity of the tier. The tier is off if its number of bytes is 0.
-        ids: Generator of fresh random 64-bit numbers.
-        most_writing: Limit of the blocks that are being copied to host memory.
-
-    Attributes:
-        ready: Function that returns whether the programs that copy blocks are loaded. Until they
-            are, no block is copied.
-    """
+    """Host memory as a source of cached blocks (`KvSource`). `ready`: function that returns whether
+    the programs that copy blocks are loaded. Until they are, no block is copied."""
 
     name: Origin = "host"
     most_restores = 4
@@ -108,8 +94,7 @@ class HostTier(KvSource):
         self._pieces = HostPieces(loop, limits.page_size, key)
 
     def bytes_of_snapshots(self, room_bytes: int) -> int:
-        """Returns how many of a tier's bytes are reserved for snapshots. One snapshot always fits,
-        unless it takes more than half of the tier."""
+        """One snapshot always fits, unless it takes more than half of the tier."""
         if not self.snapshot_part:
             return 0
         least = min(self.snapshot_bytes + FILE_EXTRA_BYTES, room_bytes // 2)
@@ -152,14 +137,12 @@ class HostTier(KvSource):
         self._tasks.cancel()
 
     def offers(self, rank: int, index: int) -> tuple[Offer, ...]:
-        """Returns the id and positions of each piece of block number `index` of a sequence."""
         tokens = self._kept.block_tokens
         start = index * tokens
         return tuple(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
 
     def snapshot_offers(self) -> tuple[Offer, ...]:
-        """Returns the ids and positions of the pieces of a snapshot at the end of the context.
-        Empty if cache hits need no snapshots."""
+        """Empty if cache hits need no snapshots."""
         if not self.snapshot_part:
             return ()
         return snapshot_offers(self._limits, 0, self._limits.context_tokens, self._ids)
@@ -197,8 +180,7 @@ class HostTier(KvSource):
         task.add_done_callback(lambda _: self._copied_out(name, task))
 
     def _copy_snapshot(self, rank: int, name: bytes) -> None:
-        """Copies a snapshot to host memory. The copy is queued on the mesh, so the snapshot may be
-        overwritten by later commands."""
+        """The copy is queued on the mesh, so the snapshot may be overwritten by later commands."""
         snapshots, kept = self.snapshots, self._kept.snapshots[rank]
         if self._loop.failure is not None or name in snapshots or not snapshots.capacity:
             return
@@ -229,8 +211,6 @@ class HostTier(KvSource):
         return self.blocks.arrived(name)
 
     async def copied_snapshot(self, rank: int, name: bytes) -> HostBlock | None:
-        """Returns a snapshot in host memory. If the snapshot is only cached on `rank`, copies it to
-        host memory first. Returns None if it is in neither place."""
         kept = self._kept.snapshots[rank]
         if name in kept:
             self._copy_snapshot(rank, name)
@@ -288,12 +268,7 @@ class HostTier(KvSource):
 
     async def load(self, name: bytes, offers: tuple[Offer, ...], read: Read) -> HostBlock | None:
         """Reads a block from disk into host memory and prevents its eviction. Returns None if host
-        memory has no room or reading failed.
-
-        Args:
-            read: Function that writes the block to host memory under these offer ids. It returns
-                the checksums of the pieces, or () after a failure.
-        """
+        memory has no room or reading failed."""
         block = self._add(name, offers)
         if block is None:
             return None
@@ -327,9 +302,6 @@ class HostTier(KvSource):
         return RestorePlan(self, rank, chain, tokens, tokens, instead=query.instead)
 
     def _worth_of_snapshots(self, query: RestoreQuery, reach: list[int]) -> RestorePlan | None:
-        """Returns the plan for a model whose cache hits need snapshots, or None if a restore is not
-        worth its time. `reach` is, for each rank, the number of leading blocks that are in its
-        pages or in host memory."""
         kept, size = self._kept, self._kept.block_tokens
         for name in reversed(query.chain[: max(reach)]):
             if name in self._snapshots_asked:
@@ -354,14 +326,7 @@ class HostTier(KvSource):
     ) -> tuple[int, int]:
         """Finds the longest prefix of the chain that has a snapshot at its end, on the rank itself
         or elsewhere. Returns the rank and the number of blocks of this prefix, which is 0 if there
-        is none.
-
-        Args:
-            chain: Names of the prompt's blocks.
-            reach: For each rank, the number of leading blocks that are in its pages or can be
-                restored to them.
-            elsewhere: Function that returns whether the snapshot of a block can be restored.
-        """
+        is none."""
         ends = [
             next(
                 (
@@ -405,13 +370,9 @@ class HostTier(KvSource):
     async def bring(
         self, restore: Restore, elsewhere: Callable[[int], Awaitable[None]] | None = None
     ) -> str:
-        """Copies the blocks of a restore to its reserved pages, a few at a time.
-
-        Args:
-            restore: The restore.
-            elsewhere: Function that restores a block from another tier, given its index. It is
-                called for each block that is not in host memory.
-        """
+        """Copies the blocks of a restore to its reserved pages, a few at a time. `elsewhere`:
+        function that restores a block from another tier, given its index. It is called for each
+        block that is not in host memory."""
         slots = asyncio.Semaphore(BLOCKS_AT_ONCE)
 
         async def bring(index: int) -> None:
@@ -431,8 +392,6 @@ class HostTier(KvSource):
         return ""
 
     async def bring_snapshot(self, restore: Restore) -> None:
-        """Copies the snapshot of a restore to its state slot or pages, if it is in host memory. If
-        the checksum differs, drops the snapshot."""
         snapshot, plan = restore.snapshot, restore.plan
         if not isinstance(snapshot, HostBlock) or restore.place is None:
             return
@@ -447,8 +406,7 @@ class HostTier(KvSource):
             self._release((snapshot,))
 
     async def copy_in(self, block: HostBlock, restore: Restore) -> bool:
-        """Copies a block from host memory to the restore's pages. Returns whether the block is
-        intact. If its checksum differs or a piece is missing, drops the block."""
+        """Returns whether the block is intact."""
         if await self._pieces.bring_back(block.pieces, restore.plan.rank, restore.pages):
             return True
         if self.blocks.forget(block):
@@ -476,7 +434,6 @@ class HostTier(KvSource):
 
 
 async def _sums(copies: "list[asyncio.Future[StepResult]]") -> tuple[int, ...] | None:
-    """Waits for copies to host memory. Returns their checksums, or None if the mesh failed."""
     try:
         results = await asyncio.gather(*copies)
     except JdisaggError:

@@ -1,11 +1,6 @@
 """The receiving side of one KV transfer (hand-off). Reads the sender's offers, then pulls each
 block, inserts it into pages, verifies its checksum and acknowledges it.
 
-A bounded number of blocks is in flight. A block is pulled again a few times if the pull fails or is
-late, or if the checksum of the inserted KV differs from the sender's. The sender keeps a block
-until the block is acknowledged. A pulled block that will not be inserted is dropped, even if the
-task is cancelled. Heartbeats renew the sender's lease and detect a sender that does not answer.
-
 Invariant: a block counts as received only after its checksum was verified. A hand-off is complete
 when every layer group has received every position exactly once. Sliding-window layers that are sent
 separately need only the positions still inside their windows. If the model has recurrent state, the
@@ -46,7 +41,6 @@ class Received:
     """The result of receiving one hand-off.
 
     Attributes:
-        firsts: First generated tokens, one for each child, sampled by the sender.
         moved: All generated tokens of a migrated sequence; empty for a prefill.
         exposed_seconds: Seconds from the sender's last message to the last verified block.
     """
@@ -83,14 +77,8 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class WindowDestination:
-    """The pages to which the KV of separately sent sliding-window layers is written.
-
-    Attributes:
-        pages: Function that returns the pages of positions [0, n) in these layers.
-        layer_groups: Number of layer groups of the sliding-window layers.
-        seen_from: Function that returns the first position inside the windows, given a sequence's
-            end position.
-    """
+    """The pages to which the KV of separately sent sliding-window layers is written. `seen_from`:
+    function that returns the first position inside the windows, given a sequence's end position."""
 
     pages: Callable[[int], tuple[int, ...]]
     layer_groups: int
@@ -98,8 +86,6 @@ class WindowDestination:
 
 
 class IncomingHandoff:
-    """Receives one hand-off. The work is done by `receive`."""
-
     def __init__(
         self,
         loop: StepLoop,
@@ -148,12 +134,9 @@ class IncomingHandoff:
         return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
 
     async def receive(self) -> Received:
-        """Receives all KV into the destination's pages and returns the result.
-
-        Raises:
-            HandoffError: The sender failed, or it sent incomplete KV.
-            UnavailableError: This mesh or the sender's failed.
-        """
+        """Receives all KV into the destination's pages and returns the result. Raises HandoffError
+        if the sender failed, or it sent incomplete KV. Raises UnavailableError if this mesh or the
+        sender's failed."""
         beats: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -187,8 +170,6 @@ class IncomingHandoff:
         return received
 
     async def _read_offers(self, tasks: asyncio.TaskGroup) -> tuple[HandoffEnd, float]:
-        """Starts a task to fetch each offered block. When all blocks are fetched, returns the
-        sender's last message and its arrival time."""
         offers = self.line.offers()
         end, ended_at = None, 0.0
         fetches: list[asyncio.Task[None]] = []
@@ -217,8 +198,6 @@ class IncomingHandoff:
         return end, ended_at
 
     async def _keep_alive(self) -> None:
-        """Renews the sender's lease by heartbeats. Raises HandoffError if several heartbeats in a
-        row fail."""
         missed, seconds = 0, self._timeouts.heartbeat_seconds
         while True:
             try:
@@ -305,8 +284,7 @@ class IncomingHandoff:
         return (self._to.state(),)
 
     def _codec(self, offer: Offer) -> str:
-        """Returns a block's codec. Recurrent state is never compressed, because errors in it would
-        persist."""
+        """Recurrent state is never compressed, because errors in it would persist."""
         return "none" if offer.kind is KvKind.STATE else self.line.link.codec
 
     async def _insert(self, command: InsertBlock) -> StepResult:
@@ -318,7 +296,6 @@ class IncomingHandoff:
             self.inserting -= 1
 
     async def _pull(self, offer: Offer) -> str:
-        """Pulls a block once. Returns an error text, or "" after success."""
         seconds, link = self._pull_seconds, self.line.link
         command = PullBlock(
             step=self._loop.next_number(),
@@ -360,8 +337,6 @@ class IncomingHandoff:
         return result.error
 
     async def _compare(self, offer: Offer, inserted: StepResult) -> str:
-        """Compares the checksum of inserted KV with the sender's. Returns an error text, or "" if
-        the KV is intact."""
         if not self.line.link.verify:
             return ""
         assert isinstance(inserted, InsertResult), (
@@ -393,8 +368,6 @@ class IncomingHandoff:
         return self._sums[offer_id]
 
     def _computing(self, offer: Offer) -> bool:
-        """Returns whether the sender may still be computing the block, because its checksum has not
-        arrived."""
         if not self.line.link.verify or self._all_offered:
             return False
         known = self._sums.get(offer.offer_id)
@@ -411,7 +384,6 @@ class IncomingHandoff:
                 expected.exception()
 
     def _drop(self, offer: Offer, pull: "asyncio.Future[StepResult] | None" = None) -> None:
-        """Drops a block. If the block is still being pulled, the result of the pull is ignored."""
         if pull is not None:
             pull.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._loop.fire(DropBlocks(self._loop.next_number(), (offer.offer_id,)))
@@ -443,7 +415,6 @@ class IncomingHandoff:
 
 
 def _reach(blocks: list[Offer], groups: int, start: int) -> int:
-    """Returns the first position, from `start` on, that some layer group has not received."""
     return min([_contiguous(blocks, group, start) for group in range(groups)])
 
 
@@ -457,7 +428,6 @@ def _contiguous(blocks: list[Offer], group: int, at: int) -> int:
 
 
 def _covers(blocks: list[Offer], groups: int, start: int, end: int) -> bool:
-    """Returns whether each layer group received positions [start, end) exactly once."""
     tokens = sum(block.groups * block.valid_tokens for block in blocks)
     return tokens == groups * (end - start) and _reach(blocks, groups, start) == end
 

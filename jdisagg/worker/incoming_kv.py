@@ -45,17 +45,6 @@ class KvEvents(Protocol):
 
 @dataclass(slots=True)
 class _Incoming:
-    """Progress of receiving one group's KV.
-
-    Attributes:
-        kept_tokens: Number of leading positions that were cached or were received from earlier
-            sources.
-        firsts: First tokens that the client has received already. They replace the first tokens of
-            a new source.
-        handoff: The transfer in progress, or None.
-        task: Task that runs `handoff`.
-    """
-
     kept_tokens: int = 0
     firsts: dict[int, FirstToken] = field(default_factory=dict)
     handoff: IncomingHandoff | None = None
@@ -63,8 +52,6 @@ class _Incoming:
 
 
 class IncomingKv:
-    """Receives KV for all reservations of one decode mesh."""
-
     def __init__(
         self,
         state: DecodeState,
@@ -89,19 +76,15 @@ class IncomingKv:
 
     @property
     def arriving(self) -> bool:
-        """Whether any block is being pulled from its sender or inserted into pages."""
         return any([handoff.pulling or handoff.inserting for handoff in self._handoffs()])
 
     def completing_before(self, step: int) -> bool:
-        """Returns whether any transfer issued its last insertion before command number `step`."""
         return any([one.completing and one.last_insertion < step for one in self._handoffs()])
 
     def senders(self) -> set[str]:
-        """Returns the connection names of the peers that are sending blocks to this worker."""
         return {handoff.line.link.peer for handoff in self._handoffs()}
 
     def begin(self, group: SequenceGroup, source: HandoffSource) -> None:
-        """Starts receiving a group's KV from `source`."""
         self._incoming[group.key] = _Incoming(group.cached_tokens)
         self._receive_from(source, group, group.cached_tokens)
 
@@ -140,8 +123,6 @@ class IncomingKv:
         return [one.handoff for one in self._incoming.values() if one.handoff is not None]
 
     def _close(self, incoming: _Incoming, reason: str) -> int:
-        """Ends the current transfer. Returns the number of leading positions that all layer groups
-        have received."""
         handoff, task = incoming.handoff, incoming.task
         assert handoff is not None and task is not None
         incoming.handoff = incoming.task = None
@@ -153,7 +134,6 @@ class IncomingKv:
     def _receive_from(
         self, source: HandoffSource, group: SequenceGroup, cached_tokens: int
     ) -> None:
-        """Starts receiving the positions from `cached_tokens` on from `source`."""
         incoming, limits = self._incoming[group.key], self._state.limits
 
         def slot() -> int:
@@ -229,8 +209,6 @@ class IncomingKv:
         error: JdisaggError,
         kept_tokens: int,
     ) -> None:
-        """Handles the failure of a source. The group waits for another source, or ends if no source
-        can send the remaining KV."""
         incoming.handoff = incoming.task = None
         incoming.kept_tokens = kept_tokens
         if group.key not in self._state.groups:

@@ -1,12 +1,8 @@
 """Restores cached KV blocks from host memory, disk or other workers to the mesh's pages, if that is
 faster than computing them.
 
-Each of these three places is a `KvSource` (`worker/host_tier.py`, `worker/disk_tier.py`,
-`worker/peer_fetch.py`). For each prompt, `KvSources` gets one plan from each source and runs the
-plan that saves most time. It reserves pages, lets the source fill them, and adds the verified
-blocks to the prefix cache. A prompt waits no longer than computing the same tokens would take.
-After that time, or when the prompt is cancelled, the restore is cancelled. Blocks that have arrived
-remain cached. A failed restore costs time but never changes a result.
+A prompt waits no longer than computing the same tokens would take. A failed restore costs time but
+never changes a result.
 
 Invariants: a block enters the prefix cache only after the checksum of its KV in pages was verified.
 The pages of a restore are always released when the restore ends. A reset of the cache also discards
@@ -56,9 +52,6 @@ class RestoreQuery:
         ahead_tokens: Number of tokens of other prompts that will be computed before this prompt.
         peer: Worker that holds the blocks according to the router's estimate; None if the router
             knows of no worker.
-        peer_tokens: Number of the prompt's tokens that `peer` probably caches.
-        only: Rank to restore to; None allows every rank.
-        instead: The alternative to a restore: computing the tokens or receiving their KV.
     """
 
     chain: Chain
@@ -71,7 +64,6 @@ class RestoreQuery:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Ranks to which blocks may be restored."""
         return range(len(self.known)) if self.only is None else (self.only,)
 
 
@@ -80,17 +72,10 @@ class RestorePlan:
     """The blocks that one source can restore for a prompt.
 
     Attributes:
-        source: Source that copies the blocks.
-        rank: Data-parallel rank to whose pages the blocks are copied.
-        chain: Hashes of the prompt's first blocks, up to the last block that the source restores.
-        tokens: Number of tokens of `chain` that are not in pages.
         moved_tokens: Number of tokens that the source must copy or send, which determines the
             duration.
         ahead_tokens: Number of tokens of other prompts that are computed while the restore runs.
             The prompt would have to wait for them anyway.
-        peer: Worker to fetch from; None if the source is local.
-        snapshot: Whether the source also restores the snapshot at the end of `chain`.
-        instead: The alternative to the restore: computing the tokens or receiving their KV.
     """
 
     source: "KvSource"
@@ -115,21 +100,13 @@ class Restore:
     """A running restore.
 
     Attributes:
-        plan: Plan that the restore executes.
         first: Number of leading blocks of the plan's chain that were in pages before the restore.
-        pages: Pages of the whole chain on the plan's rank, reserved for the restore or for `owner`.
         owner: Sequence that holds the pages and uses the blocks; None if the restore reserves them.
-        held: Blocks that the source must not evict during the restore, by their index in the plan's
-            chain.
         origins: Origin (name of the source) of each verified block, by its index in the plan's
             chain.
-        moved_tokens: Number of tokens copied, which the source records in its `prices`.
         place: Function that assigns pages (or a state slot, as one page) to the restored snapshot,
             given its number of tokens. They replace those of an earlier call. Returns None if there
             is no room. The attribute is None if no snapshot is restored.
-        snapshot: Snapshot that the source must not evict during the restore, or None.
-        restored: Whether the snapshot is verified and in its pages or slot.
-        task: Task that runs the restore.
         closing: Functions that keep background work of the source from writing to the pages.
     """
 
@@ -155,8 +132,7 @@ class Restore:
         return count
 
     def stop(self) -> None:
-        """Ends the restore before its owner's pages are reused. Nothing more is written to the
-        pages."""
+        """Ends the restore before its owner's pages are reused."""
         self.owner = -1
         for close in self.closing:
             close()
@@ -252,12 +228,9 @@ class RestoredBlocks:
         self._origins: dict[tuple[int, int], Origin] = {}  # by rank and index in the chain
 
     def add(self, rank: int, origins: Mapping[int, Origin]) -> None:
-        """Records the origins of restored blocks, by block index in the prompt."""
         self._origins.update({(rank, index): origin for index, origin in origins.items()})
 
     def split(self, rank: int, tokens: int) -> CachedTokens:
-        """Returns, for the prompt's first `tokens` positions, the number of positions that were
-        restored from each source or found in pages."""
         if not self._origins:
             return CachedTokens(pages=tokens)
         size = self._block_tokens
@@ -272,8 +245,6 @@ class KvSources:
     """Chooses the best source of KV for each prompt of one worker, and runs restores.
 
     Args:
-        kept: Prefix cache of the mesh's pages.
-        page_size: Number of tokens of a page.
         sources: The worker's sources. If plans save equal time, an earlier source is preferred.
 
     Attributes:
@@ -304,7 +275,6 @@ class KvSources:
 
     @property
     def quiet(self) -> bool:
-        """Whether no restore and no background work of any source is in flight."""
         return self._tasks.quiet and all([source.quiet for source in self._sources])
 
     def best(self, query: RestoreQuery) -> RestorePlan | None:
@@ -318,9 +288,8 @@ class KvSources:
     def begin(
         self, plan: RestorePlan, restored: RestoredBlocks, done: Callable[[], None]
     ) -> "asyncio.Task[None]":
-        """Starts a restore for a prompt. `done` is called once, when the restore has ended or has
-        reached its time limit (`RestorePlan.patience_seconds`). It is not called if the returned
-        task is cancelled."""
+        """`done` is called once, when the restore has ended or has reached its time limit
+        (`RestorePlan.patience_seconds`). It is not called if the returned task is cancelled."""
         return self._tasks.spawn(self._restore_in_time(plan, restored, done))
 
     def begin_in(self, restore: Restore, restored: RestoredBlocks) -> "asyncio.Task[None]":
@@ -357,7 +326,6 @@ class KvSources:
         restored: RestoredBlocks | None = None,
         restore: Restore | None = None,
     ) -> None:
-        """Runs a plan to its end. Records the origins of the blocks that arrived in `restored`."""
         if restore is None:
             restore = Restore(plan, self.kept.match(plan.rank, plan.chain))
         with plan.source.holding(restore):
@@ -366,8 +334,6 @@ class KvSources:
             plan.source.failed(cause)
 
     async def _fill(self, restore: Restore, restored: RestoredBlocks | None) -> str:
-        """Fills a restore's pages and caches its blocks. Returns the cause if blocks are missing,
-        or ""."""
         kept, plan, source, cause = self.kept, restore.plan, restore.plan.source, ""
         guest = None
         if restore.owner is None and (guest := self._reserve(restore)) is None:
@@ -401,7 +367,6 @@ class KvSources:
         return cause
 
     def _reserve(self, restore: Restore) -> int | None:
-        """Reserves pages for a restore. Returns their owner, or None if there is no room."""
         kept, rank, chain = self.kept, restore.plan.rank, restore.plan.chain
         size, owner = kept.block_tokens, kept.guest()
         count = len(chain) * size // self._page_size
@@ -425,8 +390,6 @@ class KvSources:
             self._counters.add(tokens, count * self.kept.block_tokens)
 
     def computed_in(self, tokens: int, seconds: float, instead: Instead = "compute") -> None:
-        """Records in the prices of all sources how long computing (or receiving) `tokens` tokens
-        took."""
         for source in self._sources:
             source.prices.computed_in(tokens, seconds, instead)
 

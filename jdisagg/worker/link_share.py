@@ -29,8 +29,7 @@ class LinkShare:
             self.most = min(MOST_PULLS, self.most + 1)
 
     async def begin_turn(self, handoff: int) -> None:
-        """Waits until the hand-off may begin a pull. The caller must call `end_turn` when the pull
-        has ended."""
+        """The caller must call `end_turn` when the pull has ended."""
         if self._running < self.most and not self._waiting:
             self._running += 1
             return

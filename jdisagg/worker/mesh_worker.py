@@ -314,21 +314,11 @@ class MeshWorker(ABC):
         return made
 
     def _links(self) -> tuple[LinkTimes, ...]:
-        """Returns the measured links from peers for the status."""
         return tuple([link for peers in self._connections for link in peers.meter.links()])
 
     def _find_sources(
         self, kept: Residency, peers: PeerResolver | None, room: TierRoom, most_writing: int
     ) -> KvSources:
-        """Builds the sources from which KV blocks are restored.
-
-        Args:
-            kept: Prefix cache of the mesh's pages.
-            peers: Function that returns the port to a worker from which blocks are fetched; None
-                disables fetching.
-            room: Capacity of the host-memory and disk tiers.
-            most_writing: Limit of the blocks that are being copied to host memory.
-        """
         loop, mesh, now = self._loop, self._mesh, self._clock.now
         ids = self._context.ids
         self._host = HostTier(kept, loop, mesh, room, ids, self.counters, most_writing)
@@ -351,8 +341,6 @@ class MeshWorker(ABC):
         return found
 
     def _kept_tiers(self, *spilled: KeptTier) -> tuple[KeptTier, ...]:
-        """Returns, for the status, the used and available bytes of each cache tier. Swapped-out
-        sequences (`spilled`) are part of host memory."""
         kept, mesh = self._kept, self._mesh
         if not kept.on:
             return spilled
@@ -373,7 +361,6 @@ class MeshWorker(ABC):
         return tuple(tiers.values())
 
     def _count_reuse(self, tokens: int, cached: CachedTokens) -> None:
-        """Adds a sequence's tokens, and its cached tokens by origin, to the counters."""
         kept = self._kept
         if kept.on:
             self.counters.add("prefix_asked_tokens", tokens)
@@ -405,8 +392,6 @@ class MeshWorker(ABC):
             self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
 
     def _forget_kept(self, rank: int | None, cause: str) -> int:
-        """Drops the cached blocks in pages of a rank, or of all ranks if `rank` is None, and in all
-        tiers. Files on disk are not deleted yet. Returns the number of dropped blocks."""
         elsewhere = self._sources.clear(cause)
         blocks = self._kept.clear(rank)
         self._forgotten += blocks
@@ -432,7 +417,6 @@ class MeshWorker(ABC):
             await self._grammars.prepare(grammar, seconds)
 
     def _unchosen(self, request: Request, token: int) -> JdisaggError:
-        """Returns the error for a sequence whose sampling returned BROKEN_TOKEN or STUCK_TOKEN."""
         grammar = request.sampling.grammar
         if token != STUCK_TOKEN or grammar is None:
             return BrokenModelError()
@@ -454,8 +438,6 @@ class MeshWorker(ABC):
             )
 
     def _check_images(self, request: Request, computes: bool) -> None:
-        """Raises InvalidRequestError if this worker does not read the request's images. If
-        `computes` is not set, another worker prefills the prompt, and the request has no pixels."""
         form = self._mesh.images
         if not request.images:
             return
@@ -473,7 +455,6 @@ class MeshWorker(ABC):
             raise UnavailableError(f"worker {self.name!r} sleeps; wake it, or try another")
 
     def _sweep(self, now: float) -> None:
-        """Ends expired leases and detects a mesh that hangs. Called periodically."""
         self._outgoing.sweep(now)
         self._sources.expire(now)
         self.weights.expire()

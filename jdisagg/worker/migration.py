@@ -1,12 +1,8 @@
 """Migrates running sequences to other decode workers. Most KV is sent while the sequence runs; then
 the sequence is stopped and the rest is sent.
 
-A migration is one KV transfer (hand-off), whose id the router passes to another worker. When that
-worker connects, written KV is extracted and offered while decoding continues. When few positions
-are left, the sequence is frozen, which means that it runs no more steps, and its steps in flight
-are awaited. Then the remaining KV is offered. The last message contains all generated tokens. When
-the receiver has acknowledged all blocks, the sequence ends on this worker as moved. After a failed
-migration the sequence continues on this worker.
+The last message contains all generated tokens. After a failed migration the sequence continues on
+this worker.
 
 Invariant: an extraction is issued after the steps that wrote its positions, because only positions
 whose tokens were read back are offered."""
@@ -43,12 +39,6 @@ class _Migration:
 
 
 class MigrationSender:
-    """Sends running sequences of one mesh to other decode workers.
-
-    Args:
-        ids: Generator of fresh random numbers.
-    """
-
     def __init__(
         self,
         state: DecodeState,
@@ -93,7 +83,6 @@ class MigrationSender:
         return handoff.handoff_id
 
     def poke(self) -> None:
-        """Wakes all migrations, because the state that they wait for may have changed."""
         self._changed.set()
 
     def abort(self, key: int, reason: str) -> None:
@@ -142,8 +131,6 @@ class MigrationSender:
             self._outgoing.end(handoff, HandoffError(text))
 
     async def _offer_while_it_runs(self, child: Sequence, handoff: OutgoingHandoff) -> int:
-        """Offers the KV that the sequence has written, in a few rounds while the sequence continues
-        to run. Returns the number of positions offered."""
         sent = 0
         for _ in range(MOST_ROUNDS):
             whole = child.position - child.position % self._state.limits.granule_tokens
@@ -166,7 +153,6 @@ class MigrationSender:
                 await self._changed.wait()
 
     async def _offer(self, child: Sequence, handoff: OutgoingHandoff, start: int, end: int) -> None:
-        """Offers positions [start, end) and waits until their KV is extracted from pages."""
         limits, key = self._state.limits, self._checksum_key
         pages = self._state.ledgers[child.rank].pages(child.key)
         waiting: list[Coroutine[None, None, None]] = []
@@ -179,8 +165,7 @@ class MigrationSender:
         await asyncio.gather(*waiting)
 
     async def _offer_whole(self, child: Sequence, handoff: OutgoingHandoff) -> None:
-        """Offers the positions inside sliding windows, and the recurrent state. Both change with
-        each step, so they are sent only after the sequence was stopped."""
+        """Windows and recurrent state change with each step, so they are sent last."""
         limits, key, rank = self._state.limits, self._checksum_key, child.rank
         slot = self._state.states.slot(rank, child.key)
         for offer in snapshot_offers(limits, rank, child.position, self._ids):

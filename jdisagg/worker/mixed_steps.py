@@ -13,9 +13,6 @@ from jdisagg.worker.own_prefills import OwnPrefills
 
 
 class MixedSteps:
-    """Plans the mixed steps of one decode mesh (decode steps with a prefill chunk), and measures
-    all its steps."""
-
     def __init__(
         self, state: DecodeState, batches: DecodeBatches, prefills: OwnPrefills, counters: Counters
     ) -> None:
@@ -42,8 +39,6 @@ class MixedSteps:
         )
 
     def joined(self, steps: DecodeSteps, chunk_tokens: int) -> DecodeSteps:
-        """Adds the next prefill chunk, of at most `chunk_tokens` tokens, to the decode step
-        `steps`. Returns the combined command."""
         for progress in self._state.news:
             # The plan of the step may have preempted a sequence whose prompt is queued.
             if progress.group_key not in self._state.groups:
@@ -53,7 +48,6 @@ class MixedSteps:
         return msgspec.structs.replace(steps, chunk=chunk)
 
     def ended(self, command: DecodeSteps, seconds: float) -> None:
-        """Records the seconds of a command, and counts its forced tokens and drafts."""
         if self._times.chunks and not command.drafts:
             chunk_tokens = command.chunk.chunk_tokens if command.chunk else 0
             sequences = max(map(len, command.slots))

@@ -1,10 +1,6 @@
 """Tracks the KV that a worker sends: for each transfer (hand-off), the offered blocks, the
 unacknowledged blocks, and the lease.
 
-`OutgoingHandoff` is one hand-off. Its receiver reads all messages from the first one on, even if it
-connects late. `OutgoingKv` holds all hand-offs of a worker and answers their receivers. Prefill
-workers send prompts; decode workers send running sequences and cached blocks.
-
 The lease of a hand-off begins when all blocks are offered. Acknowledgements renew the lease, up to
 the request's deadline. After a receiver has connected, the lease is short, because receivers send
 heartbeats. `sweep` ends hand-offs whose lease has expired."""
@@ -32,14 +28,6 @@ ENDED_KEPT = 1024
 
 
 class OutgoingHandoff:
-    """The sending side of one hand-off.
-
-    Args:
-        sequence: Key of the sequence (or other page owner) whose KV is sent.
-        until: Deadline of the request.
-        destination: Name of the receiving worker; "" if unknown.
-    """
-
     def __init__(
         self, handoff_id: int, attempt: int, sequence: int, until: float, destination: str = ""
     ) -> None:
@@ -74,18 +62,13 @@ class OutgoingHandoff:
         return self._handoff.state.final
 
     def advance(self, event: HandoffEvent, deadline: float | None = None) -> None:
-        """Changes the hand-off's state by `event`. `deadline` is the deadline of the new state;
-        None keeps the old deadline."""
+        """`deadline` is the deadline of the new state; None keeps the old deadline."""
         until = self._handoff.deadline if deadline is None else min(deadline, self.until)
         self._handoff = self._handoff.advance(event, until)
 
     def announce(self, offers: Iterable[Offer], weight_tokens: int = 0) -> None:
-        """Publishes offers to the receiver.
-
-        Args:
-            weight_tokens: Number of unfetched tokens that each offer counts as. 0 means the offer's
-                own tokens times its layer groups.
-        """
+        """Publishes offers to the receiver. `weight_tokens`: number of unfetched tokens that each
+        offer counts as. 0 means the offer's own tokens times its layer groups."""
         for offer in offers:
             tokens = weight_tokens or offer.groups * offer.block_tokens
             self._outstanding[offer.offer_id] = tokens
@@ -99,8 +82,6 @@ class OutgoingHandoff:
         self._changed.set()
 
     def finish(self, end: Callable[[int], HandoffEnd], deadline: float) -> None:
-        """Publishes the last message to the receiver. `end` builds the message from the number of
-        offers."""
         self._messages.append(end(self._offers))
         self._changed.set()
         self.advance(HandoffEvent.ALL_OFFERED, deadline)
@@ -118,8 +99,6 @@ class OutgoingHandoff:
         return fetched
 
     def abort(self, error: JdisaggError) -> tuple[int, ...]:
-        """Ends the hand-off with an error for the receiver. Returns the ids of unacknowledged
-        offers."""
         self.advance(HandoffEvent.ABORT)
         self.error = error
         self._changed.set()
@@ -155,13 +134,6 @@ class OutgoingHandoff:
 
 
 class OutgoingKv:
-    """All hand-offs that one worker sends.
-
-    Args:
-        ended: Function that is called once for each hand-off that ends. Its arguments are the
-            hand-off and the error that aborted it, or None.
-    """
-
     def __init__(
         self,
         hello: PeerHello,
@@ -188,8 +160,6 @@ class OutgoingKv:
         return len(self._handoffs)
 
     def introduce(self, hello: PeerHello) -> None:
-        """Replaces the hello of this worker, whose weights have changed. Later hellos of peers are
-        compared with the new one."""
         self._hello = hello
         self._greeted.clear()
 
@@ -202,7 +172,6 @@ class OutgoingKv:
         return handoff_id in self._handoffs
 
     def offered_tokens(self) -> dict[str, int]:
-        """Returns the number of unacknowledged tokens for each receiving worker."""
         offered: dict[str, int] = {}
         for handoff in self._handoffs.values():
             name = handoff.destination
@@ -210,12 +179,8 @@ class OutgoingKv:
         return offered
 
     def open(self, handoff: OutgoingHandoff, awaits: bool = False) -> None:
-        """Makes a hand-off available to its receiver.
-
-        Args:
-            awaits: Whether the receiver requested the hand-off and must therefore connect within
-                the lease.
-        """
+        """Makes a hand-off available to its receiver. `awaits`: whether the receiver requested the
+        hand-off and must therefore connect within the lease."""
         assert handoff.handoff_id not in self._handoffs, "ids are used once"
         self._handoffs[handoff.handoff_id] = handoff
         if awaits:
@@ -224,7 +189,6 @@ class OutgoingKv:
             came.set()
 
     def finish(self, handoff: OutgoingHandoff, end: Callable[[int], HandoffEnd]) -> None:
-        """Publishes the last message of a hand-off, after all its blocks are offered."""
         handoff.finish(end, self._lease(handoff))
         self._forget_if_fetched(handoff)
 
@@ -333,8 +297,7 @@ def offers_of_pages(
     new_id: Callable[[], int],
     kind: KvKind = KvKind.POSITIONS,
 ) -> Iterator[Offer]:
-    """Splits positions [start, end) of a sequence on `rank` into transfer blocks and yields an
-    offer for each. `kind` selects ordinary or separately sent sliding-window layers."""
+    """`kind` selects ordinary or separately sent sliding-window layers."""
     largest = limits.chunk_buckets[-1]
     bands = limits.window_bands if kind is KvKind.WINDOW else limits.bands
     for first in range(start, end, largest):
@@ -357,16 +320,12 @@ def offers_of_pages(
 def window_offers(
     limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
 ) -> Iterator[Offer]:
-    """Yields offers of the positions inside sliding windows. Yields nothing if sliding-window
-    layers are not sent separately."""
     if not limits.windows_apart:
         return
     yield from offers_of_pages(limits, rank, limits.seen_from(end), end, new_id, KvKind.WINDOW)
 
 
 def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tuple[Offer, ...]:
-    """Returns the offers of a sequence's recurrent state. Empty if the model has no recurrent
-    state."""
     if not limits.kv_spec.has_state:
         return ()
     return (
@@ -379,15 +338,12 @@ def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tu
 def snapshot_offers(
     limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
 ) -> tuple[Offer, ...]:
-    """Returns the offers of a snapshot after `end` tokens: of recurrent state or of windows."""
     windows = window_offers(limits, rank, end, new_id)
     return (*state_offers(limits, rank, new_id), *windows)
 
 
 def offer_weight(limits: MeshLimits, offer: Offer) -> int:
-    """Returns the number of unfetched tokens that an offer counts as, for
-    `OutgoingHandoff.announce`. Returns 0 for all offers without recurrent state, because their own
-    tokens are counted."""
+    """Returns 0 for all offers without recurrent state, because their own tokens are counted."""
     return state_weight(limits) if offer.kind is KvKind.STATE else 0
 
 
@@ -401,8 +357,7 @@ def state_weight(limits: MeshLimits) -> int:
 def extraction(
     step: int, offer: Offer, pages: Sequence[int], page_size: int, checksum_key: int
 ) -> ExtractBlock:
-    """Returns the command that copies the KV of an offer from `pages` into a block for sending. For
-    recurrent state, `pages` has only the state slot."""
+    """For recurrent state, `pages` has only the state slot."""
     covered = pages_for(offer.start + offer.valid_tokens, page_size)
     return ExtractBlock(
         step=step,

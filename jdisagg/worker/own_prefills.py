@@ -15,13 +15,6 @@ from jdisagg.worker.shared_waits import SharedWaits
 
 
 class OwnPrefills:
-    """Queues the prompts that one decode mesh computes, and measures its chunks.
-
-    Args:
-        ids: Generator of fresh random 64-bit numbers.
-        now: Clock in seconds.
-    """
-
     def __init__(
         self,
         state: DecodeState,
@@ -60,8 +53,6 @@ class OwnPrefills:
         return bool(self._batches)
 
     def add(self, group: SequenceGroup) -> int:
-        """Queues the uncached tokens of a group that has pages. Returns the number of these
-        tokens."""
         known, cached = group.known_tokens, group.cached_tokens
         self._batches.add(self._state.prefill_job(group))
         group.request = group.request.without_pixels()  # only the job needs the pixels
@@ -71,12 +62,10 @@ class OwnPrefills:
         return len(known) - cached
 
     def expect(self, ticket: int, key: int) -> None:
-        """Records that the request with this ticket is registered in `waits` under `key`. The
-        ticket later becomes the key of the request's group."""
+        """The ticket later becomes the key of the request's group."""
         self._keys[ticket] = key
 
     def forget(self, key: int) -> None:
-        """Removes a group that has finished or was aborted. Idempotent."""
         self._batches.remove(key)
         self.backlog.forget(key)
         if (waits := self._keys.pop(key, None)) is not None:
@@ -105,8 +94,7 @@ class OwnPrefills:
         return [self._batches.queued_tokens(rank) for rank in range(self._state.limits.ranks)]
 
     def computed(self, chunk: PrefillChunk) -> float:
-        """Records the end of a chunk. Returns its duration in seconds, without the time of earlier
-        commands."""
+        """Returns the chunk's duration in seconds, without the time of earlier commands."""
         for row in chunk.rows:
             self.backlog.computed(row.sequence, len(row.tokens))
             if row.samples and (key := self._keys.pop(row.sequence, None)) is not None:
@@ -114,6 +102,5 @@ class OwnPrefills:
         return self._times.computed(chunk.chunk_tokens, self._now())
 
     def step_ended(self) -> None:
-        """Records that the mesh has finished a command and can begin the next one."""
         self._steps_waited = self._steps_waited + 1 if self._batches else 0
         self._times.command_ended(self._now())

@@ -22,12 +22,6 @@ Granted = Callable[[SequenceGroup], None]
 
 
 class PageGrants:
-    """Assigns the pages of one decode mesh to sequences, and preempts sequences.
-
-    Args:
-        now: Clock in seconds.
-    """
-
     def __init__(
         self,
         state: DecodeState,
@@ -47,12 +41,7 @@ class PageGrants:
         self._counters = counters
 
     def give_free(self, lease_seconds: float, granted: Granted) -> None:
-        """Gives free pages to swapped-out sequences and waiting requests, in their common order.
-
-        Args:
-            lease_seconds: Duration of a new reservation.
-            granted: Callback that gets each request that received pages.
-        """
+        """Gives free pages to swapped-out sequences and waiting requests, in their common order."""
         spills, lease_until = self._spilled.spills, self._now() + lease_seconds
         while (spill := spills.next()) is not None:
             for group in self._reservations.grant(lease_until, spill.order):
@@ -70,9 +59,7 @@ class PageGrants:
             granted(group)
 
     def make_room(self, lease_seconds: float, granted: Granted) -> None:
-        """Preempts sequences for ready sequences that lack a slot, and for waiting requests that
-        lack pages. Preempts no more if too many copies are in flight; then the next call continues.
-        The arguments are those of `give_free`."""
+        """Preempts no more if too many copies are in flight; then the next call continues."""
         ready = self._state.ready and not self._state.one_priority
         for last in self._batches.yielding_slots() if ready else ():
             if not self._preempt(last):
@@ -90,8 +77,6 @@ class PageGrants:
                 return
 
     def _preempt(self, child: Sequence) -> bool:
-        """Takes the slot and pages from a sequence. Returns False if too many copies are in flight,
-        so that the sequence must keep them for now."""
         self._migration.abort(child.group.key, "the sequence yields to a higher priority")
         if child.stage is Stage.RESERVED:
             self._counters.add("sequences_yielded", len(child.group.alive))
@@ -106,8 +91,6 @@ class PageGrants:
         return True
 
     def loads(self, queued: Mapping[int, int]) -> tuple[PriorityLoad, ...]:
-        """Returns the worker's load by priority. `queued` is the number of queued prompt tokens by
-        priority."""
         held, waiting = self._state.priorities(), self._reservations.priorities()
         for spill in self._spilled.spills:
             if spill.child.group.suspended_until is None:

@@ -31,7 +31,6 @@ class PageRequests:
     """The waiting `reserve` calls of one decode mesh.
 
     Args:
-        worker: Name of the worker, for error messages.
         limit: Largest number of waiting requests of the new request's priority or higher. The
             number of all waiting requests may be twice as large.
         drop: Function that is called with the ticket of an abandoned request. The request may
@@ -62,8 +61,7 @@ class PageRequests:
     def enqueue(
         self, call: ReserveCall, arrival: float
     ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
-        """Queues a request that arrived at time `arrival`. Returns its ticket, and a future that
-        `grant` sets."""
+        """Returns the ticket, and a future that `grant` sets."""
         ticket = self._reservations.enqueue(
             call.request, call.attempt, _children(call), arrival, call.whole, call.computes
         )
@@ -73,8 +71,7 @@ class PageRequests:
     async def wait(
         self, ticket: int, granted: "asyncio.Future[SequenceGroup]", seconds: float
     ) -> SequenceGroup:
-        """Waits until the request has pages. Abandons the request after `seconds`, or if the wait
-        is cancelled."""
+        """Abandons the request after `seconds`, or if the wait is cancelled."""
         try:
             return await within(granted, seconds)
         except TimeoutError:
@@ -91,7 +88,6 @@ class PageRequests:
             raise
 
     def grant(self, group: SequenceGroup) -> None:
-        """Ends the wait of a request, which now has pages in `group`."""
         self._tickets.pop(group.key).set_result(group)
 
     def supersede(self, request: Request, indices: set[int], attempt: int) -> int:
@@ -122,7 +118,6 @@ def _children(call: ReserveCall) -> tuple[tuple[int, tuple[int, ...]], ...]:
 
 
 def overdue_error(group: SequenceGroup) -> JdisaggError:
-    """Returns the error for a group whose state has exceeded its deadline."""
     if reason := _OVERDUE.get(group.handoff.state):
         return HandoffError(f"reservation {group.key}: {reason}")
     return DeadlineExceededError(

@@ -27,13 +27,7 @@ MOST_FETCHES = 4  # simultaneous restores; their blocks in flight need memory be
 
 
 class PeerFetch(KvSource):
-    """Other workers as a source of cached blocks (`KvSource`).
-
-    Args:
-        kept: Prefix cache of the mesh's pages.
-        peers: Workers from which blocks may be fetched.
-        prices: Measured durations of fetches.
-    """
+    """Other workers as a source of cached blocks (`KvSource`)."""
 
     name: Origin = "peer"
     most_restores = MOST_FETCHES
@@ -119,8 +113,6 @@ class PeerFetch(KvSource):
         return "gone" if blocks < len(restore.plan.chain) else ""
 
     async def _begin_hand_off(self, restore: Restore) -> IncomingHandoff | None:
-        """Requests the missing blocks and returns the transfer that receives them. Returns None if
-        the other worker caches none of them."""
         plan, size, source = restore.plan, self._kept.block_tokens, restore.plan.peer
         assert source is not None, "`worth` plans with a peer only"
         peer = self._peers.find(source)
@@ -163,8 +155,6 @@ class PeerFetch(KvSource):
         return IncomingHandoff(self._loop, line, to, self._limits, self._counters, self._now)
 
     def _snapshot_tokens(self, end: int) -> int:
-        """Returns the size of a snapshot after `end` tokens, as the number of tokens whose KV has
-        as many bytes."""
         mesh = self._mesh
         seen, spec = end - mesh.seen_from(end), mesh.kv_spec.windowed
         windows = seen * spec.bytes_per_token // mesh.sent.bytes_per_token

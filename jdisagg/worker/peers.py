@@ -50,12 +50,8 @@ must not wait."""
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """The connection to a peer, valid until the peer restarts.
-
-    Attributes:
-        peer: Name of the peer in step commands.
-        checksum_key: Key of the peer's checksums of KV blocks.
-    """
+    """The connection to a peer, valid until the peer restarts. `checksum_key`: key of the peer's
+    checksums of KV blocks."""
 
     peer: str = ""
     checksum_key: int = 0
@@ -71,16 +67,14 @@ class _Connected:
 
 
 class LinkMeter:
-    """Measures the links from peers to this worker by the blocks that arrive. A link is reported
-    again only after a noticeable change, because each report makes the router recompute its
-    costs."""
+    """A link is reported again only after a noticeable change, because each report makes the router
+    recompute its costs."""
 
     def __init__(self) -> None:
         self._links: dict[str, MovePrice] = {}
         self._reported: dict[str, LinkTimes] = {}
 
     def add(self, sender: str, size_bytes: int, seconds: float) -> None:
-        """Records that a block of `size_bytes` bytes arrived `seconds` after it was computed."""
         price = self._links.setdefault(sender, MovePrice())
         price.add(size_bytes, seconds)
         line = price.line()
@@ -100,24 +94,13 @@ class LinkMeter:
         return tuple(self._reported.values())
 
     def forget(self, sender: str) -> None:
-        """Drops the measurements of a peer that was disconnected."""
         self._links.pop(sender, None)
         self._reported.pop(sender, None)
 
 
 class Peers:
-    """Connections of one worker to the workers that send KV to it.
-
-    Args:
-        find: Function that returns the port to a source worker. It raises HandoffError if the
-            worker is unknown.
-        hello: Hello of this worker.
-        codec: Codec by which peers compress the blocks that they send.
-        calls: Background sender of acknowledgements and aborts.
-
-    Attributes:
-        meter: Measures the links from the peers.
-    """
+    """Connections of one worker to the workers that send KV to it. `find`: function that returns
+    the port to a source worker. It raises HandoffError if the worker is unknown."""
 
     def __init__(
         self,
@@ -143,7 +126,6 @@ class Peers:
         self._shares: dict[str, LinkShare] = {}
 
     def introduce(self, hello: PeerHello) -> None:
-        """Replaces the hello of this worker, whose weights have changed."""
         self._hello = hello
 
     @property
@@ -151,18 +133,13 @@ class Peers:
         return self._hello.worker
 
     def share(self, worker: str) -> LinkShare:
-        """Returns the `LinkShare` of all hand-offs from one sender."""
         return self._shares.setdefault(worker, LinkShare())
 
     async def greet(self, source: HandoffSource, port: PeerPort) -> PeerLink:
         """Exchanges hellos with a peer and connects to it. Returns the connection, which is reused
-        if the peer has not restarted.
-
-        Raises:
-            IncompatiblePeerError: The workers are not compatible. The message has the name of the
-                field that differs.
-            HandoffError: The peer does not answer.
-        """
+        if the peer has not restarted. Raises IncompatiblePeerError if the workers are not
+        compatible. The message has the name of the field that differs. Raises HandoffError if the
+        peer does not answer."""
         ours = self._hello.weights
         if source.weights != ours:
             raise IncompatiblePeerError(
@@ -195,8 +172,7 @@ class Peers:
         return self._connect(source, theirs)
 
     def sweep(self, now: float, in_use: Collection[str] = ()) -> None:
-        """Disconnects peers that have not been used for a long time. Peers in `in_use` have running
-        KV transfers and stay connected. `now` is the present time."""
+        """Peers in `in_use` have running KV transfers and stay connected."""
         for key, connected in list(self._connected.items()):
             if connected.link.peer in in_use:
                 connected.used_at = now

@@ -25,15 +25,11 @@ class PrefillTask:
             the block of the last token.
         known: For each rank, the number of leading blocks of `useful` that were in pages at the
             last look-up.
-        restored: Origins of the blocks that were restored for this prompt.
-        restoring: Task of the restore that the prompt waits for, or None.
         rank: Data-parallel rank of the prompt's pages, or -1 if it has no pages.
         cached_tokens: Number of positions that were cached when the prompt got pages.
         epoch: Epoch of the prefix cache when the prompt got pages. Each clear of the cache starts a
             new epoch.
         most_reused: Largest number of cached positions that the worker can use.
-        extracting: Offers whose KV must still be copied out of pages.
-        firsts: Sampled first tokens, one for each child (n > 1).
     """
 
     def __init__(
@@ -89,7 +85,6 @@ class PrefillTask:
 
     @property
     def scores(self) -> PromptLogprobs | None:
-        """Log-probabilities of the prompt tokens, if requested."""
         return PromptLogprobs.joined(self.prompt_logprobs) if self.prompt_logprobs else None
 
     @property
@@ -124,7 +119,6 @@ class PrefillTask:
         )
 
     def end(self, offers: int) -> HandoffEnd:
-        """Returns the last message of the hand-off."""
         assert self.firsts is not None
         scores = self.scores
         return HandoffEnd(offers, self.prompt.tokens, self.firsts, prompt_logprobs=scores)
@@ -136,7 +130,6 @@ class PrefillTask:
 
 
 def offers_of_row(row: PrefillRow) -> list[Offer]:
-    """Returns the offers of the KV blocks that a row of a chunk computes."""
     return [
         Offer(
             offer_id=spec.offer_id,

@@ -1,16 +1,11 @@
 """The prefill worker: computes prompts on one mesh and sends their KV to decode workers.
 
-If the first blocks of a prompt are worth restoring (`worker/kv_sources.py`), the prompt waits for
-them before it is queued. Admission (`scheduler/prefill_admission.py`) gives it pages for all its
-positions. Its later chunks read these pages, and so do later prompts through the prefix cache
-(`scheduler/residency.py`). A chunk's KV is offered to the decode worker as soon as the chunk is
-issued. It is kept until it is acknowledged or the lease ends. Cached positions that the decode
-worker lacks are extracted from pages after the last chunk, so that this work does not delay the
-first token. A decode worker that fetches slowly delays only its own prompts.
+Admission (`scheduler/prefill_admission.py`) gives a prompt pages for all its positions. A chunk's
+KV is offered to the decode worker as soon as the chunk is issued. It is kept until it is
+acknowledged or the lease ends. Cached positions that the decode worker lacks are extracted from
+pages after the last chunk, so that this work does not delay the first token.
 
-Blocks are cached when the chunk that computes them is issued, because commands run in order. A
-prompt that shares a prefix with an earlier one waits for that prompt's blocks if this is faster
-(`scheduler/shared_prompts.py`)."""
+Blocks are cached when the chunk that computes them is issued, because commands run in order."""
 
 import asyncio
 import bisect
@@ -84,12 +79,7 @@ CHUNKS_OFFERED = 4
 
 
 class PrefillWorker(MeshWorker):
-    """Implements `PrefillPort`.
-
-    Args:
-        peers: Function that returns the port to a worker whose cached blocks are fetched. None
-            disables fetching.
-    """
+    """Implements `PrefillPort`."""
 
     def __init__(
         self,
@@ -219,7 +209,6 @@ class PrefillWorker(MeshWorker):
     def _start(
         self, task: PrefillTask, pages: tuple[int, ...], later: tuple[tuple[int, int], ...]
     ) -> None:
-        """Queues a prompt that has pages. `later`: keys and ranks of prompts that start next."""
         kept, room, chain, tokens = self._residency, self._room, task.chain, task.prompt.tokens
         rank, key, cached, slot = task.rank, task.prompt.key, task.cached_tokens, 0
         wanted = windows = tuple[int, ...]()
@@ -243,7 +232,6 @@ class PrefillWorker(MeshWorker):
         }
 
     def _announce(self, chunk: PrefillChunk) -> PrefillChunk:
-        """Offers the KV that a chunk will compute, and caches its full blocks."""
         self._chunk_times.issued(self._clock.now())
         for row in chunk.rows:
             task = self._computing[row.sequence]
@@ -257,7 +245,6 @@ class PrefillWorker(MeshWorker):
         return msgspec.structs.replace(chunk, checksum_key=key) if key else chunk
 
     def _cache_issued(self, task: PrefillTask, tokens: int) -> None:
-        """Caches the blocks of a prompt's first `tokens` tokens, whose chunks are issued."""
         kept = self._residency
         if task.chain:
             chain = task.chain[: tokens // kept.block_tokens]
@@ -268,8 +255,6 @@ class PrefillWorker(MeshWorker):
             self._seek_again(self._shared.reached(task.prompt.key, len(chain)))
 
     def _to_extract(self, task: PrefillTask) -> list[Offer]:
-        """Returns the offers to extract from pages: cached positions that the decode worker lacks,
-        positions inside sliding windows, and recurrent state."""
         start, end = task.call.from_token, task.cached_tokens
         offers = list(offers_of_pages(self._mesh, task.rank, start, end, self._context.ids))
         offers += snapshot_offers(self._mesh, task.rank, task.prompt.tokens, self._context.ids)
@@ -285,7 +270,6 @@ class PrefillWorker(MeshWorker):
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
     def _look(self) -> None:
-        """Wakes the step loop if any work waits."""
         if self._waiting or self._extracts or self._batches:
             self._loop.wake()
 
@@ -374,7 +358,6 @@ class PrefillWorker(MeshWorker):
         return task
 
     def _look_up(self, task: PrefillTask) -> None:
-        """Updates, for each rank, the number of the prompt's leading blocks that are in pages."""
         kept = self._residency
         if task.useful:
             ranks = range(self._mesh.ranks)
@@ -389,8 +372,6 @@ class PrefillWorker(MeshWorker):
         return RestoreQuery(task.useful, task.known, max(0, ahead), task.call.peer, hinted)
 
     def _seek(self, task: PrefillTask) -> None:
-        """Lets a prompt wait for blocks that another prompt computes or a slower tier restores, if
-        that is faster than computing them. Queues the prompt if it need not wait."""
         prompt = task.prompt
         if self._follow(task):
             return
@@ -402,7 +383,6 @@ class PrefillWorker(MeshWorker):
             self._queue(prompt)
 
     def _follow(self, task: PrefillTask) -> bool:
-        """Lets a prompt wait for a prompt that computes its next blocks, if that is faster."""
         prompt, size = task.prompt, self._residency.block_tokens
         leader = self._shared.leader(prompt.key, task.useful, max(task.known, default=0))
         if leader is None or (self._residency.snapshots and not self._room.windows):
@@ -424,8 +404,6 @@ class PrefillWorker(MeshWorker):
         return True
 
     def _seek_again(self, keys: tuple[int, ...], ended: bool = False) -> None:
-        """Continues with prompts whose wait for another prompt is over. `ended`: the other prompt
-        has ended."""
         for key in keys:
             task = self._tasks[key]
             self._look_up(task)
@@ -436,7 +414,6 @@ class PrefillWorker(MeshWorker):
             self._look()
 
     def _restored(self, task: PrefillTask) -> None:
-        """Queues a prompt whose restore has ended."""
         if self._tasks.get(task.prompt.key) is task:
             self._look_up(task)
             prompt = task.prompt
@@ -450,7 +427,6 @@ class PrefillWorker(MeshWorker):
         bisect.insort(self._waiting, prompt, key=_order)
 
     def _finish(self, task: PrefillTask, firsts: list[SampledToken]) -> None:
-        """Answers the prefill call with the sampled tokens."""
         now, started = self._clock.now(), task.started_at
         assert started is not None, "its rows were planned"
         unchosen = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
@@ -474,15 +450,12 @@ class PrefillWorker(MeshWorker):
         self._end_if_done(task)
 
     def _end_if_done(self, task: PrefillTask) -> None:
-        """Releases a prompt's pages and publishes the transfer's last message, if the first tokens
-        are sampled and all KV is extracted."""
         if task.firsts is not None and not task.extracting:
             fresh = task.epoch == self._residency.epoch
             self._stop_computing(task, task.chain if fresh else ())
             self._outgoing.finish(task.handoff, task.end)
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
-        """Releases a prompt's pages. The blocks of `chain` stay cached."""
         key = task.prompt.key
         if self._computing.pop(key, None) is not None:
             self._batches.remove(key)
@@ -579,7 +552,6 @@ class PrefillWorker(MeshWorker):
         )
 
     def _loads(self) -> tuple[PriorityLoad, ...]:
-        """Returns the load by priority."""
         if not self._waiting and not self._backlog.tokens:
             return ()
         waiting = Counter([one.priority for one in self._waiting])

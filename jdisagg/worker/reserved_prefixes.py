@@ -17,12 +17,6 @@ from jdisagg.worker.kv_sources import KvSources, Restore, RestoredBlocks, Restor
 
 
 class ReservedPrefixes:
-    """Restores blocks for the reservations of one decode mesh.
-
-    Args:
-        computes: Whether the mesh computes all prompts itself.
-    """
-
     def __init__(self, sources: KvSources, state: DecodeState, computes: bool) -> None:
         self._sources = sources
         self._kept = sources.kept
@@ -71,15 +65,11 @@ class ReservedPrefixes:
         return RestoreQuery(chain, tuple(known), 0, call.peer, hinted, group.rank, instead)
 
     def forget(self, key: int) -> None:
-        """Cancels the restore of a group that has finished or was aborted, before its pages are
-        reused. Idempotent."""
         restore = self._running.pop(key, None)
         if restore is not None:
             restore.stop()
 
     def used(self, group: SequenceGroup, restored: RestoredBlocks) -> CachedTokens:
-        """Records that a group uses its cached blocks. Returns the number of its cached tokens by
-        origin."""
         cached, size = group.cached_tokens, self._kept.block_tokens
         if cached:
             self._sources.used(group.rank, group.chain[: cached // size])

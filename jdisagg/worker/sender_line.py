@@ -13,11 +13,7 @@ from jdisagg.worker.peers import LinkMeter, PeerLink
 
 
 class SenderLine:
-    """Sends the receiver's messages of one hand-off.
-
-    Attributes:
-        link: Connection to the sender, set after its hello.
-    """
+    """Sends the receiver's messages of one hand-off."""
 
     def __init__(
         self,
@@ -38,14 +34,12 @@ class SenderLine:
 
     @property
     def name(self) -> str:
-        """Name of the sender in errors."""
         return f"hand-off {self.source.handoff_id}"
 
     def offers(self) -> AsyncIterator[PeerMessage]:
         return self.peer.offers(self.source.handoff_id, self._attempt)
 
     def arrived(self, size_bytes: int, seconds: float) -> None:
-        """Records that a block arrived `seconds` after the sender had computed it."""
         self._meter.add(self.source.worker, size_bytes, seconds)
 
     def acknowledge(self, offer_id: int) -> None:

@@ -13,14 +13,6 @@ from jdisagg.telemetry import Counters
 
 
 class SharedWaits:
-    """Lets the prompts of one mesh that are not computed yet wait for each other's blocks.
-
-    Args:
-        queued: Function that returns, for each rank, the number of queued prompt tokens that are in
-            no issued chunk.
-        times: Measured durations of the mesh's chunks.
-    """
-
     def __init__(
         self,
         kept: Residency,
@@ -69,8 +61,6 @@ class SharedWaits:
         return key
 
     def _leader(self, key: int, useful: Chain, tokens: int) -> Leader | None:
-        """Returns the prompt to wait for, or None if the prompt should be computed without
-        waiting."""
         kept = self._kept
         known = max([kept.match(rank, useful) for rank in range(len(self._queued()))])
         reuse = kept.usable_tokens(known * kept.block_tokens, to_compute=True)
@@ -94,16 +84,13 @@ class SharedWaits:
             del self._waiting[key]
 
     def began(self, key: int, rank: int) -> None:
-        """Records that a prompt has pages on a rank and is queued for computing."""
         self._ranks[key] = rank
         self._shared.started(key)
 
     def issued(self, key: int, blocks: int) -> None:
-        """Records that the chunks with a prompt's first `blocks` blocks are issued."""
         self._wake(self._shared.reached(key, blocks))
 
     def end(self, key: int) -> None:
-        """Removes a prompt that was computed or cancelled. Idempotent."""
         self._orphans.discard(key)
         self._left.pop(key, None)
         self._ranks.pop(key, None)
@@ -112,7 +99,6 @@ class SharedWaits:
         self._wake(free)
 
     def end_all(self) -> None:
-        """Wakes all waiting requests, which then continue without the blocks."""
         self._wake(tuple(self._waiting))
 
     def _wake(self, keys: tuple[int, ...]) -> None:

@@ -19,15 +19,8 @@ _ENDS = {FinishReason.STOP: SpanEnd.STOP, FinishReason.LENGTH: SpanEnd.LENGTH}
 
 
 class SpanStream:
-    """Queue of token spans between a decode worker and the caller of `generate`.
-
-    Attributes:
-        taken: Whether the caller of `generate` has connected. It must connect by `lease_until`.
-        kv_bytes_moved, exposed_seconds, prompt_logprobs: Values to send with the next span.
-        moves: Number of times that the reservation was offered to other workers for migration.
-        began_at: Time when the reservation's KV began to arrive.
-        weights: Identity of the worker's weights.
-    """
+    """Queue of token spans between a decode worker and the caller of `generate`. `taken`: whether
+    the caller of `generate` has connected. It must connect by `lease_until`."""
 
     def __init__(self, group: SequenceGroup, weights: str = "") -> None:
         self.attempt = group.attempt
@@ -44,7 +37,6 @@ class SpanStream:
         self._spans: Mailbox[Span | JdisaggError | None] = Mailbox()
 
     def put(self, progress: ChildProgress) -> None:
-        """Converts progress of a child to a span and queues it."""
         if progress.child not in self._open:
             return
         end = _end_of(progress)
@@ -72,7 +64,6 @@ class SpanStream:
                 self._spans.put_nowait(None)
 
     def announce(self, lost: SourceLost | None = None, moving: HandoffSource | None = None) -> None:
-        """Queues a notice that the source of KV was lost, or that the sequence migrates."""
         self._spans.put_nowait(Span(-1, 0, (), lost=lost, moving=moving))
 
     def fail(self, error: JdisaggError) -> None:
@@ -80,8 +71,7 @@ class SpanStream:
         self._spans.put_nowait(error)
 
     async def next(self) -> Span | None:
-        """Waits for the next span and returns it. Returns None at the end of the stream. Raises the
-        error that ended the stream."""
+        """Returns None at the end of the stream. Raises the error that ended the stream."""
         item = await self._spans.get()
         if isinstance(item, JdisaggError):
             raise item

@@ -1,12 +1,9 @@
 """Swaps the KV of preempted and suspended sequences out to host memory and back in.
 
-`scheduler/spills.py` decides which sequences are swapped; this module issues the copy commands. The
-last positions are copied first. Their copy is queued on the mesh when the sequence loses its pages,
-so these pages can be reused immediately. The other positions follow in batches, and their pages are
-kept until they are copied. A sequence continues from the last token that was read back, and results
-of steps in flight are dropped. If layers keep recurrent state or ring buffers, these are copied
-after the steps in flight, and the results are accepted. Checksums are compared when the KV is back
-in pages.
+`scheduler/spills.py` decides which sequences are swapped; this module issues the copy commands.
+The last positions are copied first. Their copy is queued on the mesh when the sequence loses its
+pages, so these pages can be reused immediately. A sequence continues from the last token that was
+read back, and results of steps in flight are dropped.
 
 If a checksum differs, a copy is lost, or no page becomes free in time, the sequence ends as
 preempted and is recomputed by another attempt. These failures never change tokens."""
@@ -34,13 +31,7 @@ from jdisagg.worker.step_loop import StepLoop
 
 
 class SpilledKv:
-    """Swaps the sequences of one decode mesh out and in.
-
-    Args:
-        changed: Function that is called after pages are freed, or after a sequence ends or becomes
-        ready.
-        most_seconds: Longest time that a swapped-out sequence may wait for pages.
-    """
+    """Swaps the sequences of one decode mesh out and in."""
 
     def __init__(
         self,
@@ -75,11 +66,9 @@ class SpilledKv:
 
     @property
     def quiet(self) -> bool:
-        """Whether no copy to or from host memory is in flight."""
         return self._tasks.quiet
 
     def stats(self) -> tuple[KeptTier, ...]:
-        """Returns the used and available bytes of host memory; empty if the tier is off."""
         spills = self.spills
         if not spills.room_bytes:
             return ()
@@ -192,8 +181,6 @@ class SpilledKv:
         return Spill(child, child.rank, batches, tokens, nbytes, chain, epoch, until, whole=whole)
 
     def _beside(self, piece: HostPiece, spill: Spill, slot: int) -> tuple[int, ...]:
-        """Returns the pages of a piece of `Spill.whole`: the state slot, or the ring-buffer pages
-        of this slot."""
         if piece.offer.kind is KvKind.STATE:
             return (slot,)
         return self._mesh.ring(slot, spill.tokens)
@@ -232,8 +219,6 @@ class SpilledKv:
         self._changed()
 
     def _let_go(self, spill: Spill, pages: int) -> None:
-        """Releases the pages that are held until they are copied, apart from the first `pages`
-        pages."""
         ledger, before = self._state.ledgers[spill.rank], spill.guest
         if before:
             spill.guest = self._state.residency.guest() if pages else 0
@@ -244,8 +229,7 @@ class SpilledKv:
     # ---- back
 
     def bring_back(self, spill: Spill, pages: tuple[int, ...], cached_tokens: int) -> None:
-        """Swaps a sequence in: copies its KV from host memory to `pages`. The KV of the first
-        `cached_tokens` positions is already in `pages`."""
+        """The KV of the first `cached_tokens` positions is already in `pages`."""
         returning = self._tasks.spawn(self._back(spill, pages, cached_tokens))
         self._moving[spill.child.key] = returning
 
@@ -294,7 +278,6 @@ class SpilledKv:
         return len(self.spills) > 0
 
     def sweep(self, now: float) -> None:
-        """Ends sequences that have waited for pages, or were paused, until after their deadline."""
         for spill in self.spills:
             if spill.child.stage is Stage.SPILLED and spill.until < now:
                 late = spill.child.group.suspended_until is None

@@ -44,8 +44,6 @@ class StepLoop:
         plan: Function that returns the next command, given its number, or None if no work is ready.
         apply: Function that is called with each command from `plan` and its result, in the order in
             which the commands were issued.
-        failed: Function that is called once, when the mesh has failed.
-        now: Clock in seconds.
         depth: Largest number of commands from `plan` in flight.
 
     Attributes:
@@ -88,13 +86,11 @@ class StepLoop:
         self._events = None
 
     def wake(self) -> None:
-        """Schedules a run of the loop, because new work may be ready."""
         if not self._turn_due and self._events is not None:
             self._turn_due = True
             self._events.call_soon(self._take_turn)
 
     def has_finished(self) -> bool:
-        """Returns whether the oldest planned command has a result that is not processed yet."""
         return bool(self._flight) and self._flight[0][1].done()
 
     def next_number(self) -> int:
@@ -112,18 +108,15 @@ class StepLoop:
         return False
 
     def in_flight(self, kind: type) -> bool:
-        """Returns whether a planned command of this kind is in flight."""
         return any([isinstance(command, kind) for command, *_ in self._flight])
 
     def newest(self, kind: type) -> int:
-        """Returns the number of the latest planned command of this kind in flight, or 0."""
         for command, *_ in reversed(self._flight):
             if isinstance(command, kind):
                 return command.step
         return 0
 
     def check(self) -> None:
-        """Raises UnavailableError if the mesh has failed."""
         if self.failure is not None:
             raise UnavailableError(self.failure.message) from self.failure
 
@@ -142,9 +135,8 @@ class StepLoop:
         return future
 
     def break_if_stalled(self, seconds: float) -> None:
-        """Declares that the mesh has failed if one command runs for more than `seconds`. A command
-        with images may run longer (`patience`). Time in which the command waits for earlier
-        commands does not count."""
+        """A command with images may run longer (`patience`). Time in which the command waits for
+        earlier commands does not count."""
         self._forget_done()
         if not self._running:
             return
@@ -157,8 +149,6 @@ class StepLoop:
             )
 
     def behind(self, instant: float) -> bool:
-        """Returns whether a command that was issued at or before time `instant` has not
-        finished."""
         self._forget_done()
         return bool(self._running) and self._running[0][0] <= instant
 
@@ -170,8 +160,7 @@ class StepLoop:
             self._ended_at = self._now()
 
     def fire(self, command: StepCommand) -> None:
-        """Issues a command whose result is not needed. If the command fails, the mesh counts as
-        failed."""
+        """If the command fails, the mesh counts as failed."""
         if self.failure is None:
             try:
                 future = self.submit(command)
@@ -183,7 +172,6 @@ class StepLoop:
                 self.break_down(error)
 
     def break_down(self, error: BaseException) -> None:
-        """Declares that the mesh has failed, because its contents may be wrong."""
         if self.failure is not None:
             return
         text = (
@@ -218,8 +206,7 @@ class StepLoop:
                 self.break_down(error)
 
     def _share_time(self) -> None:
-        """Sets `took` for the oldest result. If several results arrive together, their time is
-        divided equally among them."""
+        """If several results arrive together, their time is divided equally among them."""
         now, (_, _, issued_at) = self._now(), self._flight[0]
         if now > self._applied_at:
             one = len(self._flight) == 1

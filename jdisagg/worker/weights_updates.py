@@ -48,12 +48,7 @@ MAX_LEASE_SECONDS, OFFER_SECONDS = 3600.0, 30.0
 @dataclass(slots=True)
 class ServedWeights:
     """The weights that a worker serves. They stay the same when the worker changes its role.
-
-    Attributes:
-        identity: Identity of the weights; "" for the initial weights.
-        folder: Folder from which the weights were read; "" for the initial folder.
-        start_folder: Folder of the initial weights, or "" if unknown.
-    """
+    `identity`: identity of the weights; "" for the initial weights."""
 
     identity: str = ""
     folder: str = ""
@@ -86,13 +81,6 @@ class WorkerOfWeights(Protocol):
 
 
 class WeightsUpdates:
-    """The weights of one worker.
-
-    Attributes:
-        served: The weights that the worker serves.
-        asleep: Whether the worker sleeps, or is about to.
-    """
-
     def __init__(
         self,
         worker: WorkerOfWeights,
@@ -159,7 +147,6 @@ class WeightsUpdates:
                 self._drop()
 
     def expire(self) -> None:
-        """Frees staged weights that the caller has not committed in time."""
         if self._staged is not None and self._staged.until < self._now():
             self._staged = None
             self._drop()
@@ -197,13 +184,6 @@ class WeightsUpdates:
             return OfferName(result.names[0].decode())
 
     async def _read(self, folder: str, seconds: float) -> tuple[int, str, int]:
-        """Reads weights into device memory, beside the served weights.
-
-        Returns:
-            The number of the `ReadWeights` command, the fingerprint of the content, and the number
-                of bytes. If a device lacks memory, the fingerprint is "" and the bytes are the
-                missing bytes.
-        """
         number = self._loop.next_number()
         reading = self._loop.submit(ReadWeights(number, number, folder))
         self._reading = True

@@ -3,11 +3,7 @@
 The first part measures ceilings: the highest rates of a matrix product, of memory access, and of a
 copy between devices. The second part measures prefills and decode steps of the real engine on one
 mesh. The third part fits the constants of the cost model, which are the fractions of the ceilings
-that the engine's programs reach.
-
-Ceilings are measured in the model's dtype. The description of an accelerator has the bfloat16 peak,
-which the cost model halves for float32. To validate the fit, the cost model is first fitted to half
-of the measurements and predicts the other half."""
+that the engine's programs reach."""
 
 import asyncio
 import os
@@ -46,13 +42,8 @@ class MeasuredSettings:
     """The settings of a measurement.
 
     Attributes:
-        model: Folder of the checkpoint.
-        layout: Layout of the mesh.
-        dtype: Data type of weights and KV.
         lengths: Prompt lengths in tokens. Each prompt runs alone.
         batches: Numbers of sequences per dp rank that decode together.
-        steps: Number of tokens that each sequence decodes.
-        rounds: Number of repetitions of every measurement.
     """
 
     model: str
@@ -71,8 +62,7 @@ class MeasuredSettings:
             )
 
     def context_tokens(self, shape: CostGeometry) -> int:
-        """Returns the context length in tokens that the measurement needs. Raises ConfigError if
-        the model's context is shorter."""
+        """Raises ConfigError if the model's context is shorter."""
         longest = max(self.lengths)
         context = longest + self.steps + 2
         if context > shape.context_tokens:
@@ -100,14 +90,6 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Result of the fit.
-
-    Attributes:
-        accelerator: Accelerator description, fitted to all measurements.
-        errors: Relative error of each measurement.
-        held_out: Errors of the half of the measurements that a fit to the other half predicted.
-    """
-
     accelerator: Accelerator
     errors: list[float]
     held_out: Errors
@@ -150,16 +132,7 @@ async def measure_steps(
     wanted: MeasuredSettings, shape: CostGeometry, deploy: Deploy
 ) -> list[Observation]:
     """Measures the duration of prefills (from prompt to first token) and of decode steps, as a
-    client observes them.
-
-    Args:
-        wanted: Settings of the measurement.
-        shape: Sizes of the model.
-        deploy: Function that builds a deployment.
-
-    Returns:
-        The fastest run of each setting.
-    """
+    client observes them. Returns the fastest run of each setting."""
     lengths, batches, longest = wanted.lengths, wanted.batches, max(wanted.lengths)
     chunk = 1 << (longest - 1).bit_length()
     instance = InstanceConfig(
@@ -213,14 +186,7 @@ async def measure_steps(
 
 
 def fit_and_judge(start: Accelerator, steps: list[Observation], layout: Layout) -> Fitted:
-    """Fits the constants of an accelerator description to measurements. To validate the method,
-    first fits to every second measurement and predicts the others.
-
-    Args:
-        start: Description before the fit.
-        steps: Measurements.
-        layout: Layout of the measured mesh.
-    """
+    """To validate the method, first fits to every second measurement and predicts the others."""
     free = FREE_SHARDED if layout.devices > 1 else FREE
     half = fit(start, steps[::2], free)
     held_out = Errors.of(relative_errors(half, steps[1::2]))
@@ -229,7 +195,6 @@ def fit_and_judge(start: Accelerator, steps: list[Observation], layout: Layout) 
 
 
 def notes_of(fitted: Fitted, steps: list[Observation], layout: Layout) -> dict[str, object]:
-    """Returns notes about the measurement, to be stored in the hardware file."""
     return {
         "device": jax.devices()[0].device_kind,
         "dtype": steps[0].dtype,
@@ -248,8 +213,7 @@ def notes_of(fitted: Fitted, steps: list[Observation], layout: Layout) -> dict[s
 def describe(
     ceilings: Ceilings, name: str, dtype: str, memory_bytes: float | None = None
 ) -> Accelerator:
-    """Returns the description of this machine's device before the fit. If `memory_bytes` is None,
-    the size that the device reports is used."""
+    """If `memory_bytes` is None, the size that the device reports is used."""
     device = jax.devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(jax.devices())
@@ -272,9 +236,6 @@ def describe(
 async def _measure(
     cluster: EmbeddedCluster, rng: np.random.Generator, length: int, sequences: int, steps: int
 ) -> float:
-    """Measures one setting. If `sequences` is 0, returns the seconds of one prefill of `length`
-    tokens. If not, returns the seconds of one decode step of `sequences` sequences. Raises
-    ConfigError if `steps` is too small for the sequences to decode together."""
     count = steps if sequences else 1
 
     async def stream(prompt: tuple[int, ...]) -> list[float]:
@@ -316,8 +277,6 @@ def _fastest(call: Callable[[], object]) -> float:
 def _grown(
     measure: Callable[[int], tuple[float, float]], size: int = 512, largest: int = 16384
 ) -> float:
-    """Calls `measure` with growing sizes. Returns the rate at the first size whose run takes 20 ms,
-    or at `largest`."""
     while True:
         seconds, rate = measure(size)
         if seconds >= 0.02 or size >= largest:

@@ -20,15 +20,7 @@ from jdisagg.simulator.workloads import Arrival
 
 def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype: str) -> Table:
     """Returns a table of the candidates, the best one first. It is at most 80 columns wide. Times
-    are in milliseconds. Figures are never truncated.
-
-    Args:
-        plan: Candidates with their simulated or estimated results.
-        geometry: Sizes of the model.
-        site: Accelerators for which the plan was made.
-        goal: Goals for TTFT and TPOT.
-        dtype: Data type of the KV.
-    """
+    are in milliseconds. Figures are never truncated."""
     kept = geometry.kv_bytes_per_token(dtype)
     limits = (
         f"{goal.attainment:.0%} within TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT"
@@ -100,7 +92,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def plan_fields(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal) -> dict[str, object]:
-    """Returns all fields of the plan as plain data for JSON."""
     return {
         "model": geometry.name,
         "hardware": site.accelerator.name,
@@ -168,16 +159,6 @@ def plan_recipe(
     context_tokens: int,
     path: str,
 ) -> str:
-    """Returns the text of a recipe for `jdisagg cluster` and `jdisagg serve`.
-
-    Args:
-        item: Candidate of the plan, with its results.
-        maker: Factory of simulated clusters, with the sizes to write to the recipe.
-        goal: Goals for TTFT and TPOT, for the recipe's docstring.
-        model_directory: Folder of the checkpoint, or empty.
-        context_tokens: Context length in tokens.
-        path: Path of the recipe file, for the recipe's docstring.
-    """
     candidate, site = item.candidate, maker.site
     engine = maker.engine(candidate, model_directory, context_tokens)
     one_pool = candidate.prefill is None

@@ -12,13 +12,8 @@ from jdisagg.request import StreamEvent
 
 
 class PromptRun:
-    """Runs several prompts on an embedded cluster.
-
-    Args:
-        deployment: The cluster.
-        chat: Whether each prompt is a user message, to which the chat template is applied.
-        **options: Sampling options for all prompts.
-    """
+    """Runs several prompts on an embedded cluster. `chat`: whether each prompt is a user message,
+    to which the chat template is applied."""
 
     def __init__(
         self, deployment: Deployment, chat: bool, **options: Unpack[SamplingOptions]

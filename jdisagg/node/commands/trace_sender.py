@@ -1,12 +1,10 @@
 """Sends the requests of a recorded trace to a running server, at the times in the trace. Records
 the time of each token.
 
-A trace has the lengths of prompts and possibly hashes of their blocks, but no text. `PromptMaker`
-creates prompts of these lengths. Blocks with equal hashes get equal token ids, so that the prefix
-cache has the hits that the trace had. `TraceSender` is an open loop: a request is sent at its time
-in the trace, even if earlier requests still run. Time to first token (TTFT) is measured from this
-time, so that a slow sender does not hide delays. This module must not import flags, files or output
-formats."""
+Blocks with equal hashes get equal token ids, so that the prefix cache has the hits that the trace
+had. `TraceSender` is an open loop: a request is sent at its time in the trace, even if earlier
+requests still run. Time to first token (TTFT) is measured from this time, so that a slow sender
+does not hide delays."""
 
 import asyncio
 import time
@@ -35,9 +33,8 @@ ENDS_BY_STATUS: dict[str, End] = {
 
 @dataclass(frozen=True, slots=True)
 class ReplayPrompt:
-    """The prompt for one request of a trace. `output_tokens` is the length of its answer. `cut` is
-    True if prompt or answer is shorter than in the trace, because of the server's context length or
-    the caller's limit."""
+    """`cut` is True if prompt or answer is shorter than in the trace, because of the server's
+    context length or the caller's limit."""
 
     token_ids: tuple[int, ...]
     output_tokens: int
@@ -58,21 +55,10 @@ class PromptMaker:
         max_output_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Creates the generator of prompts.
-
-        Args:
-            vocabulary: Number of token ids of the model.
-            context_tokens: Largest number of tokens of prompt and answer together. If a request
-                exceeds this number, the answer is shortened first, to at least half of the context,
-                and then the prompt.
-            block_tokens: Number of tokens of a block with a hash.
-            max_prompt_tokens: Cap on the length of a prompt, or None.
-            max_output_tokens: Cap on the length of an answer, or None.
-            seed: Seed of the token ids.
-
-        Raises:
-            ConfigError: A number is below 1, or the context is too short for any prompt.
-        """
+        """Creates the generator of prompts. `context_tokens`: largest number of tokens of prompt
+        and answer together. If a request exceeds this number, the answer is shortened first, to at
+        least half of the context, and then the prompt. Raises ConfigError if a number is below 1,
+        or the context is too short for any prompt."""
         if context_tokens < 2:
             raise ConfigError(
                 f"a context of {context_tokens} tokens holds no prompt and answer; serve the model"
@@ -127,8 +113,7 @@ class PromptMaker:
 
 @dataclass(slots=True)
 class ReplayProgress:
-    """Progress of sending a trace. It is passed to the caller's function `watch` at every
-    change."""
+    """Passed to the caller's function `watch` at every change."""
 
     total: int
     sent: int = 0
@@ -145,8 +130,6 @@ class ReplayProgress:
         )
 
     def notes(self) -> list[str]:
-        """Returns lines of text that explain deviations from the trace, such as shortened prompts
-        or late requests."""
         cut = (
             f"{self.cut} of {self.total} requests were cut to what the server's context or the"
             " flags allow"
@@ -162,11 +145,8 @@ class TraceSender:
     """Sends one trace to one server.
 
     Args:
-        client: Client of the server.
-        maker: Generator of the prompts.
         speed: Factor by which the trace's request rate is multiplied.
         deadline_seconds: Deadline of requests for which the trace has none, in seconds.
-        name: Prefix of the request ids.
     """
 
     def __init__(
@@ -193,19 +173,9 @@ class TraceSender:
         self, arrivals: Sequence[Arrival], watch: Callable[[ReplayProgress], None] | None = None
     ) -> list[RequestOutcome]:
         """Sends all requests and waits until they have finished. Cancelling this call cancels the
-        running requests.
-
-        Args:
-            arrivals: Requests of the trace.
-            watch: Callback at every change of the progress, or None.
-
-        Returns:
-            The outcome of each request, in order. Refused and failed requests have an outcome too.
-                Times are relative to the time at which the first request was due.
-
-        Raises:
-            WorkloadError: The trace has no requests.
-        """
+        running requests. Returns the outcome of each request, in order. Refused and failed requests
+        have an outcome too. Times are relative to the time at which the first request was due.
+        Raises WorkloadError if the trace has no requests."""
         if not arrivals:
             raise WorkloadError(
                 "the trace has no requests to send; give another, or a larger limit"

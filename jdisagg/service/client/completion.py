@@ -26,10 +26,7 @@ class Completion:
     """The complete result of a request.
 
     Attributes:
-        choices: The n answers of the request. `Completion.text` is the text of the first answer.
         usage, timings: Token counts and timings that the server reported, or None.
-        request_id: Id under which the server logs and traces the request.
-        prompt_logprobs: Log-probabilities of all prompt tokens except the first, if requested.
     """
 
     choices: tuple[Choice, ...]
@@ -44,8 +41,7 @@ class Completion:
 
 
 class Collector:
-    """Joins the events of a stream into a Completion. Raises JdisaggError if a token is missing or
-    duplicated."""
+    """Raises JdisaggError if a token is missing or duplicated."""
 
     def __init__(self) -> None:
         self._choices: dict[int, Choice] = {}

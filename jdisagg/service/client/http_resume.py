@@ -32,9 +32,8 @@ _UNSENT = ("content-length", "host", "transfer-encoding")
 
 
 class ResumableSse:
-    """State of one streamed request: the fields to send, and the ids of the events received so far.
-    `complete` is True once the caller has received the last event of the stream, or an error that
-    ends the stream."""
+    """`complete` is True once the caller has received the last event of the stream, or an error
+    that ends the stream."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = {
@@ -63,7 +62,6 @@ class ResumableSse:
         return cls(fields) if streams and "resumption" not in fields else None
 
     def body(self) -> bytes:
-        """Returns the body of the next call."""
         resumption: dict[str, Any] = {"life": self._life}
         fields = self._fields | {"resumption": resumption}
         if self._number:
@@ -83,7 +81,6 @@ class ResumableSse:
         return self._ids[-1] if self._ids else ""
 
     def again(self) -> None:
-        """Prepares the next call after the connection broke."""
         self._number += 1
         self._rest = b""
 
@@ -109,13 +106,8 @@ class ResumableSse:
 
 
 class ResumingTransport(httpx2.AsyncBaseTransport):
-    """Sends requests to one of several servers, and resumes broken streams.
-
-    Args:
-        servers: URLs of the routers, without a path.
-        resume_seconds: Time after the last event for which a broken stream is retried.
-        transport: Transport that makes the connections, or None for httpx2's own.
-    """
+    """Sends requests to one of several servers, and resumes broken streams. `resume_seconds`: time
+    after the last event for which a broken stream is retried."""
 
     def __init__(
         self,
@@ -145,7 +137,6 @@ class ResumingTransport(httpx2.AsyncBaseTransport):
     async def _resumed(
         self, request: httpx2.Request, state: ResumableSse, response: httpx2.Response
     ) -> AsyncIterator[bytes]:
-        """Yields the events of a stream. If the stream breaks, resumes it at another server."""
         while True:
             try:
                 async for data in response.aiter_raw():
@@ -164,8 +155,6 @@ class ResumingTransport(httpx2.AsyncBaseTransport):
                 return
 
     async def _sent(self, request: httpx2.Request, state: ResumableSse) -> httpx2.Response:
-        """Sends a streamed request until a server accepts it. Tries the next server if one is
-        unreachable, full or shutting down."""
         until, pause = time.monotonic() + self._resume_seconds, PAUSE_SECONDS
         while True:
             final = time.monotonic() >= until
@@ -185,7 +174,6 @@ class ResumingTransport(httpx2.AsyncBaseTransport):
     async def _send(
         self, request: httpx2.Request, body: bytes, last_id: str = ""
     ) -> httpx2.Response:
-        """Sends a request to the first server to which a connection can be made."""
         headers = [
             (name, value) for name, value in request.headers.multi_items() if name not in _UNSENT
         ]

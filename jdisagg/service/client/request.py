@@ -43,12 +43,6 @@ class GenerateOptions(SamplingOptions, total=False):
         token_ids, messages: The prompt as token ids or as a chat, instead of a text.
         continue_final_message: Whether the model continues the last message of the chat instead of
             starting a new one.
-        chat_template_kwargs: Extra variables of the chat template.
-        documents: Objects for chat templates that show documents.
-        tools, tool_choice, parallel_tool_calls: Functions that the model may call.
-        request_id, deadline_seconds, tenant, cache_salt, priority: Identity and limits of the
-            request.
-        model: Name of the model or of one of its adapters.
     """
 
     token_ids: Sequence[int] | None
@@ -74,8 +68,7 @@ _OF_CHATS = ("continue_final_message", "chat_template_kwargs", "documents", "too
 
 
 def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
-    """Builds the request of a `generate` call. Raises InvalidRequestError for an argument that
-    cannot be sent."""
+    """Raises InvalidRequestError for an argument that cannot be sent."""
     sampling = {name: value for name, value in options.items() if name not in _REQUEST_OPTIONS}
     given = _prompt(prompt, options.get("token_ids"), options.get("messages"), options)
     if not isinstance(given, ChatPrompt) and any(options.get(name) for name in _OF_CHATS):
@@ -93,8 +86,6 @@ def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
 
 
 def tokenize_request(prompt: str | None, messages: Messages | None) -> pb.TokenizeRequest:
-    """Builds the request of a `tokenize` call. Raises InvalidRequestError for an argument that
-    cannot be sent."""
     made = _prompt(prompt, None, messages, GenerateOptions())
     assert not isinstance(made, TokenPrompt)
     return wire_generation.tokenize_to_proto(made)
@@ -118,8 +109,6 @@ def _prompt(
 
 
 def _items(name: str, given: Any, remedy: str = "give a sequence") -> tuple[Any, ...]:
-    """Returns the items of any iterable, such as a NumPy array. Raises InvalidRequestError for a
-    text, bytes or a mapping, which have items but are not lists of values."""
     if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
         raise InvalidRequestError(
             f"{name} must be a sequence of values, got {type(given).__name__}; {remedy}"
@@ -128,8 +117,6 @@ def _items(name: str, given: Any, remedy: str = "give a sequence") -> tuple[Any,
 
 
 def _chat(messages: Messages, options: GenerateOptions) -> ChatPrompt:
-    """Converts a chat by the rules of the HTTP API. Raises InvalidRequestError, which names the
-    invalid field."""
     given = _items("messages", messages, "give a sequence of messages; for text, pass prompt=")
     tools = _items("tools", options.get("tools") or ())
     body: dict[str, object] = {
@@ -148,7 +135,6 @@ def _chat(messages: Messages, options: GenerateOptions) -> ChatPrompt:
 
 
 def _openai_message(message: ChatMessage | Given) -> Given:
-    """Returns a message in the form of OpenAI's API."""
     if not isinstance(message, ChatMessage):
         return message
     content = message.content
@@ -172,8 +158,6 @@ def _openai_part(part: object) -> object:
 
 
 def _json(name: str, value: object) -> msgspec.Raw:
-    """Encodes a value as JSON. Raises InvalidRequestError with the argument's `name` if JSON cannot
-    represent the value."""
     try:
         return msgspec.Raw(msgspec.json.encode(value))
     except UnicodeEncodeError as error:
@@ -183,8 +167,6 @@ def _json(name: str, value: object) -> msgspec.Raw:
 
 
 def _text(name: str, value: object, remedy: str = "give a str") -> str:
-    """Returns `value` unchanged. Raises InvalidRequestError if it is not a str, or not valid
-    Unicode, which protobuf would not accept as text."""
     if not isinstance(value, str):
         raise InvalidRequestError(f"{name} must be text, got {type(value).__name__}; {remedy}")
     try:

@@ -41,14 +41,7 @@ class ResumableStream:
     """State of a request's stream.
 
     Every retry must have the id and seed of the first call. If the request has none, random ones
-    are therefore chosen once.
-
-    Args:
-        asked: The client's request.
-        resume_seconds: Time after the last received message for which a broken stream is retried.
-
-    Raises:
-        InvalidRequestError: Protobuf cannot represent the request.
+    are therefore chosen once. Raises InvalidRequestError if Protobuf cannot represent the request.
     """
 
     def __init__(self, asked: ClientRequest, resume_seconds: float) -> None:
@@ -82,7 +75,6 @@ class ResumableStream:
         return self._number > 0
 
     def request(self) -> pb.GenerateRequest:
-        """Returns the message to send with the next call."""
         asked = self._asked
         if self._number:
             self._check_deadline()
@@ -105,8 +97,6 @@ class ResumableStream:
         )
 
     def connect_seconds(self, most: float) -> float:
-        """Returns the time, in seconds, that the next call may wait for a connection. `most` is the
-        limit of the first call."""
         if not self._number:
             return most
         remaining = self._remaining_seconds()
@@ -129,8 +119,7 @@ class ResumableStream:
         return event
 
     def pause_after(self, error: grpc.RpcError | UnavailableError) -> float:
-        """Decides whether a failed call is retried. Returns the time to wait before the retry, in
-        seconds. If no retry is allowed, raises the error as a jdisagg error."""
+        """If no retry is allowed, raises the error as a jdisagg error."""
         typed = typed_error(error) if isinstance(error, grpc.RpcError) else error
         if not self._may_resume(error, typed):
             raise typed from None

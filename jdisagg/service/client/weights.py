@@ -11,8 +11,6 @@ from jdisagg.service.grpc import wire, wire_generation
 
 
 class _Caller(Protocol):
-    """The members of `AsyncClient` that `WeightsCalls` uses."""
-
     _stub: Any
     _timeout_seconds: float
 
@@ -22,8 +20,6 @@ class _Caller(Protocol):
 
 
 class WeightsCalls:
-    """Base class of `AsyncClient` with the calls for weights and sleep."""
-
     async def update_weights(
         self: _Caller,
         folder: str,

@@ -15,7 +15,6 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def generate(destination: pathlib.Path) -> list[pathlib.Path]:
-    """Writes the stubs to `destination`/jdisagg/service/grpc and returns their paths."""
     from grpc_tools import protoc
 
     root = HERE.parents[2]

@@ -181,8 +181,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 def _seconds(
     request: pb.UpdateWeightsRequest | pb.SleepRequest | pb.WakeRequest, usual: float
 ) -> float:
-    """Returns the deadline of a request in seconds, or `usual` if the request has none. Raises
-    InvalidRequestError if the deadline is not positive and finite."""
     return (
         positive_seconds(request.deadline_seconds)
         if request.HasField("deadline_seconds")
@@ -195,9 +193,6 @@ def _adapter_to_proto(adapter: Adapter) -> pb.Adapter:
 
 
 def _deadline(asked_seconds: float | None, call_seconds: float | None) -> float | None:
-    """Returns the earlier of the request's own deadline and the gRPC call's deadline, in seconds.
-    `asked_seconds` is None if the request has no deadline. `call_seconds` is None or infinite if
-    the gRPC call has no deadline. Returns None if there is neither."""
     if call_seconds is None or not math.isfinite(call_seconds):
         return asked_seconds
     if call_seconds <= 0:

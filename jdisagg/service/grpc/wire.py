@@ -76,8 +76,7 @@ def error_to_status(error: JdisaggError) -> WireStatus:
 
 
 def error_from_status(status: WireStatus) -> JdisaggError:
-    """Returns the jdisagg error that the called process raised. If the status comes from gRPC
-    itself, returns the jdisagg error for its status code."""
+    """If the status comes from gRPC itself, returns the jdisagg error for its status code."""
     metadata = dict(status.metadata)
     retry_after_seconds: float | None = None
     with contextlib.suppress(KeyError, ValueError):
@@ -98,8 +97,7 @@ def error_from_status(status: WireStatus) -> JdisaggError:
 def build(
     kind: Callable[Arguments, AnyMessage], /, *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> AnyMessage:
-    """Builds a protobuf message of class `kind` from values of a client. Raises InvalidRequestError
-    for a wrong type, a number out of range, or invalid UTF-8."""
+    """Raises InvalidRequestError for a wrong type, a number out of range, or invalid UTF-8."""
     try:
         message = kind(*args, **kwargs)
         message.ByteSize()
@@ -149,8 +147,7 @@ def role_to_proto(role: WorkerRole) -> pb.WorkerRole:
 
 
 def role_from_proto(message: str, role: int) -> WorkerRole:
-    """Converts a worker's role. Raises InvalidRequestError for an unknown role. `message` is the
-    type of the message that contains the role, for the error's text."""
+    """Raises InvalidRequestError for an unknown role."""
     if role not in _ROLE_FROM_PROTO:
         raise InvalidRequestError(
             f"{message}.role must be a known role, got {role}; run the same version on both sides"

@@ -38,8 +38,7 @@ _CHOICE_FROM_PROTO: dict[int, ToolChoice] = {
 
 
 def chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
-    """Converts a chat to its protobuf message. Raises InvalidRequestError if protobuf cannot
-    represent a value."""
+    """Raises InvalidRequestError if protobuf cannot represent a value."""
     return build(
         pb.ChatMessages,
         messages=[
@@ -57,8 +56,7 @@ def chat_to_proto(prompt: ChatPrompt) -> pb.ChatMessages:
 
 
 def chat_from_proto(message: pb.ChatMessages) -> ChatPrompt:
-    """Converts a protobuf message to a chat. Raises InvalidRequestError, which names the invalid
-    field."""
+    """Raises InvalidRequestError, which names the invalid field."""
     at_most("messages", len(message.messages), MAX_MESSAGES)
     at_most("tools", len(message.tools), MAX_TOOLS)
     if message.tool_choice not in _CHOICE_FROM_PROTO:

@@ -112,8 +112,7 @@ _REPEATED = {
 
 
 def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
-    """Converts a request to its protobuf message. Raises InvalidRequestError if protobuf cannot
-    represent a value. Other checks are left to the server."""
+    """Raises InvalidRequestError if protobuf cannot represent a value."""
     prompt = request.prompt
     return build(
         pb.GenerateRequest,
@@ -171,9 +170,6 @@ def _accepted_to_proto(resumption: Resumption) -> list[pb.AcceptedTokens]:
 
 
 def _resumption_from_proto(message: pb.GenerateRequest) -> Resumption | None:
-    """Returns the tokens that the client has already received, or None if the call resumes no
-    stream. An answer that the message omits has no received tokens. Raises InvalidRequestError,
-    which names the invalid field."""
     number, count = message.resumption, message.sampling.n if message.sampling.HasField("n") else 1
     if number == 0 and not message.accepted:
         return None
@@ -278,7 +274,6 @@ _UPDATE_MODES = {
 
 
 def update_mode_from_proto(mode: int) -> UpdateMode:
-    """Converts the mode of a weights update. Raises InvalidRequestError for an unknown mode."""
     if mode not in _UPDATE_MODES:
         raise InvalidRequestError(f"mode: {mode} is not an UpdateMode of this version")
     return _UPDATE_MODES[mode]  # type: ignore[index]
@@ -403,8 +398,7 @@ def _defaults_from_proto(message: common_pb2.SamplingParams) -> SamplingDefaults
 
 
 def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
-    """Converts the router's status. The statuses of workers are left empty for the caller to
-    add."""
+    """The statuses of workers are left empty for the caller to add."""
     return pb.GetStatusResponse(
         waiting=status.waiting,
         decisions=[

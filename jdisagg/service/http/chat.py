@@ -160,7 +160,6 @@ def parts_of(fields: Fields, name: str) -> Content:
 
 
 def _content_of(message: Fields) -> tuple[Content, str]:
-    """Returns the content of a message, and the text of its reasoning parts."""
     content, thoughts = _read_content(message, "content", _THOUGHT_KINDS)
     if content is None and (refusal := message.read("refusal", TEXT)):
         content = refusal
@@ -170,15 +169,6 @@ def _content_of(message: Fields) -> tuple[Content, str]:
 def _read_content(
     fields: Fields, name: str, of_thoughts: Collection[str], *, images: bool = True
 ) -> tuple[Content, list[str]]:
-    """Reads a field that is a text or a list of content parts.
-
-    Args:
-        of_thoughts: Types of parts that are reasoning.
-        images: Whether parts may be images.
-
-    Returns:
-        The content, and the texts of the reasoning parts.
-    """
     with contextlib.suppress(InvalidRequestError):
         return fields.read(name, TEXT), []
     with contextlib.suppress(InvalidRequestError):
@@ -295,8 +285,6 @@ def chosen_tools(fields: Fields, tools: tuple[ChatTool, ...], *, nested: bool) -
 
 
 def _allowed(part: Fields, tools: tuple[ChatTool, ...], nested: bool) -> OfferedTools:
-    """Returns the tools that the type `allowed_tools` of `tool_choice` lists. Other tools are left
-    out of the prompt."""
     mode = part.given("mode", TEXT)
     if mode not in _MODES:
         raise InvalidRequestError(

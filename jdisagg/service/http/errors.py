@@ -98,14 +98,8 @@ def _message_body(error: JdisaggError, fields: Collection[str] = ()) -> bytes:
 
 
 class ErrorForm(NamedTuple):
-    """The form in which an API reports errors.
-
-    Attributes:
-        status: Function that returns the HTTP status for an error.
-        body: Function that returns the JSON body for an error and the names of the request's
-            fields.
-        event: SSE line that precedes the body if the error is an event of a stream, or empty.
-    """
+    """The form in which an API reports errors. `event`: SSE line that precedes the body if the
+    error is an event of a stream, or empty."""
 
     status: Callable[[JdisaggError], int]
     body: Callable[[JdisaggError, Collection[str]], bytes]

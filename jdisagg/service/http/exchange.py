@@ -163,8 +163,6 @@ class Exchange:
 
 
 def _never(data: bytes) -> bool:
-    """Takes the place of the direct write if the HTTP server provides none. Returns False, which
-    means that nothing was written."""
     return False
 
 

@@ -56,7 +56,6 @@ def _yes(raw: msgspec.Raw) -> bool:
 
 
 def _text_or_json(raw: msgspec.Raw) -> str:
-    """Decodes a string. Returns any other value as its JSON text."""
     given = bytes(raw)
     return _text(raw) if given.startswith(b'"') else given.decode()
 
@@ -148,7 +147,6 @@ class Fields:
         return self._path
 
     def raw(self, name: str) -> msgspec.Raw:
-        """Returns the JSON text of a field, which must be present."""
         return self._raw[name]
 
     def has(self, name: str) -> bool:
@@ -160,8 +158,7 @@ class Fields:
         return memoryview(raw) != b"null"  # copies nothing, unlike bytes()
 
     def read(self, name: str, kind: FieldKind[T]) -> T | None:
-        """Returns the field's value, or None if the field is absent or null. Raises
-        InvalidRequestError for a wrong type."""
+        """Raises InvalidRequestError for a wrong type."""
         if not self.has(name):
             return None
         raw = self._raw[name]
@@ -174,8 +171,7 @@ class Fields:
             ) from None
 
     def given(self, name: str, kind: FieldKind[T]) -> T:
-        """Returns the value of a required field. Raises InvalidRequestError if the field is
-        absent."""
+        """Raises InvalidRequestError if the field is absent."""
         value = self.read(name, kind)
         if value is None:
             raise InvalidRequestError(f"{self._path}{name} is missing: send {kind.rule}")
@@ -194,11 +190,8 @@ class Fields:
     ) -> "list[Fields] | None":
         """Returns the fields of each object in a list, or None if the list is absent. If the list
         has more than `most` objects, raises InvalidRequestError before decoding the objects.
-
-        Args:
-            text_field: If set, a string in the list is accepted in place of an object with this
-                field.
-        """
+        `text_field`: if set, a string in the list is accepted in place of an object with this
+        field."""
         listed = self.read(name, _LIST)
         if listed is None:
             return None
@@ -216,12 +209,8 @@ class Fields:
 
     def refuse(self, refused: Mapping[str, tuple[Collection[object], str]]) -> None:
         """Raises InvalidRequestError if the object has an unsupported field. A field whose value
-        has no effect is accepted.
-
-        Args:
-            refused: For each unsupported field, the values without effect, and the advice in the
-                error for other values.
-        """
+        has no effect is accepted. `refused`: for each unsupported field, the values without effect,
+        and the advice in the error for other values."""
         for name in self._raw.keys() & refused.keys():
             neutral, remedy = refused[name]
             if self.has(name) and self.read(name, ANYTHING) not in neutral:
@@ -230,7 +219,6 @@ class Fields:
                 )
 
     def ignore(self, *names: str) -> None:
-        """Marks fields without effect as read, so that `unread` does not list them."""
         self._read.update(names)
 
     def leave_out(self, *names: str) -> None:
@@ -246,15 +234,13 @@ class Fields:
 
 
 def either(fields: Fields, names: Sequence[str], kind: FieldKind[T]) -> T | None:
-    """Returns the value of the first of several fields that is present, or None if none is. The
-    types of all of them are checked."""
+    """The types of all fields are checked."""
     given = [fields.read(name, kind) for name in names]
     return next((value for value in given if value is not None), None)
 
 
 def begins(raw: msgspec.Raw, mark: bytes) -> bool:
-    """Returns whether the JSON text of a value begins with the character `mark`. Unlike a
-    conversion to `bytes`, this copies nothing."""
+    """Unlike a conversion to `bytes`, this copies nothing."""
     return memoryview(raw)[:1] == mark
 
 

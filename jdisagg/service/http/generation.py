@@ -208,8 +208,6 @@ class HttpGeneration:
 
 
 class _Run:
-    """The run of one prompt: its events and the state of its choices."""
-
     def __init__(
         self,
         events: AsyncGenerator[StreamEvent, None],
@@ -241,12 +239,9 @@ class _Run:
 
     @property
     def usage(self) -> Usage:
-        """Token counts of the prompt and of the tokens generated so far."""
         return self._usage or Usage(len(self._request.prompt_token_ids), self._made_tokens)
 
     async def run(self, take: Callable[[ReplyChoice, StreamEvent, bool], Awaitable[None]]) -> None:
-        """Runs the prompt. Calls `take` for each event, with the choice (answer) to which the event
-        belongs and whether the event is the first of this choice."""
         begun = self._begun
         async with read_in_time(self._request), aclosing(self._events) as events:
             async for event in events:
@@ -274,7 +269,6 @@ def _sampled(sampling: SamplingParams) -> dict[str, object]:
 
 
 async def _no_events() -> AsyncGenerator[StreamEvent, None]:
-    """Yields nothing."""
     return
     yield
 
@@ -304,8 +298,6 @@ async def _whole(exchange: Exchange, reply: Reply, runs: Sequence[_Run]) -> None
 
 
 async def _stream(exchange: Exchange, reply: Reply, runs: Sequence[_Run], ids: bool) -> None:
-    """Streams the events of the runs. `ids` is whether each event gets an SSE id, which a client
-    needs to resume the stream."""
     began, opening, opened = asyncio.Event(), asyncio.Lock(), False
     comments = asyncio.ensure_future(_comments(exchange, began, reply.waiting))
     until_now = functools.partial(_sum, runs)
@@ -362,7 +354,6 @@ async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
 
 @contextlib.contextmanager
 def _watched(exchange: Exchange) -> Iterator[None]:
-    """Context manager that cancels the current task when the client disconnects."""
     task = asyncio.current_task()
     assert task is not None
     watching = asyncio.ensure_future(exchange.gone())

@@ -93,8 +93,6 @@ def grammar_from(fields: Fields) -> Grammar | None:
 
 
 def grammar_of_response(fields: Fields) -> Grammar | None:
-    """Reads the grammar in the field `text.format` of /v1/responses. Returns None if the field sets
-    no grammar."""
     text = fields.part(RESPONSE_TEXT)
     text.ignore("verbosity")
     with named_as_sent(fields):

@@ -71,8 +71,6 @@ class HttpGuard(DrainingGuard):
             self._running.discard(task)
 
     def _check(self, endpoint: "Endpoint", exchange: Exchange) -> Caller:
-        """Returns the identity of a request's client. Raises a JdisaggError if the method or the
-        token is wrong, or the server is draining."""
         method = exchange.scope["method"]
         asked = "GET" if method == "HEAD" else method
         if endpoint.method != ANY_METHOD and asked not in endpoint.method.split(", "):
@@ -95,7 +93,6 @@ class HttpGuard(DrainingGuard):
         return caller
 
     async def _fail(self, endpoint: "Endpoint", exchange: Exchange, error: JdisaggError) -> None:
-        """Sends the error as the reply or, if a stream has begun, as the stream's last event."""
         form = endpoint.errors
         body = form.body(error, exchange.fields)
         try:

@@ -29,14 +29,8 @@ _PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text
 
 
 class KeptResponses:
-    """Endpoints for responses that the server stores.
-
-    Args:
-        generation: Endpoint that generates responses.
-        store: The stored responses.
-        guard: The server's guard. A drain waits for responses in the background.
-        limit_bytes: Size limit of a request body, in bytes.
-    """
+    """Endpoints for responses that the server stores. `guard`: the server's guard. A drain waits
+    for responses in the background."""
 
     def __init__(
         self, generation: HttpGeneration, store: ResponseStore, guard: HttpGuard, limit_bytes: int
@@ -64,8 +58,6 @@ class KeptResponses:
         await exchange.reply(await self._begun(exchange))
 
     async def _begun(self, exchange: Exchange) -> bytes:
-        """Starts to generate a response in the background. Returns the response object, as JSON,
-        as soon as the request is validated. Raises the error of an invalid request."""
         begun: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         def begin(response_id: str, response: Json) -> None:
@@ -94,7 +86,6 @@ class KeptResponses:
         return await begun
 
     def _end(self, begun: "asyncio.Future[bytes]", status: str, error: JdisaggError | None) -> None:
-        """Stores the final state of a background response that was cancelled or failed."""
         response = _decode(begun.result())
         kept = self._store.find(str(response["id"]))
         if kept is None:  # deleted
@@ -158,9 +149,6 @@ class KeptResponses:
 
 
 class _Unconnected(Exchange):
-    """The exchange of a request that runs in the background. Its reply is discarded. The headers
-    and the body are those of `exchange`, the request that started it."""
-
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange.scope, _nothing, _swallow)
         self.reply_headers = exchange.reply_headers
@@ -177,8 +165,6 @@ async def _swallow(message: Message) -> None:
 
 
 def _listed(raw: msgspec.Raw, number: int) -> Json:
-    """Converts an input item to the form in which OpenAI's API lists it, with an id and a list of
-    content parts."""
     item = _decode(raw)
     kind = str(item.setdefault("type", "message"))
     item.setdefault("status", "completed")
@@ -194,6 +180,5 @@ def _listed(raw: msgspec.Raw, number: int) -> Json:
 
 
 def _query(exchange: Exchange, name: str) -> str:
-    """Returns a query parameter of the URL, or "" if it is absent."""
     found = parse_qs(exchange.scope["query_string"].decode("latin-1")).get(name)
     return found[-1] if found else ""

@@ -22,9 +22,6 @@ NOT_JSON = "INVALID_JSON"
 
 
 class _Kind(enum.Enum):
-    """Kinds of content blocks. Each value has the type of the block's deltas, and the name of the
-    delta's field with the text."""
-
     THINKING = ("thinking_delta", "thinking")
     TEXT = ("text_delta", "text")
     CALL = ("input_json_delta", "partial_json")
@@ -86,8 +83,6 @@ class MessageReply(Reply):
         return [*frames, self._delta(_Kind.CALL, call.arguments)] if call.arguments else frames
 
     def _begin(self, kind: _Kind, block: Json) -> list[bytes]:
-        """Opens a block and closes the block before it. Does nothing if a block of this kind is
-        open already, except for tool calls, each of which has its own block."""
         if self._open is kind and kind is not _Kind.CALL:
             return []
         frames = self._close()
@@ -143,8 +138,6 @@ class MessageReply(Reply):
         }
 
     def _stop(self, reason: str | None, stop_string: str, usage: Usage) -> Json:
-        """Returns the fields that describe why the message ended. `reason` is None while the
-        message has not ended."""
         match reason:
             case None:
                 named = None
@@ -172,8 +165,6 @@ def _tool_use(call: ToolCallDelta, given: object) -> Json:
 
 
 def _input(arguments: str) -> object:
-    """Returns the arguments of a tool call as a JSON object. If `arguments` is incomplete JSON, the
-    object has the text as its only value."""
     try:
         _an_object(arguments or "{}")
         return msgspec.Raw((arguments or "{}").encode())

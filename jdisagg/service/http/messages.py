@@ -100,8 +100,6 @@ def message_prompt(fields: Fields) -> ChatPrompt:
 
 
 def _edit(messages: list[ChatMessage], management: Fields) -> None:
-    """Applies the edits of the field `context_management`. The only supported edit removes the
-    thinking of all turns except the last ones. Raises InvalidRequestError for other edits."""
     for edit in management.parts("edits") or ():
         kind = edit.given("type", TEXT)
         if not kind.startswith("clear_thinking"):
@@ -124,8 +122,6 @@ def _edit(messages: list[ChatMessage], management: Fields) -> None:
 
 
 def _add(messages: list[ChatMessage], message: ChatMessage) -> None:
-    """Appends a message. If the message before it has the same role, the two are joined. Results of
-    tools are never joined."""
     before = messages[-1] if messages else None
     if before is None or before.role != message.role or message.role == "tool":
         messages.append(message)
@@ -143,7 +139,6 @@ def _joined(first: str, second: str) -> str:
 
 
 def _joined_content(first: Content, second: Content) -> Content:
-    """Joins the contents of consecutive blocks. Consecutive texts are joined with a newline."""
     if not isinstance(first, tuple) and not isinstance(second, tuple):
         return _joined(first or "", second or "")
     parts: list[str | ChatImage] = []
@@ -182,8 +177,6 @@ def _messages(message: Fields, left_out: list[str]) -> Iterator[ChatMessage]:
 
 
 def _message(role: str, block: Fields) -> ChatMessage:
-    """Converts one content block to a chat message. Raises InvalidRequestError if the block's type
-    is unsupported, or not allowed for the role."""
     kind = _kind(block)
     if kind == "text":
         return ChatMessage(role, block.given("text", TEXT))
@@ -214,7 +207,6 @@ def _kind(block: Fields) -> str:
 
 
 def _document(block: Fields) -> str:
-    """Converts a document block to text: its title, its context and then its content."""
     source = block.part("source")
     kind = source.given("type", TEXT)
     if kind not in ("text", "content"):
@@ -243,7 +235,6 @@ _TEXTS_OF: dict[str, Callable[[Fields], str]] = {
 
 
 def _result(block: Fields) -> Content:
-    """Reads the content of a tool result: a text, or a list of blocks with texts and images."""
     blocks = _blocks(block, "content")
     if isinstance(blocks, str):
         return blocks
@@ -257,15 +248,12 @@ def _result(block: Fields) -> Content:
 
 
 def _blocks(fields: Fields, name: str) -> str | list[Fields]:
-    """Reads a field that is a text or a list of content blocks. An absent field is an empty
-    list."""
     if fields.has(name) and not begins(fields.raw(name), b"["):
         return fields.given(name, TEXT)
     return fields.parts(name, text_field="text") or []
 
 
 def _text(fields: Fields, name: str) -> str:
-    """Reads a field that is a text or a list of text blocks, which are joined by newlines."""
     blocks = _blocks(fields, name)
     if isinstance(blocks, str):
         return blocks
@@ -282,7 +270,6 @@ def _block_text(block: Fields) -> str:
 
 
 def _offered(fields: Fields) -> tuple[OfferedTools, bool]:
-    """Returns the tools that the model may call, and whether one answer may have several calls."""
     given = fields.parts("tools", MAX_TOOLS) or []
     tools = tuple(map(_tool, without_hosted(fields, given, _HOSTED)))
     choice = fields.part("tool_choice")

@@ -187,7 +187,6 @@ _PATHS: dict[str, dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]]] = {
 
 @functools.cache
 def openapi_json() -> bytes:
-    """Returns the OpenAPI description as JSON."""
     paths = {
         path: {method: _operation(path, *one) for method, one in methods.items()}
         for path, methods in _PATHS.items()

@@ -67,8 +67,7 @@ class PageSources:
 
 
 class Page:
-    """The endpoints of the web page. The attribute `ready` is the server's readiness, which
-    /api/status reports."""
+    """The attribute `ready` is the server's readiness, which /api/status reports."""
 
     def __init__(self, frontend: Frontend, sources: PageSources) -> None:
         self.ready = False
@@ -112,8 +111,6 @@ class Page:
         )
 
     def _decisions(self, decisions: Sequence[PastDecision]) -> list[dict[str, object]]:
-        """Returns the router's decisions for display. The field `trace` is the trace id of the
-        request, or "" if the request has no trace or the client's token belongs to a tenant."""
         recent = self._sources.recent
         known = recent.requests() if recent and not caller.current().tenant else ()
         traces = {one.request: one.trace for one in known}

@@ -230,14 +230,10 @@ class Reply:
         return _encode({**self._heading, "choices": made, "usage": usage_of(usage), **also})
 
     def _of_prompt(self, choice: ReplyChoice) -> Json:
-        """Returns the fields of an answer that describe the prompt: token ids and
-        log-probabilities."""
         ids: Json = {"prompt_token_ids": choice.prompt} if self._token_ids else {}
         return ids | choice.told(self._pieces)
 
     def _new(self, event: StreamEvent, first: bool) -> bytes:
-        """Returns the part of a chunk that has the new text, as JSON. `first` is whether `event` is
-        the first of its answer."""
         raise NotImplementedError
 
     def _said(self, choice: ReplyChoice) -> Json:
@@ -354,8 +350,6 @@ class CompletionReply(Reply):
 
 
 def _reasoning(text: str) -> Json:
-    """Returns the reasoning under two field names: the one that clients expect, and vLLM's current
-    one."""
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
@@ -405,9 +399,6 @@ def weights_of(usage: Usage) -> Json:
 def _prompt_logprobs_field(
     prompt: Sequence[int], found: PromptLogprobs, top: int, pieces: Pieces
 ) -> msgspec.Raw:
-    """Returns the value of vLLM's field `prompt_logprobs` as JSON text. The first prompt token has
-    null. Each further token has an object with token ids as keys, the token itself first."""
-
     def entry(token_id: int, text: str, logprob: float, rank: int) -> bytes:
         shown = _encode({"logprob": logprob, "rank": rank, "decoded_token": text})
         return b'"%d":%b' % (token_id, shown)
@@ -429,7 +420,6 @@ def _prompt_logprobs_field(
 def _echoed_prompt(
     places: Sequence[Placed], found: PromptLogprobs, top: int, pieces: Pieces
 ) -> EchoedPrompt:
-    """Returns the entries of the field `logprobs` for the tokens of a prompt."""
     likely = [
         msgspec.Raw(_encode(_top_by_text(placed, one.logprob, one.top[:top], pieces)))
         for placed, one in zip(places[1:], found, strict=True)
@@ -445,9 +435,6 @@ def _echoed_prompt(
 def _top_by_text(
     own: Placed, logprob: float, top: Sequence[tuple[int, float]], pieces: Pieces
 ) -> dict[str, float]:
-    """Returns the log-probabilities of the most likely tokens, keyed by their text. Also includes
-    the chosen token `own`, as OpenAI does. If two tokens have equal texts, the more likely one is
-    kept."""
     named = {
         own.name if other == own.token_id else pieces.name(other): value
         for other, value in top[::-1]

@@ -127,7 +127,6 @@ class ResponseReply(ChatReply):
         return [*frames, self._added("response.output_item.added", item.shown("in_progress"))]
 
     def _close(self, cut: bool) -> list[bytes]:
-        """Closes the open item, if any. `cut` is whether the length limit cut the item off."""
         if not self._open:
             return []
         self._open, item = False, self._items[-1]
@@ -232,10 +231,6 @@ class _Kind(enum.Enum):
 
 @dataclass(slots=True)
 class _Item:
-    """One item of a response. `texts` has the pieces of its reasoning, content or arguments. For a
-    tool call, `call` has its id and name, and `sent` is the client's tool. For other items, `call`
-    is None."""
-
     id: str
     kind: _Kind
     call: ToolCallDelta | None = None
@@ -253,7 +248,6 @@ class _Item:
 
     @property
     def input(self) -> str:
-        """The input of a call of a custom tool."""
         return self.sent.input_of(self.text)
 
     def shown(self, status: str) -> Json:

@@ -33,9 +33,7 @@ class KeptResponse:
     """One stored response.
 
     Attributes:
-        body: The response object, as JSON.
         items: Items of the conversation. The items of the answer are the last ones.
-        inputs: Number of items that precede the answer.
         task: Task that generates the response in the background. None once the response is
             finished, or if it is not generated in the background.
         background: Whether the response was generated in the background.
@@ -84,7 +82,6 @@ class ResponseStore:
             self._drop(next(iter(self._kept)))
 
     def find(self, response_id: str) -> KeptResponse | None:
-        """Returns the current caller's response, or None if the store has none with this id."""
         key, now = _key(response_id), self._now()
         response = self._kept.get(key)
         if response is None:
@@ -96,8 +93,7 @@ class ResponseStore:
         return response
 
     def given(self, response_id: str) -> KeptResponse:
-        """Returns the current caller's response. Raises HttpRefusal (404) if the store has none
-        with this id."""
+        """Raises HttpRefusal (404) if the store has none with this id."""
         response = self.find(response_id)
         if response is None:
             raise HttpRefusal(
@@ -123,20 +119,11 @@ class ResponseStore:
 
 @dataclass(slots=True)
 class Keep:
-    """Stores the response to one request.
-
-    Attributes:
-        store: Store for the response.
-        items: Items of the conversation before the answer.
-        begun: Callback before the answer begins, with the id and the response object, or None.
-    """
-
     store: ResponseStore
     items: Items
     begun: Begun | None = None
 
     def finished(self, response: Json, output: Sequence[Json]) -> None:
-        """Stores a finished response. `output` are the items of the answer."""
         answer = tuple(msgspec.Raw(_encode(item)) for item in output)
         items, behind = (*self.items, *answer), self.begun is not None
         kept = KeptResponse(_encode(response), items, len(self.items), background=behind)

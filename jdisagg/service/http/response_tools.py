@@ -111,8 +111,6 @@ def _tools(tool: Fields, namespace: str) -> Iterator[tuple[ChatTool, SentTool]]:
 
 
 def _description(tool: Fields) -> str:
-    """Returns the description of a custom tool, followed by the grammar of its input if it has one.
-    The grammar is part of the prompt only. Answers are not constrained by it."""
     form = tool.part("format")
     definition = form.read("definition", TEXT)
     syntax = form.read("syntax", TEXT) or "lark"

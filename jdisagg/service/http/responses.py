@@ -260,7 +260,6 @@ def _only_thought(message: ChatMessage) -> bool:
 
 
 def _thoughts(item: Fields) -> str:
-    """Returns the text of a reasoning item, or its summary if the item has no text."""
     for name in ("content", "summary"):
         if parts := item.parts(name):
             return "\n".join(part.given("text", TEXT) for part in parts)

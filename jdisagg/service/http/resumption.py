@@ -20,13 +20,8 @@ _ENDS = {reason.value: reason for reason in FinishReason}
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A stream whose events have ids.
-
-    Attributes:
-        life: Random number that identifies the stream in all calls.
-        number: Number of this call, 0 for the first.
-        children: Tokens of each answer that the client has already received.
-    """
+    """A stream whose events have ids. `children`: tokens of each answer that the client has already
+    received."""
 
     life: int
     number: int
@@ -38,12 +33,10 @@ class Resumed:
 
     @property
     def complete(self) -> bool:
-        """Whether all answers had finished before the stream broke."""
         return all(child.finish_reason is not None for child in self.children)
 
     @property
     def begun(self) -> set[int]:
-        """Indices of the answers for which the client has already received events."""
         return {
             index
             for index, child in enumerate(self.children)
@@ -52,17 +45,8 @@ class Resumed:
 
 
 def resumed_from(fields: Fields, children: int | None) -> Resumed | None:
-    """Reads the field `resumption` of a request.
-
-    Args:
-        children: Number of answers of the request, or None for the default of one.
-
-    Returns:
-        The received part of the stream, or None if the request has no such field.
-
-    Raises:
-        InvalidRequestError: The field is invalid, or a field that it needs is missing.
-    """
+    """Reads the field `resumption` of a request. Raises InvalidRequestError if the field is
+    invalid, or a field that it needs is missing."""
     part = fields.part("resumption")
     if not part.names:
         return None
@@ -85,7 +69,6 @@ def resumed_from(fields: Fields, children: int | None) -> Resumed | None:
 
 
 def event_id(event: StreamEvent) -> bytes:
-    """Returns the SSE line with the id of a stream event."""
     tokens = ",".join(map(str, event.token_ids))
     end = event.finish_reason.value if event.finish_reason is not None else ""
     return b"id: %d:%d:%b:%b\n" % (event.child, event.first_index, tokens.encode(), end.encode())

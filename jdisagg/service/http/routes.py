@@ -189,13 +189,11 @@ class HttpRoutes:
         await exchange.reply(_encode({"is_sleeping": bool(asleep) and all(asleep)}))
 
     async def _optional_fields(self, exchange: Exchange) -> Fields:
-        """Returns the fields of a request whose body may be empty."""
         fields = Fields.of(await exchange.body(self._limit_bytes) or b"{}")
         exchange.fields = fields.names
         return fields
 
     def _card(self, adapter: Adapter | None = None) -> dict[str, object]:
-        """Returns the description of the model, or of one of its adapters."""
         model = self._frontend.model
         name = model.name if adapter is None else adapter.name
         return {

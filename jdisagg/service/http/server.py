@@ -107,11 +107,6 @@ class HttpServer:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol class for one connection, with limits on the size and the time of a
-    request's head, and on the size of chunk extensions and trailers.
-
-    `_due` is the timer of an incomplete head."""
-
     _due: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _idle_bytes = 0  # bytes read since the request last advanced
@@ -161,8 +156,7 @@ class _Protocol(HttpToolsProtocol):
             self._feed(line + head + b"\r\n" + rest if offers else rest)
 
     def _offers_upgrade(self) -> bool:
-        """Returns whether the request offers an upgrade to another protocol, as Java's client does
-        for HTTP/2. The server ignores such offers."""
+        """The server ignores offers of an upgrade, as Java's client makes for HTTP/2."""
         return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -198,11 +192,8 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def _write(self, data: bytes) -> bool:
-        """Writes a chunk of a streamed reply directly to the connection.
-
-        This is faster than uvicorn's `send`, because it omits checks that need not be repeated for
-        each chunk. Returns False if nothing was written, because the write would block or the
-        connection is closing."""
+        """Faster than uvicorn's `send`, because checks that need not be repeated for each chunk are
+        omitted."""
         if not data or self.flow.write_paused or self.transport.is_closing():
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -232,8 +223,6 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: HttpRefusal, status: bytes) -> None:
-        """Replies with an error before a handler is called, and closes the connection. Used for
-        input that is not valid HTTP, too long or too slow. `status` is the status line."""
         self._head_complete()
         if self._refused or self.transport.is_closing():
             return
@@ -254,8 +243,7 @@ class _Protocol(HttpToolsProtocol):
 
 
 def http_socket(config: ServiceConfig) -> socket.socket:
-    """Opens the listening socket of the HTTP API. Raises ConfigError if the address cannot be
-    bound."""
+    """Raises ConfigError if the address cannot be bound."""
     assert config.http_port is not None
     return listening_socket(config.host, config.http_port, OTHER_HTTP_PORT, BACKLOG)
 
@@ -312,7 +300,6 @@ def _tls(config: ServiceConfig) -> Callable[..., ssl.SSLContext]:
     context = latest()
 
     def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-        """Sets the latest certificate for a new TLS connection. Called during the handshake."""
         connection.context = latest()
 
     context.sni_callback = renew  # type: ignore[assignment]

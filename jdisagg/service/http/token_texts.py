@@ -19,7 +19,6 @@ class Placed(NamedTuple):
     """A token with its position in the text.
 
     Attributes:
-        name: Name of the token in the reply: its text, or "token_id:N".
         given: Bytes that the token adds to the text.
         offset: Number of characters of the text before the token.
     """
@@ -31,14 +30,8 @@ class Placed(NamedTuple):
 
 
 class Pieces:
-    """Looks up the names and bytes of single tokens.
-
-    Args:
-        text_of: Function that decodes a single token.
-        given: Function that returns the bytes that a token adds to the text.
-        known: Cache of names by token id.
-        as_ids: Whether names are "token_id:N", as in vLLM, instead of texts.
-    """
+    """Looks up the names and bytes of single tokens. `as_ids`: whether names are "token_id:N", as
+    in vLLM, instead of texts."""
 
     def __init__(
         self,
@@ -53,9 +46,8 @@ class Pieces:
         self._known = known
 
     def name(self, token_id: int) -> str:
-        """Returns the name of a token without regard to its neighbours. A token that is not valid
-        UTF-8 alone is named by its bytes, as in OpenAI's API, because many such tokens decode to
-        the same text."""
+        """A token that is not valid UTF-8 alone is named by its bytes, as in OpenAI's API, because
+        many such tokens decode to the same text."""
         if self.as_ids:
             return f"token_id:{token_id}"
         text = self._known.get(token_id)
@@ -82,18 +74,13 @@ class TextOfTokens:
         self._begun = False
 
     def follow(self, prompt: Sequence[int], echo: str) -> None:
-        """Sets the state to the end of a prompt, whose last character may be incomplete.
-
-        Args:
-            prompt: Token ids of the prompt.
-            echo: Text of the prompt if the reply begins with it, else "".
-        """
+        """Sets the state to the end of a prompt, whose last character may be incomplete. `echo`:
+        text of the prompt if the reply begins with it, else ""."""
         self._decoder.decode(b"".join(map(self._pieces.given, prompt[-_CHARACTER_BYTES:])))
         self._offset = len(echo)
 
     def whole(self, prompt: Sequence[int], echo: str) -> list[Placed]:
-        """Adds all tokens of a prompt, and returns them with their offsets in `echo`, the text of
-        the prompt. Tokens of the answer are added after that."""
+        """Tokens of the answer are added after that."""
         text = b"".join(map(self._pieces.given, prompt))
         # Decoding may drop the first of several spaces.
         dropped = text[:1] == b" " and text[1:] == echo.encode()

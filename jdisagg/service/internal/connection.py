@@ -67,8 +67,6 @@ class Credentials:
     Attributes:
         tls: Whether to use TLS. If `authority` is empty, the system's root certificates apply.
         authority: CA certificate against which the certificate of the server is verified.
-        certificate, key: This process's certificate and key for mutual TLS.
-        token: Bearer token that is sent with each call.
         server_name: Host name in the server's certificate, if it differs from the address.
     """
 
@@ -135,8 +133,7 @@ NO_CREDENTIALS = Credentials()
 def open_channel(
     address: str, credentials: Credentials, options: Sequence[tuple[str, int | str]]
 ) -> grpc.aio.Channel:
-    """Opens a grpc.aio channel. Call it on the event loop that will use it. Raises ConfigError for
-    an empty address."""
+    """Call it on the event loop that will use it. Raises ConfigError for an empty address."""
     keep_grpc_alive()
     makers = grpc.aio.secure_channel, grpc.aio.insecure_channel
     return channel_of(*makers, address, credentials, options)
@@ -149,14 +146,8 @@ def channel_of(
     credentials: Credentials,
     options: Sequence[tuple[str, int | str]],
 ) -> Channel:
-    """Opens a channel with TLS if the credentials require it.
-
-    Args:
-        secure, insecure: gRPC's functions that create a channel with and without TLS.
-
-    Raises:
-        ConfigError: The address is empty. gRPC would only report that the server is unreachable.
-    """
+    """Opens a channel with TLS if the credentials require it. Raises ConfigError if the address is
+    empty. gRPC would only report that the server is unreachable."""
     if not isinstance(address, str) or not address.strip():
         raise ConfigError(
             f"target must be an address, got {address!r}; give host:port, such as localhost:8700"
@@ -167,16 +158,9 @@ def channel_of(
 
 
 def read_pem(subject: str, path: str, kind: str = "CERTIFICATE") -> bytes:
-    """Returns the contents of a PEM file, or b"" if `path` is empty.
-
-    Args:
-        subject: Name of the setting with the path, for the error message.
-        kind: Kind of PEM block that the file must have.
-
-    Raises:
-        ConfigError: The file is unreadable, or has no block of this kind. gRPC would only report
-            that the server is unreachable.
-    """
+    """Returns the contents of a PEM file, or b"" if `path` is empty. Raises ConfigError if the file
+    is unreadable, or has no block of this kind. gRPC would only report that the server is
+    unreachable."""
     data = read_secret(path)
     if path:
         _check_pem(f"{subject} {path!r}", data, kind)
@@ -193,8 +177,7 @@ def _check_pem(subject: str, data: bytes, kind: str) -> None:
 
 
 def read_secret(path: str) -> bytes:
-    """Returns the contents of a file, or b"" if `path` is empty. Raises ConfigError if the file is
-    unreadable."""
+    """Raises ConfigError if the file is unreadable."""
     try:
         return pathlib.Path(path).expanduser().read_bytes() if path else b""
     except OSError as error:
@@ -204,7 +187,6 @@ def read_secret(path: str) -> bytes:
 
 
 def status_of(error: grpc.RpcError) -> WireStatus:
-    """Returns the code, details and text metadata that a failed call reported."""
     # Every error that a call raises is a grpc.Call or AioRpcError, which the type stubs omit.
     call = cast(grpc.Call, error)
     metadata = tuple(
@@ -214,8 +196,7 @@ def status_of(error: grpc.RpcError) -> WireStatus:
 
 
 def protocol_metadata() -> tuple[str, str]:
-    """Returns the gRPC metadata with the protocol version. It is sent with every call between
-    jdisagg processes."""
+    """Sent with every call between jdisagg processes."""
     return PROTOCOL_KEY, protocol_text()
 
 
@@ -229,14 +210,8 @@ async def _quietly(call: Callable[[], Awaitable[None]]) -> None:
 
 
 class Connection:
-    """A connection to one process. Use it on one event loop. Several tasks may share it.
-
-    Args:
-        address: Address (host:port) of the process.
-        credentials: Token and TLS settings.
-        boot_id: If set, a process with another boot id (after a restart) refuses the calls.
-        timeouts: Time limits of the connection's calls.
-    """
+    """A connection to one process. Use it on one event loop. Several tasks may share it. `boot_id`:
+    if set, a process with another boot id (after a restart) refuses the calls."""
 
     def __init__(
         self,
@@ -266,9 +241,6 @@ class Connection:
         """Makes a call and returns the reply as bytes.
 
         Args:
-            method: gRPC stub of the method.
-            request: Encoded arguments.
-            seconds: Time limit, or None for no limit.
             any_boot: Whether a process that has restarted may accept the call.
 
         Raises:
@@ -293,8 +265,7 @@ class Connection:
         seconds: float | None,
         any_boot: bool = False,
     ) -> AsyncGenerator[bytes, None]:
-        """Makes a call and yields its replies as bytes. Closing the iterator cancels the call. The
-        arguments and errors are those of `call`."""
+        """Closing the iterator cancels the call. The arguments and errors are those of `call`."""
         self._check_open()
         call = method(request, timeout=_bounded(seconds), metadata=self._metadata(any_boot))
         assert isinstance(call, grpc.aio.UnaryStreamCall)
@@ -344,9 +315,8 @@ class Connection:
             )
 
     def _check_closed_under_us(self) -> None:
-        """Raises UnavailableError if `close` caused the cancellation of a call. Without this check,
-        the caller's task would look as if it were cancelled, because closing a channel cancels its
-        calls."""
+        """Without this check, the caller's task would look as if it were cancelled, because closing
+        a channel cancels its calls."""
         task = asyncio.current_task()
         if self._closed and (task is None or not task.cancelling()):
             raise UnavailableError(

@@ -99,13 +99,7 @@ async def _listen(session: FollowerSession, messages: AsyncIterator[bytes]) -> N
 
 class InstanceServer:
     """The leader's server for the `Follow` streams. Start it before followers receive its address,
-    and stop it last.
-
-    Args:
-        followers: Bookkeeping of the followers, which they join.
-        credentials: TLS credentials of the worker's gRPC server, or None without TLS.
-        timeouts: Time limits of the streams.
-    """
+    and stop it last."""
 
     def __init__(
         self,
@@ -129,15 +123,8 @@ class InstanceServer:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, called: str = "") -> str:
         """Binds the port and starts to serve. Returns the address (host:port) that followers call.
-
-        Args:
-            host: Host name or address to bind to.
-            port: Port, or 0 to let the system choose one.
-            called: Host that followers call, or empty if it is `host`.
-
-        Raises:
-            ConfigError: The address cannot be bound.
-        """
+        `called`: host that followers call, or empty if it is `host`. Raises ConfigError if the
+        address cannot be bound."""
         bound = bind(
             self._server, host, port, self._credentials, "choose another address for the instance"
         )
@@ -152,12 +139,7 @@ class LeaderConnection:
     """A follower's connection to the leader. Implements `instance.follower.LeaderLink`.
 
     Create it on the event loop that uses it. The `Follow` stream opens with the first message.
-
-    Args:
-        address: The leader's address, host:port.
-        credentials: TLS settings.
-        connect_seconds: Time limit for the leader to answer.
-    """
+    `connect_seconds`: time limit for the leader to answer."""
 
     def __init__(
         self,

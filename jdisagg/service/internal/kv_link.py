@@ -1,16 +1,11 @@
 """Sends the control messages of KV transfers to other processes over gRPC. Implements `KvLink`.
 
-    link = GrpcKvLink(KvEnd("10.0.0.7:8811", boot_id), credentials)  # on the event loop that serves
-    channel = NegotiatedChannel(clock, link.end, link, ...)
-    link.deliver_to(channel)
-    server = GrpcServer((..., link.service(tokens)), config, boot_id)
-
 `send` may be called from any thread and never blocks. Each destination has a bounded queue of
 messages. They are sent in order, and one call sends many waiting messages. If a destination does
 not answer, the link retries for a short time. It then drops and counts the waiting messages. A
-transfer whose messages were dropped ends at its deadline. Incoming messages are delivered on the
-event loop. Messages that were sent to an earlier process at this address are refused. A message may
-arrive twice if the reply to its call was lost."""
+transfer whose messages were dropped ends at its deadline. Messages that were sent to an earlier
+process at this address are refused. A message may arrive twice if the reply to its call was lost.
+"""
 
 import asyncio
 import contextlib
@@ -42,15 +37,8 @@ class GrpcKvLink:
     """Sends and receives control messages of KV transfers.
 
     `counters` has kv_messages_sent, kv_messages_received, kv_messages_lost and
-    kv_messages_misdirected.
-
-    Args:
-        end: Control address and boot id of this process, as reported to other workers.
-        credentials: Token and TLS settings.
-        queue_messages: Number of messages that may wait per destination. Further messages are
-            dropped.
-        timeouts: Time limits of sending.
-    """
+    kv_messages_misdirected. `queue_messages`: number of messages that may wait per destination.
+    Further messages are dropped."""
 
     def __init__(
         self,
@@ -72,8 +60,7 @@ class GrpcKvLink:
         self._closed = False
 
     def deliver_to(self, receiver: KvReceiver) -> None:
-        """Sets the object that receives incoming messages. Messages that arrive before this call
-        are dropped."""
+        """Messages that arrive before this call are dropped."""
         self._receiver = receiver
 
     def service(self, tokens: tuple[str, ...] = ()) -> Service:
@@ -129,8 +116,7 @@ class GrpcKvLink:
             )
 
     def forget(self, end: KvEnd, line: "_Line") -> None:
-        """Removes the connection `line` to `end`, whose sending task has finished. If messages were
-        queued in the meantime, opens a new connection for them."""
+        """If messages were queued in the meantime, opens a new connection for them."""
         if self._lines.get(end) is not line:
             return
         del self._lines[end]
@@ -165,9 +151,6 @@ class GrpcKvLink:
 
 
 class _Line:
-    """Connection to one destination, and the task that sends the queued messages. The task ends
-    when the queue stays empty."""
-
     def __init__(self, link: GrpcKvLink, end: KvEnd, connection: Connection) -> None:
         self.stirred = asyncio.Event()
         self._link = link
@@ -199,8 +182,6 @@ class _Line:
             await self._connection.aclose()
 
     async def _send(self, messages: list[KvMessage]) -> bool:
-        """Sends messages, with retries for a short time. Returns whether they were delivered. An
-        error other than UnavailableError, such as a refusal, is not retried."""
         envelope = KvEnvelope(self._link.end, self._end.boot_id, tuple(messages))
         until = asyncio.get_running_loop().time() + self._link.timeouts.link_try_seconds
         while True:

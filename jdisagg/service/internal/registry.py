@@ -3,15 +3,10 @@ worker.
 
 A worker registers with every configured router and sends its status a few times a second (a
 heartbeat). If a router reports that the worker is not registered, the worker registers again, so
-that routers may restart while workers run. The worker retries an unreachable router until the
-router answers, without delaying calls to other routers. It logs the failure once, or not at all
-during a drain.
+that routers may restart while workers run.
 
 A router may refuse the worker because the model differs or the name is taken. The worker then
-retries at longer intervals. If every router refuses the worker, `failed` is set. After each
-heartbeat, the worker sends the changes of its prefix cache that the router has not yet
-acknowledged. A worker of several routers also passes on the use of client quotas from each router
-to the others (`jdisagg/spending.py`).
+retries at longer intervals. If every router refuses the worker, `failed` is set.
 
 Depends only on the `Registrar` Protocol, which dispatch/membership.py implements."""
 
@@ -81,14 +76,8 @@ def registry_service(
     """Returns the registry service of a router.
 
     The service accepts calls during a drain, because running requests still need the workers.
-
-    Args:
-        registrar: The router's bookkeeping of its workers.
-        tokens: Bearer tokens that are accepted.
-        reach: Function that must succeed before a worker is registered. A registration alone proves
-            only that the worker can call the router.
-        share: Function that exchanges the use of client quotas.
-    """
+    `reach`: function that must succeed before a worker is registered. A registration alone proves
+    only that the worker can call the router."""
     lasting = ("register", "heartbeat", "kept", "share_use", "deregister")
     return rpc.service(RegistryPort, _Registry(registrar, reach, share), tokens, lasting)
 
@@ -137,18 +126,9 @@ class RegistryClient:
     """Keeps one worker registered with its routers from `start` to `leave`.
 
     The future `failed` receives an exception if `status` raises, or if all routers refuse the
-    worker. The owner of the client then decides whether to stop the worker.
-
-    Args:
-        routers: Addresses of the routers.
-        card: Description of the worker, which is sent at registration.
-        status: Function that returns the worker's status, or raises if the worker is broken. After
-            an error, no heartbeat is sent, so that routers remove the worker.
-        credentials: Token and TLS settings.
-        timeouts: Heartbeat interval and time limits.
-        kept: Function that returns the changes of the prefix cache since the last change that a
-            router acknowledged, or None if there are none.
-    """
+    worker. The owner of the client then decides whether to stop the worker. `status`: function that
+    returns the worker's status, or raises if the worker is broken. After an error, no heartbeat is
+    sent, so that routers remove the worker."""
 
     def __init__(
         self,
@@ -173,7 +153,6 @@ class RegistryClient:
 
     @property
     def registered(self) -> frozenset[str]:
-        """Addresses of the routers with which the worker is registered."""
         return frozenset(link.connection.address for link in self._links if link.registered)
 
     def start(self) -> None:
@@ -250,9 +229,6 @@ class RegistryClient:
             link.mark = await link.port.kept(self._card.boot_id, news)
 
     async def _share_use(self, link: "_RouterLink") -> None:
-        """Exchanges clients' quota use with a router: sends the use that the other routers counted,
-        and receives the use that this router counted. Does nothing if the exchange is not due, or
-        if the worker has a single router."""
         now = asyncio.get_running_loop().time()
         if len(self._links) == 1 or now < link.share_at:
             return
@@ -277,18 +253,6 @@ class RegistryClient:
 
 
 class _RouterLink:
-    """The connection to one router.
-
-    Attributes:
-        registered: Whether the worker is registered with the router.
-        mark: Last change of the prefix cache that the router has acknowledged.
-        refused: Reason why the router refuses the worker, or None.
-        use: Use of client quotas at the router, as of the time `shared_at`.
-        share_at: Time of the next exchange of quota use.
-        taken_since: Time at which the router first reported that another worker has this worker's
-            name.
-    """
-
     def __init__(self, connection: Connection, timeouts: MembershipTimeouts) -> None:
         self.connection = connection
         self._timeouts = timeouts
@@ -300,8 +264,6 @@ class _RouterLink:
         self.use, self.shared_at, self.share_at = RouterUse(), -math.inf, 0.0
 
     def heard(self, error: Exception, now: float) -> float:
-        """Records an error of a call to the router. Returns the shortest time to wait before a
-        retry, in seconds. 0 means the usual interval."""
         if isinstance(error, NameTakenError):
             self.taken_since = self.taken_since or now
             self.refused = (

@@ -20,14 +20,8 @@ class RemoteWorker:
     """The interfaces (ports) of one remote worker, which share a connection.
 
     A call of `peer.hello` binds the connection to the running process of the worker. If the worker
-    then restarts, other calls raise UnavailableError until the next `hello`.
-
-    Args:
-        address: The worker's address, host:port.
-        credentials: Token and TLS settings.
-        boot_id: If set, a worker process with another boot id (after a restart) refuses the calls.
-        timeouts: Time limits of calls.
-    """
+    then restarts, other calls raise UnavailableError until the next `hello`. `boot_id`: if set, a
+    worker process with another boot id (after a restart) refuses the calls."""
 
     def __init__(
         self,

@@ -83,8 +83,7 @@ class RemoteSpans:
         self._reading: set[asyncio.Task[None]] = set()
 
     async def reserve(self, _: object, call: ReserveCall) -> Reservation:
-        """Reserves pages within the session. The worker frees the reservation when the session
-        ends."""
+        """The worker frees the reservation when the session ends."""
         session = await self._open(call.deadline_seconds)
         return await self._sessions.reserve_in(session.session_id, call)
 
@@ -135,8 +134,7 @@ class RemoteSpans:
         return session
 
     async def _read(self, session: _Session) -> None:
-        """Reads the spans of a session until its stream ends. Needs no time limit, because pings
-        detect an unreachable worker."""
+        """Needs no time limit, because pings detect an unreachable worker."""
         error: JdisaggError = UnavailableError(f"{self._connection.address} ended the span stream")
         try:
             async for batch in self._sessions.spans(session.session_id):

@@ -14,8 +14,7 @@ from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 
 def worker_roles_service(port: RolePort, tokens: tuple[str, ...] = ()) -> Service:
-    """Returns the service through which a router changes the role of a worker. The report of a role
-    change is available during a drain too."""
+    """The report of a role change is available during a drain too."""
     return rpc.service(RolePort, port, tokens, lasting=("switch_report",))
 
 
@@ -24,7 +23,6 @@ def worker_roles(
     credentials: Credentials = NO_CREDENTIALS,
     timeouts: CallTimeouts = DEFAULT_TIMEOUTS.call,
 ) -> AbstractAsyncContextManager[RolePort]:
-    """Context manager that connects to the role service of the worker at `address`."""
     return rpc.connected(RolePort, address, credentials, {"switch_report": timeouts.report_seconds})
 
 

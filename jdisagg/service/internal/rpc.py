@@ -1,11 +1,9 @@
 """gRPC services and typed clients for ports.
 
 A port is an interface between jdisagg processes, declared as a Protocol in `messages/`. This module
-derives the gRPC service and the client from the Protocol. Each method of the port becomes a method
-of a gRPC service with the port's name. The arguments are sent as one packed sequence. The reply is
-one packed value, or a stream of values if the method returns an `AsyncIterator`. A new method of
-the Protocol therefore needs no further code. A parameter with a default may be added at the end
-(`messages/packed.py`).
+derives the gRPC service and the client from the Protocol. The arguments are sent as one packed
+sequence. The reply is one packed value, or a stream of values if the method returns an
+`AsyncIterator`. A parameter with a default may be added at the end (`messages/packed.py`).
 
 The guard (`guard.py`) catches decoding errors, so that malformed bytes fail only the call that sent
 them."""
@@ -44,13 +42,11 @@ class Method:
     unpack_reply: Unpacker[Any]
 
     def unpack_arguments(self, data: bytes) -> tuple[Any, ...]:
-        """Decodes the arguments of a call from a process of any compatible version. Parameters that
-        the caller does not have get their defaults. Arguments for parameters that this process does
-        not have are dropped."""
+        """Parameters that the caller does not have get their defaults. Arguments for parameters
+        that this process does not have are dropped."""
         return msgspec.structs.astuple(self.unpacker(data))
 
     def arguments(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Returns all arguments of a call in order, including defaults."""
         if len(args) == len(self.parameters) and not named:
             return args
         missing = self.parameters[len(args) :]
@@ -69,7 +65,6 @@ class Method:
 
 @cache
 def methods(protocol: type) -> tuple[Method, ...]:
-    """Returns the methods of a port's Protocol."""
     return tuple(_method(name, getattr(protocol, name)) for name, _ in port_methods(protocol))
 
 
@@ -84,16 +79,8 @@ def service(
     lasting: Iterable[str] = (),
     beside: Mapping[str, grpc.RpcMethodHandler] | None = None,
 ) -> Service:
-    """Returns a gRPC service that serves a port.
-
-    Args:
-        protocol: The port's Protocol.
-        port: Object that handles the calls.
-        tokens: Bearer tokens that are accepted. Without tokens, all calls are accepted.
-        lasting: Methods that a drain neither refuses nor waits for.
-        beside: Handlers of additional methods, which take precedence over methods of the port with
-            the same name.
-    """
+    """Returns a gRPC service that serves a port. `beside`: handlers of additional methods, which
+    take precedence over methods of the port with the same name."""
     name = service_name(protocol)
     table = {**handlers(protocol, port), **(beside or {})}
     handler = grpc.method_handlers_generic_handler(name, table)
@@ -107,7 +94,6 @@ def service(
 
 
 def handlers(protocol: type[P], port: P) -> dict[str, grpc.RpcMethodHandler]:
-    """Returns the gRPC handlers of a port's methods, by method name."""
     return {method.name: _handler(method, port) for method in methods(protocol)}
 
 
@@ -123,15 +109,12 @@ def client(
     """Returns a client of a port in another process.
 
     Args:
-        protocol: The port's Protocol, which the result implements.
-        connection: Connection to the serving process.
         call_seconds: Time limit of calls whose arguments have no deadline. None uses the limit in
             the connection's `timeouts`.
         seconds: Time limits by method name. They also apply to calls with a deadline. None means
             that the method has no limit.
         any_boot: Names of methods that are called without the connection's boot id. A process that
             has restarted accepts these calls.
-        service: Name of the service, if it differs from the port's name.
 
     Returns:
         An object that raises the errors of the served port, and UnavailableError if the process is
@@ -160,8 +143,7 @@ async def connected(
     credentials: Credentials = NO_CREDENTIALS,
     seconds: Mapping[str, float | None] | None = None,
 ) -> AsyncIterator[P]:
-    """Context manager that yields a client for a port of the process at `address`. The client stays
-    usable if the process restarts. The other arguments are those of `client`."""
+    """The client stays usable if the process restarts."""
     connection = Connection(address, credentials)
     try:
         yield client(protocol, connection, seconds=seconds)
@@ -170,17 +152,14 @@ async def connected(
 
 
 class _Remote:
-    """Class of the objects that `client` returns. `client` adds one method for each method of the
-    port."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """Time limit of the calls of a method, in seconds.
-
-    Without `bounded`, the limit is the call's deadline plus `slack`, or `usual` for a call without
-    a deadline. With `bounded`, the limit is `bound`, or the call's deadline plus `slack` if that is
-    less. `bounded` with `bound` None means no limit."""
+    """Without `bounded`, the limit is the call's deadline plus `slack`, or `usual` for a call
+    without a deadline. With `bounded`, the limit is `bound`, or the call's deadline plus `slack` if
+    that is less. `bounded` with `bound` None means no limit."""
 
     usual: float
     bounded: bool
@@ -214,7 +193,6 @@ def _method(name: str, function: Callable[..., object]) -> Method:
 def _arguments_kind(
     name: str, parameters: Iterable[inspect.Parameter], hints: Mapping[str, Any]
 ) -> type[msgspec.Struct]:
-    """Creates a struct class whose fields are a method's parameters, packed by position."""
     fields = [
         (part.name, hints[part.name])
         if part.default is inspect.Parameter.empty

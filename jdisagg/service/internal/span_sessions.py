@@ -3,12 +3,8 @@
 A span is a batch of generated tokens of one sequence. Each calling process has one stream, called a
 session, with the spans of all reservations that it started. When the stream ends, all reservations
 and sequences of the session are cancelled, because the caller can no longer receive their tokens.
-The session buffers spans that a slow caller has not yet read. The buffer's size is bounded by the
-number of tokens of the session's reservations (worker/span_stream.py). A slow caller blocks neither
-the worker nor other sessions. Buffered spans are sent together, so that a decode step costs one
-message per caller.
-
-This module implements `SpanSessionPort` with a `DecodePort`. It does not use gRPC."""
+The buffer's size is bounded by the number of tokens of the session's reservations
+(worker/span_stream.py). A slow caller blocks neither the worker nor other sessions."""
 
 import asyncio
 import logging
@@ -36,8 +32,6 @@ MAX_BATCH_TOKENS = 1024
 
 
 class _Session:
-    """The unsent spans of one stream, and the tasks that read the session's reservations."""
-
     def __init__(self) -> None:
         self.news: deque[ReservationSpans] = deque()
         self.stirred = asyncio.Event()
@@ -52,8 +46,6 @@ class _Session:
         self.reserved[reservation.reservation_id] = now + reservation.lease_seconds
 
     def over(self, reservation_id: int, following: "asyncio.Task[ReservationSpans]") -> None:
-        """Queues the message that a reservation has ended. `following` is the task that read its
-        spans. If the task was cancelled, the reservation counts as ended without an error."""
         del self.running[reservation_id]
         self.put(
             ReservationSpans(reservation_id=reservation_id, ended=True)
@@ -66,8 +58,6 @@ class _Session:
         self.stirred.set()
 
     def take(self) -> SpanBatch:
-        """Removes spans from the buffer, up to a maximum number of tokens. Returns them in order,
-        with one entry for each reservation."""
         room = MAX_BATCH_TOKENS
         spans: dict[int, list[Span]] = {}
         ends: dict[int, ReservationSpans] = {}
@@ -83,8 +73,6 @@ class _Session:
 
 
 class SpanSessions:
-    """All sessions of one decode worker."""
-
     def __init__(self, port: DecodePort) -> None:
         self._port = port
         self._sessions: dict[int, _Session] = {}
@@ -119,8 +107,7 @@ class SpanSessions:
         return reservation
 
     async def start(self, session_id: int, call: GenerateCall) -> None:
-        """Starts to decode the sequences of a reservation. Their spans, and an error that ends
-        them, are sent on the session's stream."""
+        """The spans, and an error that ends them, are sent on the session's stream."""
         session = self._session(session_id)
         if call.reservation_id in session.running:
             raise HandoffError(
@@ -162,8 +149,6 @@ class SpanSessions:
             cancelling.add_done_callback(self._cancelling.discard)
 
     async def _follow(self, session: _Session, call: GenerateCall) -> ReservationSpans:
-        """Reads the spans of a reservation and queues them for the session's stream. Returns the
-        entry that reports the reservation's end or error."""
         reservation_id = call.reservation_id
         spans = self._port.generate(call)
         try:

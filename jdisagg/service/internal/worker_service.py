@@ -26,8 +26,7 @@ Reply = TypeVar("Reply")
 def prefill_service(
     port: PrefillPort, tokens: tuple[str, ...] = (), vocabulary: int = ANY_ID
 ) -> Service:
-    """Returns the gRPC service for a prefill port. Calls with token ids of `vocabulary` or more are
-    refused with InvalidRequestError."""
+    """Calls with token ids of `vocabulary` or more are refused with InvalidRequestError."""
     return rpc.service(PrefillPort, through(PrefillPort, port, _KnownIds(vocabulary)), tokens)
 
 
@@ -79,9 +78,6 @@ class _KnownIds:
 
 
 class _CancelledInSessions:
-    """Middleware for `cancel`. It also ends the cancelled reservation in the session that started
-    the reservation."""
-
     def __init__(self, sessions: SpanSessions) -> None:
         self._sessions = sessions
 
