@@ -26,6 +26,7 @@ from benchmarks.measure import save
 from jdisagg.config import LimitsConfig, Mode, ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.prompts import ModelInfo, TokenPrompt
+from jdisagg.errors import JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import FinishReason, Request, SamplingDefaults, StreamEvent, Timings, Usage
@@ -114,6 +115,9 @@ class FakePath:
 
     async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
         raise NotImplementedError("no client suspends here")
+
+    def end(self, tenant: str, request_id: str, error: JdisaggError) -> None:
+        raise NotImplementedError("no client repeats an id here")
 
     async def reset_cache(self) -> int:
         return 0

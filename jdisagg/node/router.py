@@ -162,7 +162,7 @@ class Router:
             ],
             wrap.request_log(self._config.log_requests, observer, lambda: path.placer.waiting),
             observer.metrics.scrape if observer else None,
-            page_sources(observer, service),
+            page_sources(observer),
         )
         signals = StopSignals(server.force)
         await server.start()
