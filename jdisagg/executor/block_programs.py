@@ -46,8 +46,6 @@ COPIES_PER_CALL = 8
 
 
 class BlockPrograms:
-    """The compiled programs that extract, insert and copy blocks of one page pool."""
-
     def __init__(
         self,
         programs: Programs,
@@ -219,8 +217,6 @@ class BlockPrograms:
 
 
 class PullTargets:
-    """Makes the destinations (`PullTarget`) of pulls into one mesh."""
-
     def __init__(self, programs: Programs, spec: KVSpec) -> None:
         self._programs, self.mesh = programs, programs.mesh
         self.spec = spec
@@ -313,8 +309,6 @@ class _Kind:
 
 
 class MeshBlocks:
-    """Runs the step commands of one instance that extract, pull, insert and copy blocks."""
-
     def __init__(
         self,
         stages: Sequence[tuple[Programs, Pools]],

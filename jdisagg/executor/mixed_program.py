@@ -37,8 +37,6 @@ _FORM = ChunkForm(packed=True)
 
 
 class MixedPrograms:
-    """Used by the dispatch thread only."""
-
     def __init__(
         self,
         programs: Programs,

@@ -27,8 +27,6 @@ LayerKv = tuple[list[LayerPages], list[LayerPages], list[LayerPages]]
 
 
 class NextTokens:
-    """The part of a decode step's program that drafts tokens."""
-
     def __init__(
         self, weights: Weights, shards: Shards, pools: Pools, rows: RowFormat, ring_pages: int
     ) -> None:

@@ -36,8 +36,6 @@ class _SampledRows(NamedTuple):
 
 
 class PrefillSampler:
-    """Samples the first token of each prompt that ends in a chunk."""
-
     def __init__(
         self,
         programs: Programs,

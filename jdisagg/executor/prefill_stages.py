@@ -43,7 +43,6 @@ class PrefillStages:
     def cut(
         self, blocks: Sequence[jax.Array], groups: range, rank: int, offset: int, tokens: int
     ) -> jax.Array:
-        """Cuts the tokens of one offer out of a chunk's KV blocks (`PrefillPrograms.cut`)."""
         _, stage = self._stages[self._stage_of[groups.start]]
         assert self._stage_of[groups.start] == self._stage_of[groups.stop - 1], groups
         return stage.cut(blocks[groups.start : groups.stop], rank, offset, tokens)

@@ -28,8 +28,6 @@ BLOCK_TOKENS = 64
 
 
 class PromptScorer:
-    """Used by the dispatch thread only."""
-
     def __init__(
         self, programs: Programs, weights: Weights, shards: Shards, vocabulary: int
     ) -> None:

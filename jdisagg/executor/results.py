@@ -46,8 +46,6 @@ def start_reading(arrays: Iterable[jax.Array | None]) -> None:
 
 @dataclass
 class Finished:
-    """The result of a command that is complete as soon as it is issued."""
-
     step: int
     in_order: bool = True
 
